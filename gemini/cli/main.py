@@ -1,4 +1,10 @@
-"""Entry point of the ``gemini`` command."""
+"""Entry point of the ``gemini`` command.
+
+Other distributions add commands by entry points of the group ``gemini.commands``: ``NAME =
+"module:function"`` adds ``gemini NAME``; the function gets the subparsers of argparse, adds a parser of that
+name, and gives it a default ``run(options) -> exit code``. A command line that is wrong is answered with a
+few lines that guess what was meant.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,102 @@ import argparse
 import errno
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
+from typing import Any, NoReturn
 
 from gemini._C import build_info
 from gemini.cli import check, ckpt, convert_config, finetune, mode_speeds, plan, run, simulate, trace, train
-from gemini.cli.added import AddParser, added_commands
 from gemini.cli.console import discard, say_error
-from gemini.cli.usage import CommandParser, WarningFormatter
 from gemini.errors import ConfigError, GeminiError
+from gemini.system.config import did_you_mean
+
+GROUP = "gemini.commands"
+AddParser = Callable[[Any], object]
+
+# Commands of this project that are installed by themselves, and how.
+ELSEWHERE = {"bench": "pip install ./benchmarks, in a checkout of gemini-runtime"}
+
+
+def added_commands(called: str, known: Collection[str]) -> dict[str, AddParser]:
+    """Return what installed distributions add, by name, besides the commands that are ``known`` already.
+
+    One that cannot be loaded is left out, so that it stops no other command.
+
+    Raises:
+        ConfigError: it is the one that was ``called``, or that one is not installed.
+    """
+    found: dict[str, AddParser] = {}
+    for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+        if entry.name in known:
+            continue
+        try:
+            found[entry.name] = entry.load()
+        except (ImportError, AttributeError) as error:
+            if entry.name == called:
+                origin = entry.dist.name if entry.dist is not None else entry.value
+                raise ConfigError(
+                    f"gemini {called}, which {origin} adds, cannot be loaded ({error}); install {origin} anew"
+                ) from error
+    if called in ELSEWHERE and called not in {*known, *found}:
+        raise ConfigError(f"gemini {called} is not installed: {ELSEWHERE[called]}")
+    return found
+
+
+_EXIT_USAGE = 2
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors take three lines, not the usage of every option. Its subcommands are of its
+    class, and each refuses what it does not know itself."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and end the process where an option is unknown."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [text for action in self._actions for text in action.option_strings]
+            named = " ".join(
+                f"{each}{did_you_mean(each.partition('=')[0], known)}" if each.startswith("-") else each
+                for each in unknown
+            )
+            self.error(f"unrecognized arguments: {named}")
+        return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message`` under one line on how the command is called, and exit with code 2."""
+        self.exit(_EXIT_USAGE, f"{self._short_usage()}\n{self.prog}: error: {message}\n")
+
+    def _short_usage(self) -> str:
+        positional = [
+            f"[{action.metavar}]" if action.nargs == "?" else str(action.metavar or action.dest)
+            for action in self._actions
+            if not action.option_strings
+        ]
+        called = " ".join([self.prog, "[options]", *positional])
+        return f"usage: {called}\nall options: {self.prog} --help"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            there = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action,
+                f"there is no {value!r}{did_you_mean(str(value), there)}; choose from {', '.join(there)}",
+            )
+
+
+class WarningFormatter(logging.Formatter):
+    """Formats a record of the library as ``warning: ...``, in the words that ``translate`` makes of it."""
+
+    def __init__(self, translate: Callable[[str], str]) -> None:
+        super().__init__()
+        self._translate = translate
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return f"{record.levelname.lower()}: {self._translate(super().format(record))}"
+
 
 EXIT_ERROR = 2
 EXIT_INTERRUPTED = 130

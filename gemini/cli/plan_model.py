@@ -1,9 +1,12 @@
-"""What ``gemini plan MODEL`` may name, and how it becomes a model on ``meta``."""
+"""What ``gemini plan MODEL`` may name, a Hugging Face ``config.json`` among it, and how it becomes a model on
+``meta``. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +16,229 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.cli.plan_hugging_face import hugging_face
-from gemini.errors import ConfigError
+from gemini.cli.plan_inputs import ModelKind, PositionTable, most_tokens
+from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.forecast.rehearsal import Example, LossFunction, ModelSource, mean_of_outputs
-from gemini.integrations.model_directory import CONFIG, MOST_LAYERS
+from gemini.integrations.model_directory import (
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    MOST_LAYERS,
+    check_config,
+    is_model_class,
+)
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.system.config import did_you_mean
-from gemini.system.input_files import InputDirectory
+from gemini.system.input_files import InputDirectory, errors_of, read_document
+
+_FACTORY = "write a factory (package.module:function, docs/plan.md) that returns the module and its inputs"
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """A config, as transformers reads it, and the class to build; ``architecture`` None: without a head."""
+
+    path: Path
+    config: Any
+    architecture: Any
+    checkpointing: bool
+
+    def build(self) -> nn.Module:
+        """Return the model; all of it is on ``meta`` if torch makes everything there."""
+        import transformers  # type: ignore[import-not-found, unused-ignore]
+
+        headless: Any = transformers.AutoModel
+        try:
+            module: Any = (
+                headless.from_config(self.config)
+                if self.architecture is None
+                else self.architecture._from_config(self.config)
+            )
+            if self.checkpointing:
+                options = {"use_reentrant": False}
+                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        except Exception as error:  # of as many classes as there are models
+            raise ConfigError(
+                f"transformers cannot build the model of {self.path}: {in_words(error)}; correct the config"
+            ) from error
+        _leave_memory(module)
+        built: nn.Module = module
+        return built
+
+    def kind(self, module: nn.Module) -> ModelKind:
+        """Return what the inputs of a built model follow from."""
+        modalities = getattr(module, "input_modalities", None) or ()
+        return ModelKind(
+            type(module).__name__,
+            self.config,
+            {
+                name: parameter.default is parameter.empty
+                for name, parameter in inspect.signature(module.forward).parameters.items()
+                if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            },
+            getattr(module, "main_input_name", None) or "input_ids",
+            (modalities,) if isinstance(modalities, str) else tuple(modalities),
+        )
+
+    def inputs(self, module: Any, batch: int, seq: int) -> dict[str, Any]:
+        """Return the keyword arguments of a step; what is not known is as in the model's ``dummy_inputs``.
+
+        Raises:
+            ConfigError: an argument that must be given is not even there.
+        """
+        kind = self.kind(module)
+        inputs = kind.inputs(batch, seq)
+        missing = [name for name, required in kind.parameters.items() if required and name not in inputs]
+        dummies: dict[str, Any] = getattr(module, "dummy_inputs", {}) if missing else {}
+        unknown = [name for name in missing if not isinstance(dummies.get(name), torch.Tensor)]
+        if unknown or not (inputs or missing):
+            raise ConfigError(
+                f"it is not known what {kind.name} of {self.path} is called with "
+                f"({', '.join(unknown or kind.parameters):.200}); {_FACTORY}"
+            )
+        for name in missing:
+            dummy = dummies[name]
+            inputs[name] = torch.empty((batch, *dummy.shape[1:]), dtype=dummy.dtype, device="meta")
+        return inputs
+
+
+def hugging_face(
+    path: Path,
+    seq: int,
+    *,
+    seq_is_asked: bool,
+    checkpointing: bool,
+    adapted: Callable[[nn.Module], nn.Module] = lambda module: module,
+) -> ModelSource:
+    """Return the model that a config describes, with what ``adapted`` puts on top of it.
+
+    A ``seq`` that nobody asked for is shortened to what the model has positions for.
+
+    Raises:
+        ConfigError: the file, transformers or the model will not do.
+    """
+    fields = _read_config(path)
+    model = _model_of(path, fields, checkpointing)
+    doing = f"the model of {path} cannot be planned"
+    with errors_of(doing):
+        with init_on("meta"):
+            first = model.build()
+        kind = model.kind(first)
+        limit = most_tokens(_position_tables(first), kind)
+    notes = []
+    if limit is not None and seq > limit:
+        if seq_is_asked:
+            raise ConfigError(
+                f"--seq {seq}: {kind.name} of {path} has positions for {limit} tokens; give --seq {limit} or "
+                "less, or raise the number of positions in the config"
+            )
+        notes.append(f"{kind.name} has positions for {limit} tokens: planned for --seq {limit}, not {seq}.")
+        seq = limit
+
+    def build(batch: int, seq: int) -> Example:
+        with errors_of(doing):
+            module = model.build()
+            inputs = model.inputs(module, batch, seq)
+            return Example(_Keywords(adapted(module)), (inputs,))
+
+    def source(seq: int) -> ModelSource:
+        return ModelSource(
+            f"{Path(path.parent.name, path.name)} ({fields['model_type']})",
+            lambda batch: build(batch, seq),
+            mean_of_outputs,
+            1 if kind.unit == "samples" else seq,
+            kind.unit,
+            notes=(*notes, *kind.notes),
+            resized=None if kind.unit == "samples" else source,
+        )
+
+    return source(seq)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    fields = read_document(path, "the model config", max_bytes=MAX_CONFIG_BYTES, kind=".json")
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(f'{path} is no Hugging Face model config: it has no "model_type"')
+    return fields
+
+
+def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> HuggingFaceModel:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} describes a {fields['model_type']!r} model, which the package transformers builds: "
+            f"pip install transformers ({error})"
+        ) from error
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # what it says of values that there are none of
+    kept = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
+    check_config(kept, path)
+    try:  # without a dtype: --dtype says what to compute in; masters are fp32
+        config = transformers.AutoConfig.for_model(**kept)
+    except Exception as error:  # of as many classes as transformers has checks
+        raise ConfigError(
+            f"transformers takes {path} for no {fields['model_type']!r} model: {in_words(error)}; correct "
+            "it, or install the version of transformers that it was written by"
+        ) from error
+    said = fields.get("architectures") or []
+    wanted = list(map(str, said)) if isinstance(said, list) else [str(said)]
+    found = [getattr(transformers, each, None) for each in wanted]
+    classes = [each for each in found if is_model_class(transformers, each)]
+    if wanted and not classes:
+        raise ConfigError(
+            f"transformers has no {' or '.join(map(repr, wanted))}, the architectures of {path}: correct the "
+            "name, install a version of transformers that has it, or take the entry out, for a model "
+            "without a head"
+        )
+    return HuggingFaceModel(path, config, classes[0] if classes else None, checkpointing)
+
+
+def _leave_memory(module: nn.Module) -> None:
+    """Put on ``meta`` what old constructors (``torch.Tensor(8)``) make in memory all the same."""
+    if torch.get_default_device().type != "meta":
+        return
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for each in module.modules():
+        for name, param in each._parameters.items():
+            if param is not None and not param.is_meta:
+                made = moved.setdefault(param, nn.Parameter(param.to("meta"), param.requires_grad))
+                each._parameters[name] = made
+
+
+def _position_tables(module: nn.Module) -> list[PositionTable]:
+    tables = []
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding):
+            # As RoBERTa counts, whose positions begin behind that of padding; as BART does.
+            behind = 0 if each.padding_idx is None else each.padding_idx + 1
+            tables.append(PositionTable(name, each.num_embeddings, getattr(each, "offset", behind)))
+    return tables
+
+
+class _Keywords(nn.Module):
+    """A model that is called with a dict of its keyword arguments."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, arguments: dict[str, Any]) -> Any:
+        """Call the model. Raises ConfigError for whatever it raises."""
+        try:
+            return self.model(**arguments)
+        except GeminiError:
+            raise
+        except Exception as error:  # of as many classes as there are models
+            given = ", ".join(
+                f"{name} {list(each.shape)}" if isinstance(each, torch.Tensor) else f"{name}={each}"
+                for name, each in arguments.items()
+            )
+            raise ConfigError(
+                f"{type(self.model).__name__} cannot be rehearsed with {given}, without values: "
+                f"{in_words(error)}; where the config is right, {_FACTORY}"
+            ) from error
+
 
 # The GPT of gemini train with the published shapes: learned positions, pre-LN, tied head.
 PRESETS = {

@@ -1,23 +1,41 @@
-"""``gemini trace``: the timeline of real training steps, as a trace file and as a page."""
+"""``gemini trace``: the timeline of real training steps of a job or a user's script, as a trace file, a page
+and a table.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
+import runpy
+import signal
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from rich import box
+from rich.table import Table
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from gemini.cli import train
 from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError, GeminiError
+from gemini.model.ddp import GeminiDDP
 from gemini.system.config import format_bytes
 from gemini.system.files import io_errors
+from gemini.timeline import StepSummary, TimelineRecorder
+from gemini.timeline.summary import LINK_TITLES, PART_TITLES, parts, seconds_text
 
 if TYPE_CHECKING:
     from gemini.jobs.gpt.config import TrainConfig
-    from gemini.timeline import StepSummary, TimelineRecorder
+
 
 EPILOG = """\
 examples:
@@ -121,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_script(options: argparse.Namespace, out: _Output) -> int:
-    from gemini.cli.trace_script import ScriptRecording, run_script
+    from gemini.cli.trace import ScriptRecording, run_script
 
     if not options.script:
         raise ConfigError("--script needs the file to run, and behind it the file's own arguments")
@@ -211,7 +229,7 @@ class _Output:
             paths = {kind: str(path) for kind, path in files.items()}
             print_json({"title": title, **paths, "steps": [step.to_dict() for step in steps]}, indent=None)
             return
-        from gemini.cli.trace_table import step_table
+        from gemini.cli.trace import step_table
 
         console = Console()
         console.print(step_table(title, steps))
@@ -226,3 +244,124 @@ class _Output:
 def _title(config: TrainConfig) -> str:
     limit = "no limit" if config.device_bytes is None else format_bytes(config.device_bytes)
     return f"GPT of {config.layers} x {config.hidden}, {config.precision}, DEVICE {limit}"
+
+
+class ScriptRecording:
+    """While entered: records ``steps`` steps of every GeminiDDP that trains, after ``warmup`` of its steps.
+
+    It learns of forward passes by torch's own hook for all modules, so the script needs no change. A model
+    that is being recorded by the script itself is left alone; where it begins to be, what was recorded until
+    then is kept. ``recorders``: each with its model's class.
+    """
+
+    def __init__(self, *, warmup: int, steps: int) -> None:
+        self.recorders: list[tuple[TimelineRecorder, str]] = []
+        self._warmup = warmup
+        self._steps = steps
+        self._first_step: WeakKeyDictionary[GeminiDDP, int] = WeakKeyDictionary()
+        self._recorded: WeakKeyDictionary[GeminiDDP, bool] = WeakKeyDictionary()
+
+    def __enter__(self) -> ScriptRecording:
+        self._hook = register_module_forward_pre_hook(self._before_forward)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._hook.remove()
+        for recorder, _ in self.recorders:
+            recorder.stop()
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        if not isinstance(module, GeminiDDP) or not torch.is_grad_enabled() or module in self._recorded:
+            return
+        first = self._first_step.setdefault(module, module.manager.step)
+        if module.manager.step - first >= self._warmup and module.manager.observer is None:
+            recorder = TimelineRecorder(module.storage, module.manager, steps=self._steps, gives_way=True)
+            recorder.start()
+            self._recorded[module] = True
+            self.recorders.append((recorder, type(module.module).__name__))
+
+
+def run_script(path: str, arguments: Sequence[str]) -> int:
+    """Run ``path`` as ``python path arguments...`` does and return its exit code.
+
+    What it raises is shown as Python does, with the lines of the script; an error of ours too, for the way
+    out is in the script. KeyboardInterrupt passes. SIGTERM ends it as ``sys.exit`` does.
+    """
+    argv, search = sys.argv, list(sys.path)
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        with _sigterm_exits():
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except Exception as error:  # as the interpreter does where a script ends by one
+        frames = _frames_of_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        return 1
+    finally:
+        sys.argv, sys.path[:] = argv, search
+    return 0
+
+
+def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Return ``traceback`` from the script's own first line on."""
+    ours = (__file__, runpy.run_path.__code__.co_filename)
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """While entered SIGTERM raises SystemExit, unless it has been given another meaning."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def step_table(title: str, steps: Sequence[StepSummary]) -> Table:
+    """Return one column per step: what its time went into, what moved, how much of that was hidden."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("")
+    table.add_column("share", justify="right")
+    for step in steps:
+        table.add_column(f"step {step.number}" + ("" if step.complete else " (part)"), justify="right")
+    whole = sum(step.seconds for step in steps)
+    table.add_row("a step", "", *(seconds_text(step.seconds) for step in steps), style="bold")
+    each = [parts(step) for step in steps]
+    for name, what in PART_TITLES.items():
+        seconds = [part.get(name, 0.0) for part in each]
+        if any(seconds):
+            table.add_row(what, f"{sum(seconds) / whole:.1%}", *map(seconds_text, seconds))
+    table.add_section()
+    for link, what in LINK_TITLES.items():
+        if any(link in step.links for step in steps):
+            table.add_row(what, "", *(_moved(step, link) for step in steps))
+    table.add_row("transfers behind computing", "", *(f"{step.overlap_share:.0%}" for step in steps))
+    table.add_row("operators", "", *(str(step.num_operators) for step in steps))
+    table.add_row("updates put off until then", "", *(str(step.num_updates) for step in steps))
+    return table
+
+
+def _moved(step: StepSummary, link: str) -> str:
+    use = step.links.get(link)
+    return "" if use is None else format_bytes(use.nbytes)

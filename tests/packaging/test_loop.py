@@ -38,7 +38,7 @@ def test_rows_keep_the_marks_and_names_of_their_values() -> None:
     [
         ("gemini/optim/lion.py", "tests/training/test_rules.py"),
         ("parallel/pipeline/tied.py", "tests/parallel/test_pipeline_training.py"),
-        ("gemini/cli/trace_table.py", "tests/unit/test_trace_cli.py"),  # run as a command
+        ("gemini/cli/trace.py", "tests/unit/test_trace_cli.py"),  # run as a command
         ("tests/faults/injected_faults.py", "tests/faults/test_injected_faults.py"),  # run as a program
         ("csrc/aio/async_file.cpp", "tests/unit/test_async_file.py"),
         ("gemini/compat/adapters/__init__.py", "tests/parallel/test_compat.py"),  # imported by name

@@ -263,7 +263,7 @@ def test_transformers_is_imported_on_use_alone() -> None:
     modules: Any = ["transformers", "tokenizers", "peft", "yaml"]
     code = f"""
 import sys, json
-import gemini.cli.main, gemini.jobs.finetune.job, gemini.cli.finetune_plan
+import gemini.cli.main, gemini.jobs.finetune.job, gemini.cli.finetune
 print(json.dumps([name for name in {modules} if name in sys.modules]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
