@@ -1,10 +1,14 @@
 """Models, optimizers and schedulers in files: safetensors and JSON, nothing pickled."""
 
-from gemini.parallel.booster.checkpoint.layout import Layout, layout, require_true
 from gemini.parallel.booster.checkpoint.model_files import load_model, save_model
-from gemini.parallel.booster.checkpoint.optimizer_files import load_optimizer, save_optimizer
-from gemini.parallel.booster.checkpoint.scheduler_file import load_scheduler, save_scheduler
+from gemini.parallel.booster.checkpoint.optimizer_files import (
+    load_optimizer,
+    load_scheduler,
+    save_optimizer,
+    save_scheduler,
+)
 from gemini.parallel.booster.checkpoint.sources import Names, parameter_names
+from gemini.parallel.booster.checkpoint.writing import Layout, layout, require_true
 
 __all__ = [
     "Layout",

@@ -16,21 +16,20 @@ from gemini.checkpoint import plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.ddp import GeminiDDP
-from gemini.parallel.booster.checkpoint.layout import Layout
-from gemini.parallel.booster.checkpoint.reading import TensorFiles
 from gemini.parallel.booster.checkpoint.sources import (
     EXTRA_STATE,
     OWN_METADATA,
+    TensorFiles,
     config_file,
     model_contents,
     parameter_names,
     tied_names,
     unwrap,
 )
-from gemini.parallel.booster.checkpoint.writing import save_tensors
+from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors
 from gemini.parallel.booster.checkpoint.zero import take_weights
+from gemini.parallel.booster.data_parallel import ShardedData
 from gemini.parallel.booster.ranks import Ranks
-from gemini.parallel.booster.sharded_data import ShardedData
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.system.files import parse_json
 

@@ -1,4 +1,4 @@
-"""An optimizer's state in files, by the names of the model's parameters."""
+"""Files of an optimizer and of a learning-rate scheduler."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from typing import Any
 
 import torch
 
-from gemini.checkpoint import contents, plain_data
+from gemini.checkpoint import Scheduler, contents, plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import counted_steps, exported_state, present_states
-from gemini.parallel.booster.checkpoint.layout import Layout
-from gemini.parallel.booster.checkpoint.reading import TensorFiles
-from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names
+from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names, TensorFiles
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copied_source, whole_source
-from gemini.parallel.booster.checkpoint.writing import save_tensors
+from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors, save_text
 from gemini.parallel.booster.checkpoint.zero import state_sources
+from gemini.parallel.booster.data_parallel import like
 from gemini.parallel.booster.ranks import Ranks
-from gemini.parallel.booster.sharded_data import like
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.runtime import ManagedSlot
-from gemini.system.files import parse_json
+from gemini.system.files import parse_json, read_regular
+from gemini.system.formats import KEY, Format
 
 _METADATA = OWN_METADATA + "optimizer"
 
@@ -277,3 +276,32 @@ def restored_settings(
     if "loss_scale" in rest and own_scale is not None:
         rest["loss_scale"] = {**own_scale.state_dict(), **rest["loss_scale"]}
     return {"param_groups": groups, **rest}
+
+
+_FORMAT = Format("gemini-scheduler", 1)
+_MAX_BYTES = 2**26  # the text of a tensor of 16 MiB has 32
+
+
+def save_scheduler(scheduler: Scheduler, checkpoint: str | os.PathLike[str], ranks: Ranks) -> None:
+    """Write a scheduler; see :meth:`Booster.save_lr_scheduler`."""
+    state = plain_data.encode(scheduler.state_dict(), "the scheduler's state")
+    save_text(checkpoint, json.dumps({KEY: str(_FORMAT), "state": state}, indent=1) + "\n", ranks)
+
+
+def load_scheduler(scheduler: Scheduler, checkpoint: str | os.PathLike[str], ranks: Ranks) -> None:
+    """Read a scheduler; see :meth:`Booster.load_lr_scheduler`."""
+    scheduler.load_state_dict(ranks.together(lambda: _state_in(checkpoint)))
+
+
+def _state_in(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
+    path = Path(checkpoint)
+    try:
+        document = parse_json(read_regular(path, _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not _FORMAT.is_read(document):
+        raise CheckpointError(_FORMAT.refusal(document, path))
+    state = plain_data.decode(document.get("state"))
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is damaged: its state is no dict")
+    return state

@@ -19,12 +19,15 @@ from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.comm.peers import ModelRanks
 from gemini.errors import CheckpointError, ConfigError
-from gemini.parallel.booster.checkpoint.layout import Layout
 from gemini.parallel.booster.checkpoint.optimizer_files import group_members
-from gemini.parallel.booster.checkpoint.reading import TensorFiles
-from gemini.parallel.booster.checkpoint.sources import config_file, model_contents, parameter_names
+from gemini.parallel.booster.checkpoint.sources import (
+    TensorFiles,
+    config_file,
+    model_contents,
+    parameter_names,
+)
 from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
-from gemini.parallel.booster.checkpoint.writing import save_tensors
+from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors
 from gemini.parallel.booster.checkpoint.zero import take_weights
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.mesh import Axis, Mesh

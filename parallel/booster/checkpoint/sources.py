@@ -1,24 +1,37 @@
-"""What the files of a model hold: its tensors as streams, which are tied, and what else it wants kept."""
+"""The tensors of a model's files by name, in whatever format, each mapped from its file when asked for: as
+streams, which of them are tied, and what else a model wants kept.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from gemini.checkpoint import contents, plain_data
+from gemini.checkpoint.directory import complete_checkpoints, latest
+from gemini.checkpoint.sealed_file import reading
+from gemini.checkpoint.tensor_file import hold_the_same, values_differ
+from gemini.errors import CheckpointError, InputError, in_words
 from gemini.model.ddp import GeminiDDP
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copied_source, whole_source
 from gemini.parallel.booster.checkpoint.zero import master_sources
-from gemini.parallel.booster.data_parallel import DataParallel, SingleProcess
-from gemini.parallel.booster.sharded_data import ShardedData
+from gemini.parallel.booster.data_parallel import DataParallel, ShardedData, SingleProcess
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 from gemini.runtime import ManagedParameter, read_values
 from gemini.runtime.storage.model_storage import slot_of
+from gemini.system.files import open_regular
+from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, files_of
 
 Names = dict[torch.Tensor, str]
 # In the metadata of a file, next to the further names of tied tensors, which are no dotted "gemini." names.
@@ -113,3 +126,154 @@ def config_file(module: nn.Module) -> dict[str, str]:
     to_json = getattr(getattr(module, "config", None), "to_json_string", None)
     text = to_json() if callable(to_json) else None
     return {"config.json": text} if isinstance(text, str) else {}
+
+
+_ZIP = b"PK"  # what torch.save writes
+_PICKLE = b"\x80"  # what it wrote before 1.6
+_SINGLE = ("model.safetensors", "optimizer.safetensors", "pytorch_model.bin")
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """An open checkpoint. Tensors are valid until it is closed, and must not be written to.
+
+    ``checkpoint`` is a file or a directory; see :meth:`Booster.load_model` for the formats.
+
+    Raises:
+        CheckpointError: there is none, this user may not read it, it is damaged, or it holds other things
+            than tensors.
+    """
+
+    def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
+        self.metadata: dict[str, str] = {}
+        self._checkpoint = checkpoint
+        self._where: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+        with reading(Path(checkpoint)):
+            files = self._files_of(Path(checkpoint))
+        for path, names in files.items():
+            held = self._names(path)
+            if names is not None and not names <= held:
+                lost = sorted(names - held)
+                raise CheckpointError(f"{path} is damaged: it does not hold {lost[0]!r}, as its index says")
+            self._where.update(dict.fromkeys(held if names is None else names, path))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        path = self._where[name]
+        file = self._open[path]
+        try:
+            tensor = file[name] if isinstance(file, dict) else file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {name!r} from {path}: {error}") from error
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+
+    def first_of(self, names: Iterable[str]) -> str | None:
+        """Return the first of the names of one tied tensor that is in the files; None if none is.
+
+        Raises:
+            CheckpointError: several are, with different values.
+        """
+        held = [name for name in names if name in self._where]
+        for name in held[1:]:
+            one, other = self[held[0]], self[name]
+            if one.shape == other.shape and not hold_the_same(one, other):
+                raise values_differ(self._checkpoint, held[0], name)
+        return held[0] if held else None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def _files_of(self, checkpoint: Path) -> dict[Path, set[str] | None]:
+        """Return the files of a checkpoint, each with the names that are wanted from it; None is all."""
+        if checkpoint.exists() and not checkpoint.is_dir():
+            return {checkpoint: None}
+        if not checkpoint.is_dir():
+            raise CheckpointError(f"there is no checkpoint at {checkpoint}; check the path")
+        index = _index_of(checkpoint)
+        if index is None and complete_checkpoints(checkpoint):  # of gemini.checkpoint
+            index = _index_of(latest(checkpoint))
+        if index is not None:
+            files, self.metadata = _indexed_files(index)
+            return files
+        directory = InputDirectory(checkpoint)
+        for name in _SINGLE:
+            if name in directory:
+                return {directory.file(name): None}
+        raise CheckpointError(
+            f"{checkpoint} holds no complete checkpoint: no index (*.safetensors.index.json), and none of "
+            f"{', '.join(_SINGLE)}"
+        )
+
+    def _names(self, path: Path) -> set[str]:
+        """Open a file and return the names of its tensors."""
+        with reading(path), os.fdopen(open_regular(path), "rb") as file:
+            begin = file.read(2)
+        try:
+            if begin == _ZIP or begin[:1] == _PICKLE:
+                self._open[path] = _load_pickled(path, begin == _ZIP)
+                return set(self._open[path])
+            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError, MemoryError) as error:  # what is mapped may exceed ulimit -v
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        self._open[path] = opened
+        self.metadata.update(opened.metadata() or {})
+        return set(opened.keys())
+
+
+def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
+    """Return the state dict in a file of ``torch.save``; nothing in it is run."""
+    try:
+        state = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # of as many classes as unpickling has steps
+        raise CheckpointError(f"cannot read {path}: {in_words(error)}") from error
+    tensors = isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
+    if not tensors:
+        raise CheckpointError(f"{path} holds other things than a state dict of tensors; save that alone")
+    return dict(state)
+
+
+def _index_of(checkpoint: Path) -> Path | None:
+    """Return the index in a directory; None if it has none."""
+    indexes = sorted(checkpoint.glob("*.safetensors.index.json")) or sorted(
+        checkpoint.glob("*.bin.index.json")
+    )
+    if len(indexes) > 1:
+        names = ", ".join(path.name for path in indexes)
+        raise CheckpointError(
+            f"{checkpoint} holds several checkpoints ({names}); keep each in a directory of its own"
+        )
+    return indexes[0] if indexes else None
+
+
+def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, str]]:
+    """Return the files that an index names, each with the names of its tensors, and the metadata that is
+    text."""
+    files: dict[Path, set[str] | None] = {}
+    directory = InputDirectory(index.parent)
+    document = directory.json(index.name, MAX_INDEX_BYTES)
+    said = document.get("metadata", {})
+    if not isinstance(said, dict):
+        raise InputError(f"{index} is damaged: its metadata is no object with keys")
+    metadata = {key: value for key, value in said.items() if isinstance(value, str)}
+    for name, file in files_of(document, directory, index.name).items():
+        wanted = files.setdefault(index.parent / file, set())
+        assert wanted is not None
+        wanted.add(name)
+    for path in files:
+        directory.check(path.name)
+    return files, metadata

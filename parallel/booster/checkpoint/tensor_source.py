@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from gemini.checkpoint.tensor_file import TensorSpec, require_strided
-from gemini.parallel.booster.sharded_data import whole
+from gemini.parallel.booster.data_parallel import whole
 
 Sink = Callable[[torch.Tensor], None]
 

@@ -1,4 +1,4 @@
-"""What a booster asks of a plugin."""
+"""What a booster asks of a plugin; and keyword arguments of a plugin that belong to the classes it builds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from gemini.errors import ConfigError
 from gemini.parallel.booster import checkpoint as files
 from gemini.parallel.booster.dataloader import prepare_dataloader
-from gemini.parallel.booster.mixed_precision import Precision
+from gemini.parallel.booster.mixed_precision import (
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+    Precision,
+)
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.pipeline import Executed
 
@@ -146,3 +150,50 @@ class Plugin(ABC):
             sampler_type=distributed_sampler_cls,
             options={"pin_memory": pin_memory, "num_workers": num_workers, **kwargs},
         )
+
+
+_SCALER = frozenset(
+    (
+        "initial_scale",
+        "min_scale",
+        "growth_factor",
+        "backoff_factor",
+        "growth_interval",
+        "hysteresis",
+        "max_scale",
+        "log_num_zeros_in_grad",
+    )
+)
+
+
+def with_precision(
+    plugin: str, key: str, options: dict[str, Any], scaler: dict[str, Any], precision: Precision | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ``options`` and ``scaler`` with the booster's ``precision`` in them, for a plugin that casts the
+    whole model. ``key`` is the plugin's own argument for it.
+
+    Raises:
+        ConfigError: plugin and booster were told different things, or something that a cast model has not.
+    """
+    if precision is None:
+        return options, scaler
+    settings = precision.settings
+    if isinstance(settings, FP16TorchMixedPrecision):
+        raise ConfigError(
+            f"FP16TorchMixedPrecision is autocast, and {plugin} casts the whole model: pass "
+            "mixed_precision='fp16', or FP16NaiveMixedPrecision(...) for the loss scale"
+        )
+    name = "bf16" if precision.name == "bf16" else "fp16"
+    if options.get(key) not in (None, name, precision.dtype):
+        raise ConfigError(
+            f"{plugin} was told {key}={options[key]!r} and the booster mixed_precision={precision.name!r}; "
+            "give it to one of them"
+        )
+    if isinstance(settings, FP16NaiveMixedPrecision):
+        if twice := sorted(scaler.keys() & _SCALER):
+            raise ConfigError(
+                f"{', '.join(twice)} were given to {plugin} and to FP16NaiveMixedPrecision; "
+                "give them to one of them"
+            )
+        scaler = {**scaler, **vars(settings)}
+    return {**options, key: name}, scaler

@@ -18,8 +18,7 @@ from gemini.optim.kernel_adam import CPUAdam
 from gemini.optim.kernels import StateFormat
 from gemini.optim.rule_choice import rule_of
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
-from gemini.parallel.booster.plugin.options import with_precision
+from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin, with_precision
 from gemini.placement import PlacementPolicy
 from gemini.system.config import keyword_names, refuse_unknown
 

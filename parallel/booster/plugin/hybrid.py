@@ -20,8 +20,8 @@ from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_par
 from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
     load_parts_of_optimizer,
     save_parts_of_optimizer,
+    states_of_part,
 )
-from gemini.parallel.booster.checkpoint.states_of_part import states_of_part
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
 from gemini.parallel.booster.plugin.hybrid_data import Group, choose_data_parallelism

@@ -18,7 +18,7 @@ from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.kernel_adam import CPUAdam
 from gemini.parallel.booster.checkpoint.parts import Parts
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.plugin.options import with_precision
+from gemini.parallel.booster.plugin.base import with_precision
 from gemini.parallel.pipeline.engine import Trained
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
 from gemini.parallel.zero.model import kept_in_fp32

@@ -12,8 +12,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
-from gemini.parallel.booster.plugin.options import with_precision
+from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin, with_precision
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
 from gemini.parallel.zero.model import kept_in_fp32
 from gemini.parallel.zero.options import choose_stage, parse_precision

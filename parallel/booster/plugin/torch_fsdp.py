@@ -15,11 +15,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import CPUAdam
-from gemini.parallel.booster.data_parallel import AutocastCriterion, SingleProcess
+from gemini.parallel.booster.data_parallel import (
+    AutocastCriterion,
+    ShardedData,
+    ShardedOptimizer,
+    SingleProcess,
+)
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.optimizer import BoostedOptimizer
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin
-from gemini.parallel.booster.sharded_data import ShardedData, ShardedOptimizer
 from gemini.runtime.intercept.compiled import find_blocks
 from gemini.system.device import current_device
 
