@@ -1,7 +1,9 @@
 """Tensors and parameters that say how they lie: a facade over DTensor and tensor parallelism."""
 
-from gemini.parallel.colo.parameter import ColoInitContext, ColoParameter
-from gemini.parallel.colo.specs import (
+from gemini.parallel.colo.tensor import (
+    ColoInitContext,
+    ColoParameter,
+    ColoTensor,
     ColoTensorSpec,
     ComputePattern,
     ComputeSpec,
@@ -9,7 +11,6 @@ from gemini.parallel.colo.specs import (
     ReplicaSpec,
     ShardSpec,
 )
-from gemini.parallel.colo.tensor import ColoTensor
 from gemini.parallel.colo.wrapping import GeminiDDP, apply_specs
 
 __all__ = [

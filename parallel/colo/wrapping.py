@@ -8,8 +8,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP as ManagedDDP
-from gemini.parallel.colo.parameter import ColoParameter, forget, record
-from gemini.parallel.colo.specs import ComputePattern, ProcessGroup, ShardSpec
+from gemini.parallel.colo.tensor import ColoParameter, ComputePattern, ProcessGroup, ShardSpec, forget, record
 from gemini.parallel.partition import Partition
 from gemini.parallel.tensor.parallelize import parallelize
 from gemini.parallel.tensor.styles import Column, EmbeddingColumns, Head, Row, Style, Vocabulary

@@ -12,7 +12,7 @@ import gemini
 from gemini.compat.adapters.chunks import GeminiManager
 from gemini.parallel import LowLevelZeroModel
 from gemini.parallel import colo as ours
-from gemini.parallel.colo.specs import DistSpec
+from gemini.parallel.colo.tensor import DistSpec
 from gemini.parallel.launch import global_context
 from gemini.parallel.partition import Partition
 from gemini.parallel.tensor.nn import GridLayer, partition_of
