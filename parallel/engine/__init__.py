@@ -16,8 +16,12 @@ from gemini.parallel.engine.engine import Engine
 from gemini.parallel.engine.gradient_handler import BaseGradientHandler, DataParallelGradientHandler
 from gemini.parallel.engine.initialize import initialize
 from gemini.parallel.engine.pipeline_model import build_pipeline_model, build_pipeline_model_from_cfg
-from gemini.parallel.engine.pipeline_schedule import InterleavedPipelineSchedule, PipelineSchedule
-from gemini.parallel.engine.schedule import BaseSchedule, NonPipelineSchedule
+from gemini.parallel.engine.schedule import (
+    BaseSchedule,
+    InterleavedPipelineSchedule,
+    NonPipelineSchedule,
+    PipelineSchedule,
+)
 from gemini.parallel.engine.whole_file import load_checkpoint, save_checkpoint
 from gemini.parallel.launch import (
     disable_existing_loggers,

@@ -27,8 +27,7 @@ from gemini.parallel.booster.ranks import join_launched_group
 from gemini.parallel.engine.amp import read_amp
 from gemini.parallel.engine.engine import Engine, UpdateScheduler
 from gemini.parallel.engine.gradient_handler import HandledPlugin, make_handlers
-from gemini.parallel.engine.pipeline_schedule import InterleavedPipelineSchedule, PipelineSchedule
-from gemini.parallel.engine.schedule import BaseSchedule
+from gemini.parallel.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
 from gemini.parallel.launch import ParallelMode, global_context, read_config
 from gemini.parallel.launch.launching import ConfigLike
 from gemini.parallel.partition import Partition

@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 
 from gemini.errors import ConfigError
-from gemini.parallel.engine.calls import num_samples
+from gemini.parallel.engine.schedule import num_samples
 from gemini.parallel.launch import ParallelMode, global_context
 from gemini.parallel.trainer.timer import now
 from gemini.system.device import current_device

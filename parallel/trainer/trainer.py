@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gemini.errors import ConfigError
 from gemini.parallel.engine import BaseSchedule, Engine
-from gemini.parallel.engine.calls import call_model, move_to
+from gemini.parallel.engine.schedule import call_model, move_to
 from gemini.parallel.launch import global_context
 from gemini.parallel.trainer.hooks.base import BaseHook
 from gemini.parallel.trainer.state import Logs, Training

@@ -26,7 +26,7 @@ from gemini.parallel.engine import (
     initialize,
 )
 from gemini.parallel.engine.amp import read_amp
-from gemini.parallel.engine.calls import call_criterion, call_model, num_samples, split_batch
+from gemini.parallel.engine.schedule import call_criterion, call_model, num_samples, split_batch
 from gemini.parallel.launch import GRADIENT_HANDLER, global_context, launch, shutdown
 
 
