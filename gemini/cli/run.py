@@ -112,8 +112,13 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
     Raises:
         ConfigError: options contradict each other, or name what cannot be.
     """
-    from gemini.parallel.launch.hosts import choose_hosts, first_to_listen, parse_hosts, read_hostfile
-    from gemini.parallel.launch.over_hosts import Hosts
+    from gemini.parallel.launch.over_hosts import (
+        Hosts,
+        choose_hosts,
+        first_to_listen,
+        parse_hosts,
+        read_hostfile,
+    )
 
     environ = tuple(_known_variable(name) for name in options.env)
     if options.host and options.hostfile:
@@ -153,7 +158,7 @@ def _known_variable(name: str) -> str:
 
 def _node_from(options: argparse.Namespace) -> Node:
     """Return this machine's part of the run. Raises ConfigError where it cannot be."""
-    from gemini.parallel.launch.hosts import checked_address
+    from gemini.parallel.launch.over_hosts import checked_address
     from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, chosen_port
 
     address = checked_address(options.master_addr) if options.master_addr is not None else "127.0.0.1"

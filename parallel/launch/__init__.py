@@ -4,16 +4,17 @@ from gemini.parallel.launch.config import Config, read_config
 from gemini.parallel.launch.context import GlobalContext, global_context
 from gemini.parallel.launch.coordinator import DistCoordinator, print_rank_0, priority_execution
 from gemini.parallel.launch.launching import (
+    free_port,
     get_default_parser,
     launch,
     launch_from_openmpi,
     launch_from_slurm,
     launch_from_torch,
     shutdown,
+    spawn,
 )
 from gemini.parallel.launch.log import DistributedLogger, disable_existing_loggers, get_dist_logger
 from gemini.parallel.launch.modes import ParallelMode
-from gemini.parallel.launch.processes import free_port, spawn
 from gemini.parallel.launch.registry import (
     DIST_GROUP_INITIALIZER,
     GRADIENT_HANDLER,

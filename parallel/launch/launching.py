@@ -1,26 +1,121 @@
-"""Launch: how a process joins the others of its run, whichever launcher has started them."""
+"""Launch: how a process joins the others of its run, whichever launcher has started them; which of them it
+is, as the environment says; and processes of a run started from one program.
+"""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn as spawn_processes
 
 from gemini.comm.attendance import end_gloo_gently
 from gemini.comm.ranks import join_ranks
 from gemini.errors import ConfigError
 from gemini.parallel.launch.config import read_config
 from gemini.parallel.launch.context import global_context
-from gemini.parallel.launch.place import OPENMPI, SLURM, TORCHRUN, Place, parse_port
 from gemini.system.device import cuda_available, select_device
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Process ``rank`` of ``world_size``, the ``local_rank``-th of its machine; the first one listens at
+    ``host`` and ``port``, which one process alone needs not."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    host: str | None = None
+    port: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size or self.local_rank < 0:
+            raise ConfigError(
+                f"rank {self.rank} (local {self.local_rank}) of world_size {self.world_size}: ranks are 0 to "
+                "world_size - 1"
+            )
+        if self.world_size > 1 and (self.host is None or self.port is None):
+            raise ConfigError(
+                f"{self.world_size} processes meet at host and port of the first one, here {self.host!r} and "
+                f"{self.port!r}; pass both: launch(..., host='10.0.0.1', port=29500)"
+            )
+        if self.port is not None and not 0 < self.port < 2**16:
+            raise ConfigError(f"port is {self.port}; ports are 1 to 65535")
+
+    @property
+    def address(self) -> str:
+        """Where the processes meet, as torch takes it."""
+        host = f"[{self.host}]" if self.host is not None and ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables of a launcher; of several names the first one that is set counts."""
+
+    name: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+
+    def place(
+        self, host: str | None, port: int | str | None, environ: Mapping[str, str] = os.environ
+    ) -> Place:
+        """Return this process's place; that of one alone where the launcher has not started it.
+
+        Raises:
+            ConfigError: it says only half of it, or no whole numbers.
+        """
+        rank, world_size = _read(environ, self.rank), _read(environ, self.world_size)
+        if rank is None and world_size is None:
+            return Place()
+        if rank is None or world_size is None:
+            missing = self.rank if rank is None else self.world_size
+            raise ConfigError(
+                f"{self.name} has started this process but {' or '.join(missing)} is not set; start it with "
+                f"{self.name}, or call launch(rank=..., world_size=..., host=..., port=...)"
+            )
+        return Place(rank, world_size, _read(environ, self.local_rank) or 0, host, parse_port(port))
+
+
+SLURM = Launcher("srun", ("SLURM_PROCID",), ("SLURM_NPROCS", "SLURM_NTASKS"), ("SLURM_LOCALID",))
+OPENMPI = Launcher(
+    "mpirun",
+    ("OMPI_COMM_WORLD_RANK", "MPI_COMM_WORLD_RANK"),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+)
+TORCHRUN = Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",))
+
+
+def parse_port(port: int | str | None) -> int | None:
+    """Return a port as a number. Raises ConfigError where it is none."""
+    if port is None or (isinstance(port, int) and not isinstance(port, bool)):
+        return port
+    if isinstance(port, str) and port.isdigit():
+        return int(port)
+    raise ConfigError(f"port is {port!r}; give a number, such as 29500")
+
+
+def _read(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    for name in names:
+        text = environ.get(name, "")
+        if text and not text.isdigit():
+            raise ConfigError(f"{name} is {text!r} in the environment; it must be a whole number")
+        if text:
+            return int(text)
+    return None
+
 
 ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | None
 
@@ -195,3 +290,30 @@ def _usable(backend: str | None, place: Place) -> str | None:
         return backend
     logger.warning("backend 'nccl' needs a GPU for each process: %d for %d; 'gloo' is used", gpus, here)
     return "gloo"
+
+
+def spawn(function: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
+    """Call ``function(rank, world_size=, port=, **kwargs)`` in so many processes, which can
+    :func:`launch` over the free port; return when all have ended.
+
+    ``function`` is at the top level of a module.
+
+    Raises:
+        ConfigError: ``nprocs`` is no number of processes. ProcessRaisedException: one has raised, with its
+            traceback; the others are ended.
+    """
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
+        raise ConfigError(f"nprocs is {nprocs!r}; give a whole number of processes, 1 or more")
+    spawn_processes(_call, (function, nprocs, free_port(), kwargs), nprocs=nprocs)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _call(rank: int, function: Callable[..., Any], nprocs: int, port: int, kwargs: dict[str, Any]) -> None:
+    function(rank, world_size=nprocs, port=port, **kwargs)

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from gemini.errors import ConfigError
-from gemini.parallel.launch.processes import free_port
+from gemini.parallel.launch.launching import free_port
 
 DEFAULT_PORT = 29500
 COUNTED = ("auto", "cpu", "gpu")

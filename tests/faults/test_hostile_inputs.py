@@ -24,7 +24,7 @@ from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
 from gemini.jobs.finetune.samples import data_files, documents
 from gemini.parallel.booster.checkpoint.sources import TensorFiles
-from gemini.parallel.launch.hosts import read_hostfile
+from gemini.parallel.launch.over_hosts import read_hostfile
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -34,7 +34,7 @@ from gemini.parallel.launch import (
     shutdown,
 )
 from gemini.parallel.launch import global_context as gpc
-from gemini.parallel.launch.place import OPENMPI, SLURM, TORCHRUN, Place
+from gemini.parallel.launch.launching import OPENMPI, SLURM, TORCHRUN, Place
 
 LAUNCHES = [launch, launch_from_torch, launch_from_slurm, launch_from_openmpi]
 

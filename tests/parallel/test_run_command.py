@@ -21,7 +21,7 @@ import gemini
 from gemini.cli.main import EXIT_ERROR, main
 from gemini.errors import ConfigError, IoError
 from gemini.parallel.launch import free_port, over_hosts
-from gemini.parallel.launch.hosts import (
+from gemini.parallel.launch.over_hosts import (
     choose_hosts,
     first_to_listen,
     is_this_machine,
