@@ -17,8 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 from gemini.parallel.pipeline.absent import outline_of
-from gemini.parallel.pipeline.orders import Order, make_order
-from gemini.parallel.pipeline.simulator import Costs, simulate
+from gemini.parallel.pipeline.orders import Costs, Order, make_order, simulate
 from gemini.parallel.pipeline.split import Split, choose_ranges
 from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline

@@ -1,13 +1,16 @@
 """Pipeline parallelism: a model cut into stages, which pass micro-batches on (docs/parallel.md)."""
 
 from gemini.parallel.pipeline.built import BuiltStages, join_stages
-from gemini.parallel.pipeline.layers import PipelinableContext, stretch_of
-from gemini.parallel.pipeline.orders import SCHEDULES, make_order
-from gemini.parallel.pipeline.partition import partition_balanced, partition_uniform
+from gemini.parallel.pipeline.layers import (
+    PipelinableContext,
+    partition_balanced,
+    partition_uniform,
+    stretch_of,
+)
+from gemini.parallel.pipeline.orders import SCHEDULES, Costs, Simulated, make_order, simulate
 from gemini.parallel.pipeline.pipeline import Executed, Pipeline, Schedule
-from gemini.parallel.pipeline.shared import SharedParameters
-from gemini.parallel.pipeline.simulator import Costs, Simulated, simulate
 from gemini.parallel.pipeline.split import StagedModel, choose_ranges, split
+from gemini.parallel.pipeline.tied import SharedParameters
 from gemini.parallel.pipeline.units import Units, find_units
 
 __all__ = [

@@ -14,11 +14,11 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
+from gemini.parallel.pipeline.absent import Passage, Taken
 from gemini.parallel.pipeline.numbers import Draws
-from gemini.parallel.pipeline.passage import Passage, Taken
-from gemini.parallel.pipeline.shared import shared_in
 from gemini.parallel.pipeline.split import StagedModel, aliases_in
 from gemini.parallel.pipeline.stage import Stage
+from gemini.parallel.pipeline.tied import shared_in
 from gemini.parallel.pipeline.units import Units
 
 

@@ -11,12 +11,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.batches import call_arguments, form_of, kind_of
+from gemini.parallel.pipeline.absent import Taken
+from gemini.parallel.pipeline.batches import (
+    Criterion,
+    call_arguments,
+    form_of,
+    kind_of,
+    loss_of,
+    without_weight,
+)
 from gemini.parallel.pipeline.halves import Unfinished, backward_input, backward_weights
-from gemini.parallel.pipeline.losses import Criterion, loss_of, without_weight
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.orders import Action, Kind, Order
-from gemini.parallel.pipeline.passage import Taken
 from gemini.parallel.pipeline.passing import Form, Incoming, Passing
 from gemini.parallel.pipeline.split import StagedModel
 from gemini.parallel.pipeline.stage import Stage

@@ -15,9 +15,15 @@ import torch.distributed as dist
 from gemini.comm.peers import digest_of
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.mesh import Mesh
-from gemini.parallel.pipeline.batches import ENDED, contents_of, cut_batch, different_batches, form_of
+from gemini.parallel.pipeline.batches import (
+    ENDED,
+    Criterion,
+    contents_of,
+    cut_batch,
+    different_batches,
+    form_of,
+)
 from gemini.parallel.pipeline.engine import Engine, Trained
-from gemini.parallel.pipeline.losses import Criterion
 from gemini.parallel.pipeline.numbers import draw_seed
 from gemini.parallel.pipeline.orders import Order, make_order
 from gemini.parallel.pipeline.passing import Passing

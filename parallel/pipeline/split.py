@@ -14,10 +14,9 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.families import Family, family_of
-from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Present, outline_of
+from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Passage, Present, outline_of
 from gemini.parallel.pipeline.containers import containers_in, containers_named_in, pairs_of
-from gemini.parallel.pipeline.partition import partition_balanced
-from gemini.parallel.pipeline.passage import Passage
+from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.placeholders import Placeholders
 from gemini.parallel.pipeline.stage import Stage
 from gemini.parallel.pipeline.units import Units, block_bytes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gemini import ConfigError
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
-from gemini.parallel.pipeline.passage import Taken
+from gemini.parallel.pipeline.absent import Taken
 
 WIDTH = 6
 NOTED: list[Tensor] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
-from gemini.parallel.pipeline.passage import Taken
+from gemini.parallel.pipeline.absent import Taken
 
 IDS = torch.arange(12).view(2, 6)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gemini import ConfigError
-from gemini.parallel.pipeline.unchanged import unchanged
+from gemini.parallel.pipeline.stage import unchanged
 
 
 class Remembering(nn.Module):
