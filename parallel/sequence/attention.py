@@ -14,9 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.parallel.sequence.batch import filled
+from gemini.parallel.sequence.batch import Order, filled
 from gemini.parallel.sequence.masks import AttentionMask
-from gemini.parallel.sequence.order import Order
 from gemini.parallel.sequence.ring import ring_attention
 from gemini.parallel.sequence.ulysses import ulysses_attention
 from gemini.parallel.tensor.outline import OutlineAxis

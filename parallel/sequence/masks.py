@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.parallel.sequence.order import Order
+from gemini.parallel.sequence.batch import Order
 
 _ROWS, _KEYS = 2, 3  # dimensions of a mask: batch, heads, rows (queries), keys
 

@@ -16,8 +16,8 @@ from gemini import ConfigError, StateError
 from gemini.parallel import Layout, SequenceParallel, parallelize_sequence
 from gemini.parallel.mesh import counted
 from gemini.parallel.sequence import Order, cut_batch
-from gemini.parallel.sequence.block import attend_block, block_gradients, merge
-from gemini.parallel.sequence.heads import Heads, count
+from gemini.parallel.sequence.ring import attend_block, block_gradients, merge
+from gemini.parallel.sequence.ulysses import Heads, count
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
