@@ -22,7 +22,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.tensor.grid import Grid
 from gemini.parallel.tensor.nn import over
-from gemini.parallel.tensor.nn.building import begin_model
+from gemini.parallel.tensor.nn.layer import begin_model
 from gemini.system.device import current_device
 
 

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from gemini.parallel.mesh import Axis
-from gemini.parallel.tensor.collectives import copy, reduce
-from gemini.parallel.tensor.region import Region
+from gemini.parallel.tensor.region import Region, copy, reduce
 
 
 class CutLayer(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from gemini.parallel.mesh import Axis
-from gemini.parallel.tensor.collectives import gather_and_use, reduce_scatter
+from gemini.parallel.tensor.region import gather_and_use, reduce_scatter
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Cut
-from gemini.parallel.tensor.collectives import sum_of
 from gemini.parallel.tensor.layers import (
     AlibiAttention,
     Attention,
@@ -28,7 +27,7 @@ from gemini.parallel.tensor.layers import (
     VocabularyEmbedding,
     become,
 )
-from gemini.parallel.tensor.region import Region
+from gemini.parallel.tensor.region import Region, sum_of
 
 
 class Style(Protocol):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from gemini import ConfigError
 from gemini.parallel import Layout
-from gemini.parallel.tensor.grid import Grid, places_of
-from gemini.parallel.tensor.tile import Places, Tile
+from gemini.parallel.tensor.grid import Grid, Places, Tile, places_of
 
 GRIDS = [
     Layout(tp=3),

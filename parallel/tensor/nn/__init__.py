@@ -6,9 +6,8 @@ layers is written once: its tensors have the names and the first bits of one pro
 
 from __future__ import annotations
 
-from gemini.parallel.tensor.nn.building import over
 from gemini.parallel.tensor.nn.embedding import Embedding, PatchEmbedding
-from gemini.parallel.tensor.nn.layer import GridLayer
+from gemini.parallel.tensor.nn.layer import GridLayer, over, partition_along, partition_of
 from gemini.parallel.tensor.nn.linear import Classifier, Linear
 from gemini.parallel.tensor.nn.loss import CrossEntropyLoss
 from gemini.parallel.tensor.nn.modes import (
@@ -43,7 +42,6 @@ from gemini.parallel.tensor.nn.modes import (
     PatchEmbedding3D,
 )
 from gemini.parallel.tensor.nn.norm import Dropout, LayerNorm
-from gemini.parallel.tensor.nn.partition import partition_along, partition_of
 
 __all__ = [
     "Classifier",

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from gemini.errors import ConfigError
-from gemini.parallel.tensor.collectives import gather_and_use
+from gemini.parallel.tensor.grid import Tile
 from gemini.parallel.tensor.layers import embed_rows
 from gemini.parallel.tensor.nn.layer import GridLayer, divided, embedding_cuts
-from gemini.parallel.tensor.tile import Tile
+from gemini.parallel.tensor.region import gather_and_use
 
 _INIT_STD = 0.02  # of positions and of the class token
 

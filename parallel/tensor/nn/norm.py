@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
+from gemini.parallel.tensor.grid import Tile
 from gemini.parallel.tensor.nn.layer import GridLayer, divided
-from gemini.parallel.tensor.tile import Tile
 
 
 class _Normalized(torch.autograd.Function):
