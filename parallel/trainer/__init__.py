@@ -1,8 +1,7 @@
 """Trainer: epochs over an engine, with hooks, metrics and timers (docs/engine.md)."""
 
 from gemini.parallel.trainer import hooks
-from gemini.parallel.trainer.accuracy import Accuracy, MixupAccuracy
-from gemini.parallel.trainer.metrics import Metric
+from gemini.parallel.trainer.metrics import Accuracy, Metric, MixupAccuracy
 from gemini.parallel.trainer.timer import MultiTimer, Timer
 from gemini.parallel.trainer.trainer import Trainer
 

@@ -1,7 +1,6 @@
 """Hooks of a trainer (docs/engine.md)."""
 
 from gemini.parallel.trainer.hooks.act import LRSchedulerHook, ProfilerHook, SaveCheckpointHook
-from gemini.parallel.trainer.hooks.base import BaseHook
 from gemini.parallel.trainer.hooks.log import (
     LogMemoryByEpochHook,
     LogMetricByEpochHook,
@@ -9,7 +8,7 @@ from gemini.parallel.trainer.hooks.log import (
     LogTimingByEpochHook,
     TensorboardHook,
 )
-from gemini.parallel.trainer.hooks.metric import AccuracyHook, LossHook, ThroughputHook
+from gemini.parallel.trainer.hooks.metric import AccuracyHook, BaseHook, LossHook, ThroughputHook
 
 __all__ = [
     "AccuracyHook",

@@ -13,7 +13,7 @@ from gemini.checkpoint import Scheduler
 from gemini.errors import ConfigError
 from gemini.parallel.engine import save_checkpoint
 from gemini.parallel.launch import global_context
-from gemini.parallel.trainer.hooks.base import BaseHook
+from gemini.parallel.trainer.hooks.metric import BaseHook
 from gemini.parallel.trainer.metrics import RateMetric
 from gemini.parallel.trainer.state import Training
 from gemini.system.device import cuda_available

@@ -10,7 +10,7 @@ import psutil
 
 from gemini.errors import ConfigError
 from gemini.parallel.launch import get_dist_logger, global_context
-from gemini.parallel.trainer.hooks.base import BaseHook
+from gemini.parallel.trainer.hooks.metric import BaseHook
 from gemini.parallel.trainer.state import Logs, Training
 from gemini.parallel.trainer.timer import MultiTimer
 from gemini.system.config import format_bytes
