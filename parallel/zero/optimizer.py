@@ -15,7 +15,6 @@ from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 from gemini.parallel.zero.collectives import Collectives, Traffic
-from gemini.parallel.zero.norms import any_overflow, count_zeros, total_norm
 from gemini.parallel.zero.options import (
     check_norm,
     check_optimizer,
@@ -26,18 +25,20 @@ from gemini.parallel.zero.options import (
     device_of,
     parse_precision,
 )
-from gemini.parallel.zero.params import ShardedParams
+from gemini.parallel.zero.params import ParamShard, ShardedParams
 from gemini.parallel.zero.reducer import GradientReducer
-from gemini.parallel.zero.shards import ParamShard
 from gemini.parallel.zero.state import (
+    StatesByParam,
     StateShard,
+    any_overflow,
+    count_zeros,
     export_state,
     exported_groups,
     import_state,
     state_shards,
+    total_norm,
     whole_tensor,
 )
-from gemini.parallel.zero.states_by_param import StatesByParam
 from gemini.runtime.intercept.one_type import run_backward
 
 T = TypeVar("T")

@@ -13,10 +13,8 @@ import torch
 
 from gemini.comm.peers import Peers
 from gemini.errors import ConfigError, StateError
-from gemini.parallel.zero.bucket import Bucket, make_buckets
 from gemini.parallel.zero.collectives import Collectives, Flight
-from gemini.parallel.zero.sharded_parameter import raw_grad, unwatch, watch
-from gemini.parallel.zero.shards import ParamShard
+from gemini.parallel.zero.params import Bucket, ParamShard, make_buckets, raw_grad, unwatch, watch
 
 # Messages under way in stage 2: the memory of more would be that of the gradients it does without.
 MAX_FLIGHTS = 2

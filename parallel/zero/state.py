@@ -1,19 +1,23 @@
-"""Optimizer states in parts and as a whole."""
+"""Optimizer states in parts and as a whole, also found by the model's parameters; and the norm of gradients
+that lie in parts on several ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from gemini.comm.peers import ModelRanks, Topic
 from gemini.errors import ConfigError
-from gemini.optim.gradients import LossScale
+from gemini.optim.gradients import LossScale, NormOverRanks, sum_over_ranks
 from gemini.optim.wrapped import hooks_set_aside
 from gemini.parallel.zero.collectives import Collectives
-from gemini.parallel.zero.params import ShardedParams
-from gemini.parallel.zero.shards import ParamShard
+from gemini.parallel.zero.params import Bucket, ParamShard, ShardedParams
 
 
 class ShardedStates(Protocol):
@@ -270,3 +274,121 @@ def whole_tensor(
         padded[: own.numel()].copy_(own)
     rows = collectives.gather_anywhere(padded)
     return rows.reshape(-1)[: shard.numel].view(shard.shape)
+
+
+_HELPER = "torch.distributed.checkpoint.state_dict"
+
+
+class StatesByParam(MutableMapping[Any, Any]):
+    """The states of the wrapped optimizer, whose keys are this rank's parts of the masters.
+
+    ``state[param]`` of a parameter of the model is the state of this rank's part, in a new dict: tensors are
+    the optimizer's own, in the parameter's shape where the part is all of it. Of an empty part it is empty.
+    """
+
+    def __init__(self, states: MutableMapping[Any, Any], shards: list[ParamShard]) -> None:
+        self._states = states
+        self._shards = {shard.param: shard for shard in shards}
+
+    def __getitem__(self, key: Any) -> Any:
+        shard = self._shards.get(key)
+        if shard is None or shard.master is key:
+            return self._states[key]
+        if shard.master is None:
+            return {}
+        state = self._states.get(shard.master) or {}
+        return {name: _in_shape(value, shard) for name, value in state.items()}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._states[self._own(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._states[self._own(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._own(key) in self._states
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._states)
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __bool__(self) -> bool:
+        # The first thing that the helper looks at; what it would go on to do ends in a KeyError.
+        if sys._getframe(1).f_globals.get("__name__") == _HELPER:
+            raise ConfigError(
+                f"{_HELPER} looks for the model's parameters in the groups of the optimizer, where a "
+                "LowLevelZeroOptimizer has this rank's parts of them; save and load optimizer.state_dict(), "
+                "whole and in the wrapped optimizer's format, or its state_shards(), by rank, as they are"
+            )
+        return len(self) > 0
+
+    def _own(self, key: Any) -> Any:
+        shard = self._shards.get(key)
+        return key if shard is None else shard.master
+
+
+def _in_shape(value: Any, shard: ParamShard) -> Any:
+    whole = isinstance(value, torch.Tensor) and value.shape == (shard.numel,) and shard.master is not None
+    return value.view(shard.shape) if whole and shard.stop - shard.start == shard.numel else value
+
+
+Gradients = Sequence[tuple[ParamShard, torch.Tensor | None]]
+
+
+def total_norm(
+    gradients: Gradients,
+    norm_type: float,
+    collectives: Collectives,
+    model_ranks: ModelRanks | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Return the norm over the parts of all ranks, ``model_ranks`` too; the same bits on every rank, whatever
+    is cut; on ``device``.
+
+    ``gradients`` has this rank's part of every gradient, None where it has none. With one rank it is
+    ``torch.nn.utils.get_total_norm``, bit for bit.
+    """
+    if collectives.size > 1 or model_ranks is not None:
+        norm = NormOverRanks(norm_type)
+        for shard, part in gradients:
+            if part is not None and (model_ranks is None or model_ranks.counts(shard.param)):
+                norm.add(part.float())
+        others = [] if model_ranks is None else [model_ranks.peers]
+        return norm.over([collectives, *others]).to(device)
+    norms = [torch.linalg.vector_norm(part, norm_type) for _, part in gradients if part is not None]
+    if not norms:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), norm_type)
+    return total
+
+
+def count_zeros(gradients: Gradients, collectives: Collectives, model_ranks: ModelRanks | None = None) -> int:
+    """Return how many elements are 0 over the parts of all ranks, ``model_ranks`` too; ``gradients`` as for
+    :func:`total_norm`."""
+    found = 0
+    for shard, part in gradients:
+        if model_ranks is not None and not model_ranks.counts(shard.param):
+            continue
+        if part is not None:
+            found += part.numel() - int(torch.count_nonzero(part))
+        if model_ranks is not None and collectives.part == 0:
+            found -= model_ranks.filling(shard.param)
+    return sum_over_ranks(found, [collectives] if model_ranks is None else [collectives, model_ranks.peers])
+
+
+def any_overflow(
+    buckets: Sequence[Bucket], collectives: Collectives, model_ranks: ModelRanks | None = None
+) -> bool:
+    """Say whether any rank has an infinity or a NaN in its part of the mean gradients."""
+    largest = [
+        torch.linalg.vector_norm(bucket.mean, math.inf) for bucket in buckets if bucket.mean is not None
+    ]
+    finite = not largest or bool(
+        torch.stack([value.to(largest[0].device) for value in largest]).isfinite().all()
+    )
+    overflowed = collectives.maximum([int(not finite)], "looks for overflow (step)")
+    if model_ranks is None:
+        return overflowed == [1]
+    return any(said == [1] for said in model_ranks.peers.exchange(Topic.GRADIENTS, overflowed))

@@ -15,7 +15,7 @@ FILES = sorted(path for part in PARTS for path in (ROOT / part).rglob("*.py"))
 OWNERS = {
     "gemini/optim/kernels.py": {"AdamRow", "KeptAdamTable"},
     "gemini/optim/disk_states.py": {"StateRing", "_Transfer"},
-    "parallel/zero/shards.py": {"ParamShard"},  # which compares them alone
+    "parallel/zero/params.py": {"ParamShard"},  # which compares them alone
 }
 NATIVE = {"adam_step", "cuda_adam_step"}  # what reads rows
 ROWS = "gemini/optim/kernels.py"

@@ -10,7 +10,7 @@ import torch
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
 from gemini.parallel.zero import LowLevelZeroOptimizer
-from gemini.parallel.zero.shards import ParamShard
+from gemini.parallel.zero.params import ParamShard
 
 
 def master_sources(optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str]) -> list[TensorSource]:
