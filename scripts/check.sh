@@ -9,7 +9,7 @@ unset PYTHONDONTWRITEBYTECODE
 ROOT=$PWD
 BIN=$ROOT/.venv/bin
 JOBS=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}
-MAX_LINES=500
+MAX_LINES=900
 FAST_SECONDS=100  # of tests in `make check`
 MAX_WORKERS=4  # each takes up to 1 GiB, and so does what it starts
 

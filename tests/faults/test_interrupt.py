@@ -29,16 +29,18 @@ CORE = (
     (
         "chunk/manager.py",
         "gate/gate.py",
-        "gemini_mgr.py",
-        "step_order.py",
-        "learned.py",
+        "runtime/manager.py",
+        "step/order.py",
         "recorder.py",
-        "pending.py",
+        "gate/waiting.py",
         "chunk_update.py",
         "optim/rule.py",
     ),
 )
-REST = ("call", ("param.py", "backward.py", "storage.py", "gemini_optimizer.py", "adopt.py", "ddp.py"))
+REST = (
+    "call",
+    ("intercept/tensors.py", "backward.py", "model_storage.py", "gemini_optimizer.py", "adopt.py", "ddp.py"),
+)
 
 
 @pytest.mark.parametrize("options", [{}, {"host_bytes": 48 * KIB}], ids=["disk", "host"])
@@ -112,7 +114,7 @@ def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     number, came = 1, True
     while came:
         train_step(model, optimizer, model.stats()["step"])
-        files = ("directory.py", "saving.py", "tensor_file.py", "sealed_file.py", "writer.py")
+        files = ("directory.py", "saving.py", "tensor_file.py", "sealed_file.py")
         save = lambda: checkpoint.save(tmp_path / "run", model, optimizer, keep=1)  # noqa: E731
         came = interrupted(save, number, "call", files)
         number += 11

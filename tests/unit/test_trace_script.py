@@ -83,7 +83,7 @@ def test_a_script_that_cannot_be_compiled_is_shown(
     assert trace("def wrong(:\n") == 1
     said = capsys.readouterr().err
     assert "SyntaxError" in said
-    assert "trace_script.py" not in said
+    assert "cli/trace.py" not in said
 
 
 RECORDING = """
