@@ -43,7 +43,6 @@ from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.model_storage import ModelStorage, slot_of
 from gemini.sharding.rounds import Joining
 from gemini.system.config import format_bytes
-from gemini.system.process import shown_as
 from gemini.timeline import TimelineRecorder
 
 logger = logging.getLogger(__name__)
@@ -343,10 +342,10 @@ class ManagedModel:
         return self._forward(call, args, kwargs)
 
     @in_one_thread("forward")
-    @shown_as("forward")
     def _forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.manager.lock.refuse_all()
-        self.storage.mixture.refuse("forward")
+        if self.storage.mixture.reason:
+            self.storage.mixture.refuse("forward")
         self.managed.refuse_exchanged("forward")
         self.compiled.refresh()
         intercept_foreign_classes()
@@ -371,7 +370,8 @@ class ManagedModel:
         activations = manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
         watched = self.unfollowed.inside(training)
-        in_one_type = self._first_passes.watched(training)
+        first = self._first_passes
+        in_one_type = first.watched(training) if first.may_look else nullcontext()
         with manager.shortage.watched(), watched, manager.forward_pass(training), saving, in_one_type:
             yield
 
@@ -380,7 +380,6 @@ class ManagedModel:
         self.run_backward(loss.backward)
 
     @in_one_thread("backward")
-    @shown_as("backward")
     def run_backward(self, call: Callable[[], T]) -> T:
         """Return what ``call`` does, a backward pass or a part of one."""
         with self.manager.shortage.watched():

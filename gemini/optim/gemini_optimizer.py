@@ -60,7 +60,7 @@ from gemini.runtime.gate.gradients import ScaledLosses
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.storage.model_storage import HALF_LOADED, slot_of
 from gemini.system.config import keyword_names, refuse_unknown
-from gemini.system.process import paused_collector, shown_as
+from gemini.system.process import paused_collector
 
 T = TypeVar("T")
 
@@ -218,8 +218,7 @@ class GeminiOptimizer(ManagedGroups):
         self.model.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
 
-    @in_one_thread("clip_grad_by_norm")
-    @shown_as("clip")
+    @in_one_thread("clip_grad_by_norm", shown_as="clip")
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
@@ -261,7 +260,6 @@ class GeminiOptimizer(ManagedGroups):
         return whole_gradient(slot, self.model.manager, self._clipping.scale)
 
     @in_one_thread("step")
-    @shown_as("step")
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
 

@@ -328,14 +328,15 @@ class GeminiManager(Gate):
             if self.raw_uses:
                 self.raw.settle()
             held = self.backward_pins.held
-            self.backward_pins.forget()
-            if held is not None:
+            if held is not None:  # so is what the nodes within that one hold
+                self.backward_pins.forget()
                 self.chunks.release(held, dirty=False)
             self.settle()
             if self.sharding is not None:
                 self.sharding.settle_transfers()
-            for update in self.pending.begun():
-                update.settle()
+            if self._due:
+                for update in self.pending.begun():
+                    update.settle()
             self.chunks.recover()
             if self.sharding is not None:
                 self.sharding.repin()
@@ -357,7 +358,8 @@ class GeminiManager(Gate):
         """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
         self.step += 1
         self.phase = FORWARD
-        self.raw.settle()
+        if self.raw_uses:
+            self.raw.settle()
         self.settle()
         if self.sharding is not None:
             self.sharding.end()

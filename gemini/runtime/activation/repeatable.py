@@ -249,9 +249,9 @@ def training_modes(module: nn.Module) -> list[bool]:
     return [part.training for part in module.modules()]
 
 
-def _set_training(module: nn.Module, modes: Sequence[bool]) -> None:
-    for part, mode in zip(module.modules(), modes, strict=True):
-        part.training = mode
+def _set_training(root: nn.Module, modes: Sequence[bool]) -> None:
+    for module, mode in zip(root.modules(), modes, strict=True):
+        module.training = mode
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

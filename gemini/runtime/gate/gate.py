@@ -221,7 +221,8 @@ class Gate(ABC):
 
     def settle(self) -> None:
         """Unpin what the next operator would: what a node was done with, what nobody holds any more."""
-        self.backward_pins.settle()
+        if self.backward_pins.held is not None:
+            self.backward_pins.settle()
         for waiting, settle in self._before:
             if waiting:
                 settle()

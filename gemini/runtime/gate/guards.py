@@ -28,6 +28,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 _BACKWARD = "backward"
+_is_profiled = torch._C._autograd._profiler_enabled
 
 
 class TensorLock:
@@ -155,14 +156,21 @@ class OneThread:
         return other and self._doing == _BACKWARD and torch._C._current_graph_task_id() != -1
 
 
-def in_one_thread(doing: str) -> Callable[[_Method], _Method]:
-    """Make a method of a managed model, or of its optimizer, a call that one thread at a time is in."""
+def in_one_thread(doing: str, *, shown_as: str | None = None) -> Callable[[_Method], _Method]:
+    """Make a method of a managed model, or of its optimizer, a call that one thread at a time is in.
+
+    torch.profiler shows it as the range ``gemini::doing``, or as that of ``shown_as``.
+    """
+    shown = f"gemini::{shown_as or doing}"
 
     def decorate(method: _Method) -> _Method:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             with getattr(self, "_gemini", self).manager.threads.inside(doing):
-                return method(self, *args, **kwargs)
+                if not _is_profiled():
+                    return method(self, *args, **kwargs)
+                with torch.profiler.record_function(shown):
+                    return method(self, *args, **kwargs)
 
         return cast(_Method, call)
 

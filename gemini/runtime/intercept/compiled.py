@@ -229,7 +229,8 @@ class CompiledBlocks:
         Raises:
             StateError: the pass would be recorded into a CUDA graph.
         """
-        if self._gate.chunks.device.is_capturing():
+        device = self._gate.chunks.device
+        if device.has_own_memory and device.is_capturing():
             raise StateError(
                 "forward: a managed model cannot be captured into a CUDA graph: replaying one would move no "
                 "chunk. Call it outside of torch.cuda.graph() and make_graphed_callables(), and have blocks "

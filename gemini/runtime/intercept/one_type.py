@@ -60,6 +60,7 @@ class FirstPasses:
         self._module = module
         self._to_see = {True, False} if precision in _SIXTEEN_BITS and _has_wide_buffers(module) else set()
         self._looks_always = False  # True: such an operator ran in the outermost module itself
+        self.may_look = bool(self._to_see)  # False: no pass is looked at any more
 
     @contextmanager
     def watched(self, training: bool) -> Iterator[None]:
@@ -75,6 +76,7 @@ class FirstPasses:
             yield
         self._looks_always |= looking.met_outside
         self._to_see.discard(training)
+        self.may_look = self._looks_always or bool(self._to_see)
 
 
 def _has_wide_buffers(module: nn.Module) -> bool:
