@@ -26,7 +26,7 @@ from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
 
 PER_PARAMETER_US = 60.0
 LINEAR = 1.25
-ENTERED: Mapping[str, int] = {"wrap": 25, "forward": 12, "save": 15, "load": 15}
+ENTERED: Mapping[str, int] = {"wrap": 30, "forward": 8, "save": 26, "load": 32}
 _JUDGED = ("wrap", "first step", "state_dict")
 _CHAIN = 1000  # parameters that come one behind the other
 _Result = TypeVar("_Result")
