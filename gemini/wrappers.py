@@ -22,8 +22,8 @@ _NAMED = {"optim", "optimizer", "model", "stage", "clip_grad_norm"}  # said othe
 def zero_model_wrapper(
     model: nn.Module, zero_stage: int = 1, gemini_config: dict[str, Any] | None = None
 ) -> GeminiDDP | LowLevelZeroModel:
-    """Wrap ``model`` for ZeRO: stage 3 is Gemini, stages 1 and 2 leave the model as it is and tell
-    :func:`zero_optim_wrapper`.
+    """Return :class:`GeminiDDP` of ``model`` for stage 3; for stages 1 and 2 a module that leaves it as it is
+    and tells :func:`zero_optim_wrapper` the stage.
 
     ``gemini_config`` holds keywords of GeminiDDP, for stage 3 only.
 
