@@ -41,11 +41,11 @@ examples:
   gemini finetune recipes/full.toml --data mine.jsonl --steps 100
       a recipe: the same names in a file (lr = 1e-5, device_bytes = "20GiB"); options given here win
   gemini finetune recipes/full.toml --resume auto
-      go on where it ended, else start: what a scheduler runs again and again
+      go on where the last run ended, or start: for a scheduler that runs the command again
 
 data:
   .jsonl   one document per line: {"text": "..."}, or {"messages": [{"role": "user", "content": "..."}, ...]},
-           which the tokenizer's chat template makes a text of
+           which the tokenizer's chat template turns into text
   .json    the same records in a list
   others   each file is one document, in UTF-8; a directory is read with all below it
 
@@ -73,8 +73,8 @@ def add_parser(subparsers: Any) -> None:
         help="fine-tune a Hugging Face checkpoint within byte budgets",
         description="Fine-tune a causal language model from a directory that save_pretrained() has made, all "
         "weights or LoRA adapters, in as much memory as you allow, and write a directory that transformers "
-        "loads. It says first whether the run fits, what is kept where and how long a step takes; it asks "
-        "nothing.",
+        "loads. It first prints a plan: whether the run fits, what is kept where, how long a step takes. It "
+        "never stops to ask.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -175,7 +175,13 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         metavar="X",
         help="share of the rows that is held out; their loss is shown at the end",
     )
-    _option(group, "--eval-every", type=int, metavar="N", help="and after every N steps; 0: at the end only")
+    _option(
+        group,
+        "--eval-every",
+        type=int,
+        metavar="N",
+        help="show it after every N steps, too; 0: at the end only",
+    )
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
@@ -184,16 +190,22 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     _option(group, "--batch", type=int, metavar="N", help="rows per forward pass")
     _option(group, "--accumulate", type=int, metavar="N", help="passes per optimizer step")
     _option(group, "--lr", type=float, metavar="X", help="highest learning rate; for adapters try 2e-4")
-    _option(group, "--schedule", choices=SCHEDULES, help="how it goes on after warming up")
-    _option(group, "--warmup", type=float, metavar="X", help="share of the steps over which it rises")
+    _option(group, "--schedule", choices=SCHEDULES, help="how the learning rate changes after the warm-up")
+    _option(
+        group,
+        "--warmup",
+        type=float,
+        metavar="X",
+        help="share of the steps over which the learning rate rises",
+    )
     _option(group, "--weight-decay", type=float, metavar="X", help="of AdamW")
     _option(group, "--clip", type=float, metavar="X", help="largest global gradient norm; 0: no clipping")
     _option(
         group,
         "--precision",
         choices=PRECISIONS,
-        help="of weights and activations, and of what is exported; bf16 keeps an fp32 master of every weight "
-        "that trains",
+        help="dtype of weights, activations and the exported model; bf16 keeps an fp32 master of every "
+        "weight that trains",
     )
     _option(
         group,
@@ -207,18 +219,20 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="compute activations again in backward instead of keeping them: less memory, more work",
     )
-    _option(group, "--seed", type=int, metavar="N", help="of the order of rows, and of adapters")
+    _option(group, "--seed", type=int, metavar="N", help="seed of the order of rows and of the adapters")
 
 
 def _add_adapter_options(group: argparse._ArgumentGroup) -> None:
     _option(group, "--lora", type=int, metavar="RANK", help="train adapters of this rank; 0: all weights")
-    _option(group, "--lora-alpha", type=int, metavar="N", help="their scale; default: twice the rank")
-    _option(group, "--lora-dropout", type=float, metavar="X", help="share of their input that is dropped")
+    _option(
+        group, "--lora-alpha", type=int, metavar="N", help="scale of the adapters; default: twice the rank"
+    )
+    _option(group, "--lora-dropout", type=float, metavar="X", help="dropout of the adapters' input")
     _option(
         group,
         "--lora-targets",
         metavar="NAMES",
-        help="layers that get them, as in q_proj,v_proj",
+        help="layers that get adapters, as in q_proj,v_proj",
     )
     _option(
         group,

@@ -185,9 +185,9 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--precision",
         choices=PRECISIONS,
-        help="of weights and activations; bf16 keeps an fp32 master of every weight",
+        help="dtype of weights and activations; bf16 keeps an fp32 master of every weight",
     )
-    add_option(group, "--seed", type=int, metavar="N", help="of the weights and of the choice of text")
+    add_option(group, "--seed", type=int, metavar="N", help="seed of the weights and of the choice of text")
 
 
 def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainConfig) -> None:
@@ -197,7 +197,7 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         "--device",
         kind=kind,
         metavar="DEVICE",
-        help="what operators compute on, DEVICE is its memory: cpu, cuda, or cuda:1 for one of several GPUs; "
+        help="where operators compute; DEVICE is its memory: cpu, cuda, or cuda:1 for one of several GPUs; "
         "numbers are the same, bit for bit, on devices of one kind",
     )
     add_option(
@@ -241,8 +241,7 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         kind=kind,
         type=_size,
         metavar="SIZE",
-        help="of DEVICE, what is left to activations and the like at every moment; default: measured in the "
-        "first step",
+        help="bytes of DEVICE kept free for activations and temporaries; default: measured in the first step",
     )
     _add_placement_options(group, kind)
 
@@ -253,7 +252,7 @@ def _add_placement_options(group: argparse._ArgumentGroup, kind: type[Any]) -> N
         "--policy",
         kind=kind,
         choices=POLICIES,
-        help="who stays on DEVICE: auto plans from the first step, cpu keeps model data on HOST, cuda keeps "
+        help="what stays on DEVICE: auto plans from the first step, cpu keeps model data on HOST, cuda keeps "
         "all of it on DEVICE, const keeps a fixed part there",
     )
     add_option(
