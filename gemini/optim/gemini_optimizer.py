@@ -501,10 +501,13 @@ class GeminiOptimizer(ManagedGroups):
     def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
         """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
         scale, hypers = self._clipping.scale, self.hypers()
+        marks, number, small = self.marks(), self.steps, self.small
         updates = []
         for group in groups:
             steps = {
-                slot: UpdateStep(hypers[slot], self.steps.get(slot, 0) + 1, scale, self.small.get(slot))
+                slot: UpdateStep(
+                    hypers[slot], number.get(slot, 0) + 1, scale, small.get(slot), marks=marks[slot]
+                )
                 for slot in group.slots
                 if slot.has_grad and slot in hypers
             }

@@ -12,7 +12,7 @@ from gemini.chunk.chunk import StateSpec
 from gemini.errors import StateError
 from gemini.optim.gradients import scaled
 from gemini.optim.rule import ABSENT, KeptAsNamed, Part
-from gemini.optim.shared_step import GroupSettings, Inseparable, SharedStep, deep_copied, refuse
+from gemini.optim.shared_step import GroupSettings, Inseparable, SharedStep, deep_copied, refuse, refuse_marks
 from gemini.optim.trials import try_one_by_one
 
 
@@ -73,6 +73,7 @@ class LoneRule(KeptAsNamed):
         assert self._shared is not None
         for part in parts:
             values = part.values.detach().requires_grad_()
+            part.step.marks.put_on(values)
             values.grad = scaled(part.grad, part.step.scale).to(values.dtype)
             before = part.step.before
             kept: dict[str, Any] = {}
@@ -84,6 +85,7 @@ class LoneRule(KeptAsNamed):
                 small = {name: deep_copied(v) for name, v in (before or {}).items() if name != ABSENT}
                 states = {values: {**kept, **small}}
                 self._shared.run({self._places[part.step.hyper.place]: [values]}, states)
+                refuse_marks(part.step.marks, values)
             except Inseparable as reason:
                 raise self._late(reason) from reason
             if not torch.equal(drawn, torch.get_rng_state()):

@@ -24,6 +24,7 @@ from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.managed_states import ManagedStates, refuse_write
+from gemini.optim.marks import Marks
 from gemini.optim.rule import UpdateRule
 from gemini.optim.rule_choice import rule_of
 from gemini.optim.self_managed import SelfManaged
@@ -356,6 +357,10 @@ class ManagedGroups(WrappedOptimizer):
             hyper = self.rule.hyper(settings)
             found.update((param._slot, hyper) for param in settings["params"])
         return found
+
+    def marks(self) -> dict[ManagedSlot, Marks]:
+        """Return what user code has set on each parameter."""
+        return {param._slot: Marks.of(param) for group in self.param_groups for param in group["params"]}
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""

@@ -8,7 +8,7 @@ alone, so a parameter may be updated a piece at a time, with the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -30,21 +30,23 @@ from gemini.optim.kernels import (
     run_rows,
 )
 from gemini.optim.lion import LionHyper, lion_update
+from gemini.optim.marks import Marks
 from gemini.optim.shared_step import GroupSettings, copied, shell_of, step_of, with_own_attributes, written_by
-from gemini.optim.trials import Form, PieceTrial, forms_of
+from gemini.optim.trials import Kind, PieceTrial, kinds_of
 
 
 @dataclass(frozen=True)
 class UpdateStep:
     """One step of a parameter: the settings of its group as its rule has them, its number (from 1), and what
     happens to the gradient first. ``before``: its small states, None where there is no state yet; the step
-    puts those of afterwards into ``after``."""
+    puts those of afterwards into ``after``. ``marks``: what user code has set on the parameter."""
 
     hyper: Any
     number: int
     scale: GradScale = field(default_factory=GradScale)
     before: Mapping[str, Any] | None = None
     after: dict[str, Any] = field(default_factory=dict)
+    marks: Marks = field(default_factory=Marks)
 
 
 class Part(NamedTuple):
@@ -315,7 +317,7 @@ class SteppedRule(KeptAsNamed, Independent):
         self._arrays = arrays
         self._is_known = is_known
         self._trial = PieceTrial(optim)
-        self._found: dict[tuple[str, torch.dtype, tuple[Form, ...]], tuple[StateSpec, ...]] = {}
+        self._found: dict[tuple[str, torch.dtype, tuple[Kind, ...]], tuple[StateSpec, ...]] = {}
 
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         for flag in ("fused", "differentiable"):
@@ -332,10 +334,10 @@ class SteppedRule(KeptAsNamed, Independent):
         found: dict[StateSpec, None] = {}
         for group in groups:
             settings = self.hyper(group)
-            forms = () if self._is_known else forms_of(group["params"])
-            key = settings.switches, dtype, forms
+            kinds = () if self._is_known else kinds_of(group["params"])
+            key = settings.switches, dtype, kinds
             if key not in self._found:
-                self._found[key] = self._trial.states(settings, dtype, forms)
+                self._found[key] = self._trial.states(settings, dtype, kinds)
             found.update(dict.fromkeys(self._found[key]))
         return tuple(found)
 
@@ -347,35 +349,43 @@ class SteppedRule(KeptAsNamed, Independent):
     def _run(self, parts: Sequence[Part]) -> None:
         """Step over all parts at once."""
         shell = shell_of(self._optim)
-        states: list[tuple[Part, dict[str, Any]]] = []
+        states: list[tuple[Part, torch.Tensor, dict[str, Any]]] = []
         groups: dict[GroupSettings, list[torch.Tensor]] = {}
         for part in parts:
             values = part.values.detach().requires_grad_()
+            part.step.marks.put_on(values)
             values.grad = scaled(part.grad, part.step.scale).to(values.dtype)
             groups.setdefault(part.step.hyper, []).append(values)
             state: dict[str, Any] = {}
             if part.step.before is not None:
                 state = {name: copied(value) for name, value in part.step.before.items()} | dict(part.states)
             shell.state[values] = state
-            states.append((part, state))
+            states.append((part, values, state))
         shell.param_groups = [{**settings.values, "params": params} for settings, params in groups.items()]
         before = {} if self._is_known else with_own_attributes(shell, self._optim)
         step_of(type(shell))(shell)
         if not self._is_known:
-            self._refuse_shared(shell, before, list(groups))
+            self._refuse_shared(shell, before, list(groups), states)
         with torch.no_grad():
-            for part, state in states:
+            for part, values, state in states:
+                if values.data_ptr() != part.values.data_ptr():  # of parameters whose data was replaced
+                    part.values.copy_(values)
                 self._keep(part, state)
                 if part.half_out is not None:
                     part.half_out.copy_(part.values)
 
     def _refuse_shared(
-        self, shell: torch.optim.Optimizer, before: Mapping[str, Any], settings: Sequence[GroupSettings]
+        self,
+        shell: torch.optim.Optimizer,
+        before: Mapping[str, Any],
+        settings: Sequence[GroupSettings],
+        steps: Iterable[tuple[Part, torch.Tensor, Any]],
     ) -> None:
         """Raise StateError where a step has changed what it did not in the trial, and what pieces share."""
         changed = written_by(shell, before)
         if [GroupSettings.of(group) for group in shell.param_groups] != settings:
             changed.append("param_groups")
+        changed += {name for part, values, _ in steps for name in part.step.marks.changed_on(values)}
         if changed:
             raise StateError(
                 f"the step of {type(self._optim).__name__} changes {', '.join(changed)}, as it did not when "

@@ -12,7 +12,7 @@ from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
 from gemini.optim.shared_step import GroupSettings, refuse, step_of
-from gemini.optim.trials import PieceTrial, forms_of
+from gemini.optim.trials import PieceTrial, kinds_of
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer
 
 # What is known of the steps of torch's optimizers: what they make of an element depends on that alone.
@@ -51,7 +51,7 @@ def refuse_gathering(optim: torch.optim.Optimizer) -> None:
         return
     trial = PieceTrial(optim, at_once=True)
     for group in optim.param_groups:
-        trial.states(GroupSettings.of(group), torch.float32, forms_of(group["params"]))
+        trial.states(GroupSettings.of(group), torch.float32, kinds_of(group["params"]))
 
 
 def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: bool = False) -> UpdateRule:

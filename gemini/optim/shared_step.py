@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.optim.marks import Marks, holder_of_identities
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +174,31 @@ def attributes_of(optim: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def refuse_identities(optim: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise Inseparable where ``optim`` keeps what finds one of its parameters by its identity: a step has
+    other tensors."""
+    groups = [*optim.param_groups, *groups]
+    params = [param for group in groups for param in group["params"]]
+    held = [attributes_of(optim), *optim.state.values()]
+    held += [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    for each in held:
+        name = holder_of_identities(each, params, optim)
+        if name:
+            raise Inseparable(
+                f"its {name!r} keeps a parameter among its attributes or states, or the id of one, and its "
+                "step over chunks has other tensors"
+            )
+
+
+def refuse_marks(marks: Marks, param: torch.Tensor) -> None:
+    """Raise Inseparable where a step has set attributes of ``param``, which had ``marks``."""
+    written = marks.changed_on(param)
+    if written:
+        raise Inseparable(
+            f"its step sets {', '.join(written)} on parameters, and has other tensors over chunks"
+        )
+
+
 def with_own_attributes(shell: torch.optim.Optimizer, optim: torch.optim.Optimizer) -> dict[str, Any]:
     """Give ``shell`` copies of the attributes of ``optim``, so that a step does not write to those; return
     what they are. Raises ConfigError where one cannot be copied."""
@@ -217,6 +243,8 @@ def deep_copied(value: Any, old: Any = None, new: Any = None) -> Any:
 
 def same(one: Any, other: Any) -> bool:
     """Say whether two values, perhaps nested, are equal."""
+    if one is other:
+        return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return equal(one, other)
     if type(one) is not type(other):

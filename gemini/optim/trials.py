@@ -14,6 +14,7 @@ from gemini.chunk.chunk import StateSpec
 from gemini.chunk.dense import flat, ordered_like
 from gemini.errors import ConfigError, in_words
 from gemini.optim.data_flow import DataFlow
+from gemini.optim.marks import Marks
 from gemini.optim.shared_step import (
     GroupSettings,
     Inseparable,
@@ -22,6 +23,9 @@ from gemini.optim.shared_step import (
     copied,
     deep_copied,
     equal,
+    refuse,
+    refuse_identities,
+    refuse_marks,
     same,
     shell_of,
     step_of,
@@ -72,10 +76,17 @@ class Form(NamedTuple):
 VECTOR = Form((12,), (1,))
 
 
-def forms_of(params: Iterable[torch.Tensor]) -> tuple[Form, ...]:
-    """Return the forms of parameters, each once, without asking for their values."""
+class Kind(NamedTuple):
+    """What is like in parameters that one of them may stand for in a trial."""
+
+    form: Form
+    marks: Marks
+
+
+def kinds_of(params: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
+    """Return the kinds of parameters, each once, without asking for their values."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tuple(dict.fromkeys(Form.of(param).bounded() for param in params))
+        return tuple(dict.fromkeys(Kind(Form.of(param).bounded(), Marks.of(param)) for param in params))
 
 
 def first_state(optim: torch.optim.Optimizer) -> tuple[Mapping[str, Any], frozenset[str]]:
@@ -110,23 +121,25 @@ class PieceTrial:
         self._first, self._first_arrays = first_state(optim)
 
     def states(
-        self, settings: GroupSettings, dtype: torch.dtype, forms: Sequence[Form]
+        self, settings: GroupSettings, dtype: torch.dtype, kinds: Sequence[Kind]
     ) -> tuple[StateSpec, ...]:
-        """Return what is kept of each element with these settings. ``forms``: of the parameters that a class
+        """Return what is kept of each element with these settings. ``kinds``: of the parameters that a class
         of which nothing is known may have."""
-        steps = len(MAGNITUDES) if forms else _STEPS_OF_KNOWN
-        tried = [VECTOR, *forms]
-        draws = [made_up(form, dtype, steps) for form in tried]
-        rows = [[form.tensor(row) for row in draw] for form, draw in zip(tried, draws, strict=True)]
-        if forms:
-            self._refuse_gathering(settings, rows)
-        whole = self._run(settings, rows)
+        steps = len(MAGNITUDES) if kinds else _STEPS_OF_KNOWN
+        tried = [Kind(VECTOR, Marks()), *kinds]
+        draws = [made_up(form, dtype, steps) for form, _ in tried]
+        rows = [[form.tensor(row) for row in draw] for (form, _), draw in zip(tried, draws, strict=True)]
+        marks = [marks for _, marks in tried]
+        if kinds:
+            self._refuse_identities()
+            self._refuse_gathering(settings, rows, marks)
+        whole = self._run(settings, rows, marks)
         arrays = _arrays(whole[-1][0])
-        for index, (form, draw) in enumerate(zip(tried, draws, strict=True)):
+        for index, ((form, _), draw) in enumerate(zip(tried, draws, strict=True)):
             numel = form.numel
             cut = [numel * 5 // 12, numel - numel * 5 // 12] if numel > 1 else [numel]
             pieces = zip(*(row.split(cut) for row in draw), strict=True)
-            parts = [self._run(settings, [list(rows)]) for rows in pieces]
+            parts = [self._run(settings, [list(rows)], marks[index : index + 1]) for rows in pieces]
             # After each step: later ones may make values so large that what came before is rounded away.
             for step, states in enumerate(whole):
                 self._compare(form, states[index], [part[step][0] for part in parts], arrays)
@@ -139,13 +152,18 @@ class PieceTrial:
         return tuple(StateSpec(name, array.dtype) for name, array in arrays.items())
 
     def _run(
-        self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]
+        self,
+        settings: GroupSettings,
+        rows: Sequence[Sequence[torch.Tensor]],
+        marks: Sequence[Marks],
     ) -> list[list[dict[str, Any]]]:
         """Return values and states of parameters after each step. ``rows``: of each its values, then its
         gradients."""
         shell = shell_of(self._optim)
         params = [values.clone().requires_grad_() for values, *_ in rows]
-        for param in params:
+        given = [each.apart() for each in marks]
+        for param, each in zip(params, given, strict=True):
+            each.put_on(param)
             if self._first:
                 shell.state[param] = {
                     name: _uniform(value, param) if name in self._first_arrays else copied(value)
@@ -168,14 +186,28 @@ class PieceTrial:
             entries = [{"values": param.detach(), **shell.state[param]} for param in params]
             after.append([{name: copied(value) for name, value in entry.items()} for entry in entries])
         if not self._at_once:
-            self._refuse_shared(settings, before, shell)
+            written = {
+                name
+                for param, each, first in zip(params, given, marks, strict=True)
+                for name in vars(param)
+                if name in each.changed_on(param) or not same(vars(param)[name], first.values[name])
+            }
+            self._refuse_shared(settings, before, shell, sorted(written))
         return after
 
-    def _refuse_gathering(self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _refuse_identities(self) -> None:
+        try:
+            refuse_identities(self._optim, ())
+        except Inseparable as reason:
+            raise refuse(self._optim, reason) from reason
+
+    def _refuse_gathering(
+        self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]], marks: Sequence[Marks]
+    ) -> None:
         """Raise ConfigError where an operator of a step makes an element, or a number, of several elements.
         What a step makes of those of a few trials may be the same by chance."""
         with DataFlow(rows) as flow:
-            self._run(settings, rows)
+            self._run(settings, rows, marks)
         found = flow.mixed or flow.gathered or flow.read or flow.drawn
         if found:
             raise ConfigError(
@@ -185,11 +217,15 @@ class PieceTrial:
             )
 
     def _refuse_shared(
-        self, settings: GroupSettings, before: Mapping[str, Any], shell: torch.optim.Optimizer
+        self,
+        settings: GroupSettings,
+        before: Mapping[str, Any],
+        shell: torch.optim.Optimizer,
+        written: Sequence[str],
     ) -> None:
         """Raise ConfigError where a step has written to what one over pieces would write to more than once:
-        settings of groups, attributes of the optimizer."""
-        changed = written_by(shell, before)
+        settings of groups, attributes of the optimizer and, ``written``, of parameters."""
+        changed = [*written_by(shell, before), *written]
         if GroupSettings.of(shell.param_groups[0]) != settings:
             changed.append("param_groups")
         if changed:
@@ -210,10 +246,10 @@ class PieceTrial:
             each = [part.get(name) for part in parts]
             if name == "values" or name in arrays:
                 found = [whole.get(name), *each]
-                same = _joined(form, found)
+                is_same = _joined(form, found)
             else:
-                same = all(equal(value, whole.get(name)) for value in each)
-            if not same:
+                is_same = all(same(value, whole.get(name)) for value in each)
+            if not is_same:
                 raise ConfigError(
                     f"{self._kind} {self._claim}, and makes something else of {name} of a "
                     f"parameter of shape {form.shape} than of {len(parts)} pieces of it by themselves: what "
@@ -271,6 +307,7 @@ class _Tried(NamedTuple):
     form: Form
     shape: tuple[int, ...]  # that of the real one
     state: Mapping[str, Any]  # at first
+    marks: Marks
 
 
 def try_one_by_one(
@@ -285,6 +322,7 @@ def try_one_by_one(
     of them; or, with the bits that they have here, use of one what others have. ``is_said``: by the user that
     they do not: then bits alone count, and a class whose step cannot be tried has all its states beside the
     chunks."""
+    refuse_identities(optim, groups)
     tried = _chosen(optim, groups)
     draws = [made_up(each.form, dtype, len(MAGNITUDES)) for each in tried]
     together, apart = _Side(optim, groups, tried, draws), _Side(optim, groups, tried, draws)
@@ -325,6 +363,9 @@ class _Side:
             each.form.tensor(draw[0].clone()).requires_grad_()
             for each, draw in zip(tried, draws, strict=True)
         ]
+        self._marks = [each.marks.apart() for each in tried]
+        for marks, param in zip(self._marks, self.params, strict=True):
+            marks.put_on(param)
         self.states: list[dict[str, Any]] = [_first(each) for each in tried]
         self.groups = [{**GroupSettings.of(group).values} for group in groups]
         self._of = [each.group for each in tried]
@@ -356,6 +397,7 @@ class _Side:
         ]
         with torch.enable_grad(), DataFlow(owned) as flow:
             step_of(type(shell))(shell)
+        self._refuse_marks()
         self.states = [dict(shell.state.pop(param, {})) for param in self.params]
         if any(shell.state.values()):
             raise Inseparable("its state has entries that are no parameter's")
@@ -375,6 +417,11 @@ class _Side:
             self.states[index] = states[param]
             self._note(param, states[param])
         shared.commit(self.groups)
+        self._refuse_marks()
+
+    def _refuse_marks(self) -> None:
+        for marks, param in zip(self._marks, self.params, strict=True):
+            refuse_marks(marks, param)
 
     def _note(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Note what is in the form of a parameter, and so can be kept in chunks."""
@@ -405,19 +452,18 @@ def _compare(together: _Side, apart: _Side, step: int) -> None:
 def _chosen(optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[_Tried]:
     """Return a parameter of each form and group, but of many groups one each; two at least."""
     tried: list[_Tried] = []
-    forms: set[tuple[str, Form]] = set()
+    kinds: set[tuple[str, Kind]] = set()
     for index, group in enumerate(groups):
         settings = GroupSettings.of(group).switches
         here: list[_Tried] = []
         with torch._C.DisableTorchFunctionSubclass():
-            each = [(param, Form.of(param)) for param in group["params"]]
-        for param, form in sorted(each, key=lambda pair: pair[1].numel):
-            if here and ((settings, form) in forms or len(tried) + len(here) >= _MOST_TRIED):
+            each = [(param, Kind(Form.of(param), Marks.of(param))) for param in group["params"]]
+        for param, kind in sorted(each, key=lambda pair: pair[1].form.numel):
+            if here and ((settings, kind) in kinds or len(tried) + len(here) >= _MOST_TRIED):
                 continue
-            forms.add((settings, form))
-            here.append(
-                _Tried(index, form.bounded(_NUMEL_TOGETHER), form.shape, optim.state.get(param) or {})
-            )
+            kinds.add((settings, kind))
+            form, state = kind.form, optim.state.get(param) or {}
+            here.append(_Tried(index, form.bounded(_NUMEL_TOGETHER), form.shape, state, kind.marks))
         tried += here
     return tried if len(tried) > 1 else tried * 2
 

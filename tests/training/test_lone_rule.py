@@ -313,7 +313,7 @@ REFUSED: dict[type[Unknown], str] = {
     RarelyClipped: r"its step runs stack\(\) on several parameters",
     Noisy: "draws random numbers",
     CountsParameters: "groups' settings once for each parameter",
-    Keeps: "it keeps a .*Parameter among its attributes",
+    Keeps: "'first' keeps a parameter among its attributes",
     Closed: "failed with TypeError",
     Global: "entries that are no parameter's",
 }

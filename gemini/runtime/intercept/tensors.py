@@ -204,6 +204,9 @@ def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
         return torch.clone(tensor)
 
 
+OWN_ATTRIBUTES = ("_ref", "_slot", "_name_again")  # of a managed parameter
+
+
 def make_managed(
     param: torch.nn.Parameter,
     ref: TensorRef,
@@ -221,7 +224,7 @@ def make_managed(
 def make_plain(param: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Turn a managed parameter back into an ordinary one with ``values`` as its data."""
     param.__class__ = torch.nn.Parameter
-    for name in ("_ref", "_slot", "_name_again"):
+    for name in OWN_ATTRIBUTES:
         delattr(param, name)
     param.data = values
 
