@@ -514,6 +514,16 @@ class AbsentBlock(Absent):
         return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
 
 
+def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
+    """Say whether stages behind a block read right, or are told that they cannot, what it has left: nothing
+    new, or, in its own attributes (``index`` -1), numbers in the place of such, which are placeholders there.
+    What has a gradient is a loss that it leaves to others; calls that it counts for itself are none."""
+    if before is after:
+        return True
+    are_tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    return index == -1 and (type(after) is int or (are_tensors and not after.requires_grad))
+
+
 class Present(_OfKind, nn.Module):
     """Stands before a block of the stage itself, and calls it with what the stage has received. Outside of
     the block, so that computing it again in backward does not run this, unless the model itself calls
@@ -577,7 +587,8 @@ class Present(_OfKind, nn.Module):
         before = elsewhere.left(self.block)
         output = self.block(*args, **kwargs)
         after = elsewhere.left(self.block)
-        changed = [name for name in {**before, **after} if before.get(name) is not after.get(name)]
+        pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+        changed = [name for name, pair in pairs.items() if not _is_told_when_read(name[0], *pair)]
         if changed:
             raise ConfigError(
                 f"{self._name!r} leaves something in {changed[0][1]} in its forward pass, which stages "
