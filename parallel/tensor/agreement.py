@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from gemini.errors import ConfigError, GeminiError, in_words
+from gemini.errors import ConfigError, in_words
 from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Partition
 from gemini.parallel.tensor.region import device_of
@@ -158,14 +158,9 @@ class WholeModel:
         rank, params = partition.axis.rank, dict(model.named_parameters())
         cuts = {name: partition.cut_of(params[name]) for name in drawn}
         parts = {name: cut.part(drawn[name], rank) if cut else drawn[name] for name, cut in cuts.items()}
-        far, failure = self._look(model, partition.axis, parts, weights | drawn, (args, kwargs))
+        far = self._look(model, partition.axis, parts, weights | drawn, (args, kwargs))
         error = torch.tensor([far], dtype=torch.float64, device="cpu")
         partition.axis.all_reduce(error, largest=True)
-        if failure is not None:
-            raise ConfigError(
-                "the cut model does not run on the first batch, and the whole one does "
-                f"({type(failure).__name__}: {in_words(failure)}): {_CAUSES}"
-            ) from failure
         if float(error) > 1.0:
             raise ConfigError(
                 f"the outputs of the cut model are not those of the whole one on the first batch: {_CAUSES}"
@@ -178,21 +173,26 @@ class WholeModel:
         parts: dict[str, torch.Tensor],
         weights: dict[str, torch.Tensor],
         call: tuple[tuple[Any, ...], Mapping[str, Any]],
-    ) -> tuple[float, Exception | None]:
+    ) -> float:
         """Return how far the outputs of ``model``, with ``parts`` in the place of some parameters, are from
-        those of the whole one with ``weights``; infinitely, where it raises what the whole one does not."""
+        those of the whole one with ``weights``.
+
+        Raises:
+            ConfigError: torch refuses an operator of the cut model, and none of the whole one. Nothing is
+                agreed on first: the other ranks may be within the model, and wait.
+        """
         device = device_of(model)
         states = generator_states(device)
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         got: list[Any] = []
-        failure: Exception | None = None
+        failure: RuntimeError | None = None
         try:
             try:
                 got = tree_leaves(_run_with(model, parts, *call))
-            except GeminiError:
-                raise
-            except (RuntimeError, ValueError, IndexError) as error:
+            except RuntimeError as error:
+                if type(error) is not RuntimeError:  # memory that ran out, say
+                    raise
                 failure = error
             after = generator_states(device)
             set_generator_states(device, states)
@@ -208,9 +208,12 @@ class WholeModel:
                 module.training = mode
             set_generator_states(device, states)
         if failure is not None:
-            return float("inf"), failure
+            raise ConfigError(
+                "the cut model does not run on the first batch, and the whole one does "
+                f"({in_words(failure)}): {_CAUSES}"
+            ) from failure
         got = [_whole_of(*each, axis) for each in zip(got, wanted, strict=False)]
-        return 0.0 if is_random else max(map(_distance, got, wanted), default=0.0), None
+        return 0.0 if is_random else max(map(_distance, got, wanted), default=0.0)
 
     def __deepcopy__(self, _memo: object) -> WholeModel:
         return self
