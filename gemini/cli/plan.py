@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ examples:
       the same, where every sequence is cut
   gemini plan gpt2 --save-machine here.json
       keep what was measured, to edit it or to plan elsewhere for this machine
+  gemini plan --measure-ranks 4 --save-machine here.json
+      the same without a model, and how fast 2 and 4 ranks exchange tensors here; under a minute
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. What the numbers mean: docs/plan.md.
 """
@@ -61,7 +64,9 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="what to train: see below")
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="what to train: see below; --measure-ranks needs none"
+    )
     _add_step_options(parser.add_argument_group("the step"))
     _add_machine_options(parser.add_argument_group("the machine"))
     _add_layout_options(parser.add_argument_group("several processes"))
@@ -155,6 +160,13 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
         "--save-machine", type=Path, metavar="FILE", help="write the description that was used"
     )
     group.add_argument(
+        "--measure-ranks",
+        metavar="N",
+        help="start 2 to 16 processes on this machine and measure all-reduce, all-gather, reduce-scatter, "
+        "all-to-all and messages between them over gloo, for every group size that divides N; the results "
+        "are printed, and are part of --save-machine",
+    )
+    group.add_argument(
         "--tbw",
         type=_size,
         default=parse_bytes(DEFAULT_TBW),
@@ -167,9 +179,13 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 0 where it fits, 1 where it does not."""
     from gemini.cli.plan_model import ModelOptions, find_model
-    from gemini.cli.plan_output import render
+    from gemini.cli.plan_output import render, render_collectives
     from gemini.forecast.report import make_report
 
+    if options.measure_ranks is not None:
+        _require_measurable(options)
+    if options.model is None:
+        return _run_without_model(options)
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
     source = find_model(options.model, asked)
@@ -179,14 +195,58 @@ def run(options: argparse.Namespace) -> int:
         return run_layout(options, source)
     with Console(stderr=True).status("measuring this machine") as status:
         settings = dataclasses.replace(settings_from(options), tell=status.update)
-        if options.save_machine is not None:
-            settings.machine.save(options.save_machine)
+        machine = _kept(options, settings.machine, status.update)
+        settings = dataclasses.replace(settings, machine=machine)
         report = make_report(source, settings, tbw_bytes=options.tbw)
     if options.json:
         print_json(report.to_dict())
     else:
         render(report, Console())
+        if options.measure_ranks is not None:
+            render_collectives(machine.collectives, Console())
     return 0 if report.fits else EXIT_MISFIT
+
+
+def _run_without_model(options: argparse.Namespace) -> int:
+    """Measure this machine and its ranks. Raises ConfigError where a model was to be planned."""
+    from gemini.cli.plan_output import render_collectives
+
+    axes = [f"--{name}" for name in _AXES if getattr(options, name) is not None]
+    if options.measure_ranks is None or axes:
+        why = f"{', '.join(axes)} cut a model" if axes else "there is nothing to plan"
+        raise ConfigError(f"{why}: give a MODEL, such as gpt2 (gemini plan --help)")
+    with Console(stderr=True).status("measuring this machine") as status:
+        machine = _kept(options, settings_from(options).machine, status.update)
+    if options.json:
+        print_json({"collectives": machine.collectives.to_json()})
+    else:
+        render_collectives(machine.collectives, Console())
+    return 0
+
+
+def _require_measurable(options: argparse.Namespace) -> None:
+    """Raise ConfigError where ranks cannot be measured as asked, before anything takes time."""
+    from gemini.parallel.collective_speeds import parse_ranks
+
+    parse_ranks(options.measure_ranks)
+    if options.machine is not None:
+        raise ConfigError(
+            f"--measure-ranks measures this machine, and --machine {options.machine} describes one; "
+            "leave one out"
+        )
+
+
+def _kept(options: argparse.Namespace, machine: Any, tell: Callable[[str], object]) -> Any:
+    """Return the machine, with the speeds of ranks where they are asked for; save it where that is."""
+    if options.measure_ranks is not None:
+        from gemini.parallel.collective_speeds import measure_collectives, parse_ranks
+
+        tell(f"measuring {options.measure_ranks} ranks")
+        measured = measure_collectives(parse_ranks(options.measure_ranks))
+        machine = dataclasses.replace(machine, collectives=measured)
+    if options.save_machine is not None:
+        machine.save(options.save_machine)
+    return machine
 
 
 def settings_from(options: argparse.Namespace) -> Any:

@@ -24,7 +24,7 @@ from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import format_bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NEED_MACHINE = ("host_bytes", "disk_dir", "disk_bytes", "machine", "save_machine")
+_NEED_MACHINE = ("host_bytes", "disk_dir", "disk_bytes", "machine", "save_machine", "measure_ranks")
 
 
 def run(options: argparse.Namespace, source: ModelSource) -> int:

@@ -11,6 +11,7 @@ from gemini.cli.console import Console
 from gemini.cli.train import with_options
 from gemini.forecast.forecast import StepTime
 from gemini.forecast.report import Report, Wear
+from gemini.memstats.collectives import CollectiveSpeeds
 from gemini.system.config import format_bytes
 
 TIERS = ("device", "host", "disk")
@@ -34,6 +35,22 @@ def render(report: Report, console: Console) -> None:
         console.print(_advice(report, report.step))
         console.print("\nTo train like this:\n")
         console.print(Syntax(report.code(), "python", background_color="default", word_wrap=True))
+
+
+def render_collectives(speeds: CollectiveSpeeds, console: Console) -> None:
+    """Print how fast ranks exchange tensors."""
+    table = Table(title="between ranks", title_justify="left", box=None)
+    for name in ("collective", "ranks", "latency", "bytes per second", "1 MiB takes"):
+        table.add_column(name, justify="left" if name == "collective" else "right")
+    for each in speeds.records:
+        table.add_row(
+            each.kind,
+            str(each.ranks),
+            f"{each.latency_seconds.value * 1e3:.3f} ms",
+            format_bytes(int(each.bytes_per_second.value)),
+            f"{each.seconds(2**20) * 1e3:.2f} ms",
+        )
+    console.print(table)
 
 
 def _verdict(report: Report) -> Panel:

@@ -31,11 +31,13 @@ class Ended:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs: a file, or with ``module`` a module, and its arguments."""
+    """What every rank runs: a file, or with ``module`` a module, and its arguments. With ``is_quiet`` nothing
+    that it prints is seen."""
 
     name: str
     arguments: tuple[str, ...] = ()
     module: bool = False
+    is_quiet: bool = False
 
     def require(self) -> None:
         """Raise ConfigError where the file is not on this machine."""
@@ -132,6 +134,7 @@ def _arguments(node: Node, program: Program, directory: str) -> list[str]:
     return [
         *(f"--nnodes={node.count}", f"--node-rank={node.index}", f"--nproc-per-node={node.ranks}"),
         *(f"--master-addr={node.address}", f"--master-port={node.port}", f"--log-dir={directory}"),
+        *(["--redirects=3"] if program.is_quiet else []),  # into files of the log directory
         *(["--module"] if program.module else []),
         *(program.name, *program.arguments),
     ]

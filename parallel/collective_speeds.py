@@ -1,0 +1,185 @@
+"""Measuring collectives within short steps: ranks compute, exchange what they have computed, and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from gemini.comm.ranks import join_ranks
+from gemini.errors import ConfigError, StateError
+from gemini.memstats.collectives import KINDS, MEASURED, CollectiveSpeed, CollectiveSpeeds, Figure
+from gemini.parallel.launch.launching import free_port
+from gemini.parallel.launch.torchrun import Node, Program, run_ranks
+from gemini.parallel.layout import Layout
+from gemini.parallel.mesh import Axis, Mesh
+from gemini.parallel.pipeline.passing import Passing
+from gemini.system.durable import write_text
+from gemini.system.threads import usable_processors
+
+FEWEST_RANKS, MOST_RANKS = 2, 16
+_SIZES = (4 * 1024, 64 * 1024, 512 * 1024, 4 * 2**20)  # bytes, about
+_STEPS = 8  # the first does not count
+_LIMIT_SECONDS = 16.0  # of all steps
+_TIMEOUT = timedelta(seconds=90)
+_SHORTEST_SECONDS = 1e-6  # no message between processes takes less
+_FASTEST = 1e13  # bytes per second; keeps a fit through noise finite
+_SPEEDS, _ERROR = "speeds", "error"
+
+
+def parse_ranks(text: str) -> int:
+    """Return how many ranks are measured. Raises ConfigError."""
+    is_number = text.isascii() and text.isdecimal() and len(text) < 4
+    if not (is_number and FEWEST_RANKS <= int(text) <= MOST_RANKS):
+        raise ConfigError(
+            f"--measure-ranks is {text[:20]!r}; {FEWEST_RANKS} to {MOST_RANKS} processes are measured"
+        )
+    return int(text)
+
+
+def measure_collectives(ranks: int) -> CollectiveSpeeds:
+    """Start so many ranks here and return what they found, for every group size that divides their number.
+
+    Called in the main thread; a signal ends the ranks and is then raised here.
+
+    Raises:
+        StateError: a rank has failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, _threads_for(ranks):
+        program = Program(__name__, (directory,), module=True, is_quiet=True)
+        ended = run_ranks(Node(str(ranks), port=free_port()), program)
+        if not ended.code:
+            return CollectiveSpeeds.from_json(json.loads(Path(directory, _SPEEDS).read_text()))
+        said = [path.read_text() for path in sorted(Path(directory).glob(f"{_ERROR}-*"))]
+        reason = ": ".join([ended.reason, *said[:1]])
+    if ended.code > 128 and not ended.reason:
+        signal.raise_signal(ended.code - 128)
+    raise StateError(f"the collectives were not measured: {reason}")
+
+
+@contextmanager
+def _threads_for(ranks: int) -> Iterator[None]:
+    """Have the ranks that are started meanwhile share the processors."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(max(1, len(usable_processors()) // ranks))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def fitted(times: list[tuple[int, float]]) -> tuple[float, float]:
+    """Return the latency, at least 0, and the bytes per second that fit pairs of bytes and seconds: those of
+    the least squares of relative errors. Where these have no sense, the rate of the largest message."""
+    weights = [1 / seconds**2 for _, seconds in times]
+    total = sum(weights)
+    x = sum(w * n for w, (n, _) in zip(weights, times, strict=True)) / total
+    y = sum(w * t for w, (_, t) in zip(weights, times, strict=True)) / total
+    spread = sum(w * (n - x) ** 2 for w, (n, _) in zip(weights, times, strict=True))
+    slope = sum(w * (n - x) * (t - y) for w, (n, t) in zip(weights, times, strict=True)) / spread
+    largest, seconds = max(times)
+    if slope <= 0 or y - slope * x < 0:
+        return 0.0, min(largest / seconds, _FASTEST)
+    return y - slope * x, min(1 / slope, _FASTEST)
+
+
+def passed_numel(kind: str, nbytes: int, ranks: int) -> int:
+    """Return how many fp32 numbers a rank passes to a call of about ``nbytes``: parts of equal lengths for
+    all ranks, or of what is gathered its own."""
+    part = nbytes // 4 // ranks
+    return part if kind == "all_gather" else part * ranks
+
+
+def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
+    """Measure within stretches of ``size`` ranks, all at the same time."""
+    axis = everyone if size == everyone.size else everyone.neighbours(size)
+    passing, matrix = Passing(axis), torch.full((256, 256), 0.01)
+    calls = [(kind, torch.ones(passed_numel(kind, nbytes, size))) for kind in KINDS for nbytes in _SIZES]
+    taken: list[list[tuple[float, float]]] = []
+    began = time.perf_counter()
+    for step in range(_STEPS):
+        row = []
+        for kind, base in calls:
+            matrix = (matrix @ matrix).tanh()
+            row.append(_exchange(axis, passing, kind, base * 0.5, step))
+        taken.append(row)
+        late = torch.tensor([float(time.perf_counter() - began > limit)])
+        everyone.all_reduce(late, largest=True)
+        if late.item() and step:
+            break
+    every = torch.stack(everyone.all_gather(torch.tensor(taken[1:], dtype=torch.float64)))
+    groups = every.unflatten(0, (-1, size))
+    # From the moment when the last rank begins: waiting for it is no work of the collective.
+    seconds = (groups[..., 1].amax(1) - groups[..., 0].amax(1)).flatten(0, 1)
+    middle = [max(median(column.tolist()), _SHORTEST_SECONDS) for column in seconds.T]
+    points = [(base.nbytes, each) for (_, base), each in zip(calls, middle, strict=True)]
+    found = []
+    for number, kind in enumerate(KINDS):
+        latency, rate = fitted(points[number * len(_SIZES) : (number + 1) * len(_SIZES)])
+        found.append(CollectiveSpeed(kind, size, Figure(latency, MEASURED), Figure(rate, MEASURED)))
+    return found
+
+
+def _exchange(
+    axis: Axis, passing: Passing, kind: str, tensor: torch.Tensor, step: int
+) -> tuple[float, float]:
+    """Return when this rank begins and ends; of a message, the end is that of the receiver."""
+    begin = time.perf_counter()
+    if kind == "all_reduce":
+        axis.all_reduce(tensor)
+    elif kind == "all_gather":
+        axis.all_gather(tensor)
+    elif kind == "reduce_scatter":
+        axis.reduce_scatter(list(tensor.view(axis.size, -1)))
+    elif kind == "all_to_all":
+        axis.all_to_all(list(tensor.view(axis.size, -1)), [(tensor.numel() // axis.size,)] * axis.size)
+    elif axis.rank % 2:
+        passing.settle(passing.receive(torch.empty_like(tensor), axis.rank - 1, step), "measures a message")
+    elif axis.rank + 1 < axis.size:
+        passing.send(tensor, axis.rank + 1, step)
+        passing.finish()
+        return begin, begin
+    else:  # the last of an odd number
+        return 0.0, 0.0
+    return begin, time.perf_counter()
+
+
+def _main(directory: str) -> None:
+    """What each rank runs."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        join_ranks("gloo", _TIMEOUT)
+        world = dist.get_world_size()
+        sizes = [size for size in range(2, world + 1) if world % size == 0]
+        with Mesh(Layout(tp=world)) as mesh:
+            everyone = mesh.axis("tp")
+            assert everyone is not None
+            found = [speed for size in sizes for speed in _over(everyone, size, _LIMIT_SECONDS / len(sizes))]
+            if everyone.rank == 0:
+                speeds = json.dumps(CollectiveSpeeds(tuple(found)).to_json())
+                write_text(Path(directory, _SPEEDS), speeds, "write the speeds of collectives")
+            everyone.say("measured")
+        dist.destroy_process_group()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        write_text(Path(directory, f"{_ERROR}-{os.environ['RANK']}"), why, "write why a rank has failed")
+        raise
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
