@@ -107,8 +107,12 @@ def passed_numel(kind: str, nbytes: int, ranks: int) -> int:
 def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
     """Measure within stretches of ``size`` ranks, all at the same time."""
     axis = everyone if size == everyone.size else everyone.neighbours(size)
-    passing, matrix = Passing(axis), torch.full((256, 256), 0.01)
-    calls = [(kind, torch.ones(passed_numel(kind, nbytes, size))) for kind in KINDS for nbytes in _SIZES]
+    passing, matrix = Passing(axis), torch.full((256, 256), 0.01, dtype=torch.float32, device="cpu")
+    calls = [
+        (kind, torch.ones(passed_numel(kind, nbytes, size), dtype=torch.float32, device="cpu"))
+        for kind in KINDS
+        for nbytes in _SIZES
+    ]
     taken: list[list[tuple[float, float]]] = []
     began = time.perf_counter()
     for step in range(_STEPS):
@@ -117,11 +121,11 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
             matrix = (matrix @ matrix).tanh()
             row.append(_exchange(axis, passing, kind, base * 0.5, step))
         taken.append(row)
-        late = torch.tensor([float(time.perf_counter() - began > limit)])
+        late = torch.tensor([float(time.perf_counter() - began > limit)], dtype=torch.float32, device="cpu")
         everyone.all_reduce(late, largest=True)
         if late.item() and step:
             break
-    every = torch.stack(everyone.all_gather(torch.tensor(taken[1:], dtype=torch.float64)))
+    every = torch.stack(everyone.all_gather(torch.tensor(taken[1:], dtype=torch.float64, device="cpu")))
     groups = every.unflatten(0, (-1, size))
     # From the moment when the last rank begins: waiting for it is no work of the collective.
     seconds = (groups[..., 1].amax(1) - groups[..., 0].amax(1)).flatten(0, 1)

@@ -368,7 +368,7 @@ class SteppedRule(KeptAsNamed, Independent):
             self._refuse_shared(shell, before, list(groups), states)
         with torch.no_grad():
             for part, values, state in states:
-                if values.data_ptr() != part.values.data_ptr():  # of parameters whose data was replaced
+                if not values.is_set_to(part.values):  # its data was replaced
                     part.values.copy_(values)
                 self._keep(part, state)
                 if part.half_out is not None:

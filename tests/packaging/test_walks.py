@@ -32,7 +32,7 @@ BARS = {
     "optimizer": (29, 12),
     "forward": (10, 4),
     "backward": (10, 7),
-    "step": (22, 7),
+    "step": (23, 8),
     "save": (32, 14),
     "load": (37, 15),
 }
