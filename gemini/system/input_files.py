@@ -1,4 +1,4 @@
-"""The door for files and directories that somebody else made.
+"""The door for files, directories and programs that somebody else made.
 
 Through it come regular files alone, which keep no reader waiting; of a directory those inside it; documents
 of bounded size and depth. Whatever is wrong is an :class:`InputError` of one line that names the file, and
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from gemini.errors import GeminiError, InputError, in_words, printable
@@ -50,6 +53,29 @@ def errors_of(doing: str, *, way_out: str = "") -> Iterator[None]:
 
 def _said(doing: str, error: BaseException, way_out: str) -> InputError:
     return InputError(f"{doing}: {in_words(error)}{way_out and f'; {way_out}'}")
+
+
+@contextmanager
+def seconds_in(filename: str, most: float, refusal: Exception) -> Iterator[None]:
+    """Bound what was compiled as ``filename``: the first of its lines that begins after ``most`` seconds of
+    this thread's processor time raises ``refusal``. A busy machine does not make that time longer. Another
+    tracer of this thread, such as a debugger's, rests within the block."""
+    end = time.thread_time() + most
+
+    def check(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and time.thread_time() > end:
+            raise refusal
+        return check
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        return check if frame.f_code.co_filename == filename else None
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def read_document(path: Path, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES, kind: str = "") -> Any:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from gemini.errors import InputError
-from gemini.system.bounded import seconds_in
+from gemini.system.input_files import seconds_in
 
 LOOPS = "n = 0\nfor a in range(10**9):\n    n += 1\n"
 

@@ -11,9 +11,8 @@ from gemini.errors import ConfigError, InputError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES, check_kinds, check_model
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.samples import Document, data_files, documents
-from gemini.system.bounded import seconds_in
 from gemini.system.files import read_regular
-from gemini.system.input_files import InputDirectory, errors_of
+from gemini.system.input_files import InputDirectory, errors_of, seconds_in
 
 DEFAULT_SEQ = 1024
 _OF_JINJA = "<template>"  # what it compiles a text as
