@@ -314,7 +314,7 @@ def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states
 
 
 def check_files(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check that there is what ``expected`` (:func:`expected_tensors`) and the format want, and no more."""
+    """Check that the files are those of ``expected`` (:func:`expected_tensors`) and of the format."""
     wanted = expected.keys() | _rank_files(manifest) | {MODEL_INDEX, OPTIMIZER_INDEX}
     different = wanted ^ manifest["files"].keys()
     if different:

@@ -36,7 +36,7 @@ class DiskFile:
     """A file with a place for every chunk; none where there is no DISK tier.
 
     With a smaller budget than that each chunk still has its place, and only what the table admits takes disk
-    space: what a chunk holds no more is given back then.
+    space. A chunk gives back the space that it no longer uses.
     """
 
     def __init__(
@@ -340,7 +340,7 @@ class Expected:
         return (wanted & self._bytes).total()
 
     def take(self, spec: ChunkSpec) -> bool:
-        """Say whether a chunk that comes now was expected; it is so no more."""
+        """Say whether a chunk that comes now was expected, and expect it no longer."""
         if self._bytes[spec.kind] < spec.nbytes:
             return False
         self._bytes[spec.kind] -= spec.nbytes

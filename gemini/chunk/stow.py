@@ -143,7 +143,7 @@ class Stow:
         stowed.is_here = True
 
     def released(self, tensors: TensorIds, *, dirty: bool) -> None:
-        """Put away what is pinned no more of ``tensors``. Raises IoError: it stays in memory."""
+        """Put away those of ``tensors`` that are no longer pinned. Raises IoError: it stays in memory."""
         if self._stowed.keys().isdisjoint(tensors):
             return
         for tensor in tensors:

@@ -415,7 +415,7 @@ def spans(few: int, few_calls: int, more_calls: int, most_calls: int) -> Spans |
     """Return the numbers of tokens to rehearse instead of all.
 
     A step of ``few`` tokens made ``few_calls`` operator calls, one of twice as many ``more_calls``; the three
-    together should make no more than ``most_calls``, if that is enough for ``few`` and its half. None: the
+    together should make at most ``most_calls``, if that is enough for ``few`` and its half. None: the
     calls are not those of a loop over tokens.
     """
     if more_calls < 1.25 * few_calls:

@@ -1,9 +1,8 @@
 """Safetensors files of a model, one tensor read at a time: what the library maps counts as the process's
 memory.
 
-Tensors are read before they are asked for, in no more memory than the largest of them takes, and in the same
-memory again and again: pages that a process gets anew are zeroed first, which takes as long as reading them
-from the page cache.
+The next tensors are read ahead, into as much memory as the largest of them takes. That memory is used again
+and again: the kernel zeroes new pages first, which takes as long as reading them from the page cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ManagedModel: a module under management; what wrappers, optimizers, checkpoints and forecasts work on.
 
 Beside it what ``stats()`` and ``timeline()`` say, and what goes past a managed model: its module is called
-itself, nothing ends its steps, or torch has put other tensors in the place of its parameters.
+itself, nothing ends its steps, or torch has replaced its parameters.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ALL_MANAGED = {ManagedParameter}
 
 
 class Unfollowed:
-    """What of a model's use belongs to no step that could be planned."""
+    """Uses of a model that are part of no step: nothing can be planned for them."""
 
     def __init__(self, module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
         self._storage, self._manager = storage, manager

@@ -122,7 +122,7 @@ class StateLoad:
     ) -> None:
         for copy in load.copies:
             write(copy.target, copy.read())
-        load.copies.clear()  # what a hook made is needed no more
+        load.copies.clear()  # which hooks made, and which nobody needs any longer
         for state in load.extra_states:
             load.module.set_extra_state(state)
         keys.missing_keys.extend(load.missing)
@@ -620,8 +620,8 @@ def import_others(model: ManagedModel, others: Mapping[str, Any]) -> bool:
     """Load ``others``, which are all of the module's state but managed weights; those have their values.
 
     Hooks of loading run as where everything is loaded and see all names, with the weights as they are. What
-    they make of a managed weight is not taken over. Returns whether one wrote to a weight itself, which is
-    then no more what it was.
+    they make of a managed weight is not taken over. Returns whether one wrote to a weight itself, which has
+    other values then.
     """
     written = model.manager.written.times()
     state = model.module.state_dict(keep_vars=True)

@@ -245,7 +245,7 @@ def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> fro
 
     Raises:
         ConfigError, IoError: the file cannot be made; OutOfBudgetError: states of an earlier optimizer that
-            are to be stowed no more do not fit the tiers.
+            are no longer to be stowed do not fit the tiers.
     """
     model, mine = optimizer.model, optimizer.slots
     states = [

@@ -1,6 +1,7 @@
-"""What an optimizer may know of a parameter by which one it is: attributes that were set on it, and its
-identity among what the optimizer keeps. A step runs over other tensors: they are given the attributes, and
-have no identity to be found by. Short, because trials and rules both stand on it.
+"""What sets a parameter apart for an optimizer: the attributes that user code has set on it, and its identity.
+
+A step under management runs over other tensors. They get the attributes. They have another identity, so an
+optimizer that looks a parameter up by it is refused. Trials and rules both need this.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class Marks:
 
     @classmethod
     def of(cls, param: torch.Tensor) -> Marks:
+        """Return those of ``param``, as they are now."""
         values = {name: value for name, value in vars(param).items() if name not in OWN_ATTRIBUTES}
         return cls(values) if values else _NONE
 
     @property
     def text(self) -> str:
+        """What the attributes read, by name."""
         return repr(sorted(self.values.items(), key=lambda item: item[0])) if self.values else ""
 
     def __eq__(self, other: object) -> bool:

@@ -22,7 +22,7 @@ from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot
 @dataclass(frozen=True)
 class Changes:
     """What a module has come to hold since it was wrapped: ``names`` of the managed parameters that it has
-    now, of which some may have been away, ``departed`` ones that it has no more, and the outline of those
+    now, of which some may have been away, ``departed`` ones that it no longer has, and the outline of those
     that arrived."""
 
     names: dict[ManagedSlot, str]

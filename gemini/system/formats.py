@@ -1,4 +1,4 @@
-"""Formats of our documents; what is not read is an older release's, a newer one's or a stranger's."""
+"""Formats of our documents: which version one is of, and what to say of a version that is not read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _MOST_DIGITS = 6
 class Format:
     """A format of documents, by its ``name`` and ``version``, which each says: ``gemini-trace-2``.
 
-    ``reads``: older versions that are read as well. ``older``: of those that are not, why, and what to do.
+    ``older``: of versions that are read no longer, why, and what to do.
     """
 
     name: str
     version: int
-    reads: frozenset[int] = frozenset()
     older: Mapping[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -37,9 +36,8 @@ class Format:
         return int(match[1]) if match else None
 
     def is_read(self, document: Any) -> bool:
-        """Say whether ``document`` is of a version that is read."""
-        version = self.version_of(document)
-        return version == self.version or version in self.reads
+        """Say whether ``document`` is of the version that is read."""
+        return self.version_of(document) == self.version
 
     def refusal(self, document: Any, what: object) -> str:
         """Return in one line what ``document``, which is not read, is instead; ``what`` names it."""

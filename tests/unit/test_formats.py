@@ -25,14 +25,14 @@ from gemini.system.formats import KEY, Format
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NOTES = Format("notes", 3, reads=frozenset({2}), older={1: "write them again"})
+NOTES = Format("notes", 3, older={1: "write them again"})
 
 
 @pytest.mark.parametrize(
     ("said", "version", "is_read"),
     [
         ("notes-3", 3, True),
-        ("notes-2", 2, True),
+        ("notes-2", 2, False),
         ("notes-1", 1, False),
         ("notes-4", 4, False),
         ("notes-0", 0, False),

@@ -1,5 +1,5 @@
 """What there is to learn from: documents out of files of records and of text, one after the other, as tokens
-in a file; and which of them each step learns from.
+in a file; and the rows that each step learns from.
 
 Which rows a step has is a pure function of ``(tokens, seed, step)``, so a resumed run sees exactly the rows
 that an uninterrupted one would have seen.

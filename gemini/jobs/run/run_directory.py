@@ -2,7 +2,7 @@
 
 ``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers depend on, and the options),
 ``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``. Nothing else in DIR is touched. DIR and
-``DIR/checkpoint`` may be links to another disk; a link in the place of a file is not followed.
+``DIR/checkpoint`` may be links to another disk; no link to a file is followed.
 """
 
 from __future__ import annotations
