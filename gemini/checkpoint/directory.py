@@ -34,8 +34,7 @@ from gemini.checkpoint.sealed_file import (
 from gemini.checkpoint.tensor_file import BlockFile, ReadAhead
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.system.durable import rename, sync
-from gemini.system.files import DirectoryLock, parse_json, read_regular
-from gemini.system.formats import KEY, Format
+from gemini.system.files import KEY, DirectoryLock, Format, parse_json, read_regular
 
 logger = logging.getLogger(__name__)
 

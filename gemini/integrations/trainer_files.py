@@ -23,8 +23,7 @@ from gemini.checkpoint.directory import identity_of
 from gemini.errors import CheckpointError, InputError
 from gemini.integrations.whole_files import partial_of
 from gemini.system.durable import rename, restore, set_aside_in, write_text
-from gemini.system.files import io_errors
-from gemini.system.formats import KEY, Format
+from gemini.system.files import KEY, Format, io_errors
 from gemini.system.input_files import AGAIN, InputDirectory, errors_of
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 
 from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.system.durable import write_text
-from gemini.system.files import parse_json, read_regular
-from gemini.system.formats import KEY, Format
+from gemini.system.files import KEY, Format, parse_json, read_regular
 
 _T = TypeVar("_T")
 

@@ -1,4 +1,4 @@
-"""What sets a parameter apart for an optimizer: the attributes that user code has set on it, and its identity.
+"""What sets a parameter apart for an optimizer: attributes that user code has set on it, and its identity.
 
 A step under management runs over other tensors. They get the attributes. They have another identity, so an
 optimizer that looks a parameter up by it is refused. Trials and rules both need this.

@@ -21,7 +21,7 @@ from gemini import checkpoint
 from gemini.checkpoint.directory import FORMAT
 from gemini.errors import CheckpointError
 from gemini.memstats.trace import Trace
-from gemini.system.formats import KEY, Format
+from gemini.system.files import KEY, Format
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

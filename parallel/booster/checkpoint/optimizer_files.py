@@ -27,8 +27,7 @@ from gemini.parallel.booster.data_parallel import like
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.runtime import ManagedSlot
-from gemini.system.files import parse_json, read_regular
-from gemini.system.formats import KEY, Format
+from gemini.system.files import KEY, Format, parse_json, read_regular
 
 _METADATA = OWN_METADATA + "optimizer"
 
