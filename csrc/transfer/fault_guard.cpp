@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <signal.h>
 
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -23,6 +22,7 @@ struct Slot {
   std::atomic<uintptr_t> end{0};
   std::atomic<FaultTarget*> target{nullptr};
   std::atomic<int> answering{0};  // handlers that may be using `target`
+  Slot* next = nullptr;           // set before the handler can see the slot
 
   [[nodiscard]] bool holds(uintptr_t address) const {
     const uintptr_t from = begin.load();
@@ -30,7 +30,8 @@ struct Slot {
   }
 };
 
-constinit std::array<Slot, kMaxFaultTargets> slots{};
+// A slot is used again but never freed: a handler on another thread may stand at it.
+constinit std::atomic<Slot*> first_slot{nullptr};
 constinit Mutex registry_mutex;
 constinit std::atomic<uint64_t> num_strays{0};
 constinit std::atomic<uintptr_t> first_stray{0};
@@ -52,14 +53,14 @@ bool may_retry(uintptr_t address) {
 }
 
 FaultAnswer answer(uintptr_t address, bool bus_error) {
-  for (Slot& slot : slots) {
-    if (!slot.holds(address)) continue;
+  for (Slot* slot = first_slot.load(); slot != nullptr; slot = slot->next) {
+    if (!slot->holds(address)) continue;
     // Counted before it is asked again: who empties the slot after that waits for the answer.
-    ++slot.answering;
-    const bool held = slot.holds(address);
+    ++slot->answering;
+    const bool held = slot->holds(address);
     FaultAnswer result = FaultAnswer::kForeign;
-    if (held) result = slot.target.load()->absorb(address, bus_error);
-    --slot.answering;
+    if (held) result = slot->target.load()->absorb(address, bus_error);
+    --slot->answering;
     if (held) return result;
   }
   return FaultAnswer::kForeign;
@@ -124,17 +125,27 @@ void install(int signal, struct sigaction& previous) GEMINI_REQUIRES(registry_mu
   }
 }
 
+Slot& empty_slot() GEMINI_REQUIRES(registry_mutex) {
+  for (Slot* slot = first_slot.load(); slot != nullptr; slot = slot->next) {
+    if (slot->begin.load() == 0) return *slot;
+  }
+  auto* added = new Slot;
+  added->next = first_slot.load();
+  first_slot = added;
+  return *added;
+}
+
 void before_fork() GEMINI_ACQUIRES(registry_mutex) {
   registry_mutex.lock();
-  for (Slot& slot : slots) {
-    if (slot.begin.load() != 0) slot.target.load()->before_fork();
+  for (Slot* slot = first_slot.load(); slot != nullptr; slot = slot->next) {
+    if (slot->begin.load() != 0) slot->target.load()->before_fork();
   }
 }
 
 void after_fork(ForkSide side) GEMINI_RELEASES(registry_mutex) {
-  for (Slot& slot : slots) {
-    if (side == ForkSide::kChild) slot.answering = 0;  // by threads that are not here
-    if (slot.begin.load() != 0) slot.target.load()->after_fork(side);
+  for (Slot* slot = first_slot.load(); slot != nullptr; slot = slot->next) {
+    if (side == ForkSide::kChild) slot->answering = 0;  // by threads that are not here
+    if (slot->begin.load() != 0) slot->target.load()->after_fork(side);
   }
   registry_mutex.unlock();
 }
@@ -149,24 +160,19 @@ void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end) {
   const Lock lock(registry_mutex);
   install(SIGSEGV, previous_segv);
   install(SIGBUS, previous_bus);
-  for (Slot& slot : slots) {
-    if (slot.begin.load() != 0) continue;
-    slot.end = end;
-    slot.target = &target;
-    slot.begin = begin;
-    return;
-  }
-  throw Error("cannot guard more than " + std::to_string(kMaxFaultTargets) +
-              " window spaces at one time; close models that are no longer used");
+  Slot& slot = empty_slot();
+  slot.end = end;
+  slot.target = &target;
+  slot.begin = begin;
 }
 
 void unguard_faults(FaultTarget& target) noexcept {
   const Lock lock(registry_mutex);
-  for (Slot& slot : slots) {
-    if (slot.target.load() != &target) continue;
-    slot.begin = 0;
-    while (slot.answering.load() != 0) std::this_thread::yield();
-    slot.target = nullptr;
+  for (Slot* slot = first_slot.load(); slot != nullptr; slot = slot->next) {
+    if (slot->target.load() != &target) continue;
+    slot->begin = 0;
+    while (slot->answering.load() != 0) std::this_thread::yield();
+    slot->target = nullptr;
   }
 }
 

@@ -27,11 +27,9 @@ class FaultTarget {
   virtual void after_fork(ForkSide side) noexcept = 0;
 };
 
-inline constexpr int kMaxFaultTargets = 256;
-
 // Starts answering faults in [begin, end); the process-wide SIGSEGV and SIGBUS handlers are
 // installed by the first call, and again by a later one if something replaced them. Faults
-// elsewhere go to the handlers that were there before. Throws Error when kMaxFaultTargets are live.
+// elsewhere go to the handlers that were there before.
 void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end);
 
 // Returns when no fault is being answered by `target` any more: then it may go.

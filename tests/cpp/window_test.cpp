@@ -245,12 +245,16 @@ TEST(FaultGuard, HandlerIsInstalledAgainOverAReplacement) {
   EXPECT_EQ(bytes_of(*second.create(10))[0], char(0xFF));
 }
 
-TEST(FaultGuard, TooManySpacesAreRefusedUntilOneGoes) {
+// A process with many libraries collects garbage late: hundreds of models may wait for it.
+TEST(FaultGuard, ThousandSpacesAreGuardedAndTheirPlacesUsedAgain) {
   std::vector<std::unique_ptr<WindowSpace>> spaces;
-  for (int i = 0; i < kMaxFaultTargets; ++i) spaces.push_back(std::make_unique<WindowSpace>(4096));
-  EXPECT_THROW(WindowSpace(4096), Error);
-  spaces.pop_back();
-  EXPECT_NO_THROW(WindowSpace(4096));
+  for (int round = 0; round < 2; ++round) {
+    for (int i = 0; i < 1000; ++i) spaces.push_back(std::make_unique<WindowSpace>(4096));
+    for (int i : {0, 500, 999}) {
+      EXPECT_EQ(bytes_of(*spaces[i]->create(10))[0], char(0xFF));
+    }
+    spaces.clear();
+  }
 }
 
 TEST(WindowSpace, ForkedChildReadsPoisonAndTheParentKeepsItsBytes) {
