@@ -18,6 +18,15 @@ from gemini.parallel.booster import (
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.partition import Partition
+from gemini.parallel.plan import (
+    LeftOut,
+    ParallelPlan,
+    PlanBudgets,
+    Prediction,
+    RankPrediction,
+    RunnerUp,
+    fingerprint,
+)
 from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
 from gemini.parallel.tensor import parallelize
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
@@ -27,14 +36,21 @@ __all__ = [
     "GeminiPlugin",
     "HybridParallelPlugin",
     "Layout",
+    "LeftOut",
     "LowLevelZeroModel",
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",
     "Mesh",
+    "ParallelPlan",
     "Partition",
+    "PlanBudgets",
+    "Prediction",
+    "RankPrediction",
+    "RunnerUp",
     "SequenceParallel",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "fingerprint",
     "join_ranks",
     "parallelize",
     "parallelize_sequence",

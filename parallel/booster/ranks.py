@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import distributed as dist
 
 from gemini.comm.ranks import Rank, join_ranks
+from gemini.errors import CheckpointError, GeminiError
 from gemini.system.device import select_device
 
 _Result = TypeVar("_Result")
@@ -68,10 +69,12 @@ class Ranks:
 
         self.together(fail_here)
 
-    def together(self, action: Callable[[], _Result]) -> _Result:
-        """Run ``action`` on every rank; return what it returned here, once all have succeeded. Raises as
-        :meth:`agree`."""
-        return Rank(self.number, self.size, self._say).together(action)
+    def together(
+        self, action: Callable[[], _Result], failure: type[GeminiError] = CheckpointError
+    ) -> _Result:
+        """Run ``action`` on every rank; return what it returned here, once all have succeeded. Where it fails
+        on one, it raises there, and ``failure`` is raised on the others."""
+        return Rank(self.number, self.size, self._say, failure=failure).together(action)
 
     def collect(self, action: Callable[[], str]) -> list[str]:
         """Run ``action`` on every rank; return what it returned on each, once all have succeeded. Raises as

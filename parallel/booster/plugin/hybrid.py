@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,13 +34,14 @@ from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
-from gemini.parallel.pipeline.absent import outline_of
+from gemini.parallel.pipeline.absent import Absent, outline_of
 from gemini.parallel.pipeline.batches import contents_of, refuse_different
 from gemini.parallel.pipeline.built import BuiltStages, join_stages
 from gemini.parallel.pipeline.orders import SCHEDULES, ranks_of_stages, unknown_schedule
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.pipeline.units import find_units
+from gemini.parallel.plan import ParallelPlan
 from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import METHODS, refuse_unfit_model
@@ -46,8 +49,33 @@ from gemini.parallel.tensor import parallelize
 from gemini.parallel.tensor.nn import partition_along
 from gemini.parallel.tensor.styles import Style
 from gemini.parallel.zero import LowLevelZeroOptimizer
+from gemini.parallel.zero.options import parse_precision
 from gemini.placement import PlacementPolicy
+from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
 from gemini.runtime.intercept.nested import map_tensors
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _taking_plan(init: _Init) -> _Init:
+    """Have ``__init__`` called with the keywords that its ``plan`` says, and with those given beside it: only
+    here is known which were given."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def with_plan(self: HybridParallelPlugin, *args: Any, **kwargs: Any) -> None:
+        given = dict(signature.bind(self, *args, **kwargs).arguments)
+        plan = given.get("plan")
+        if plan is None:
+            init(self, *args, **kwargs)
+            return
+        if not isinstance(plan, ParallelPlan):
+            plan = ParallelPlan.load(plan)
+        given |= given.pop("options", {})
+        del given["self"], given["plan"]
+        init(self, plan=plan, **plan.joined(plan.plugin_options(), given))
+
+    return cast(_Init, with_plan)
 
 
 class HybridParallelPlugin(Plugin):
@@ -88,6 +116,11 @@ class HybridParallelPlugin(Plugin):
         blocks: names of the modules that run one after another, where they are not the longest list.
         behind, before: names of what runs behind all blocks, or before those of the module that it is in,
             where neither ``forward`` nor the order of registration says so.
+        recompute: names of the blocks that compute their activations again in backward, with the same bits.
+        plan: a :class:`gemini.parallel.ParallelPlan`, or its file: it says the sizes, the schedule, where
+            stages begin, the micro-batches, ``zero_stage``, the budgets, ``recompute`` and the precision. It
+            does not say the others (``disk_dir``, ``max_norm``). It has to be of this model and for as many
+            processes.
         options: further keywords of GeminiDDP (budgets and the rest) and of GeminiOptimizer; with
             ``zero_stage`` 0 to 2 ``mixed_precision``, ``keep_fp32``, ``cast_inputs``, ``max_norm``,
             ``norm_type``, those of the loss scale, and of LowLevelZeroPlugin ``reduce_bucket_size_in_m``,
@@ -95,9 +128,10 @@ class HybridParallelPlugin(Plugin):
 
     Raises:
         TypeError: a keyword that none of them has. ConfigError: sizes that cannot be, or a keyword that the
-            stage does not have.
+            stage does not have, or that contradicts the plan.
     """
 
+    @_taking_plan
     def __init__(
         self,
         tp_size: int = 1,
@@ -119,8 +153,12 @@ class HybridParallelPlugin(Plugin):
         blocks: Sequence[str] | None = None,
         behind: Collection[str] = (),
         before: Collection[str] = (),
+        recompute: Collection[str] = (),
+        plan: ParallelPlan | Path | None = None,
         **options: Any,
     ) -> None:
+        self._plan = plan if isinstance(plan, ParallelPlan) else None
+        self._recompute = tuple(recompute)
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
         self._zero_stage = zero_stage
         self._data = choose_data_parallelism(
@@ -177,12 +215,15 @@ class HybridParallelPlugin(Plugin):
         precision: Precision | None,
     ) -> Boosted:
         """See :class:`Plugin`. Raises OutOfBudgetError if this rank's part cannot fit."""
+        self._refuse_unplanned(model, precision)
+        refuse_unfit_blocks(model, self._recompute)
         wrap = self._data.prepared(model, optimizer, precision)
         mesh = self.mesh
         if mesh is not None and (across := mesh.axis("sp")) is not None:
             across.together(partial(refuse_unfit_model, model))  # before layers are cut
         types = self._data.types(model, precision)
         parts, sequence = self._take_part(model, optimizer, mesh, types)
+        recompute_blocks(model, self._recomputed_here(model))
         if optimizer is not None:
             _forget_absent(optimizer, model)
         group: Group = None
@@ -200,6 +241,34 @@ class HybridParallelPlugin(Plugin):
         if mesh is not None and (shared := mesh.axis("tp")) is not None:
             boosted.register_forward_pre_hook(partial(_compare_batches, shared), with_kwargs=True)
         return Boosted(boosted, updating, criterion)
+
+    def _refuse_unplanned(self, model: nn.Module, precision: Precision | None) -> None:
+        """Raise ConfigError, on all ranks where on one, if the plan is not of this model and these ranks."""
+        if (plan := self._plan) is None:
+            return
+        if isinstance(model, BuiltStages):
+            raise ConfigError(
+                "a plan is of a whole model, and BuiltStages are parts already; leave out plan="
+            )
+        if precision is not None and precision.dtype != parse_precision(plan.dtype):
+            raise ConfigError(
+                f"the booster has mixed_precision={precision.name!r}, and the plan says {plan.dtype}; leave "
+                "it out of the booster"
+            )
+        self.ranks.together(partial(plan.check, model, self.ranks.size), failure=ConfigError)
+
+    def _refuse_around(self, blocks: Sequence[str]) -> None:
+        """Raise ConfigError where something around ``blocks`` is to be recomputed."""
+        for name in self._recompute:
+            if any(block.startswith(f"{name}.") for block in blocks):
+                raise ConfigError(
+                    f"recompute names {name!r}, which holds the blocks between which stages are cut; name "
+                    "those, or modules within them"
+                )
+
+    def _recomputed_here(self, model: nn.Module) -> tuple[str, ...]:
+        """Return what is recomputed of the blocks that this rank has."""
+        return tuple(name for name in self._recompute if not isinstance(model.get_submodule(name), Absent))
 
     def _take_part(
         self,
@@ -227,6 +296,7 @@ class HybridParallelPlugin(Plugin):
         def decide() -> tuple[Any, ...]:
             units = find_units(model, **self._units)
             ranges = choose_ranges(model, units, len(self._rank_of), **self._split)
+            self._refuse_around(units.blocks)
             return units, ranges, outline_of(model, types)
 
         units, ranges, outline = axis.together(decide)

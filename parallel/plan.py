@@ -1,0 +1,404 @@
+"""ParallelPlan: how a model is trained over ranks and tiers, as a value and as a small JSON file.
+
+A plan is data. Whoever plans makes one; ``HybridParallelPlugin(plan=...)`` runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+import torch
+from torch import nn
+
+from gemini import _C
+from gemini.errors import ConfigError, printable
+from gemini.parallel.layout import Layout
+from gemini.parallel.pipeline.orders import ranks_of_stages
+from gemini.parallel.plan_report import differences, explanation
+from gemini.parallel.sequence.parallelize import METHODS
+from gemini.system.config import parse_bytes
+from gemini.system.durable import write_text
+from gemini.system.files import KEY, Format, read_regular
+from gemini.system.parsing import SyntaxProblem, parse_json_input
+
+FORMAT = Format("gemini-plan", 1)
+DTYPES = ("fp32", "bf16", "fp16")
+_MAX_BYTES = 2**22
+_MOST_RANKS = 2**20
+_MOST = 2**63 - 1  # of a whole number
+_MOST_SECONDS = 1e12
+_AXES = ("dp", "pp", "sp", "tp")
+_HASH_DIGITS = 16
+# Whole numbers that count what there is at least one of.
+_FROM_ONE = frozenset(("stages_per_rank", "num_microbatches", "microbatch_size"))
+
+
+class _Checked:
+    """A dataclass with fields of the declared types alone: whole numbers and seconds that are not negative,
+    and text that a file can hold. Lists become tuples, whole numbers become floats where those belong."""
+
+    def __post_init__(self) -> None:
+        own: Any = type(self)
+        for name, kind in _hints(own).items():
+            object.__setattr__(self, name, _read(kind, getattr(self, name), name))
+
+
+@dataclass(frozen=True)
+class PlanBudgets(_Checked):
+    """The budgets of each rank in bytes; ``device_bytes`` None: what is free when the model is wrapped."""
+
+    device_bytes: int | None
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RankPrediction(_Checked):
+    """What a rank along ``pp`` holds at most, in bytes: in each tier, and of each kind. Ranks along ``dp``,
+    ``sp`` and ``tp`` hold as much."""
+
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    parameter_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction(_Checked):
+    """What a step is expected to take: its seconds, also by resource (``compute``, ``Adam``, ``bubble``, axes
+    and links), what each rank along ``pp`` holds, and the bytes that a rank sends along each axis."""
+
+    step_seconds: float
+    seconds: dict[str, float]
+    ranks: tuple[RankPrediction, ...]
+    sent_bytes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class RunnerUp(_Checked):
+    """Other settings that would do, how long a step takes with them, and why they were not chosen."""
+
+    settings: str
+    step_seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class LeftOut(_Checked):
+    """Settings that cannot be, or that were not looked at, and why."""
+
+    settings: str
+    why: str
+
+
+def _own_version() -> str:
+    return str(_C.build_info()["version"])
+
+
+@dataclass(frozen=True)
+class ParallelPlan(_Checked):
+    """How a model is trained, what that was expected to take, and what else could have been.
+
+    ``layout``: over how many ranks, in mode 1d. ``begins``: the names of the blocks that stages begin with,
+    but the first. ``microbatch_size`` is in samples. ``recompute``: the names of the blocks that compute
+    their activations again in backward. ``dtype``: ``fp32`` (parameters keep their type), ``bf16`` or
+    ``fp16``. ``model``: the :func:`fingerprint`. ``machine``: of the speeds that were planned with.
+    ``version``: of the gemini-runtime that planned.
+
+    Raises:
+        ConfigError: a field that no plan can have, or fields that contradict each other.
+    """
+
+    layout: Layout
+    sp_mode: str
+    schedule: str
+    stages_per_rank: int
+    num_microbatches: int
+    microbatch_size: int
+    begins: tuple[str, ...]
+    zero_stage: int
+    budgets: PlanBudgets
+    recompute: tuple[str, ...]
+    dtype: str
+    predicted: Prediction
+    runners_up: tuple[RunnerUp, ...]
+    left_out: tuple[LeftOut, ...]
+    model: str
+    machine: str
+    version: str = field(default_factory=_own_version)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {name: getattr(self.layout, name) for name in _AXES}
+        if self.layout.world_size > _MOST_RANKS:
+            raise ConfigError(f"layout has more than {_MOST_RANKS} ranks")
+        if self.layout != Layout(**sizes):
+            raise ConfigError(f"layout cuts tensors in mode {self.layout.mode!r}; a plan has mode 1d alone")
+        for name, choices in (("sp_mode", METHODS), ("dtype", DTYPES), ("zero_stage", (0, 1, 2, 3))):
+            if getattr(self, name) not in choices:
+                said = ", ".join(map(str, choices))
+                raise ConfigError(f"{name} is {_repr(getattr(self, name))}; it must be one of {said}")
+        self._check_stages()
+        for name in ("begins", "recompute"):
+            names = getattr(self, name)
+            if len(set(names)) != len(names):
+                raise ConfigError(f"{name} names a block twice")
+        if len(self.predicted.ranks) != self.layout.pp:
+            raise ConfigError(
+                f"predicted.ranks are {len(self.predicted.ranks)}, and layout.pp is {self.layout.pp}"
+            )
+
+    def _check_stages(self) -> None:
+        pp, each = self.layout.pp, self.stages_per_rank
+        if pp == 1 and each != 1:
+            raise ConfigError(f"stages_per_rank is {each}, and layout.pp is 1: there is one stage")
+        if pp * each > _MOST_RANKS:
+            raise ConfigError(f"there are more than {_MOST_RANKS} stages")
+        ranks_of_stages(self.schedule, pp, 2 if self.schedule in ("zbv", "dualpipev") and pp == 1 else each)
+        if len(self.begins) != pp * each - 1:
+            raise ConfigError(
+                f"begins are {len(self.begins)} names; {pp * each} stages need {pp * each - 1}, the first "
+                "one begins with the first block"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the plan is for."""
+        return self.layout.world_size
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file that :meth:`load` reads. Raises IoError; ConfigError for a plan too large for it."""
+        text = json.dumps({KEY: str(FORMAT), **self.to_json()}, indent=2) + "\n"
+        if len(text) > _MAX_BYTES:
+            raise ConfigError(f"the plan takes {len(text)} bytes; a file of one has {_MAX_BYTES} at most")
+        write_text(Path(path), text, "write the plan")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ParallelPlan:
+        """Return the plan in a file.
+
+        Raises:
+            ConfigError: it cannot be read, is of another format or a newer release, or is no plan.
+        """
+        where = printable(f"the plan {os.fspath(path)}")
+        try:
+            document = parse_json_input(read_regular(Path(path), _MAX_BYTES), keys_once=True)
+        except SyntaxProblem as problem:
+            raise ConfigError(problem.of(where, "JSON")) from problem
+        except OSError as error:
+            raise ConfigError(f"cannot read {where}: {error.strerror or error}") from error
+        except ValueError as error:  # a path that is none
+            raise ConfigError(f"cannot read {where}: {error}") from error
+        if not FORMAT.is_read(document):
+            raise ConfigError(FORMAT.refusal(document, where))
+        del document[KEY]
+        try:
+            plan: ParallelPlan = _made(cls, document)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}{_newer(document.get('version'))}") from error
+        return plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it, without the format."""
+        document = asdict(self)
+        document["layout"] = {name: getattr(self.layout, name) for name in _AXES}
+        return document
+
+    def explain(self) -> str:
+        """Return in text the settings and the reasons for them, what each rank holds, where the seconds go,
+        the runners-up, and what was left out."""
+        return explanation(self.to_json())
+
+    def diff(self, other: ParallelPlan) -> str:
+        """Return a line for each field that has another value in ``other``; "" for equal plans."""
+        return differences(self.to_json(), other.to_json())
+
+    def check(self, model: nn.Module, world_size: int) -> None:
+        """Raise ConfigError, which names each difference, where the plan is of another model or for another
+        number of ranks."""
+        wrong = []
+        if world_size != self.world_size:
+            sizes = " x ".join(f"{name} {getattr(self.layout, name)}" for name in _AXES)
+            wrong.append(f"it is for {self.world_size} ranks ({sizes}), and there are {world_size}")
+        known = {name for name, _ in model.named_modules()}
+        for name, what in ((self.begins, "stages begin with"), (self.recompute, "it recomputes")):
+            if missing := [each for each in name if each not in known]:
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                wrong.append(f"{what} {_repr(missing[0])}{more}, and the model has no such module")
+        if (found := fingerprint(model)) != self.model:
+            wrong.append(
+                f"it is of a model with the fingerprint {_repr(self.model)}, and this one's is {found!r} (of "
+                "the names, shapes, types and requires_grad of its parameters)"
+            )
+        if wrong:
+            raise ConfigError(
+                f"the plan does not fit: {'; '.join(wrong)}{_newer(self.version)}. Plan again for what is "
+                "here, or run it with what it was made for"
+            )
+
+    def plugin_options(self) -> dict[str, Any]:
+        """Return the keywords of HybridParallelPlugin, and of GeminiDDP behind it, that say the same. How
+        many ranks divide the data is no keyword: it follows from how many are started."""
+        options: dict[str, Any] = {f"{name}_size": getattr(self.layout, name) for name in ("tp", "pp", "sp")}
+        options |= {
+            "sp_mode": self.sp_mode,
+            "zero_stage": self.zero_stage,
+            "pp_style": self.schedule,
+            "num_model_chunks": self.stages_per_rank,
+            "num_microbatches": self.num_microbatches,
+            "microbatch_size": self.microbatch_size,
+            "split": self.begins or "bytes",
+            "costs": None,
+            "recompute": self.recompute,
+            "mixed_precision": None if self.dtype == "fp32" else self.dtype,
+        }
+        return options | self.budget_options()
+
+    def budget_options(self) -> dict[str, Any]:
+        """Return the budgets as keywords of GeminiDDP: none below ZeRO 3, which has no chunks to place."""
+        budgets = {name: nbytes for name, nbytes in asdict(self.budgets).items() if nbytes is not None}
+        return budgets if self.zero_stage == 3 else {}
+
+    def joined(self, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``options``, which the plan says, and those ``given`` beside it.
+
+        Raises:
+            ConfigError: some of those given contradict the plan; the message names each.
+        """
+        wrong = [
+            f"{name}={_repr(given[name])} (the plan says {_repr(said)})"
+            for name, said in options.items()
+            if name in given and _plain(name, given[name]) != _plain(name, said)
+        ]
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(wrong)}: a plan is run as it is; leave these out, or run without plan= what "
+                "you choose yourself"
+            )
+        return {**options, **given}
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash of the names, shapes, types and ``requires_grad`` of all parameters, and of which are
+    one: the same on every device, ``meta`` among them, and for all values."""
+    first: dict[int, str] = {}
+    lines = [
+        f"{name} {first.setdefault(id(param), name)} {tuple(param.shape)} {param.dtype} {param.requires_grad}"
+        for name, param in module.named_parameters(remove_duplicate=False)
+    ]
+    return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:_HASH_DIGITS]
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return the value of a keyword in the one way in which values are compared."""
+    if name.endswith("_bytes"):
+        return parse_bytes(value, name=name)
+    if name == "mixed_precision":
+        return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: None, "fp32": None}.get(
+            value, value
+        )
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _newer(version: object) -> str:
+    """Return what to add to an error where ``version`` is newer than this release."""
+    own = _own_version()
+    if not isinstance(version, str) or _order(version) <= _order(own):
+        return ""
+    return f" (gemini-runtime {printable(version[:40])} wrote it, and this is {own})"
+
+
+def _order(version: str) -> tuple[int, ...]:
+    """Return what versions are compared by: the numbers that it begins with."""
+    numbers = version.split("+")[0].split(".")[:4]
+    return tuple(int(each[:9]) for each in numbers if each.isascii() and each.isdigit())
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass."""
+    hints = get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind)}
+
+
+def _read(kind: Any, value: Any, where: str) -> Any:
+    """Return ``value`` as a field of type ``kind`` has it. Raises ConfigError for what is none."""
+    if is_dataclass(kind) and isinstance(kind, type):
+        return value if isinstance(value, kind) else _inner(kind, value, where)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, (list, tuple)):
+            _refuse(where, value, "a list")
+        inner = get_args(kind)[0]
+        return tuple(_read(inner, each, f"{where}[{index}]") for index, each in enumerate(value))
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            _refuse(where, value, "an object")
+        inner = get_args(kind)[1]
+        return {_text(key, where): _read(inner, each, f"{where}.{key:.80}") for key, each in value.items()}
+    if kind is str:
+        return _text(value, where)
+    if kind is float:
+        if type(value) not in (int, float) or not 0 <= value <= _MOST_SECONDS:
+            _refuse(where, value, f"a number from 0 to {_MOST_SECONDS:g}")
+        return float(value)
+    if value is None and kind is not int:
+        return None
+    least = int(where in _FROM_ONE)
+    if type(value) is not int or not least <= value <= _MOST:
+        _refuse(where, value, f"a whole number from {least} to 2**63 - 1")
+    return value
+
+
+def _inner(kind: Any, value: object, where: str) -> Any:
+    try:
+        return _made(kind, value)
+    except ConfigError as error:
+        said = str(error)
+        raise ConfigError(f"{where}{': ' if said.startswith('it ') else '.'}{said}") from None
+
+
+def _made(kind: Any, value: object) -> Any:
+    """Return the dataclass that an object of JSON describes: it has all of its fields, and no others."""
+    names = _AXES if kind is Layout else tuple(_hints(kind))
+    if not isinstance(value, dict):
+        raise ConfigError(f"it is {_repr(value)} and no object with {', '.join(names)}")
+    if unknown := [name for name in value if name not in names]:
+        raise ConfigError(f"it has the unknown field {_repr(unknown[0])}; its fields are {', '.join(names)}")
+    if missing := [name for name in names if name not in value]:
+        raise ConfigError(f"{missing[0]} is missing")
+    if kind is Layout:
+        for name in names:
+            if type(value[name]) is not int or not 1 <= value[name] <= _MOST_RANKS:
+                _refuse(name, value[name], f"a whole number from 1 to {_MOST_RANKS}")
+    return kind(**value)
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        _refuse(where, value, "text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} holds half of a surrogate pair, which is no character") from None
+    return value
+
+
+def _refuse(where: str, value: object, wanted: str) -> NoReturn:
+    raise ConfigError(f"{printable(where)} is {_repr(value)}; it must be {wanted}")
+
+
+def _repr(value: object) -> str:
+    if type(value) is int and value.bit_length() > 128:
+        return f"a number of {value.bit_length()} bits"
+    return reprlib.repr(value)

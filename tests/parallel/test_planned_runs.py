@@ -1,0 +1,256 @@
+"""HybridParallelPlugin(plan=): what a plan says is what runs, with the numbers of one process; and blocks
+that compute their activations again change no bit of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import pairs
+from pipeline_harness import ADAM, CHUNKS, MAX_NORM, Trained, batch_of, language, loss_of, train_whole
+from plan_samples import plan_for
+from processes import RanksFailed, run_on_ranks
+from tensor_harness import LANGUAGE_PLAN, WIDTH
+from torch import Tensor, nn
+
+import gemini
+from gemini import ConfigError, CPUAdam
+from gemini.parallel import Booster, HybridParallelPlugin, Layout, ParallelPlan, PlanBudgets
+from gemini.runtime.activation.recomputed import recompute_blocks
+
+STEPS = 3
+BLOCKS = tuple(f"blocks.{index}" for index in range(4))
+# Of four blocks, over two ranks.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp": {"layout": Layout(pp=2), "begins": ("blocks.3",)},
+    "zbv": {
+        "layout": Layout(pp=2),
+        "schedule": "zbv",
+        "stages_per_rank": 2,
+        "begins": ("blocks.1", "blocks.2", "blocks.3"),
+    },
+    "tp": {"layout": Layout(tp=2)},
+    "dp": {"layout": Layout(dp=2), "num_microbatches": 2},
+}
+
+
+def settings(layout: str, **changed: Any) -> ParallelPlan:
+    return plan_for(language(), **{"num_microbatches": 4, "microbatch_size": 4, **LAYOUTS[layout], **changed})
+
+
+def train(plan: ParallelPlan | Path) -> Trained:
+    options = CHUNKS if not isinstance(plan, ParallelPlan) or plan.zero_stage == 3 else {}
+    plugin = HybridParallelPlugin(plan=plan, tp_plan=LANGUAGE_PLAN, max_norm=MAX_NORM, **options)
+    booster, model = Booster(plugin=plugin), language()
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters(), **ADAM))
+    ranks, found = plugin.data_ranks, Trained([], [], {})
+    for step in range(STEPS):
+        part = batch_of(step).chunk(ranks.size)[ranks.number]
+        out = booster.execute_pipeline(iter([part]), model, loss_of, optimizer)
+        optimizer.step()
+        found.losses.append(float(out["loss"]))
+        found.norms.append(optimizer.get_grad_norm())
+    parts = model.state_dict(keep_vars=True)
+    found.weights = {name: value.detach().clone() for name, value in parts.items()}
+    return found
+
+
+def equal(one: list[Trained], other: list[Trained]) -> bool:
+    return all(
+        first.losses == second.losses
+        and first.norms == second.norms
+        and all(torch.equal(value, second.weights[name]) for name, value in first.weights.items())
+        for first, second in zip(one, other, strict=True)
+    )
+
+
+@pairs(layout=list(LAYOUTS), zero_stage=[0, 1, 3], recompute=[BLOCKS, BLOCKS[1:3]])
+def test_a_plan_trains_as_one_process_and_what_it_recomputes_changes_no_bit(
+    layout: str, zero_stage: int, recompute: tuple[str, ...]
+) -> None:
+    plan = settings(layout, zero_stage=zero_stage, recompute=recompute)
+    found, whole = run_on_ranks(train, 2, plan), train_whole(STEPS)
+    for rank in found:
+        assert rank.losses == pytest.approx(whole.losses, rel=1e-5)
+        assert rank.norms == pytest.approx(whole.norms, rel=1e-5)
+    assert equal(found, run_on_ranks(train, 2, replace(plan, recompute=())))
+
+
+def test_a_plan_runs_from_its_file_on_one_process(tmp_path: Path) -> None:
+    plan = plan_for(language(), num_microbatches=4, microbatch_size=4, recompute=BLOCKS)
+    plan.save(tmp_path / "plan.json")
+    assert train(tmp_path / "plan.json").losses == pytest.approx(train_whole(STEPS).losses, rel=1e-5)
+
+
+def _boost(plan: ParallelPlan, other_on: int) -> str:
+    from torch import distributed as dist
+
+    model = language(tied=dist.get_rank() != other_on)
+    before = [param.data_ptr() for param in model.parameters()]
+    try:
+        Booster(plugin=HybridParallelPlugin(plan=plan, tp_plan=LANGUAGE_PLAN)).boost(model)
+    except ConfigError as error:
+        assert [param.data_ptr() for param in model.parameters()] == before
+        return str(error)
+    return ""
+
+
+def test_a_plan_of_another_model_is_refused_on_all_ranks() -> None:
+    wrong, right = run_on_ranks(_boost, 2, settings("pp"), 0)
+    assert "fingerprint" in wrong
+    assert "rank 0" in right
+    assert "fingerprint" in right
+    for more in run_on_ranks(_boost, 2, replace(settings("pp"), layout=Layout(pp=2, dp=2)), 2):
+        assert "it is for 4 ranks (dp 2 x pp 2 x sp 1 x tp 1), and there are 2" in more
+
+
+def test_a_batch_of_another_size_than_planned_is_refused() -> None:
+    plan = plan_for(language(), num_microbatches=4, microbatch_size=2)
+    with pytest.raises(ConfigError, match="16 samples cannot be cut into micro-batches of 2"):
+        train(plan)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_booster_does_not_contradict_the_plan(precision: str) -> None:
+    booster = Booster(precision, HybridParallelPlugin(plan=plan_for(language())))
+    with pytest.raises(ConfigError, match="the plan says fp32"):
+        booster.boost(language())
+
+
+def test_a_disk_needs_its_directory_from_the_user(tmp_path: Path) -> None:
+    model = language()
+    plan = plan_for(model, budgets=PlanBudgets(2**26, 0, 2**24))
+    with pytest.raises(ConfigError, match="disk_dir"):
+        Booster(plugin=HybridParallelPlugin(plan=plan)).boost(model)
+    plugin = HybridParallelPlugin(plan=plan, disk_dir=tmp_path)
+    boosted, *_ = Booster(plugin=plugin).boost(model)
+    assert boosted.stats()["disk"]["budget_bytes"] == 2**24
+    boosted.close()
+
+
+# -- blocks that recompute -------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {"min_chunk_size_mb": 0.001, "search_range_mb": 0, "non_model_bytes": 0}
+RUNS: list[str] = []  # no attribute: that would be a change of the module
+
+
+class Noisy(nn.Module):
+    """A block with dropout, and what counts its runs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.inner, self.name = nn.Linear(WIDTH, WIDTH), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        RUNS.append(self.name)
+        out: Tensor = x + nn.functional.dropout(torch.tanh(self.inner(x)), 0.5)
+        return out
+
+
+def noisy() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Noisy(f"{index}") for index in range(3)))
+
+
+def gradients(model: nn.Module, names: tuple[str, ...], device_bytes: str | None = None) -> list[Tensor]:
+    """Run three steps of SGD; return the weights."""
+    recompute_blocks(model, names)
+    if device_bytes is not None:
+        managed = gemini.GeminiDDP(model, device_bytes=device_bytes, host_bytes="1MiB", **SMALL)
+        optimizer: Any = gemini.GeminiOptimizer(CPUAdam(managed.parameters(), **ADAM), managed)
+        model = managed
+    else:
+        optimizer = CPUAdam(model.parameters(), **ADAM)
+    torch.manual_seed(4)
+    for step in range(3):
+        loss = model(torch.full((2, WIDTH), 0.1 * step)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("device_bytes", [None, "24KiB"])
+def test_named_blocks_run_twice_and_draw_the_same_random_numbers(device_bytes: str | None) -> None:
+    wanted = gradients(noisy(), ())
+    RUNS.clear()
+    found = gradients(noisy(), ("0", "2"), device_bytes)
+    assert all(map(torch.equal, wanted, found))
+    assert [RUNS.count(name) for name in "012"] == [6, 3, 6]
+
+
+def test_what_saves_nothing_runs_once() -> None:
+    model = noisy()
+    recompute_blocks(model, ("1",))
+    RUNS.clear()
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+    assert RUNS == ["0", "1", "2"]
+
+
+def test_copies_and_pickles_have_the_forward_of_their_class() -> None:
+    model = noisy()
+    recompute_blocks(model, ("1",))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        RUNS.clear()
+        other(torch.ones(2, WIDTH)).sum().backward()
+        assert RUNS == ["0", "1", "2"]
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.seen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        out: Tensor = self.inner(x)
+        return out
+
+
+@pytest.mark.parametrize("block", [Counts, lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))])
+def test_a_block_that_changes_itself_is_refused(block: Any) -> None:
+    model = nn.Sequential(block(), nn.Linear(2, 2))
+    recompute_blocks(model, ("0",))
+    with pytest.raises(ConfigError, match="its forward pass changes its attributes or buffers"):
+        model(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("3",), "no such block"),
+        (("",), "no such block"),
+        (("0", "0"), "twice"),
+        (("0", "0.inner"), "and '0' around it"),
+        (("list",), "ModuleList has no forward"),
+    ],
+)
+def test_names_of_no_blocks_are_refused_and_nothing_changes(names: tuple[str, ...], said: str) -> None:
+    model = noisy()
+    model.list = nn.ModuleList([nn.Linear(2, 2)])
+    with pytest.raises(ConfigError, match=said):
+        recompute_blocks(model, names)
+    with pytest.raises(ConfigError, match=said):
+        Booster(plugin=HybridParallelPlugin(recompute=names)).boost(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+    recompute_blocks(model, ("0",))
+    with pytest.raises(ConfigError, match="has its forward already"):
+        recompute_blocks(model, ("0",))
+
+
+def _boost_around() -> None:
+    model = nn.Sequential(OrderedDict(body=noisy()))
+    Booster(plugin=HybridParallelPlugin(pp_size=2, recompute=["body"])).boost(model)
+
+
+def test_what_holds_the_blocks_of_several_stages_is_refused() -> None:
+    with pytest.raises(RanksFailed, match="'body', which holds the blocks between which stages are cut"):
+        run_on_ranks(_boost_around, 2)
