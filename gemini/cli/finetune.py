@@ -285,7 +285,8 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     outlook = look(source, settings, config.batch)
     size = outlook.blueprint.context.size.total_bytes
     needs = (
-        f"{format_bytes(size)} of model data, {format_bytes(outlook.non_model_bytes)} of activations at most"
+        f"{format_bytes(size)} of model data, at most {format_bytes(outlook.non_model_bytes)} of activations "
+        "and temporaries at one moment"
     )
     smaller = (
         "" if config.state_dtype == "fp32" else f"; planned with fp32 states, {config.state_dtype} take less"
@@ -314,8 +315,9 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     tokens = config.batch * config.accumulate * seq
     writes = simulation.link_bytes.get("disk_write", 0)
     yield (
-        f"plan: at most {', '.join(kept)}; about {step.seconds:.3g} s a step, {tokens / step.seconds:,.0f} "
-        f"tokens/s, bound by {step.bound}; {format_bytes(writes)} written to DISK a step"
+        f"plan: model data peaks at {', '.join(kept)}; about {step.seconds:.3g} s a step, "
+        f"{tokens / step.seconds:,.0f} tokens/s, bound by {step.bound}; "
+        f"{format_bytes(writes)} written to DISK a step"
     )
 
 

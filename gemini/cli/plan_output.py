@@ -14,7 +14,6 @@ from gemini.forecast.report import Report, Wear
 from gemini.memstats.collectives import CollectiveSpeeds
 from gemini.system.config import format_bytes
 
-TIERS = ("device", "host", "disk")
 _WORDS = {
     "compute": "forward and backward",
     "Adam": "the optimizer's update",
@@ -30,6 +29,7 @@ def render(report: Report, console: Console) -> None:
     """Print the verdict, what stands in the way, and the numbers."""
     console.print(_verdict(report))
     console.print(_sizes(report))
+    console.print(_peaks_note(report), highlight=False)
     if report.step is not None:
         console.print(_times(report, report.step))
         console.print(_advice(report, report.step))
@@ -75,20 +75,33 @@ def _verdict(report: Report) -> Panel:
 
 
 def _sizes(report: Report) -> Table:
+    """Return what the step needs; each peak says of what."""
     table = Table(title="memory", title_justify="left", box=None)
-    for name in ("tier", "peak", "budget"):
-        table.add_column(name, justify="left" if name == "tier" else "right")
-    capacity = report.outlook.blueprint.context.capacity
-    budgets = dict(zip(TIERS, (capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes), strict=True))
+    for name in ("what", "bytes", "budget"):
+        table.add_column(name, justify="left" if name == "what" else "right")
+    table.add_row("all model data", format_bytes(report.outlook.blueprint.context.size.total_bytes), "")
     peaks = {} if report.step is None else report.step.plan.simulation.peak_bytes
-    for tier in TIERS:
-        if budgets[tier]:
+    for tier, budget in report.budgets.items():
+        if budget:
             peak = format_bytes(peaks[tier]) if tier in peaks else "-"
-            table.add_row(tier.upper(), peak, format_bytes(budgets[tier]))
-    size = report.outlook.blueprint.context.size
-    table.add_row("model data", format_bytes(size.total_bytes), "")
-    table.add_row("activations", format_bytes(report.outlook.non_model_bytes), "")
+            table.add_row(f"{tier.upper()} peak, model data", peak, format_bytes(budget))
+    activations = format_bytes(report.outlook.non_model_bytes)
+    table.add_row("DEVICE peak, activations and temporaries", activations, "")
     return table
+
+
+def _peaks_note(report: Report) -> str:
+    """Say how the peaks go together."""
+    device_bytes = format_bytes(report.budgets["device"])
+    if report.step is None:
+        return f"No step was simulated. Both needs of DEVICE share its budget of {device_bytes}."
+    note = (
+        f"The peaks on DEVICE may be at different moments; at each moment model data, activations and "
+        f"temporaries together stay within {device_bytes}."
+    )
+    if sum(map(bool, report.budgets.values())) > 1:
+        note += " Tiers may add up to more than all model data: a chunk may have a copy on two of them."
+    return note
 
 
 def _times(report: Report, step: StepTime) -> Table:

@@ -68,6 +68,12 @@ class Report:
         return sum(spec.layout.used_numel for spec in self.outlook.blueprint.groups)
 
     @property
+    def budgets(self) -> dict[str, int]:
+        """Bytes that each tier may hold, 0 for a tier that is not used."""
+        capacity = self.outlook.blueprint.context.capacity
+        return {"device": capacity.device_bytes, "host": capacity.host_bytes, "disk": capacity.disk_bytes}
+
+    @property
     def notes(self) -> tuple[str, ...]:
         """What was decided in the user's place, a line each."""
         if self.source.spans is None:
@@ -105,7 +111,6 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the report for ``--json``; sizes in bytes, times in seconds."""
         context = self.outlook.blueprint.context
-        capacity = context.capacity
         trace = self.outlook.rehearsal.trace
         return {
             "model": self.source.name,
@@ -120,11 +125,7 @@ class Report:
             "largest_batch": self.largest_batch,
             "model_data_bytes": context.size.total_bytes,
             "non_model_bytes": self.outlook.non_model_bytes,
-            "budgets": {
-                "device": capacity.device_bytes,
-                "host": capacity.host_bytes,
-                "disk": capacity.disk_bytes,
-            },
+            "budgets": self.budgets,
             "moments": trace.num_moments,
             "chunks": len(trace.chunk_bytes),
             "notes": list(self.notes),

@@ -307,7 +307,7 @@ def test_a_recipe_that_ships_runs_and_says_first_what_to_expect(
     shown = capsys.readouterr()
     said = [line for line in shown.err.splitlines() if line.startswith("plan: ")]
     assert re.match("plan: it fits: .* of model data", said[0])
-    assert re.match(r"plan: at most DEVICE .* a step, .* tokens/s, bound by", said[1])
+    assert re.match(r"plan: model data peaks at DEVICE .* a step, .* tokens/s, bound by", said[1])
     assert shown.err.index(said[1]) < shown.err.index("step 1/2")
     assert "gemini finetune" in shown.out
     assert LLAMA.from_pretrained(Path(config.output) / "model").dtype == torch.bfloat16

@@ -17,6 +17,7 @@ from gemini.cli.main import build_parser, main
 from gemini.cli.plan_model import PRESETS, ModelOptions, find_model
 from gemini.errors import ConfigError
 from gemini.forecast.machine import MachineSpeeds
+from gemini.system.config import format_bytes
 
 GPT = "gpt:layers=2,hidden=64,heads=4"
 FACTORY = """
@@ -110,6 +111,28 @@ def test_people_get_the_verdict_in_words(
     out = capsys.readouterr().out
     assert ("It fits." in out) != ("It does not fit." in out)
     assert ("gemini.GeminiDDP" in out) == ("It fits." in out)
+
+
+@pytest.mark.parametrize("device_bytes", ["300KiB", "2MiB"])
+def test_each_peak_says_what_it_is_of_and_how_peaks_go_together(
+    device_bytes: str, described: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [GPT, *described, "--device-bytes", device_bytes, "--disk-bytes", "1GiB"]
+    _, found = plan(arguments, capsys)
+    main(["plan", *arguments])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"all model data {format_bytes(found['model_data_bytes'])}" in said
+    assert f"DEVICE peak, activations and temporaries {format_bytes(found['non_model_bytes'])}" in said
+    budget = format_bytes(found["budgets"]["device"])
+    if not found["fits"]:
+        assert f"DEVICE peak, model data - {budget}" in said
+        assert f"No step was simulated. Both needs of DEVICE share its budget of {budget}" in said
+        return
+    peaks = found["step"]["peak_bytes"]
+    assert f"DEVICE peak, model data {format_bytes(peaks['device'])} {budget}" in said
+    assert f"DISK peak, model data {format_bytes(peaks['disk'])}" in said
+    assert f"at each moment model data, activations and temporaries together stay within {budget}" in said
+    assert "Tiers may add up to more than all model data" in said
 
 
 def test_this_machine_is_measured_and_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
