@@ -38,7 +38,7 @@ def train(hidden: int, steps: int, fraction: float, directory: str | None) -> tu
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--steps", type=int, default=6)

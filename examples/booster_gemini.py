@@ -46,7 +46,7 @@ def make_booster(options: argparse.Namespace) -> Booster:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--plugin", default="gemini", choices=("gemini", "zero", "ddp"))
     parser.add_argument("--mixed-precision", choices=("bf16",))

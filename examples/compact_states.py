@@ -55,7 +55,7 @@ def train(options: argparse.Namespace, state_dtype: str) -> tuple[list[float], f
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--steps", type=int, default=40)

@@ -48,7 +48,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=10)

@@ -131,7 +131,7 @@ def _goes_with(file: Path, test: str, text: str) -> bool:
 def main() -> None:
     """Print the files, one a line, nearest first."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("base", nargs="?", help="a commit")
     found = distances(changed_since(parser.parse_args().base))

@@ -30,7 +30,7 @@ from gemini.compat.zero import GeminiAdamOptimizer
 
 
 def parse_args():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--tp_degree", type=int, default=1)
     parser.add_argument("--placement", default="cpu")
     parser.add_argument("--shardinit", action="store_true")

@@ -57,27 +57,41 @@ def added_commands(called: str, known: Collection[str]) -> dict[str, AddParser]:
 
 
 _EXIT_USAGE = 2
+_MOST_GUESSES = 3
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors take three lines, not the usage of every option. Its subcommands are of its
-    class, and each refuses what it does not know itself."""
+    """A parser that takes options by their whole names only, and reports an error in three lines.
+
+    A shortened option could change its meaning with the next option that is added. argparse makes the
+    parsers of subcommands of this class, too; each of them refuses the options that it does not know.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{**settings, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse, and end the process where an option is unknown."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = [text for action in self._actions for text in action.option_strings]
-            named = " ".join(
-                f"{each}{did_you_mean(each.partition('=')[0], known)}" if each.startswith("-") else each
-                for each in unknown
-            )
-            self.error(f"unrecognized arguments: {named}")
+            self.error(f"unrecognized arguments: {' '.join(each + self._guess(each) for each in unknown)}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` under one line on how the command is called, and exit with code 2."""
         self.exit(_EXIT_USAGE, f"{self._short_usage()}\n{self.prog}: error: {message}\n")
+
+    def _guess(self, unknown: str) -> str:
+        """Return in brackets the options that begin like ``unknown``, or else the nearest; "" for none."""
+        if not unknown.startswith("-"):
+            return ""
+        name = unknown.partition("=")[0]
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        known = [text for action in shown for text in action.option_strings]
+        longer = [text for text in known if text.startswith(name)]
+        if 0 < len(longer) <= _MOST_GUESSES:
+            return f" (did you mean {' or '.join(longer)}?)"
+        return did_you_mean(name, known)
 
     def _short_usage(self) -> str:
         positional = [

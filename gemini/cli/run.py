@@ -53,7 +53,6 @@ def add_parser(subparsers: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="gemini run [options] PROGRAM [arguments]",
-        allow_abbrev=False,
     )
     parser.add_argument("program", metavar="PROGRAM", help="a Python file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")

@@ -74,7 +74,6 @@ def add_parser(subparsers: Any) -> None:
         "transfer, the fill of every tier. The training is that of `gemini train`, or a script of your own.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # split_script knows --script by its whole name
     )
     group = parser.add_argument_group("recording")
     group.add_argument(

@@ -6,12 +6,13 @@ import argparse
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gemini.cli import train
-from gemini.cli.main import main
+from gemini.cli.main import COMMANDS, added_commands, build_parser, main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.run.run_directory import RunDirectory
@@ -46,6 +47,34 @@ def test_an_unknown_option_is_refused_with_the_help_of_its_command(
     said = capsys.readouterr().err
     assert "gemini train: error: unrecognized arguments: --batch-size" in said
     assert "all options: gemini train --help" in said
+
+
+def parsers_of(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from parsers_of(each)
+
+
+def test_no_parser_of_any_command_takes_shortened_options() -> None:
+    parsers = list(parsers_of(build_parser(added_commands("", set(COMMANDS)))))
+    assert len(parsers) > len(COMMANDS) + 3  # those of gemini ckpt, too
+    assert [parser.prog for parser in parsers if parser.allow_abbrev] == []
+
+
+def test_a_shortened_option_is_answered_with_all_that_it_may_stand_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for given, guess in (("--res", "--resume"), ("--act=plan", "--activations"), ("--disk", "--disk-dir")):
+        with pytest.raises(SystemExit):
+            main(["train", given])
+        said = capsys.readouterr().err
+        assert f"unrecognized arguments: {given} (did you mean " in said
+        assert guess in said.rpartition("(")[2]
+    with pytest.raises(SystemExit):
+        main(["run", "--told"])  # an option that is not shown is no guess
+    assert "--told-by-stdin" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
