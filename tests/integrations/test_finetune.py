@@ -163,7 +163,7 @@ def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTune
     assert files_of(run(config, resume="auto")) == want
     with pytest.raises(ConfigError, match=r"lr = 0\.01; this one lr = 0\.02"):
         run(config, resume="auto", lr=0.02)
-    with pytest.raises(CheckpointError, match="--resume auto starts"):
+    with pytest.raises(CheckpointError, match="nothing to resume; check the path, or give --resume auto"):
         run(config, resume="yes", output=f"{config.output}2")
 
 

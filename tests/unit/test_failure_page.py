@@ -52,6 +52,20 @@ def test_what_the_page_quotes_is_said_somewhere(message: str) -> None:
     assert re.search(pattern, texts())
 
 
+@pytest.mark.parametrize("module", ["run_directory.py", "training.py"])
+def test_page_has_every_error_of_a_run(module: str) -> None:
+    tree = ast.parse((ROOT / "gemini" / "jobs" / "run" / module).read_text())
+    raised = [
+        text_of(node.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error")
+        if node.args
+    ]
+    said = [text for text in raised if text]  # the others come from a function
+    assert len(said) > 2
+    assert [text for text in said if not any(message in text for message in MESSAGES)] == []
+
+
 def test_page_names_every_error_class() -> None:
     public = {
         name

@@ -74,6 +74,7 @@ def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
         return False
     if config.resume == "yes" and not directory.holds_run():
         raise CheckpointError(
-            f"no complete checkpoint in {directory.path}; --resume auto starts where there is none"
+            f"no complete checkpoint in {directory.path}: there is nothing to resume; check the path, or "
+            "give --resume auto to start a new run there"
         )
     return directory.holds_run()

@@ -179,7 +179,8 @@ class RunDirectory:
         self._hold()
         if not self._has_checkpoint():
             raise CheckpointError(
-                f"no complete checkpoint in {self.path}; leave out --resume to start a new run there"
+                f"no complete checkpoint in {self.path}: there is nothing to resume; check the path, or "
+                "leave out --resume to start a new run there"
             )
         if not self._is_complete(self.checkpoint):
             raise CheckpointError(self._incomplete())
