@@ -26,6 +26,7 @@ from gemini.optim.kernels import AdamHyper, adam_update
 from gemini.placement.problem import CPU_TRANSFERS_TAKE
 from gemini.system.durable import write_text
 from gemini.system.files import parse_json, read_regular
+from gemini.system.input_files import why_unread
 from gemini.system.threads import usable_processors
 
 _FORMAT = "gemini-machine-1"
@@ -107,7 +108,7 @@ class MachineSpeeds:
         try:
             document = parse_json(read_regular(path, _MAX_BYTES))
         except OSError as error:
-            raise ConfigError(f"cannot read the machine {path}: {error.strerror}") from error
+            raise ConfigError(f"cannot read the machine {path}: {why_unread(error)}") from error
         except ValueError as error:
             raise ConfigError(f"{path} describes no machine: {error}") from error
         if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from gemini.errors import CheckpointError, ConfigError, in_words
 from gemini.system.durable import write_text
 from gemini.system.files import KEY, Format, parse_json, read_regular
+from gemini.system.input_files import why_unread
 
 _T = TypeVar("_T")
 
@@ -50,7 +51,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], str]:
     try:
         document = parse_json(read_regular(path, _MAX_BYTES).decode("ascii"))
     except OSError as error:
-        raise CheckpointError(f"cannot read the trace {path}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read the trace {path}: {why_unread(error)}") from error
     except ValueError as error:  # not ASCII, or not JSON
         raise CheckpointError(f"{path} is not a trace: {error}; {_AGAIN}") from error
     if not FORMAT.is_read(document):

@@ -35,6 +35,19 @@ _PACKAGES = {"YAML": "reading {} needs pip install pyyaml", "TOML": "reading {} 
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # as the cache of Hugging Face lies: its files are links to blobs
 
 
+def why_unread(error: OSError) -> str:
+    """Return why a file or a directory of the user's cannot be read, and what to do."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+        way_out = "check the path"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        way_out = _AS_OWNER
+    elif error.errno in (errno.EISDIR, errno.EINVAL, errno.EFBIG):
+        way_out = "name another file"
+    else:
+        way_out = AGAIN
+    return f"{error.strerror or error}; {way_out}"
+
+
 @contextmanager
 def errors_of(doing: str, *, way_out: str = "") -> Iterator[None]:
     """Turn whatever another library raises on somebody's files into an InputError: ``doing``, and the error
@@ -90,11 +103,11 @@ def read_document(path: Path, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES,
     try:
         return parse(read_regular(path, max_bytes))
     except OSError as error:
-        raise InputError(f"cannot read {where}: {error.strerror or error}") from error
+        raise InputError(f"cannot read {where}: {why_unread(error)}") from error
     except SyntaxProblem as problem:
         raise InputError(problem.of(where, language)) from problem
     except ValueError as error:  # a path that is none
-        raise InputError(f"cannot read {where}: {error}") from error
+        raise InputError(f"cannot read {where}: {error}; check the path") from error
     except ImportError as error:
         raise InputError(f"{_PACKAGES[language].format(where)}; or write it in another language") from error
 
@@ -123,7 +136,7 @@ class InputDirectory:
             self._root = Path(os.path.realpath(path, strict=True))
             self.names = sorted(each.name for each in self._root.iterdir())
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
+            reason = why_unread(error) if isinstance(error, OSError) else f"{error}; check the path"
             raise InputError(f"cannot look into the directory {path}: {reason}") from error
         self._roots = [self._root]
         if self._root.parent.name == _SNAPSHOTS:
@@ -169,6 +182,8 @@ class InputDirectory:
         try:
             found = read_document(path, "the file", max_bytes=max_bytes, kind=".json")
         except InputError as error:
+            if isinstance(error.__cause__, OSError):
+                raise
             raise InputError(f"{error}; {AGAIN}") from error
         if not isinstance(found, dict):
             raise InputError(f"{path} is a {type(found).__name__}, not an object with keys; {AGAIN}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError, GeminiError, InputError
 from gemini.integrations.model_directory import check_adapters, check_model
 from gemini.integrations.safetensors_files import TensorReads
-from gemini.system.input_files import InputDirectory, errors_of, read_document
+from gemini.system.input_files import InputDirectory, errors_of, read_document, why_unread
 from gemini.system.parsing import MAX_DEPTH, SyntaxProblem, parse_record, parse_records
 
 DEEP = "[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1)
@@ -53,6 +55,40 @@ def test_what_is_wrong_in_a_document_is_one_line_with_its_own(
     where = f"line {line} of the file {path}" if line else f"the file {path}"
     assert str(caught.value).startswith(where)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOENT, "check the path"),
+        (errno.ENAMETOOLONG, "check the path"),
+        (errno.EACCES, "read it as its owner, or have its permissions changed"),
+        (errno.EISDIR, "name another file"),
+        (errno.EIO, "copy or download the file again"),
+    ],
+)
+def test_what_cannot_be_read_has_a_remedy_by_its_reason(number: int, way_out: str) -> None:
+    error = OSError(number, os.strerror(number), "x")
+    assert why_unread(error) == f"{os.strerror(number)}; {way_out}"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "{}.json"],
+        ["plan", "gpt2", "--machine", "{}.json"],
+        ["simulate", "{}.json"],
+        ["convert-config", "{}.json"],
+    ],
+)
+def test_a_command_that_is_given_a_file_that_is_not_there_says_what_to_do(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "nope"
+    assert main([each.format(path) for each in arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("gemini: error: cannot read the ")
+    assert said.endswith(f"{path}.json: No such file or directory; check the path\n")
 
 
 @pytest.mark.parametrize(

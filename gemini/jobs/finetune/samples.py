@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gemini.errors import ConfigError, InputError, printable
 from gemini.system.files import io_errors, open_regular
-from gemini.system.input_files import require_inside
+from gemini.system.input_files import require_inside, why_unread
 from gemini.system.parsing import SyntaxProblem, parse_record, parse_records
 
 IGNORED = -100  # a label that no loss looks at
@@ -152,7 +152,7 @@ def data_files(data: str) -> list[Path]:
     try:
         files = _files_below(path) if path.is_dir() else [path] if path.is_file() else []
     except OSError as error:
-        raise InputError(f"cannot read --data {path}: {error.strerror}") from error
+        raise InputError(f"cannot read --data {path}: {why_unread(error)}") from error
     if not files:
         problem = "has no files" if os.path.lexists(path) else "does not exist"
         raise InputError(
@@ -190,7 +190,7 @@ def documents(files: list[Path]) -> Iterator[Document]:
                 else:
                     yield Document(str(file), text=text.read())
         except OSError as error:
-            raise InputError(f"cannot read --data {file}: {error.strerror or error}") from error
+            raise InputError(f"cannot read --data {file}: {why_unread(error)}") from error
         except UnicodeDecodeError as error:
             raise InputError(
                 f"--data {file} is no text in UTF-8 ({error.reason} at byte {error.start}); convert it, "

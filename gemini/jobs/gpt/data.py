@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import ConfigError, IoError
-from gemini.system.input_files import require_inside
+from gemini.system.input_files import require_inside, why_unread
 
 _STDLIB_CAP_BYTES = 32 * 2**20
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -117,7 +117,7 @@ def _pieces_of(path: Path) -> list[Piece]:
             _read_exactly(path, 0, min(nbytes, 1))  # an unreadable file is refused now, not at step 1
             return [Piece(path, path.name, nbytes)] if nbytes else []
     except OSError as error:
-        raise ConfigError(f"cannot read --data {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read --data {path}: {why_unread(error)}") from error
     problem = "is not a regular file or a directory" if path.exists() else "does not exist"
     raise ConfigError(f"--data {path} {problem}; give a text file or a directory of text files")
 

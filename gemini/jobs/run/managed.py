@@ -159,4 +159,6 @@ def make_disk_directory(path: str) -> None:
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make --disk-dir {path}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot make --disk-dir {path}: {error.strerror}; name another directory"
+        ) from error
