@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.job import TrainResult
 from gemini.jobs.run import outcome
 from gemini.jobs.run.outcome import summary_table
+from gemini.jobs.run.report import Summary
 from gemini.jobs.run.run_directory import RunDirectory, saved_options
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,6 +70,13 @@ def metrics(config: TrainConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(config.checkpoint, "metrics.jsonl").read_text().splitlines()]
 
 
+def text_of_summary(summary: Summary) -> str:
+    screen = Console(file=io.StringIO(), width=120)
+    screen.print(summary_table(summary))
+    assert isinstance(screen.file, io.StringIO)
+    return screen.file.getvalue()
+
+
 class Drawn(FakeEngine):
     """One that knows where its memory was."""
 
@@ -101,19 +110,14 @@ def test_activations_that_nobody_measured_are_not_said_to_take_nothing(config: T
 
     summary = run(config, Unmeasured).summary
     assert summary.peak_non_model_bytes is None
-    screen = Console(file=io.StringIO(), width=120)
-    screen.print(summary_table(summary))
-    assert isinstance(screen.file, io.StringIO)
-    assert re.search(r"activations and temporaries, peak.*not measured", screen.file.getvalue())
+    assert re.search(r"activations and temporaries, peak.*not measured", text_of_summary(summary))
 
 
 def test_a_summary_shows_brackets_as_they_are(config: TrainConfig) -> None:
     summary = dataclasses.replace(run(config).summary, checkpoint="out/run[2]", notes=("get runtime[plot]",))
-    screen = Console(file=io.StringIO(), width=120)
-    screen.print(summary_table(summary))
-    assert isinstance(screen.file, io.StringIO)
-    assert "out/run[2]" in screen.file.getvalue()
-    assert "runtime[plot]" in screen.file.getvalue()
+    shown = text_of_summary(summary)
+    assert "out/run[2]" in shown
+    assert "runtime[plot]" in shown
 
 
 def test_loss_falls_on_forty_steps(config: TrainConfig) -> None:
@@ -222,7 +226,27 @@ def test_a_device_too_small_to_verify_on_costs_no_training(
     assert fake_is_complete(directory / "checkpoint")
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["verify"] is None
-    assert "verify did not run to its end" in summary["notes"]
+    assert any("verify a smaller model" in note for note in summary["notes"])
+
+
+@pytest.mark.parametrize("has_directory", [True, False])
+def test_a_stopped_run_that_was_to_be_verified_says_how_to_do_so(
+    config: TrainConfig, has_directory: bool
+) -> None:
+    if not has_directory:
+        config = dataclasses.replace(config, checkpoint=None)
+    stopped = run(config, stopping_at(2), verify=True)
+    assert stopped.summary.verify is None
+    (note,) = [note for note in stopped.summary.notes if note.startswith("not verified: ")]
+    if not has_directory:
+        assert note.endswith("; run the same command again")
+        return
+    command = re.search(r"gemini train (.*) goes on and compares", note)
+    assert command is not None
+    assert shlex.split(command[1]) == ["--checkpoint", config.checkpoint, "--resume", "--verify"]
+    verdict = run(config, resume=True, verify=True).summary.verify
+    assert verdict is not None
+    assert verdict.identical
 
 
 def test_verify_finds_one_changed_bit(config: TrainConfig) -> None:
@@ -292,6 +316,17 @@ def test_summary_of_a_finished_run_stays_when_it_is_resumed(config: TrainConfig)
     before = summary.read_bytes()
     assert run(config, resume=True).summary.tokens == 0
     assert summary.read_bytes() == before
+
+
+def test_a_run_with_nothing_left_to_train_says_so_and_has_no_speed(config: TrainConfig) -> None:
+    trained = text_of_summary(run(config).summary)
+    assert "tokens/s" in trained
+    assert "nothing left" not in trained
+    again = text_of_summary(run(config, resume=True).summary)
+    assert re.search(r"steps .* nothing left to train: 6 steps are done", again)
+    for row in ("tokens/s", "stalled", "peak"):
+        assert row not in again
+    assert "loss, first to last" in again
 
 
 def test_refused_budget_does_not_cost_the_run_to_be_overwritten(config: TrainConfig) -> None:

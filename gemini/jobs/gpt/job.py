@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def _run(
                     "trained is complete. Verify a smaller model, or leave --verify out"
                 )
     if config.verify and outcome is None:
-        progress.notes.append("verify did not run to its end")
+        progress.notes.append(_unverified_note(config, stopped=unverified is None))
     summary = summarize(progress, num_parameters(config.gpt()), directory, interrupted=stop.requested)
     summary = written(replace(summary, verify=outcome), progress, directory)
     if unverified is not None:
@@ -126,6 +127,19 @@ def _verify(
         if stop.requested:
             return None
     return verdict(comparison, len(losses), compare_weights(weights.read(), engine.weights()))
+
+
+def _unverified_note(config: TrainConfig, *, stopped: bool) -> str:
+    """Say why nothing was compared, and what to do."""
+    if not stopped:
+        return (
+            f"not verified: {config.device} has too little memory to train unmanaged; verify a smaller model"
+        )
+    again = "run the same command again"
+    if config.checkpoint is not None:
+        command = f"gemini train --checkpoint {shlex.quote(config.checkpoint)} --resume --verify"
+        again = f"{command} goes on and compares"
+    return f"not verified: the run was stopped before the comparison was done; {again}"
 
 
 def _scratch(config: TrainConfig) -> Path | None:

@@ -26,7 +26,7 @@ from gemini.jobs.run.report import (
     tier_uses,
 )
 from gemini.jobs.run.run_directory import RunDirectory
-from gemini.jobs.run.training import Progress
+from gemini.jobs.run.training import Progress, nothing_left
 from gemini.jobs.run.verify import Verdict
 from gemini.system.config import format_bytes
 from gemini.system.durable import replacing
@@ -52,22 +52,16 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
     table.add_row("model data", format_bytes(summary.model_data_bytes))
     if summary.ratio is not None:
         table.add_row("model data / (DEVICE + HOST)", f"{summary.ratio:.2f} x the budget")
-    for name in TIERS:
-        if summary.peak_bytes.get(name, 0) or summary.budget_bytes.get(name):
-            table.add_row(f"{name.upper()} peak, model data", _peak_text(summary, name))
-    non_model_bytes = summary.peak_non_model_bytes
-    measured = "not measured" if non_model_bytes is None else format_bytes(non_model_bytes)
-    table.add_row("activations and temporaries, peak", measured)
-    for link in LINKS:
-        if summary.link_bytes.get(link, 0):
-            table.add_row(_LINK_NAMES[link], format_bytes(summary.link_bytes[link]))
+    if summary.trained_steps:
+        _add_memory_rows(table, summary)
     table.add_row("steps", _steps_text(summary))
     if summary.first_loss is not None and summary.last_loss is not None:
         table.add_row("loss, first to last", f"{summary.first_loss:.4f} to {summary.last_loss:.4f}")
     if summary.eval_loss is not None:
         table.add_row("loss on what is held out", f"{summary.eval_loss:.4f}")
-    table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
-    table.add_row("stalled", f"{summary.stall_share:.1%} of the time")
+    if summary.trained_steps:
+        table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
+        table.add_row("stalled", f"{summary.stall_share:.1%} of the time")
     if summary.verify is not None:
         table.add_row("verify", verdict_text(summary.verify))
     paths = {"checkpoint": summary.checkpoint, "picture": summary.picture, "model": summary.model}
@@ -77,6 +71,18 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
     for note in summary.notes:
         table.add_row("note", Text(note))
     return table
+
+
+def _add_memory_rows(table: Table, summary: Summary) -> None:
+    for name in TIERS:
+        if summary.peak_bytes.get(name, 0) or summary.budget_bytes.get(name):
+            table.add_row(f"{name.upper()} peak, model data", _peak_text(summary, name))
+    non_model_bytes = summary.peak_non_model_bytes
+    measured = "not measured" if non_model_bytes is None else format_bytes(non_model_bytes)
+    table.add_row("activations and temporaries, peak", measured)
+    for link in LINKS:
+        if summary.link_bytes.get(link, 0):
+            table.add_row(_LINK_NAMES[link], format_bytes(summary.link_bytes[link]))
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -111,10 +117,11 @@ def _peak_text(summary: Summary, name: str) -> str:
 
 
 def _steps_text(summary: Summary) -> str:
-    count = summary.last_step - summary.first_step
+    if not summary.trained_steps:
+        return nothing_left(summary.last_step)
     resumed = f", resumed after {summary.first_step}" if summary.first_step else ""
     ended = ", interrupted" if summary.interrupted else ""
-    return f"{count} in {duration_text(summary.seconds)}{resumed}{ended}"
+    return f"{summary.trained_steps} in {duration_text(summary.seconds)}{resumed}{ended}"
 
 
 PLOT_HINT = "no picture of memory per tier: pip install 'gemini-runtime[plot]' draws it next time"

@@ -89,6 +89,11 @@ class Summary:
     notes: tuple[str, ...] = ()
     verify: Verdict | None = field(default=None)
 
+    @property
+    def trained_steps(self) -> int:
+        """Return how many steps this process trained; 0 if a resumed run had none left."""
+        return self.last_step - self.first_step
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for summary.json and ``--json``."""
         verdict = None if self.verify is None else self.verify.to_dict()

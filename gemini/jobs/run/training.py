@@ -281,7 +281,15 @@ class Training(Generic[EngineT]):
         self._progress.first_step = self._progress.last_step = self._saved_step = step
         for record in self._directory.read_metrics(step):
             self._progress.losses[record["step"] - 1] = float(record["loss"])
-        self._display.note(f"resumed after step {step}")
+        is_done = step == self._options.steps
+        self._display.note(
+            f"{nothing_left(step)}; give more --steps to go on" if is_done else f"resumed after step {step}"
+        )
+
+
+def nothing_left(step: int) -> str:
+    """Return what to say of a resumed run that had no steps left."""
+    return f"nothing left to train: {step} steps are done"
 
 
 def _is_list_of(values: object, kind: type) -> TypeGuard[list[Any]]:
