@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "check",
-        help="show what this machine and this build have, and what is missing",
+        help="show what this machine has, and what is missing",
         description="Show versions, compiled parts, CPU, memory, I/O and GPU, and what would add the rest.",
     )
     parser.add_argument(

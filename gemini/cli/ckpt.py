@@ -125,7 +125,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``ckpt`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "ckpt",
-        help="inspect, verify and convert checkpoints",
+        help="list, verify or convert the contents of a checkpoint",
         description="Look at checkpoints, verify them, and write them in other formats.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,

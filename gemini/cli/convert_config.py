@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``convert-config`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "convert-config",
-        help="print our call for a configuration of DeepSpeed or Accelerate",
+        help="print our call for a DeepSpeed or Accelerate config",
         description="Print the call that a configuration becomes, and name each key that has no equivalent.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -139,37 +139,42 @@ COMMANDS: dict[str, AddParser] = {
     "benchmark": mode_speeds.add_parser,
 }
 
+DESCRIPTION = """\
+Train PyTorch models that do not fit in memory. Parameters, gradients and
+optimizer states live on tiers (DEVICE, HOST, DISK), each with a budget in bytes.
+"""
 EPILOG = """\
 start here:
-  gemini check                         what this machine and this build have, and what is missing
+  gemini check
   gemini plan gpt2 --device-bytes 1GiB --disk-dir .
-                                       will it fit, how long is a step, what bounds it
   gemini train --device-bytes 64MiB --disk-dir .
-                                       train a GPT on Python's own sources in 64 MiB of memory
-  gemini train --help                  every option, with its unit and default
+      trains on Python's own sources, in 64 MiB of memory
   gemini finetune --model DIR --data chats.jsonl --output out/tuned
-                                       fine-tune a checkpoint of Hugging Face within budgets
-  gemini run --nproc-per-node 4 train.py
-                                       a program on four ranks; --host a,b for two machines
-  gemini ckpt verify out/run           inspect, verify and convert its checkpoints
-  gemini convert-config ds_config.json our call for a configuration of DeepSpeed or Accelerate
-  gemini trace --device-bytes 64MiB --disk-dir .
-                                       see where the time of its steps goes, as a page for any browser
-  gemini simulate --help               what a recorded step would take elsewhere
-  gemini benchmark --gpus 4            the modes of tensor parallelism over 4 GPUs, or 4 processes
-  gemini bench --help                  measure on this machine (installed by itself: pip install ./benchmarks)
+  gemini COMMAND --help
+      shows every option with its unit and default, and more examples
 
+gemini bench is a package of its own: pip install ./benchmarks in a checkout.
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for the indent of commands, so that the longest name has its help beside it."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Measure ``action``."""
+        super().add_argument(action)
+        if isinstance(action, argparse._SubParsersAction):
+            self._action_max_length += self._indent_increment
 
 
 def build_parser(added: Mapping[str, AddParser] | None = None) -> argparse.ArgumentParser:
     """Return the parser of the whole command, with ``added`` commands after its own."""
     parser = CommandParser(
         prog="gemini",
-        description="Train PyTorch models several times larger than the memory they are allowed.",
+        description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"gemini {build_info()['version']}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "benchmark",
-        help="compare the modes of tensor parallelism on this machine",
+        help="time the modes of tensor parallelism on this machine",
         description="Run an MLP over N ranks of this machine in every mode of tensor parallelism that goes "
         "over N: 1d, 2d, 2.5d of each depth, 3d.",
         epilog=EPILOG,

@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``plan`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "plan",
-        help="say whether a model will fit, how long a step takes and what bounds it",
+        help="say if a model fits, and how long a step takes",
         description="Rehearse one training step of a model without its weights, and say: does it fit these "
         "budgets, the largest batch, peaks per tier, the time of a step and what it is spent on, how many "
         "tokens hide the transfers, what a drive loses, and the settings to copy.",

@@ -47,7 +47,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``run`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "run",
-        help="run a program on several ranks, on one machine or over ssh on more",
+        help="run your program on several ranks, here or over ssh",
         description="Start a program on every rank of a run with torchrun, on this machine or several, and "
         "end all ranks when one fails.",
         epilog=EPILOG,

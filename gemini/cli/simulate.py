@@ -45,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``simulate`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "simulate",
-        help="what a recorded step would take with other budgets, links or policies",
+        help="print the time of a recorded step under other budgets",
         description="Run the runtime's decisions for a recorded iteration against a model of time.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,

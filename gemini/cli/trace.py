@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``trace`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "trace",
-        help="record real training steps and show where their time goes",
+        help="record training steps as a page that shows their times",
         description="Record what happens in real training steps: every operator, what it waited for, every "
         "transfer, the fill of every tier. The training is that of `gemini train`, or a script of your own.",
         epilog=EPILOG,

@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``train`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "train",
-        help="train a GPT on text within byte budgets",
+        help="train a GPT on your text within byte budgets",
         description="Train a decoder-only GPT on bytes of real text, in as much memory as you allow. "
         "Parameters, gradients and optimizer states live on three tiers (DEVICE, HOST, DISK) so that every "
         "operator finds its operands; the numbers are those of a run without any budget.",

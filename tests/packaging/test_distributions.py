@@ -52,6 +52,16 @@ def test_an_installed_command_is_listed_and_runs(capsys: pytest.CaptureFixture[s
     assert main(["hello", "--code", "7"]) == 7
 
 
+def test_help_has_one_line_per_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = printed_help(capsys).splitlines()
+    listed = lines[lines.index("  COMMAND") + 1 : lines.index("start here:") - 1]
+    assert [line.split()[0] for line in listed][: len(COMMANDS)] == list(COMMANDS)
+    assert all(re.fullmatch(r"    [\w-]+ +\w.*", line) for line in listed)
+
+
 @pytest.mark.usefixtures("installed")
 def test_a_command_that_cannot_be_loaded_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     assert "broken" not in printed_help(capsys)
