@@ -12,8 +12,7 @@ export PYTHON
 
 DEMO_STEPS ?= 40
 DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-checkpointing \
-             --steps $(DEMO_STEPS) --device-bytes 80MiB --host-bytes 0 --disk-dir demo-output/disk \
-             --checkpoint demo-output/run --overwrite --verify
+             --steps $(DEMO_STEPS) --device-bytes 80MiB --host-bytes 0
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 
@@ -23,8 +22,7 @@ setup:
 	@scripts/setup.sh
 
 demo: setup
-	@mkdir -p demo-output/disk
-	.venv/bin/gemini train $(DEMO_ARGS)
+	@scripts/demo.sh $(DEMO_ARGS)
 
 check: setup
 	@scripts/check.sh fast

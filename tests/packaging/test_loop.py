@@ -1,9 +1,12 @@
-"""The tools of the loop: pairs of parameters, the choice of tests by change, the reasons of dear cases."""
+"""The tools of the loop: pairs of parameters, tests chosen by change, reasons of dear cases; and the demo."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +17,39 @@ from pairs import pairs
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import affected
+
+GEMINI = """#!/bin/sh
+echo "$@" >> calls
+mkdir -p demo-output/run/checkpoint/step-00000002$PARTIAL
+touch demo-output/run/checkpoint/step-00000002$PARTIAL/seal.json
+exit $CODE
+"""
+
+
+def test_demo_continues_a_stopped_run_with_the_same_options_only(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "demo.sh", tmp_path / "scripts")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    program = tmp_path / ".venv" / "bin" / "gemini"
+    program.write_text(GEMINI)
+    program.chmod(0o755)
+
+    def demo(code: int, steps: str = "40", partial: str = "") -> tuple[str, str]:
+        command = [str(tmp_path / "scripts" / "demo.sh"), "--steps", steps]
+        environ = {**os.environ, "CODE": str(code), "PARTIAL": partial}
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True)
+        assert ended.returncode == code, ended.stderr
+        return (tmp_path / "calls").read_text().splitlines()[-1].split()[-1], ended.stdout
+
+    how, said = demo(130, partial=".partial")  # killed within its first save
+    assert (how, "1 to 3 minutes on two cores" in said) == ("--overwrite", True)
+    assert demo(130)[0] == "--overwrite"  # nothing complete was saved
+    how, said = demo(130)
+    assert (how, "Going on" in said) == ("--resume", True)
+    assert demo(130, steps="10")[0] == "--overwrite"
+    assert demo(0, steps="10")[0] == "--resume"
+    assert demo(1, steps="10")[0] == "--overwrite"
+    assert demo(0, steps="10")[0] == "--overwrite"  # a verdict ended the one before
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (2, 3, 2), (4, 4, 3), (2, 2, 3, 2, 2)])
