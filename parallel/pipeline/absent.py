@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
@@ -15,15 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.containers import (
+    CONTEXT,
     Path,
     SharedContents,
     collections_in,
+    containers_in_context,
     left_in,
     look_up,
     members_of,
+    nested_in,
     plain_values,
     put,
     replace_tensors,
@@ -56,7 +61,8 @@ class FirstBlock(BaseException):
 
 class Taken(NamedTuple):
     """What a stage is sent: ``places`` of the values that its first block is called with, and how many those
-    are; and tensors in attributes of the model, which blocks leave there (``held``)."""
+    are; and tensors in attributes of the model and in context variables, which blocks leave there
+    (``held``)."""
 
     places: tuple[int, ...] = ()
     among: int = 0
@@ -96,6 +102,8 @@ class Passage:
         # Modules around the blocks, and lists and the like in any module, by names: tensors in them travel.
         self.holders: dict[str, nn.Module] = {}
         self.containers: dict[tuple[str, str], Any] = {}
+        # What context variables held when the pass began, by the ids of these tensors.
+        self._held_before: dict[int, torch.Tensor] = {}
         self._takes: Taken | None = None
         self._gives = Taken()
         self._received: Sequence[torch.Tensor] = ()
@@ -149,6 +157,7 @@ class Passage:
         self._takes, self._received, self._gives = takes, received, gives
         self.has_entered, self.runs, self.trains = False, True, torch.is_grad_enabled()
         self.device, self._draws = device_of(batch) or self.device, draws
+        self._held_before = {id(value): value for _, value in self._in_context()}
         try:
             with (
                 nullcontext() if draws is None else drawn(draws.around, self.device),
@@ -161,6 +170,7 @@ class Passage:
         finally:
             self._received, self.runs = (), False
             self._known.clear()
+            self._held_before.clear()
 
     def replaced(self, name: str, values: Sequence[Any]) -> list[Any]:
         """Return what the block ``name`` is called with: what was received in the place of what stands for
@@ -188,6 +198,7 @@ class Passage:
             )
         given = [values[place] for place in self._gives.places]
         given += [self.arrived_for(self._held(name, path)) for path in self._gives.held]
+        self._refuse_unknown_there(name, given)
         if any(map(self.placeholders.stands_for, given)):
             raise ConfigError(
                 f"what {name!r} of the next stage is called with is made of something that a stage before "
@@ -196,6 +207,24 @@ class Passage:
                 "stage); have the blocks pass it on, or train without pp"
             )
         return tuple(given)
+
+    def _refuse_unknown_there(self, name: str, given: Sequence[torch.Tensor]) -> None:
+        """Raise ConfigError where blocks have put more into context variables than the next stage, which has
+        only run them on ``meta``, has found there."""
+        known = {id(each) for each in given}
+        for path, value in self._in_context():
+            if id(value) in self._held_before or {id(value), id(self.arrived_for(value))} & known:
+                continue
+            raise ConfigError(
+                f"{worded(path)} holds a tensor where {name!r} of the next stage begins, and that stage does "
+                "not know of it: a block decides on values, and does not run on 'meta'. Have blocks return "
+                "it and take it as an argument, or train without pp"
+            )
+
+    def _in_context(self) -> Iterator[tuple[Path, torch.Tensor]]:
+        """Yield the tensors in context variables, in all their places."""
+        for owner_and_key, value in containers_in_context().items():
+            yield from tensors_in(value, owner_and_key, set(), once=False)
 
     def _held(self, name: str, path: Path) -> torch.Tensor:
         value = look_up(self._holder(path), path)
@@ -211,35 +240,45 @@ class Passage:
         owner, key = str(path[0]), str(path[1])
         if owner in self.holders:
             return self.holders[owner].__dict__
-        return {key: self.containers.get((owner, key))}
+        containers = containers_in_context() if owner == CONTEXT else self.containers
+        return {key: containers.get((owner, key))}
 
     def held(self) -> dict[Path, torch.Tensor]:
-        """Return the placeholders in attributes of the model, by where they are."""
-        seen: set[int] = set()
+        """Return the placeholders in attributes of the model, and what the pass has put into context
+        variables, by where they are."""
         found: dict[Path, torch.Tensor] = {}
+        for path, value in self._in_attributes(once=True):
+            if self.placeholders.stands_for(value):
+                found[path] = value
+        known = {id(value) for value in found.values()}
+        for path, value in self._in_context():
+            if id(value) not in self._held_before and id(value) not in known:
+                known.add(id(value))
+                found[path] = value
+        return found
+
+    def _in_attributes(self, *, once: bool) -> Iterator[tuple[Path, torch.Tensor]]:
+        """Yield the tensors in attributes of the model, and in what these hold."""
+        seen: set[int] = set()
         roots = [(name, here.__dict__) for name, here in self.holders.items()]
         roots += [(owner, {key: value}) for (owner, key), value in self.containers.items()]
         for owner, attributes in roots:
-            for path, value in tensors_in(attributes, (owner,), seen):
-                if self.placeholders.stands_for(value):
-                    found[path] = value
-        return found
+            yield from tensors_in(attributes, (owner,), seen, once=once)
 
     def _enter(self, name: str, values: Sequence[Any]) -> None:
         self.has_entered = True
         if self._takes is None:
             raise FirstBlock(name, values, self.held())
         inside = self._draws.inside if self._draws is not None else None
-        count = len(self._takes.places)
         stands = [values[place] for place in self._takes.places]
         stands += [self._held(name, path) for path in self._takes.held]
-        for index, (value, tensor) in enumerate(zip(stands, self._received, strict=True)):
+        for value, tensor in zip(stands, self._received, strict=True):
             self._known[id(value)] = (value, tensor)
             if self.trains:
                 setattr(value, ARRIVED, Arrived(tensor, name, inside))
-            if index >= count:
-                path = self._takes.held[index - count]
-                put(self._holder(path), path, tensor)
+        for path, value in [*self._in_attributes(once=False), *self._in_context()]:
+            if id(value) in self._known:
+                put(self._holder(path), path, self._known[id(value)][1])
         if self._draws is not None:
             self._in_blocks.enter_context(drawn(self._draws.inside, self.device))
 
@@ -269,6 +308,14 @@ def device_of(values: object) -> torch.device | None:
 
 
 _KEPT_ANSWERS = 64  # by the shapes of what is asked
+# Of a module: what it calls around its forward pass, and how.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 class _OfKind:
@@ -294,6 +341,18 @@ def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None)
         memo[id(param)] = nn.Parameter(values, requires_grad=False)
     memo.update((id(buffer), torch.empty_like(buffer, device="meta")) for buffer in model.buffers())
     return copy.deepcopy(model, memo)
+
+
+def _pairs_in_context() -> list[tuple[Any, Any]]:
+    """Return what context variables hold, each as its own copy."""
+    return [(each, each) for value in containers_in_context().values() for each in nested_in(value)]
+
+
+def _collectors() -> str:
+    """Return what tells passes apart whose blocks put other things into context variables."""
+    held = containers_in_context().items()
+    found = [(name, list(value) if isinstance(value, dict) else None) for (_, name), value in held]
+    return str(sorted(found, key=str)) if found else ""
 
 
 def _keep_own(name: str) -> Callable[[Any, Any], None]:
@@ -371,6 +430,38 @@ class Absent(_OfKind, nn.Module):
             self._inner[name] = (Absent(f"{self._name}.{name}", module, self._passage, self._pairs),)
         return self._inner[name][0]
 
+    def stand_ins(self) -> Iterator[Absent]:
+        """Yield this, and what stands for modules in it."""
+        yield self
+        for (inner,) in self._inner.values():
+            yield from inner.stand_ins()
+
+    def hooks(self) -> list[Any]:
+        """Return the hooks that were registered on what stands for a module, those around forward()."""
+        return [self.__dict__[kind] for kind in _HOOKS]
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Have the modules in the outline run hooks that a forward pass has registered on what stands for
+        them, as one that collects what its modules return does the first time. Several stages share an
+        outline, each with hooks of its own."""
+        changed: list[tuple[dict[str, Any], str, Any]] = []
+        try:
+            for inner in self.stand_ins():
+                if inner is self or not inner._has_hooks():
+                    continue
+                for kind, own in zip(_HOOKS, inner.hooks(), strict=True):
+                    place = inner.outline.__dict__
+                    changed.append((place, kind, place[kind]))
+                    place[kind] = OrderedDict({**place[kind], **own})
+            yield
+        finally:
+            for place, kind, before in changed:
+                place[kind] = before
+
+    def _has_hooks(self) -> bool:
+        return any(self.hooks())
+
     def _shown(self, name: str) -> dict[str, Any]:
         """Return the module's own modules, parameters or buffers, as what stands for them, within
         a forward pass and a criterion, which may add up all weights; else nothing."""
@@ -410,12 +501,12 @@ class Absent(_OfKind, nn.Module):
         if outline.training != passage.is_training:
             for module in outline.modules():
                 module.training = passage.is_training
-        key = f"{method} {outline.training} {_shapes(args, kwargs)}"
+        key = f"{method} {outline.training} {_shapes(args, kwargs)} {_collectors()}"
         device = device_of((args, kwargs)) or passage.device
         answer = self._answers.get(key)
         if answer is None:
             answer, is_same_each_time = self._run_outline(args, kwargs, method, device)
-            if is_same_each_time:
+            if is_same_each_time and not any(inner._has_hooks() for inner in self.stand_ins()):
                 if len(self._answers) >= _KEPT_ANSWERS:
                     self._answers.clear()
                 self._answers[key] = answer
@@ -425,7 +516,8 @@ class Absent(_OfKind, nn.Module):
     def runs_on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Say whether other stages can run the module without its weights, and know what it leaves."""
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
-        shared, counters = SharedContents(self._pairs, _on_meta), plain_values([self._held[0]])
+        shared = SharedContents([*self._pairs, *_pairs_in_context()], _on_meta)
+        counters = plain_values([self._held[0]])
         try:
             self._run(self._held[0], there_args, there_kwargs, shared)
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
@@ -447,6 +539,10 @@ class Absent(_OfKind, nn.Module):
             kind = type(here).__name__
             members = members_of(here).items()
             found |= {(index, f"a {kind} of the model, at {key!r}"): value for key, value in members}
+        for index, (here, _) in enumerate(_pairs_in_context()):
+            for key, value in members_of(here).items():
+                if not isinstance(value, torch.Tensor):  # those are compared where the stage ends
+                    found[len(self._pairs) + index, f"a context variable, at {key!r}"] = value
         return found
 
     @torch.no_grad()
@@ -465,7 +561,7 @@ class Absent(_OfKind, nn.Module):
                 )
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
         given = zip(collections_in((args, kwargs)), collections_in((there_args, there_kwargs)), strict=True)
-        shared = SharedContents([*self._pairs, *given], _on_meta)
+        shared = SharedContents([*self._pairs, *_pairs_in_context(), *given], _on_meta)
         shared.note(tree_leaves((args, kwargs)), tree_leaves((there_args, there_kwargs)))
         call = getattr(self._held[0], method) if method else self._held[0]
         counters = plain_values([self._held[0]])
@@ -482,15 +578,16 @@ class Absent(_OfKind, nn.Module):
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedContents
     ) -> Any:
         """Run the outline; inputs of another type, which a wrapper casts before they get here, are cast."""
-        try:
-            return call(*args, **kwargs)
-        except RuntimeError:
-            dtype = next((p.dtype for p in self._held[0].parameters() if p.is_floating_point()), None)
-            if dtype is None:
-                raise
-            shared.begin_again()
-            args, kwargs = replace_tensors((args, kwargs), lambda value: _cast(value, dtype))
-            return call(*args, **kwargs)
+        with self._hooked():
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError:
+                dtype = next((p.dtype for p in self._held[0].parameters() if p.is_floating_point()), None)
+                if dtype is None:
+                    raise
+                shared.begin_again()
+                args, kwargs = replace_tensors((args, kwargs), lambda value: _cast(value, dtype))
+                return call(*args, **kwargs)
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return what has the form of the output, where the module does not run on ``meta``."""
@@ -527,14 +624,17 @@ def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
 class Present(_OfKind, nn.Module):
     """Stands before a block of the stage itself, and calls it with what the stage has received. Outside of
     the block, so that computing it again in backward does not run this, unless the model itself calls
-    checkpoint() around it."""
+    checkpoint() around it. Within a pass it shows what is in the block as its own, and a hook that is
+    registered on it is one of the block."""
+
+    block: nn.Module
 
     def __init__(
         self, name: str, block: nn.Module, passage: Passage, *, is_last: bool, elsewhere: Absent | None = None
     ) -> None:
         """``is_last``: of the stage. ``elsewhere``: what stands for the block on stages behind this one."""
         super().__init__()
-        self.block = block
+        self.__dict__["block"] = block
         self._name, self._passage, self._is_last, self._taken_for = name, passage, is_last, type(block)
         self._elsewhere = (elsewhere,)  # in a tuple: it is no submodule
         self._is_known_elsewhere: dict[bool, bool] = {}  # by whether the block trains
@@ -545,9 +645,28 @@ class Present(_OfKind, nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "block" not in self.__dict__.get("_modules", {}):
+            if "block" not in self.__dict__:
                 raise
-        return getattr(self._modules["block"], name)
+        return getattr(self.block, name)
+
+    def _shown(self, name: str) -> dict[str, Any]:
+        """Return the block as the only module, or, where the model looks, what it has itself."""
+        if "block" in self.__dict__ and self._passage.shows:
+            return dict(getattr(self.block, name))
+        return {"block": self.block} if name == "_modules" and "block" in self.__dict__ else {}
+
+    # What torch's modules() and parameters() read.
+    _modules = property(partial(_shown, name="_modules"), _keep_own("_modules"))
+    _parameters = property(partial(_shown, name="_parameters"), _keep_own("_parameters"))
+    _buffers = property(partial(_shown, name="_buffers"), _keep_own("_buffers"))
+
+    def register_forward_hook(self, *args: Any, **options: Any) -> RemovableHandle:
+        """Register a hook of the block, which is called with what arrived."""
+        return self.block.register_forward_hook(*args, **options)
+
+    def register_forward_pre_hook(self, *args: Any, **options: Any) -> RemovableHandle:
+        """See :meth:`register_forward_hook`."""
+        return self.block.register_forward_pre_hook(*args, **options)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block.

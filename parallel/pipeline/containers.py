@@ -1,9 +1,12 @@
-"""Lists, dicts and objects of a model into which its modules put tensors, beside what they return."""
+"""Lists, dicts and objects into which the modules of a model put tensors, beside what they return: those of
+the model, and those that a forward pass has in context variables.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextvars import copy_context
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,10 +14,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from gemini.errors import ConfigError
+
 # (name of a module, attribute, then keys; of a list (index, length), of an attribute of an object its name)
 Path = tuple[Any, ...]
 _OF_MODULES = frozenset(nn.Module().__dict__) | {"named_parameters"}
 _COLLECTIONS = (list, dict, deque)
+CONTEXT = "context variables"  # the owner of what they hold, in paths
 _NO_OBJECTS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
@@ -28,12 +34,16 @@ def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def tensors_in(value: Any, path: Path, seen: set[int], depth: int = 5) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors in the attributes of a module, and in lists and dicts there, each once."""
+def tensors_in(
+    value: Any, path: Path, seen: set[int], depth: int = 5, *, once: bool = True
+) -> Iterator[tuple[Path, torch.Tensor]]:
+    """Yield the tensors in the attributes of a module, and in lists and dicts there, each ``once`` or in all
+    its places."""
     if isinstance(value, torch.Tensor):
         if id(value) not in seen:
-            seen.add(id(value))
             yield path, value
+            if once:
+                seen.add(id(value))
         return
     if depth == 0 or (len(path) > 1 and id(value) in seen):
         return
@@ -46,7 +56,7 @@ def tensors_in(value: Any, path: Path, seen: set[int], depth: int = 5) -> Iterat
     if members:
         seen.add(id(value))
     for key, member in members:
-        yield from tensors_in(member, (*path, key), seen, depth - 1)
+        yield from tensors_in(member, (*path, key), seen, depth - 1, once=once)
 
 
 def look_up(attributes: Mapping[str, Any], path: Path) -> Any:
@@ -128,6 +138,45 @@ def restore_plain_values(
                 owner[key[1]] = value
             else:
                 setattr(owner, key[1], value)
+
+
+# -- in context variables ------------------------------------------------------------------------------------
+
+
+def containers_in_context() -> dict[tuple[str, str], Any]:
+    """Return the lists, dicts and objects that context variables hold, by the names of these: hooks of blocks
+    collect there what the model returns beside its output, as those of transformers do.
+
+    Raises:
+        ConfigError: two variables of one name have tensors: stages could not tell them apart.
+    """
+    found: dict[tuple[str, str], Any] = {}
+    for variable, value in copy_context().items():
+        if not isinstance(value, _COLLECTIONS) and attributes_of(value) is None:
+            continue
+        key = (CONTEXT, variable.name)
+        both = [each for each in (found.get(key), value) if each is not None and _has_tensors(each)]
+        if len(both) > 1:
+            raise ConfigError(
+                f"two context variables are called {variable.name!r} and hold tensors, and stages find what "
+                "they hold by name; give them other names, or train without pp"
+            )
+        found[key] = both[0] if both else value
+    return found
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(True for _ in tensors_in(value, ("", ""), set()))
+
+
+def nested_in(value: Any, depth: int = 4) -> Iterator[Any]:
+    """Yield a list, dict or object, and those in it."""
+    is_list = isinstance(value, (list, deque))
+    if depth == 0 or (not is_list and attributes_of(value) is None):
+        return
+    yield value
+    for member in members_of(value).values():
+        yield from nested_in(member, depth - 1)
 
 
 # -- the same ones in the outline of a model -------------------------------------------------------------

@@ -29,7 +29,7 @@ from gemini.parallel.pipeline.stage import Stage
 
 T = TypeVar("T")
 
-_MOST = 64  # tensors that go from one stage to the next
+_MOST = 512  # tensors that go from one stage to the next
 _MOST_KINDS = 8  # of batches that differ in texts and numbers: a task has few names, and steps have many
 _AHEAD = 2  # actions whose inputs may be on their way
 _WORDS = {

@@ -113,11 +113,10 @@ def split(
     absent must not take part in collectives.
 
     Raises:
-        ConfigError: the model leaves out layers at random, or takes a loss from all of them.
+        ConfigError: the model leaves out layers at random.
     """
     family = family_of(model)
     _refuse_random_depth(model, units, family)
-    _refuse_router_losses(family)
     own = tuple(sorted(own))
     outline = outline if outline is not None else outline_of(model)
     names = tuple(model.state_dict(keep_vars=True))
@@ -183,17 +182,6 @@ def _refuse_random_depth(model: nn.Module, units: Units, family: Family) -> None
                 "stage of a pipeline would draw for itself; set layerdrop (encoder_layerdrop and "
                 "decoder_layerdrop) to 0 in the configuration before the model is built"
             )
-
-
-def _refuse_router_losses(family: Family) -> None:
-    """Raise ConfigError where a loss is added up of what the routers of all layers return: a stage has those
-    of its own layers."""
-    if family.router_loss:
-        raise ConfigError(
-            f"{family.router_loss} adds a loss of the routers of all its layers (config."
-            "output_router_logits), and a stage of a pipeline has its own layers alone; set it to False, "
-            "which trains without that loss, or train without pp"
-        )
 
 
 def _refuse_references(model: nn.Module, blocks: Iterable[str], around: Collection[str]) -> None:

@@ -5,6 +5,7 @@ that is run to look at it has not been run then: what the pass left on modules i
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -15,12 +16,18 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.absent import Absent, EndOfStage, FirstBlock, Passage, Present, Taken
-from gemini.parallel.pipeline.containers import Path, plain_values, restore_plain_values
+from gemini.parallel.pipeline.containers import (
+    Path,
+    containers_in_context,
+    nested_in,
+    plain_values,
+    restore_plain_values,
+)
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.system.device import current_device
 
 _LARGEST_BYTES = 2**23  # larger tensors are taken for tables, which forward passes only read
-_COLLECTIONS = (list, dict, set)
+_COLLECTIONS = (list, dict, set, deque, OrderedDict)
 
 
 @contextmanager
@@ -75,8 +82,9 @@ def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 def _fill(collection: Any, members: Any) -> None:
     """Have a list, dict or set hold ``members`` again, the very same objects."""
-    if isinstance(collection, list):
-        collection[:] = members
+    if isinstance(collection, (list, deque)):
+        collection.clear()
+        collection.extend(members)
     elif isinstance(collection, dict):
         _put_back(collection, members)
     else:
@@ -234,14 +242,21 @@ class Stage:
         devices = [device] if (device := current_device()).type == "cuda" else []
         followed = {place: dict(seen) for place, seen in self._followed.items()}
         self._is_looked_at = True
+        absent = [each for each in self.tree.modules() if isinstance(each, Absent)]
         modules, held = self._own_modules(), list(self.passage.containers.values())
-        classes = [self.tree, *(each.outline for each in self.tree.modules() if isinstance(each, Absent))]
+        held += [each for value in containers_in_context().values() for each in nested_in(value)]
+        held += [hooks for each in absent for inner in each.stand_ins() for hooks in inner.hooks()]
+        known = {id(inner) for each in absent for inner in each.stand_ins()}
+        classes = [self.tree, *(each.outline for each in absent)]
         counters = plain_values(classes)
         with torch.no_grad(), torch.random.fork_rng(devices), unchanged(modules, held):
             try:
                 yield
             finally:
                 restore_plain_values(classes, counters)
+                for inner in [inner for each in absent for inner in each.stand_ins()]:
+                    for hooks in inner.hooks() if id(inner) not in known else ():
+                        hooks.clear()
                 self._followed, self._is_looked_at = followed, False
 
     def _follow(self) -> None:

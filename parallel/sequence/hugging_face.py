@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import itertools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.families import Family, Loss, Positions, family_of
 from gemini.parallel.sequence.attention import SequenceAttention
-from gemini.parallel.sequence.wrapped import complete_calls
+from gemini.parallel.sequence.wrapped import Complete, complete_calls
 
 _NUMBERS = itertools.count()
 _WITHOUT = "train it with whole sequences (sp_size=1), over tp_size or pp_size"
@@ -40,12 +41,16 @@ def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
             f"{name} computes attention by itself, not by a function that can be replaced: {_WITHOUT}"
         )
     if family.router_loss:
-        raise ConfigError(
-            f"{name} takes a loss of the routers over all tokens (config.output_router_logits), and each "
-            "rank has a part of them; set it to False"
-        )
+        raise ConfigError(_takes_router_loss(model))
     if not cuts_blocks:
         _refuse_parts_of_batches(name, family)
+
+
+def _takes_router_loss(model: Any) -> str:
+    return (
+        f"{type(model).__name__} takes a loss of the routers over all tokens (output_router_logits, of its "
+        "configuration or its call), and each rank has a part of them; set it to False"
+    )
 
 
 def _refuse_parts_of_batches(name: str, family: Family) -> None:
@@ -87,8 +92,9 @@ def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: 
                 configs[id(config)] = copy.deepcopy(config, memo)
                 configs[id(config)]._attn_implementation = name
             module.config = configs[id(config)]
-    if not cuts_blocks:
-        complete_calls(model, partial(_complete, attention, model, family))
+    asked = partial(_refuse_router_loss, model, tuple(configs.values()))
+    complete = None if cuts_blocks else partial(_complete, attention, model, family)
+    complete_calls(model, partial(_completed, asked if attention.axis is not None else None, complete))
 
 
 def _attend(
@@ -163,6 +169,29 @@ def _is_at_the_end(padding: torch.Tensor) -> bool:
     """Say whether nothing that counts is behind what does not; ``padding``: (batch, length), True counts. On
     ``meta``, where there are no values, it is so."""
     return padding.is_meta or bool((padding[:, 1:] <= padding[:, :-1]).all())
+
+
+def _completed(
+    asked: Callable[..., None] | None,
+    complete: Complete | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a forward pass is called with, for one on parts."""
+    if asked is not None:
+        asked(args, kwargs)
+    return (args, kwargs) if complete is None else complete(args, kwargs)
+
+
+def _refuse_router_loss(
+    model: Any, configs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise ConfigError where a forward pass takes a loss of routers: its call and its configuration may ask
+    for one at any time."""
+    given = dict(zip(_parameters(model), args, strict=False)) | kwargs
+    asked = given.get("output_router_logits")
+    if asked or (asked is None and any(getattr(each, "output_router_logits", False) for each in configs)):
+        raise ConfigError(_takes_router_loss(model))
 
 
 def _complete(

@@ -31,7 +31,6 @@ from torch import distributed as dist
 
 from gemini import ConfigError, CPUAdam, StateError
 from gemini.parallel import Booster, HybridParallelPlugin
-from gemini.parallel.pipeline import choose_ranges, find_units, split
 from gemini.parallel.pipeline.batches import kind_of
 
 
@@ -305,7 +304,7 @@ def test_stages_draw_the_same_numbers_around_blocks_and_others_in_them(style: st
     assert len(set(drawn)) == len(drawn) == 2 * 4 * 5
 
 
-# -- 16 bits, and losses of all layers -----------------------------------------------------------------
+# -- 16 bits, and means over no tokens -------------------------------------------------------------------
 
 
 def _llama(precision: str, zero_stage: int, pp_size: int) -> list[float]:
@@ -335,17 +334,6 @@ def test_positions_that_rotate_have_the_type_that_stages_compute_in(precision: s
     (wanted,) = run_on_ranks(_llama, 1, precision, zero_stage, 1)
     for losses in run_on_ranks(_llama, 2, precision, zero_stage, 2):
         assert losses == wanted
-
-
-def test_a_loss_of_the_routers_of_all_layers_is_refused() -> None:
-    transformers = pytest.importorskip("transformers", reason="models of transformers")
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
-    config = transformers.MixtralConfig(vocab_size=37, **sizes, **heads, output_router_logits=True)
-    model = transformers.MixtralForCausalLM(config)
-    units = find_units(model)
-    with pytest.raises(ConfigError, match="set it to False"):
-        split(model, units, choose_ranges(model, units, 2), (0,))
 
 
 def _mean_without_tokens() -> float:

@@ -106,3 +106,25 @@ def _positions_of_padding() -> str:
 
 def test_positions_that_a_model_makes_of_padding_are_asked_for() -> None:
     assert all("makes position_ids of its input" in said for said in run_on_ranks(_positions_of_padding, 2))
+
+
+def _asked_for_later(cut: str, how: str) -> str:
+    model = build("MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 2})
+    sequence = parallelize_sequence(model, make_mesh(sp=2), cut=cut)
+    ids = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(1))
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    model(**(batch if cut == "blocks" else sequence.cut(batch)))
+    if how == "call":
+        batch["output_router_logits"] = True
+    else:
+        model.config.output_router_logits = True
+    try:
+        model(**(batch if cut == "blocks" else sequence.cut(batch)))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("cut", "how"), [("batch", "call"), ("blocks", "configuration"), ("blocks", "call")])
+def test_losses_of_routers_are_refused_whenever_they_are_asked_for(cut: str, how: str) -> None:
+    assert all("a loss of the routers" in said for said in run_on_ranks(_asked_for_later, 2, cut, how))
