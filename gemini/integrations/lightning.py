@@ -17,15 +17,18 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import (  # type: ignore[attr-defined, unused-ignore]
+    default_pg_timeout,
+)
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, Precision
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from gemini.checkpoint import CheckpointReader, load, save
 from gemini.checkpoint.directory import identity_of
-from gemini.errors import CheckpointError, ConfigError
+from gemini.errors import CheckpointError, ConfigError, OutOfBudgetError
 from gemini.integrations.whole_files import partial_of, written_whole
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
@@ -35,6 +38,7 @@ from gemini.runtime.config import GeminiConfig
 from gemini.system.durable import rename, restore
 from gemini.system.files import io_errors
 
+_DDP: Any = DDPStrategy  # to borrow of
 FOLDER = "gemini"
 REST = "lightning.ckpt"
 _NAME = "gemini_checkpoint"  # the one in the folder that belongs to the rest
@@ -138,7 +142,22 @@ def holds(value: Any, kind: type[Any]) -> bool:
     return any(holds(each, kind) for each in parts)
 
 
-class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
+class OutOfMemory(OutOfBudgetError, RuntimeError):
+    """A step lacks memory, in the words by which Lightning knows that: its batch size finder tries a smaller
+    batch then."""
+
+
+@contextmanager
+def _in_lightnings_words() -> Iterator[None]:
+    try:
+        yield
+    except OutOfBudgetError as error:
+        if isinstance(error, RuntimeError):
+            raise
+        raise OutOfMemory(f"{error} (as CUDA says it: out of memory)") from error
+
+
+class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
     """Trains a LightningModule in chunks, with the numbers of an unmanaged one, on one process or several.
 
     The module is managed in place when the Trainer sets it up, after ``precision`` has converted it, and
@@ -159,6 +178,19 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     strategy_name = "gemini"
 
+    # How processes meet and talk is as DDPStrategy has it. This is none: Lightning takes all of its kind for
+    # distributed, and refuses one process what it offers to one (the batch size finder).
+    num_nodes, num_processes = _DDP.num_nodes, _DDP.num_processes
+    root_device, process_group_backend = _DDP.root_device, _DDP.process_group_backend
+    distributed_sampler_kwargs = _DDP.distributed_sampler_kwargs
+    set_world_ranks, barrier = _DDP.set_world_ranks, _DDP.barrier
+    broadcast, reduce = _DDP.broadcast, _DDP.reduce
+    determine_ddp_device_ids, model_to_device = (
+        _DDP.determine_ddp_device_ids,
+        _DDP.model_to_device,
+    )
+    _get_process_group_backend = _DDP._get_process_group_backend
+
     def __init__(
         self,
         *,
@@ -173,8 +205,9 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
         )
+        self._num_nodes, self._start_method = 1, "popen"  # as DDPStrategy calls them
+        self._process_group_backend, self._timeout = process_group_backend, default_pg_timeout
         self._options = options
         self._optimizer_options = dict(gemini_optimizer or {})
         self._saved: Path | None = None
@@ -193,16 +226,22 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     # -- setting up ------------------------------------------------------------------------------
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return bool(self.num_processes * self.num_nodes > 1)
+
     def _configure_launcher(self) -> None:
         """Start the other processes, where there are to be some."""
-        if self.num_processes * self.num_nodes > 1:
-            super()._configure_launcher()
+        if self.is_distributed:
+            _DDP._configure_launcher(self)
 
-    def setup_distributed(self) -> None:
+    def setup_environment(self) -> None:
         """Join the other ranks; nothing where there are none."""
+        super().setup_environment()
         self.set_world_ranks()
         if self.world_size > 1:
-            super().setup_distributed()
+            _DDP.setup_distributed(self)
 
     def setup(self, trainer: Trainer) -> None:
         """Convert the module and manage it; then make the optimizers, whose states go into chunks."""
@@ -213,8 +252,6 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
                 "precision='16-mixed' scales gradients that are not in chunks; choose 'bf16-mixed', or leave "
                 "it out and give GeminiStrategy(mixed_precision='fp16')"
             )
-        if self.world_size == 1:  # it would shuffle other rows than those of an unmanaged run
-            trainer._accelerator_connector.use_distributed_sampler = False
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits and self._layer_sync is not None and "_gemini" not in vars(self._module):
             self.model = self._layer_sync.apply(self._module)
@@ -229,7 +266,9 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         handle = vars(self._module).get("_gemini")
         if handle is None:
             manage(self._module, device=self.root_device, **self._options)
-        elif self._options and handle.config != GeminiConfig.choose(None, **self._options):
+            return
+        handle.manager.shortage.forget()
+        if self._options and handle.config != GeminiConfig.choose(None, **self._options):
             raise ConfigError(
                 f"the module is managed already; leave the options {self._options!r} of GeminiStrategy out, "
                 "or call gemini.handle_of(module).release() before"
@@ -255,6 +294,12 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     # -- steps -----------------------------------------------------------------------------------
 
+    @_in_lightnings_words()
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward pass, and the update."""
+        return super().optimizer_step(*args, **kwargs)
+
+    @_in_lightnings_words()
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``training_step`` as a forward pass of the managed module; one that steps
         optimizers itself has such passes where it calls the module."""
@@ -264,16 +309,19 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
                 return step(*args, **kwargs)
             return self.handle.forward(step, args, kwargs)
 
+    @_in_lightnings_words()
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``validation_step`` as an evaluation of the managed module."""
         with self.precision_plugin.val_step_context():
             return self.handle.forward(self._module.validation_step, args, kwargs)
 
+    @_in_lightnings_words()
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``test_step`` as an evaluation of the managed module."""
         with self.precision_plugin.test_step_context():
             return self.handle.forward(self._module.test_step, args, kwargs)
 
+    @_in_lightnings_words()
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's ``predict_step`` as an evaluation of the managed module."""
         with self.precision_plugin.predict_step_context():
@@ -402,6 +450,7 @@ class GeminiStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into chunks, as hooks have left them; from a directory states, too, where there is an
         optimizer."""
+        self.handle.manager.shortage.forget()  # the batch size finder, which sought one, ends so
         state = checkpoint["state_dict"]
         if self._saved is None:
             super().load_model_state_dict(checkpoint, strict)

@@ -71,7 +71,7 @@ class Taker(Protocol):
 
 
 class Shortage:
-    """Takes from model data what other data lacks on DEVICE, for good. Not thread-safe.
+    """Takes from model data what other data lacks on DEVICE, until :meth:`forget`. Not thread-safe.
 
     Over several ranks it does nothing: their plans have to be alike.
     """
@@ -151,6 +151,13 @@ class Shortage:
             before,
             str(error).partition("\n")[0],
         )
+
+    def forget(self) -> None:
+        """Let model data take again what it took before the first shortage: what ran then will not run
+        again."""
+        if self.withheld_bytes:
+            self.withheld_bytes = 0
+            self._taker.withhold(0)
 
     def end_residence(self) -> None:
         """Let chunks leave DEVICE again. Graphs that were made while none could know nothing of that: their

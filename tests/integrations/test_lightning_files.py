@@ -15,7 +15,7 @@ import torch
 from hf_models import assert_same
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import AsyncCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.tuner import Tuner
 from lightning_runs import TIGHT, Classifier, loader, run, trainer
 
@@ -126,7 +126,7 @@ def test_a_save_that_fails_leaves_what_the_path_names(
     for _ in range(2):
         made, _, _ = run(tmp_path, managed=True, resume=tmp_path / "last.ckpt")
         with monkeypatch.context() as patched:
-            patched.setattr(DDPStrategy, "save_checkpoint", full)
+            patched.setattr(Strategy, "save_checkpoint", full)
             with pytest.raises(OSError, match="No space"):
                 made.save_checkpoint(tmp_path / "last.ckpt", weights_only=weights_only)
     _, got, _ = run(tmp_path, managed=True, max_epochs=1, resume=tmp_path / "last.ckpt")
