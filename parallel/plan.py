@@ -84,6 +84,10 @@ class Prediction(_Checked):
     ranks: tuple[RankPrediction, ...]
     sent_bytes: dict[str, int]
 
+    def of_rank(self, rank: int) -> dict[str, float]:
+        """Return what ``stats()`` has beside what it measured, on a rank along ``pp``."""
+        return {"step_seconds": self.step_seconds, "device_bytes": self.ranks[rank].device_bytes}
+
 
 @dataclass(frozen=True)
 class RunnerUp(_Checked):

@@ -242,6 +242,19 @@ def moments_of_step(manager: GeminiManager) -> list[dict[str, Any]]:
     ]
 
 
+def measured_step(manager: GeminiManager) -> dict[str, float]:
+    """Return what the last step took: ``step_seconds``, and ``device_bytes``, the most that its moments had
+    on DEVICE of model data and, as recorded, of non-model data. Empty before the first step has ended."""
+    seconds, trace = manager.clock.seconds, manager.trace
+    if seconds is None:
+        return {}
+    reserve = trace.non_model_bytes if trace is not None else ()
+    moments = enumerate(tuple(manager.order.timeline))
+    held = [each[1] + (reserve[place] if place < len(reserve) else 0) for place, each in moments]
+    now = manager.chunks.table.usage(_C.Tier.DEVICE)  # a resident model has no moments
+    return {"step_seconds": seconds, "device_bytes": max(held, default=now)}
+
+
 def _usage_of_tiers(table: _C.ChunkTable, loose: LooseBytes) -> dict[str, dict[str, int]]:
     """Return what is, was and may be on each tier, at one moment: looked at again while another thread trains
     that has changed it meanwhile."""
@@ -298,6 +311,8 @@ class ManagedModel:
         self.add_up: Callable[[], None] | None = None
         self.times_given_up = 0
         self._counted: dict[str, float] = {}
+        # What a plan expects of this rank, in the keys of measured_step(); None: no plan is run.
+        self.predicted: Mapping[str, float] | None = None
         self.manager.take_types(config.precision, self.storage.slots.values())
         self._first_passes = FirstPasses(module, config.precision)
         self.managed = ManagedParameters(module)
@@ -554,8 +569,12 @@ class ManagedModel:
     def stats(self, *, flat: bool = False, since_last: bool = False) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
         keys). ``flat``: one number per name, ``device/bytes``, as loggers take them. ``since_last``: traffic
-        and stalls since the last call with it, or since the beginning."""
+        and stalls since the last call with it, or since the beginning. Where a plan is run, what it has
+        ``"predicted"`` and what was ``"measured"`` in the last step."""
         stats = usage_and_traffic(self.storage, self.manager)
+        if self.predicted is not None:
+            stats["predicted"] = dict(self.predicted)
+            stats["measured"] = measured_step(self.manager)
         stats["small_state_bytes"] = sum(each.small_state_bytes for each in tuple(self.optimizers))
         if since_last:
             before, self._counted = self._counted, counters(stats)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -183,6 +184,33 @@ def drop_locals(error: BaseException) -> None:
         left += [one.__cause__, one.__context__]
 
 
+class StepClock:
+    """Measures steps by wall clock, each from its first training pass to the end of its update.
+
+    ``seconds``: those of the last whole step; None before the first one. On a GPU a step is over when its
+    last operator is on its way.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: float | None = None
+        self._begun: float | None = None
+
+    def begin(self) -> None:
+        """Begin a step, unless one is under way."""
+        if self._begun is None:
+            self._begun = time.perf_counter()
+
+    def end(self) -> None:
+        """End the step."""
+        if self._begun is not None:
+            self.seconds = time.perf_counter() - self._begun
+        self._begun = None
+
+    def abandon(self) -> None:
+        """Forget the step under way."""
+        self._begun = None
+
+
 class GeminiManager(Gate):
     """The memory manager of one model: the gate of its operators, and what its steps and evaluations do."""
 
@@ -202,6 +230,7 @@ class GeminiManager(Gate):
         self.sharding: Sharding | None = None  # over several ranks
         self.part: PartOfModel | None = None  # the model was cut before it was wrapped
         self.in_step = False  # a step that trains has begun and not ended
+        self.clock = StepClock()
         remember(self)
 
     def shard(self, sharding: Sharding) -> None:
@@ -290,6 +319,8 @@ class GeminiManager(Gate):
                 yield
             return
         outer = (self._following, self.phase)
+        if training:
+            self.clock.begin()
         if training and not self.in_step and not self.resident:
             if self._following is not None:  # a step that begins inside an evaluation ends its order
                 self.abandon()
@@ -358,12 +389,14 @@ class GeminiManager(Gate):
             self.order.resume(self.pending.all())
         else:
             self.in_step = False
+            self.clock.abandon()
             self.order.abandon()
 
     @shown_as("plan")
     def end_step(self) -> None:
         """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
         self.step += 1
+        self.clock.end()
         self.phase = FORWARD
         if self.raw_uses:
             self.raw.settle()

@@ -8,6 +8,7 @@ import pickle
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ def train(plan: ParallelPlan | Path) -> Trained:
         optimizer.step()
         found.losses.append(float(out["loss"]))
         found.norms.append(optimizer.get_grad_norm())
+    found.more = plugin.stats(model)
     parts = model.state_dict(keep_vars=True)
     found.weights = {name: value.detach().clone() for name, value in parts.items()}
     return found
@@ -76,9 +78,13 @@ def test_a_plan_trains_as_one_process_and_what_it_recomputes_changes_no_bit(
 ) -> None:
     plan = settings(layout, zero_stage=zero_stage, recompute=recompute)
     found, whole = run_on_ranks(train, 2, plan), train_whole(STEPS)
-    for rank in found:
+    for number, rank in enumerate(found):
         assert rank.losses == pytest.approx(whole.losses, rel=1e-5)
         assert rank.norms == pytest.approx(whole.norms, rel=1e-5)
+        assert rank.more["predicted"] == plan.predicted.of_rank(number if plan.layout.pp > 1 else 0)
+        assert 0 < rank.more["measured"]["step_seconds"] < 60
+        if zero_stage == 3:
+            assert 0 < rank.more["measured"]["device_bytes"] <= plan.budgets.device_bytes  # type: ignore[operator]
     assert equal(found, run_on_ranks(train, 2, replace(plan, recompute=())))
 
 
@@ -132,6 +138,35 @@ def test_a_disk_needs_its_directory_from_the_user(tmp_path: Path) -> None:
     boosted, *_ = Booster(plugin=plugin).boost(model)
     assert boosted.stats()["disk"]["budget_bytes"] == 2**24
     boosted.close()
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_what_was_measured_is_of_the_last_step_and_not_of_the_time_between(
+    zero_stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("gemini.runtime.manager.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    model = language()
+    plan = plan_for(model, zero_stage=zero_stage)
+    plugin = HybridParallelPlugin(plan=plan, **(CHUNKS if zero_stage == 3 else {}))
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, CPUAdam(model.parameters(), **ADAM))
+    assert plugin.stats(model)["measured"] == {}
+    for step in range(3):
+        loss = loss_of(model(batch_of(step)), batch_of(step))
+        now[0] += 1
+        optimizer.backward(loss)
+        now[0] += 2
+        optimizer.step()
+        now[0] += 4
+        with torch.no_grad():
+            model(batch_of(step))
+        now[0] += 8
+    measured = plugin.stats(model)["measured"]
+    assert measured["step_seconds"] == 3
+    if zero_stage == 3:
+        peaks = [each["device_bytes"] + each["non_model_bytes"] for each in model.timeline()]
+        assert measured["device_bytes"] == max(peaks)
+        assert model.stats(flat=True)["predicted/step_seconds"] == 1.5
 
 
 # -- blocks that recompute -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
+from gemini.model.handle import handle_of
 from gemini.parallel.booster import checkpoint as files
 from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, save_parts
 from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
@@ -53,6 +54,7 @@ from gemini.parallel.zero.options import parse_precision
 from gemini.placement import PlacementPolicy
 from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
 from gemini.runtime.intercept.nested import map_tensors
+from gemini.runtime.manager import StepClock
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -185,6 +187,8 @@ class HybridParallelPlugin(Plugin):
         self.parts: dict[int, Parts] = {}  # by the identity of boosted models
         self._pipelines: dict[int, Pipeline] = {}  # likewise
         self._sequences: dict[int, SequenceParallel] = {}  # likewise
+        # Likewise, of those without chunks: what a plan expects of a step, and what measures it.
+        self._watched: dict[int, tuple[dict[str, float], StepClock]] = {}
         self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
 
     @property
@@ -230,6 +234,7 @@ class HybridParallelPlugin(Plugin):
         if mesh is not None:
             group = mesh["dp"] if sequence is None else mesh.group("dp", "sp")
         boosted, updating, trained = wrap(model, optimizer, parts, group)
+        self._watch(boosted, updating)
         parts.refuse_as_whole(boosted)
         self.parts[id(boosted)] = parts
         if updating is not None:
@@ -256,6 +261,33 @@ class HybridParallelPlugin(Plugin):
                 "it out of the booster"
             )
         self.ranks.together(partial(plan.check, model, self.ranks.size), failure=ConfigError)
+
+    def _watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Have :meth:`stats` know what the plan expects of this rank, and measure its steps."""
+        if (plan := self._plan) is None:
+            return
+        axis = None if self.mesh is None else self.mesh.axis("pp")
+        predicted = plan.predicted.of_rank(0 if axis is None else axis.rank)
+        if isinstance(model, GeminiDDP):
+            handle_of(model).predicted = predicted
+            return
+        clock = StepClock()
+        self._watched[id(model)] = predicted, clock
+        model.register_forward_pre_hook(lambda *_: clock.begin() if torch.is_grad_enabled() else None)
+        if optimizer is not None:
+            optimizer.register_step_post_hook(lambda *_: clock.end())
+
+    def stats(self, model: nn.Module) -> dict[str, Any]:
+        """Return ``"predicted"`` and ``"measured"`` of the last step on this rank, where a plan is run: its
+        ``step_seconds``, and ``device_bytes``, the most on DEVICE (with ``zero_stage`` 0 to 2 predicted
+        alone). Those of a GeminiDDP are among its own ``stats()``, which are returned."""
+        if isinstance(model, GeminiDDP):
+            return model.stats()
+        if id(model) not in self._watched:
+            return {}
+        predicted, clock = self._watched[id(model)]
+        measured = {} if clock.seconds is None else {"step_seconds": clock.seconds}
+        return {"predicted": dict(predicted), "measured": measured}
 
     def _refuse_around(self, blocks: Sequence[str]) -> None:
         """Raise ConfigError where something around ``blocks`` is to be recomputed."""
@@ -395,6 +427,8 @@ class HybridParallelPlugin(Plugin):
         self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
     ) -> Executed:
         """Run a batch through a boosted model; see :meth:`Booster.execute_pipeline`."""
+        if id(model) in self._watched and torch.is_grad_enabled():
+            self._watched[id(model)][1].begin()
         if (sequence := self._sequences.get(id(model))) is not None:
             if criterion is not None:
                 criterion = mean_over_tokens(sequence, criterion)
