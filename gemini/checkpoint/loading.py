@@ -50,7 +50,7 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.model.handle import ManagedModel
 from gemini.model.weights import import_others
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import take_counts, write_state, write_state_range
+from gemini.optim.state_exchange import note_frozen, take_counts, write_state, write_state_range
 from gemini.runtime import write_range, write_values
 from gemini.system import rng
 from gemini.system.process import shown_as
@@ -405,7 +405,11 @@ def _load_small(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
     slots = optimizer.model.storage.slots
     optimizer.small.clear()
     optimizer.small.update(
-        {slots[name]: dict(state) for name, state in objects.get("small_states", {}).items()}
+        {
+            slots[name]: dict(state)
+            for name, state in objects.get("small_states", {}).items()
+            if slots[name].grad is not None
+        }
     )
 
 
@@ -442,16 +446,14 @@ def _check_model(
             f"{list(optimizer.state_names)}; load it with an optimizer of the kind that saved it, with its "
             "state_dtype and master_remainders; its state_dict() leads from those to others"
         )
-    slots = model.storage.slots
     _compare_arrays(checkpoint, manifest, optimizer)
-    frozen = [name for name in manifest["optimizer_steps"] if slots[name].grad is None]
-    if frozen:
-        raise CheckpointError(
-            f"{checkpoint} holds optimizer states of {frozen[0]!r} and {len(frozen) - 1} more parameters "
-            "that are frozen here and always were; unfreeze them before loading: param.requires_grad_(True)"
-        )
+    frozen = {name for name, slot in model.storage.slots.items() if slot.grad is None}
+    note_frozen(str(checkpoint), [name for name in manifest["optimizer_steps"] if name in frozen])
     saved, own = manifest["group_members"], contents.group_members(optimizer)
-    if saved != own:
+    # A group may lack what is frozen here.
+    if [[name for name in group if name not in frozen] for group in saved] != [
+        [name for name in group if name not in frozen] for group in own
+    ]:
         raise CheckpointError(
             f"{checkpoint} has parameter groups of {[len(group) for group in saved]} parameters, the "
             f"optimizer of {[len(group) for group in own]}, or in another order; build it as it was then"
@@ -462,7 +464,7 @@ def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: Ge
     """Raise CheckpointError where states were kept in a way that those here do not follow from. Floats are
     rounded to floats; codes belong to their scales, in the order in which memory has them."""
     slots = optimizer.model.storage.slots
-    for name in manifest["optimizer_steps"]:
+    for name in _states_wanted(manifest, optimizer):
         saved = arrays_of(manifest, name)
         own = {
             state.name: StateArray(state.dtype, state.per_block)
@@ -478,6 +480,12 @@ def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: Ge
             "memory; load it with the state_dtype and master_remainders that saved it: its "
             "state_dict() leads from one to another"
         )
+
+
+def _states_wanted(manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> list[str]:
+    """Return the parameters of which a checkpoint has states and that have a place for them."""
+    slots = optimizer.model.storage.slots
+    return [name for name in manifest["optimizer_steps"] if slots[name].grad is not None]
 
 
 def _compare(
@@ -542,7 +550,8 @@ def _load_weights(reader: CheckpointReader, model: ManagedModel, leave: frozense
 def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: GeminiOptimizer) -> None:
     """Copy the states that this rank has of each parameter into their chunks."""
     slots = model.storage.slots
-    counts = {slots[name]: int(count) for name, count in reader.manifest["optimizer_steps"].items()}
+    saved = reader.manifest["optimizer_steps"]
+    counts = {slots[name]: int(saved[name]) for name in _states_wanted(reader.manifest, optimizer)}
     take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):
         for state in optimizer.states_of(slot.group):

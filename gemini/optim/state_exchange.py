@@ -5,6 +5,7 @@ the first rank alone; read without losing a bit and without aliasing them.
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from gemini.optim.rule import ABSENT
 from gemini.optim.wrapped import hooks_set_aside
 from gemini.runtime import ManagedSlot, read_state
 from gemini.system.config import parse_bytes
+
+logger = logging.getLogger(__name__)
 
 # What torch's Adam takes and we do not, with the values that ask for nothing.
 TORCH_FLAGS = {
@@ -304,9 +307,27 @@ def checked_state(optimizer: ManagedOptimizer, state_dict: dict[str, Any]) -> Ch
         for slot, key in zip(slots, keys, strict=True)
         if any(value is not None for value in state_dict["state"].get(key, {}).values())
     }
+    frozen = [slot for slot in states if slot.grad is None]
+    for slot in frozen:
+        del states[slot]
     for slot, entry in states.items():
         _check_entry(optimizer, slot, entry)
+    note_frozen("the state", [slot.name for slot in frozen])
     return CheckedState(groups, states, state_dict.get("loss_scale"))
+
+
+def note_frozen(source: str, names: Sequence[str]) -> None:
+    """Warn that the states in ``source`` of parameters with these names, which never trained here, have no
+    place."""
+    if names:
+        more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        logger.warning(
+            "%s has optimizer states of %r%s, frozen here since wrapping: they are left out. To keep them, "
+            "call param.requires_grad_(True) before loading",
+            source,
+            names[0],
+            more,
+        )
 
 
 def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
@@ -370,11 +391,6 @@ def _checked_groups(optimizer: ManagedOptimizer, loaded: Sequence[dict[str, Any]
 
 
 def _check_entry(optimizer: ManagedOptimizer, slot: ManagedSlot, entry: dict[str, Any]) -> None:
-    if slot.grad is None:
-        raise ConfigError(
-            f"the state has an entry of {slot.name!r}, which is frozen here and always was; unfreeze it "
-            "before loading: param.requires_grad_(True)"
-        )
     if optimizer.rule.counts_steps:
         require_complete(entry, repr(slot.name))
         _check_count(slot, entry["step"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import same_bits
 import torch
 from arrivals_harness import tight
 from pairs import pairs
@@ -200,12 +201,78 @@ def test_checkpoints_from_before_and_after(tmp_path: Path) -> None:
     model.close()
 
     net, model, optimizer = wrap()
-    with pytest.raises(Exception, match="unfreeze them before loading"):
-        checkpoint.load(tmp_path / "after", model, optimizer)
     net[1].requires_grad_(True)
     checkpoint.load(tmp_path / "after", model, optimizer)
     assert_same(weights(model), want)
     model.close()
+
+
+def loaded(
+    path: Path, frozen: Callable[[nn.Sequential], Any], how: str, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[int, Any]]:
+    """Return the weights of a model that was trained, its masters, and the optimizer's state; ``frozen`` is
+    called before the model is wrapped. ``how``: to load into it first."""
+    net = stack().requires_grad_(True)
+    frozen(net)
+    params = [p for p in net.parameters() if p.requires_grad] if "less" in how else net.parameters()
+    with GeminiDDP(net, **options) as model:
+        optimizer = GeminiOptimizer(CPUAdam(params, lr=1e-2), model)
+        if "checkpoint" in how:
+            checkpoint.load(path / "saved", model, optimizer)
+        elif "states" in how:
+            model.load_state_dict(torch.load(path / "model"))
+            optimizer.load_state_dict(torch.load(path / "optimizer"))
+        else:
+            train(net, lambda *_: None, model, optimizer, 3)
+            checkpoint.save(path / "saved", model, optimizer)
+            torch.save(dict(model.state_dict()), path / "model")
+            torch.save(optimizer.state_dict(), path / "optimizer")
+        own = {name: param.detach().clone() for name, param in net.named_parameters()}
+        return own, dict(model.state_dict()), optimizer.state_dict()["state"]
+
+
+@pairs(
+    precision=["fp32", "bf16"],
+    how=["checkpoint", "states", "checkpoint, less in groups"],
+    one_bias=[False, True],
+)
+def test_what_trained_and_is_frozen_now_takes_its_trained_value(
+    precision: str, how: str, one_bias: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def freeze(net: nn.Sequential) -> None:
+        (net[1][0].bias if one_bias else net[1:3]).requires_grad_(False)
+
+    options = tight(tmp_path, 100, mixed_precision=precision)
+    _, masters, states = loaded(tmp_path, lambda net: None, "", **options)
+    own, found, kept = loaded(tmp_path, freeze, how, **options)
+    frozen = (
+        {"1.0.bias"} if one_bias else {f"{layer}.0.{name}" for layer in (1, 2) for name in ("weight", "bias")}
+    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for name, master in masters.items():
+        assert torch.equal(own[name], master.to(own[name].dtype)), name
+        assert torch.equal(found[name], master.to(dtype).float() if name in frozen else master), name
+    assert own["1.0.bias"].dtype == dtype
+    assert "1.0.bias" in caplog.text or not one_bias
+    assert "param.requires_grad_(True) before loading" in caplog.text
+    trained = [index for index, name in enumerate(masters) if name not in frozen]
+    if "less" in how:
+        same_bits.assert_same(kept, dict(enumerate(states[index] for index in trained)))
+    else:
+        same_bits.assert_same(kept, {index: states[index] for index in trained})
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "states"])
+def test_what_was_frozen_and_trains_now_begins_with_new_states(how: str, tmp_path: Path) -> None:
+    def freeze(net: nn.Sequential) -> None:
+        net[1:3].requires_grad_(False)
+
+    options = tight(tmp_path, 100, mixed_precision="bf16")
+    _, masters, states = loaded(tmp_path, freeze, "", **options)
+    _, found, kept = loaded(tmp_path, lambda net: None, how, **options)
+    assert_same(found, masters)
+    same_bits.assert_same(kept, states)
+    assert set(states) == {0, 1, 6, 7, 8, 9}
 
 
 def test_a_save_under_way_keeps_what_was(tmp_path: Path) -> None:
