@@ -133,7 +133,7 @@ class GeminiOptimizer(ManagedGroups):
         fp16 = model.config.precision == torch.float16
         several = model.peers is not None
         modes = {"clips": max_norm != 0, "counts": log_num_zeros_in_grad, "scales": fp16}
-        check_mode(overlap, **modes, several_ranks=several, shares=self.rule.shares)
+        check_mode(overlap, **modes, several_ranks=several, defers=self.rule.defers)
         super().__init__(optim.param_groups, optim.defaults)
         self.refuse_second_names()
         self.stand_for(optim)
@@ -461,8 +461,8 @@ class GeminiOptimizer(ManagedGroups):
         manager.shortage.twice(self.model.make_zeros)
         updates = self._chunk_updates(self.model.storage.trainable_groups())
         updated = {slot: None for update in updates for slot in update.steps}
+        self.rule.begin(self.param_groups)
         with self._completeness.change():
-            self.rule.begin(self.param_groups)
             for update in updates:
                 self._count(update)
             if self.overlap and self._in_backward is None and self.can_defer_updates:
@@ -506,7 +506,7 @@ class GeminiOptimizer(ManagedGroups):
         for group in groups:
             steps = {
                 slot: UpdateStep(
-                    hypers[slot], number.get(slot, 0) + 1, scale, small.get(slot), marks=marks[slot]
+                    hypers[slot], number.get(slot, 0) + 1, scale, small.get(slot), {}, *marks[slot]
                 )
                 for slot in group.slots
                 if slot.has_grad and slot in hypers

@@ -1,19 +1,37 @@
-"""LoneRule: an optimizer of which nothing is known, stepped over one parameter after another."""
+"""Rules for optimizers of which nothing is known: LoneRule steps over one parameter after another, PieceRule,
+where the user says that a step is element by element, over pieces.
+
+Their code may read anything until it has run, so no update waits for what comes after ``step()``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from gemini.chunk.chunk import StateSpec
-from gemini.errors import StateError
+from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import scaled
-from gemini.optim.rule import ABSENT, KeptAsNamed, Part
-from gemini.optim.shared_step import GroupSettings, Inseparable, SharedStep, deep_copied, refuse, refuse_marks
-from gemini.optim.trials import try_one_by_one
+from gemini.optim.rule import ABSENT, Independent, KeptAsNamed, Part, SteppedPart, refuse_loops
+from gemini.optim.shared_step import (
+    GroupSettings,
+    Inseparable,
+    SharedStep,
+    Shown,
+    StepGroups,
+    deep_copied,
+    left_over,
+    refuse,
+    refuse_marks,
+    shell_of,
+    step_of,
+    with_own_attributes,
+    written_by,
+)
+from gemini.optim.trials import Found, PieceTrial, key_of, try_one_by_one
 
 
 class LoneRule(KeptAsNamed):
@@ -29,14 +47,14 @@ class LoneRule(KeptAsNamed):
     keeps_small = True
     whole = True
     shares = True
+    defers = False
 
     def __init__(self, optim: torch.optim.Optimizer, *, is_said: bool) -> None:
         """``is_said``: by the user that it may be run so; see :func:`try_one_by_one`."""
         self._optim = optim
         self._is_said = is_said
-        self._found: dict[tuple[tuple[int, ...], torch.dtype], tuple[StateSpec, ...]] = {}
+        self._found: dict[tuple[Any, ...], Found] = {}
         self._shared: SharedStep | None = None
-        self._places: dict[int, int] = {}
 
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         return GroupSettings.of(group)
@@ -48,19 +66,16 @@ class LoneRule(KeptAsNamed):
                 self._found[key] = try_one_by_one(self._optim, groups, dtype, is_said=self._is_said)
             except Inseparable as reason:
                 raise refuse(self._optim, reason) from reason
-        return self._found[key]
+        return self._found[key].states
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._places = {id(group): index for index, group in enumerate(groups)}
-        self._shared = SharedStep(self._optim, groups)
+        self._shared = SharedStep(self._optim, _groups_of(self._optim, groups, self._found.values()))
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         shared, self._shared = self._shared, None
         assert shared is not None
         try:
-            if not shared.is_begun:  # no parameter has a gradient: counters go on
-                shared.run({}, {})
-            shared.commit(groups)
+            shared.end(groups)
         except Inseparable as reason:
             raise self._late(reason) from reason
 
@@ -84,7 +99,7 @@ class LoneRule(KeptAsNamed):
             try:
                 small = {name: deep_copied(v) for name, v in (before or {}).items() if name != ABSENT}
                 states = {values: {**kept, **small}}
-                self._shared.run({self._places[part.step.hyper.place]: [values]}, states)
+                self._shared.run({part.step.seat: values}, states)
                 refuse_marks(part.step.marks, values)
             except Inseparable as reason:
                 raise self._late(reason) from reason
@@ -120,6 +135,85 @@ class LoneRule(KeptAsNamed):
             "parameters belong together, and were updated one after another: load a checkpoint, and train on "
             "without GeminiOptimizer"
         )
+
+
+class PieceRule(KeptAsNamed, Independent):
+    """Runs the optimizer's own ``step``, which is said to be element by element, over all pieces at once. It
+    is tried on every shape that its parameters have. Not thread-safe."""
+
+    counts_steps = False
+    converts = False
+    keeps_small = True
+    whole = False
+    defers = False
+
+    def __init__(self, optim: torch.optim.Optimizer) -> None:
+        self._optim = optim
+        self._trial = PieceTrial(optim)
+        self._found: dict[tuple[Any, ...], Found] = {}
+        self._groups: StepGroups | None = None
+
+    def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
+        return refuse_loops(self._optim, group)
+
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        key = key_of(groups, dtype)
+        if key not in self._found:
+            self._found[key] = self._trial.of_groups(groups, dtype)
+        return self._found[key].states
+
+    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._groups = _groups_of(self._optim, groups, self._found.values())
+
+    def end(self, groups: Sequence[dict[str, Any]]) -> None:
+        self._groups = None
+
+    def prepare(
+        self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
+    ) -> Callable[[], object]:
+        return partial(self._run, parts)
+
+    def _run(self, parts: Sequence[Part]) -> None:
+        groups, shell = self._groups, shell_of(self._optim)
+        assert groups is not None
+        before = with_own_attributes(shell, self._optim)
+        stepped = [SteppedPart(part, shell) for part in parts]
+        shell.param_groups = groups.filled({each.seat: each.values for each in stepped}, self._optim, shell)
+        given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
+        step_of(type(shell))(shell)
+        changed = written_by(shell, before)
+        try:
+            seen = groups.indices([each.seat for each in stepped])
+            if any(groups.changes(given, shell.param_groups, seen)):
+                changed.append("param_groups")
+        except Inseparable:
+            changed.append("param_groups")
+        if left_over(shell.state, [each.values for each in stepped]):
+            changed.append("state")
+        changed += {name for each in stepped for name in each.changed_marks()}
+        if changed:
+            raise StateError(
+                f"the step of {type(self._optim).__name__} changes {', '.join(changed)}, as it did not when "
+                "it was tried for elementwise=True; load a checkpoint, and leave elementwise out"
+            )
+        for each in stepped:
+            each.keep()
+
+
+def _groups_of(
+    optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], trials: Collection[Found]
+) -> StepGroups:
+    """Return groups as a step is to see them. Raises ConfigError where the trials say that every parameter
+    needs a gradient, and one has none."""
+    if any(found.needs_gradients for found in trials):
+        missing = [p._slot.name for group in groups for p in group["params"] if not p._slot.has_grad]
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} parameters have no gradient in this step, the first one {missing[0]!r}, and "
+                f"{type(optim).__name__} fails or updates without one: over chunks it would not. Leave out "
+                "of its groups what is not trained, or give every parameter a gradient"
+            )
+    return StepGroups.of(groups, max((found.shown for found in trials), key=list(Shown).index))
 
 
 def _fits(value: Any, kept: torch.Tensor) -> bool:

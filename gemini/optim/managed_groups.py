@@ -24,9 +24,9 @@ from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.managed_states import ManagedStates, refuse_write
-from gemini.optim.marks import Marks
+from gemini.optim.marks import Marks, Seat
 from gemini.optim.rule import UpdateRule
-from gemini.optim.rule_choice import rule_of
+from gemini.optim.rule_choice import refuse_replaced_step, rule_of
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shared_step import GroupSettings
 from gemini.optim.state_exchange import (
@@ -208,7 +208,7 @@ def check_several(model: ManagedModel, overlaps: set[Overlap], ratios: set[Margi
 
 
 def check_mode(
-    overlap: Overlap, *, clips: bool, counts: bool, scales: bool, several_ranks: bool, shares: bool
+    overlap: Overlap, *, clips: bool, counts: bool, scales: bool, several_ranks: bool, defers: bool
 ) -> None:
     """Raise ConfigError where ``overlap`` is unknown, or updates cannot run in backward."""
     if overlap in (True, False):
@@ -220,7 +220,7 @@ def check_mode(
         "log_num_zeros_in_grad=: gradients are used up before they are counted": counts,
         "mixed_precision='fp16': whether gradients overflow is known when all are there": scales,
         "several ranks": several_ranks,
-        "an optimizer of a class that is not known: its step may change what parameters share": shares,
+        "an optimizer of a class that is not known: its step may read or change anything": not defers,
     }
     for reason, applies in reasons.items():
         if applies:
@@ -306,8 +306,8 @@ class ManagedGroups(WrappedOptimizer):
         """Whether updates may wait for the next use of their chunks. Where ranks make them together, each
         would come to them at a time of its own."""
         manager = self.model.manager
-        ordered = self.rule.shares or (self.rule.whole and manager.is_sharded)
-        return manager.can_defer_updates and not ordered
+        ordered = self.rule.whole and manager.is_sharded
+        return manager.can_defer_updates and self.rule.defers and not ordered
 
     def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
         """Return what is kept of the parameters of a group."""
@@ -336,10 +336,13 @@ class ManagedGroups(WrappedOptimizer):
         self._driven_groups = list(optim.param_groups)
 
     def refuse_other_groups(self) -> None:
-        """Raise ConfigError where the wrapped optimizer was given or has lost groups, which is not seen."""
+        """Raise ConfigError where the wrapped optimizer was given or has lost groups, or was given another
+        step, which is not seen."""
         optim = self._driven()
         if optim is None:
             return
+        if getattr(optim, "_own", None) is not self:  # an optimizer that drives itself runs its own
+            refuse_replaced_step(optim)
         now, then = optim.param_groups, self._driven_groups
         if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
             raise ConfigError(
@@ -358,9 +361,13 @@ class ManagedGroups(WrappedOptimizer):
             found.update((param._slot, hyper) for param in settings["params"])
         return found
 
-    def marks(self) -> dict[ManagedSlot, Marks]:
-        """Return what user code has set on each parameter."""
-        return {param._slot: Marks.of(param) for group in self.param_groups for param in group["params"]}
+    def marks(self) -> dict[ManagedSlot, tuple[Marks, Seat]]:
+        """Return what user code has set on each parameter, and its place."""
+        return {
+            param._slot: (Marks.of(param), Seat(number, index))
+            for number, group in enumerate(self.param_groups)
+            for index, param in enumerate(group["params"])
+        }
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""

@@ -1,7 +1,9 @@
-"""What sets a parameter apart for an optimizer: attributes that user code has set on it, and its identity.
+"""What sets a parameter apart for an optimizer: attributes that user code has set on it, its place in the
+groups, and its identity.
 
-A step under management runs over other tensors. They get the attributes. They have another identity, so an
-optimizer that looks a parameter up by it is refused. Trials and rules both need this.
+A step under management runs over other tensors, and not over all at once. They get the attributes and the
+place; placeholders have the other places. They have another identity, so an optimizer that looks a parameter
+up by it is refused. Trials and rules both need this.
 """
 
 from __future__ import annotations
@@ -12,9 +14,10 @@ import types
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gemini.runtime.intercept.tensors import OWN_ATTRIBUTES
 
@@ -65,10 +68,116 @@ class Marks:
 _NONE = Marks()
 
 
-def holder_of_identities(held: Mapping[str, Any], params: Iterable[torch.Tensor], but: object) -> str:
-    """Return the first name in ``held`` from which a parameter can be reached, or a number or a text that is
-    its ``id``: by items, keys, attributes, closures, weak references. Nothing is searched behind ``but``."""
-    ids = {id(param) for param in params}
+class Seat(NamedTuple):
+    """The place of a parameter in its group, which has an index."""
+
+    group: int
+    place: int
+
+
+class Gap(NamedTuple):
+    """What a placeholder needs to know of its parameter."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    marks: Marks
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Gap:
+        """Return that of ``param``, of the type in which its optimizer sees it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            slot = vars(param).get("_slot")
+            dtype = param.dtype if slot is None else slot.group.plan.updated_dtype
+            shape, stride = tuple(param.shape), tuple(param.stride())
+            return cls(shape, stride, dtype, param.device, param.requires_grad, Marks.of(param))
+
+
+class Placeholder(torch.Tensor):
+    """A parameter without values and without a gradient. Operators on it give placeholders. Raises
+    RuntimeError where something is made of its values."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _meta: torch.Tensor
+    _marks: Marks
+
+    @staticmethod
+    def __new__(
+        cls, meta: torch.Tensor, device: torch.device, requires_grad: bool, marks: Marks
+    ) -> Placeholder:
+        made: Placeholder = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            dtype=meta.dtype,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        return made
+
+    def __init__(self, meta: torch.Tensor, device: torch.device, requires_grad: bool, marks: Marks) -> None:
+        self._meta, self._marks = meta, marks
+        marks.put_on(self)
+
+    @classmethod
+    def of(cls, gap: Gap) -> Placeholder:
+        """Return one that looks like the parameter of ``gap``."""
+        meta = torch.empty_strided(gap.shape, gap.stride, dtype=gap.dtype, device="meta")
+        return cls(meta, gap.device, gap.requires_grad, gap.marks)
+
+    def forget(self) -> Placeholder:
+        """Drop what a step has set on it, and return it."""
+        if len(vars(self)) != 2 or self._marks.values:
+            meta, marks = self._meta, self._marks
+            vars(self).clear()
+            vars(self).update(_meta=meta, _marks=marks)
+            marks.put_on(self)
+        if self.grad is not None:
+            self.grad = None
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator without values."""
+        own = {id(item._meta): item for item in tree_leaves((args, kwargs)) if isinstance(item, Placeholder)}
+        written = func._schema.arguments
+        by_name = {**dict(zip((a.name for a in written), args, strict=False)), **(kwargs or {})}
+        written = tree_leaves([by_name.get(a.name) for a in written if a.is_write])
+        if any(item.dim() > 0 for item in _real(tree_leaves((args, kwargs)))) or _real(written):
+            raise RuntimeError(
+                f"{func._schema.name.rpartition('::')[2]}() of a parameter and of another one that has no "
+                "gradient, or is updated at another time"
+            )
+        device = next(iter(own.values())).device
+        metas, named = tree_map(_meta_of, (args, kwargs or {}))
+        made = func(*metas, **named)
+
+        def as_placeholder(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor) or item.device.type != "meta":
+                return item
+            return own[id(item)] if id(item) in own else cls(item, device, False, _NONE)
+
+        return tree_map(as_placeholder, made)
+
+
+def _meta_of(item: Any) -> Any:
+    return item._meta if isinstance(item, Placeholder) else item
+
+
+def _real(items: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the tensors that have values."""
+    return [item for item in items if isinstance(item, torch.Tensor) and not isinstance(item, Placeholder)]
+
+
+def holder_of_identities(held: Mapping[str, Any], found: Iterable[object], but: object) -> str:
+    """Return the first name in ``held`` from which one of ``found`` can be reached, or a number or a text
+    that is its ``id``: by items, keys, attributes, closures, weak references. Nothing is searched behind
+    ``but``."""
+    ids = {id(each) for each in found}
     for name, value in held.items():
         if _reaches(value, ids, {id(but)}):
             return name

@@ -8,7 +8,7 @@ alone, so a parameter may be updated a piece at a time, with the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from gemini.chunk.chunk import StateSpec
-from gemini.errors import ConfigError, StateError
+from gemini.errors import ConfigError
 from gemini.optim.gradients import scaled
 from gemini.optim.kernels import (
     MOMENTS,
@@ -30,16 +30,17 @@ from gemini.optim.kernels import (
     run_rows,
 )
 from gemini.optim.lion import LionHyper, lion_update
-from gemini.optim.marks import Marks
-from gemini.optim.shared_step import GroupSettings, copied, shell_of, step_of, with_own_attributes, written_by
-from gemini.optim.trials import Kind, PieceTrial, kinds_of
+from gemini.optim.marks import Marks, Seat
+from gemini.optim.shared_step import GroupSettings, copied, shell_of, step_of
+from gemini.optim.trials import PieceTrial
 
 
 @dataclass(frozen=True)
 class UpdateStep:
     """One step of a parameter: the settings of its group as its rule has them, its number (from 1), and what
     happens to the gradient first. ``before``: its small states, None where there is no state yet; the step
-    puts those of afterwards into ``after``. ``marks``: what user code has set on the parameter."""
+    puts those of afterwards into ``after``. ``marks``: what user code has set on the parameter. ``seat``: its
+    place."""
 
     hyper: Any
     number: int
@@ -47,6 +48,7 @@ class UpdateStep:
     before: Mapping[str, Any] | None = None
     after: dict[str, Any] = field(default_factory=dict)
     marks: Marks = field(default_factory=Marks)
+    seat: Seat = field(default_factory=partial(Seat, 0, 0))
 
 
 class Part(NamedTuple):
@@ -87,8 +89,12 @@ class UpdateRule(Protocol):
     def shares(self) -> bool:
         """Whether a step may change what parameters share: settings of groups, attributes."""
 
+    @property
+    def defers(self) -> bool:
+        """Whether updates may run after ``step()``: they read nothing but what is captured."""
+
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        """A step of all parameters begins."""
+        """A step of all parameters begins. Raises ConfigError where it cannot be made; changes nothing."""
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step has updated all parameters, or, where nothing is shared, left that for later."""
@@ -125,6 +131,7 @@ class Independent:
     """A step changes nothing that parameters share."""
 
     shares: ClassVar[bool] = False
+    defers: bool = True
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """Nothing to be noted."""
@@ -290,11 +297,55 @@ class LionRule(_TorchRule):
         lion_update(part.values, grad, part.states["exp_avg"], part.step.hyper)
 
 
+def refuse_loops(optim: torch.optim.Optimizer, group: Mapping[str, Any]) -> GroupSettings:
+    """Return the settings of a group. Raise ConfigError where they ask for loops of torch that treat a piece
+    as no whole parameter."""
+    for flag in ("fused", "differentiable"):
+        if group.get(flag):
+            raise ConfigError(
+                f"{flag}=True of {type(optim).__name__}: under management a parameter is updated "
+                f"in pieces, and gives the same bits only without; leave {flag} out"
+            )
+    return GroupSettings.of(group)
+
+
+class SteppedPart:
+    """A part as the tensor that an optimizer of torch, ``shell``, steps over: with its gradient, state and
+    attributes."""
+
+    def __init__(self, part: Part, shell: torch.optim.Optimizer) -> None:
+        self.seat, self._part, self._states = part.step.seat, part, shell.state
+        self.values = part.values.detach().requires_grad_()
+        part.step.marks.put_on(self.values)
+        self.values.grad = scaled(part.grad, part.step.scale).to(self.values.dtype)
+        if part.step.before is not None:
+            small = {name: copied(value) for name, value in part.step.before.items()}
+            shell.state[self.values] = small | dict(part.states)
+
+    def changed_marks(self) -> list[str]:
+        """Return which attributes the step has changed."""
+        return self._part.step.marks.changed_on(self.values)
+
+    def keep(self) -> None:
+        """Put what the step has left into the memory of the part."""
+        part, values = self._part, self.values
+        state = self._states.get(values, {})
+        with torch.no_grad():
+            if not values.is_set_to(part.values):  # its data was replaced
+                part.values.copy_(values)
+            for name, kept in part.states.items():
+                value = state.get(name)
+                if value is not None and value.data_ptr() != kept.data_ptr():
+                    kept.copy_(value)
+            part.step.after.update((name, value) for name, value in state.items() if name not in part.states)
+            if part.half_out is not None:
+                part.half_out.copy_(part.values)
+
+
 class SteppedRule(KeptAsNamed, Independent):
-    """What an optimizer does in its own ``step``, which is element by element, or ``whole``: it gets all of a
-    parameter, in its shape. ``arrays``: of a whole one, what it keeps for each element; otherwise that is
-    found out. ``is_known``: whether it is known to be element by element; otherwise that is tried on every
-    shape that its parameters have.
+    """What an optimizer of torch does in its own ``step``, which is element by element, or ``whole``: it gets
+    all of a parameter, in its shape. ``arrays``: of a whole one, what it keeps for each element; otherwise
+    that is found out.
 
     What has another number of values than the parameter (a count, a product, factors of a matrix) is small,
     and kept beside the chunks. Not thread-safe.
@@ -304,29 +355,15 @@ class SteppedRule(KeptAsNamed, Independent):
     converts = False
     keeps_small = True
 
-    def __init__(
-        self,
-        optim: torch.optim.Optimizer,
-        *,
-        whole: bool,
-        arrays: tuple[str, ...] = (),
-        is_known: bool = True,
-    ) -> None:
+    def __init__(self, optim: torch.optim.Optimizer, *, whole: bool, arrays: tuple[str, ...] = ()) -> None:
         self._optim = optim
         self.whole = whole
         self._arrays = arrays
-        self._is_known = is_known
         self._trial = PieceTrial(optim)
-        self._found: dict[tuple[str, torch.dtype, tuple[Kind, ...]], tuple[StateSpec, ...]] = {}
+        self._found: dict[tuple[str, torch.dtype], tuple[StateSpec, ...]] = {}
 
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
-        for flag in ("fused", "differentiable"):
-            if group.get(flag):
-                raise ConfigError(
-                    f"{flag}=True of {type(self._optim).__name__}: under management a parameter is updated "
-                    f"in pieces, and gives the same bits only without; leave {flag} out"
-                )
-        return GroupSettings.of(group)
+        return refuse_loops(self._optim, group)
 
     def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
         if self.whole:
@@ -334,10 +371,9 @@ class SteppedRule(KeptAsNamed, Independent):
         found: dict[StateSpec, None] = {}
         for group in groups:
             settings = self.hyper(group)
-            kinds = () if self._is_known else kinds_of(group["params"])
-            key = settings.switches, dtype, kinds
+            key = settings.switches, dtype
             if key not in self._found:
-                self._found[key] = self._trial.states(settings, dtype, kinds)
+                self._found[key] = self._trial.of_known(settings, dtype)
             found.update(dict.fromkeys(self._found[key]))
         return tuple(found)
 
@@ -347,54 +383,13 @@ class SteppedRule(KeptAsNamed, Independent):
         return partial(self._run, parts)
 
     def _run(self, parts: Sequence[Part]) -> None:
-        """Step over all parts at once."""
+        """Step over all parts at once. Those of equal settings are one group: torch's steps see no more."""
         shell = shell_of(self._optim)
-        states: list[tuple[Part, torch.Tensor, dict[str, Any]]] = []
+        stepped = [SteppedPart(part, shell) for part in parts]
         groups: dict[GroupSettings, list[torch.Tensor]] = {}
-        for part in parts:
-            values = part.values.detach().requires_grad_()
-            part.step.marks.put_on(values)
-            values.grad = scaled(part.grad, part.step.scale).to(values.dtype)
-            groups.setdefault(part.step.hyper, []).append(values)
-            state: dict[str, Any] = {}
-            if part.step.before is not None:
-                state = {name: copied(value) for name, value in part.step.before.items()} | dict(part.states)
-            shell.state[values] = state
-            states.append((part, values, state))
+        for part, each in zip(parts, stepped, strict=True):
+            groups.setdefault(part.step.hyper, []).append(each.values)
         shell.param_groups = [{**settings.values, "params": params} for settings, params in groups.items()]
-        before = {} if self._is_known else with_own_attributes(shell, self._optim)
         step_of(type(shell))(shell)
-        if not self._is_known:
-            self._refuse_shared(shell, before, list(groups), states)
-        with torch.no_grad():
-            for part, values, state in states:
-                if not values.is_set_to(part.values):  # its data was replaced
-                    part.values.copy_(values)
-                self._keep(part, state)
-                if part.half_out is not None:
-                    part.half_out.copy_(part.values)
-
-    def _refuse_shared(
-        self,
-        shell: torch.optim.Optimizer,
-        before: Mapping[str, Any],
-        settings: Sequence[GroupSettings],
-        steps: Iterable[tuple[Part, torch.Tensor, Any]],
-    ) -> None:
-        """Raise StateError where a step has changed what it did not in the trial, and what pieces share."""
-        changed = written_by(shell, before)
-        if [GroupSettings.of(group) for group in shell.param_groups] != settings:
-            changed.append("param_groups")
-        changed += {name for part, values, _ in steps for name in part.step.marks.changed_on(values)}
-        if changed:
-            raise StateError(
-                f"the step of {type(self._optim).__name__} changes {', '.join(changed)}, as it did not when "
-                "it was tried for elementwise=True; load a checkpoint, and leave elementwise out"
-            )
-
-    def _keep(self, part: Part, state: Mapping[str, Any]) -> None:
-        for name, kept in part.states.items():
-            value = state.get(name)
-            if value is not None and value.data_ptr() != kept.data_ptr():
-                kept.copy_(value)
-        part.step.after.update((name, value) for name, value in state.items() if name not in part.states)
+        for each in stepped:
+            each.keep()

@@ -9,10 +9,11 @@ from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
-from gemini.optim.lone_rule import LoneRule
+from gemini.optim.lone_rule import LoneRule, PieceRule
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
-from gemini.optim.shared_step import GroupSettings, refuse, step_of
-from gemini.optim.trials import PieceTrial, kinds_of
+from gemini.optim.self_managed import SelfManaged
+from gemini.optim.shared_step import refuse, step_of
+from gemini.optim.trials import PieceTrial
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer
 
 # What is known of the steps of torch's optimizers: what they make of an element depends on that alone.
@@ -43,15 +44,41 @@ _REFUSED = {
 }
 
 
+# What a class may have of its own and still step as its parent does: torch's steps use none of it.
+_BESIDE_STEPS = frozenset(("_given_to", "add_param_group", "load_state_dict", "state_dict", "zero_grad"))
+
+
+def steps_as(optim: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
+    """Say whether the step of ``optim`` is that of ``kind`` and runs nothing that a class below it, or the
+    object, has put in place of something."""
+    if not isinstance(optim, kind) or step_of(type(optim)) is not step_of(kind):
+        return False
+    below = [each for each in type(optim).__mro__ if not issubclass(kind, each)]
+    own = {name for each in below for name in vars(each)} | vars(optim).keys()
+    own -= {"step", *_BESIDE_STEPS}  # of an object: a scheduler's step, which only counts; others are refused
+    return not any(
+        callable(getattr(kind, name, None))
+        for name in own
+        if not name.startswith("__") or name in ("__getattribute__", "__getattr__", "__setattr__")
+    )
+
+
+def refuse_replaced_step(optim: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where user code has given the object ``optim`` another step, which would not run."""
+    replaced = vars(optim).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            f"the step of this {type(optim).__name__} was replaced by {replaced!r:.100}, which a "
+            "GeminiOptimizer would not run; put it into a subclass, or replace step of the GeminiOptimizer"
+        )
+
+
 def refuse_gathering(optim: torch.optim.Optimizer) -> None:
     """Raise ConfigError where ``optim``, whose parameters are to be cut, is of a class of which nothing is
     known, and trial steps show that its updates are not element by element."""
-    known = (*_ELEMENT_WISE, KernelAdam, Lion)
-    if any(isinstance(optim, kind) and step_of(type(optim)) is step_of(kind) for kind in known):
+    if any(steps_as(optim, kind) for kind in (*_ELEMENT_WISE, KernelAdam, Lion)):
         return
-    trial = PieceTrial(optim, at_once=True)
-    for group in optim.param_groups:
-        trial.states(GroupSettings.of(group), torch.float32, kinds_of(group["params"]))
+    PieceTrial(optim, at_once=True).of_groups(optim.param_groups, torch.float32)
 
 
 def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: bool = False) -> UpdateRule:
@@ -64,13 +91,21 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
         )
     if elementwise and whole:
         raise ConfigError("elementwise=True and whole=True contradict: over pieces, or a parameter at a time")
-    if isinstance(optim, KernelAdam):
-        return AdamRule(optim.state_format)
-    step = step_of(type(optim))
+    is_inside = isinstance(optim, SelfManaged) and optim.makes_driver  # in its own step, whatever that is
+    if not is_inside:
+        refuse_replaced_step(optim)
 
     def is_a(kind: type[torch.optim.Optimizer]) -> bool:
-        return isinstance(optim, kind) and step is step_of(kind)
+        return isinstance(optim, kind) if is_inside else steps_as(optim, kind)
 
+    if isinstance(optim, KernelAdam):
+        if is_a(KernelAdam):
+            return AdamRule(optim.state_format)
+        raise ConfigError(
+            f"{type(optim).__name__} has a step() of its own, which a GeminiOptimizer would not run. Use it "
+            "by itself over the managed parameters: optimizer.step() runs it, and updates chunks. Or derive "
+            "it from torch.optim.AdamW"
+        )
     if is_a(torch_optim.SGD) and not any(group.get("fused") for group in optim.param_groups):
         return SgdRule()
     if is_a(Lion):
@@ -81,7 +116,7 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
     if any(map(is_a, _ELEMENT_WISE)):
         return SteppedRule(optim, whole=False)
     if elementwise:
-        return SteppedRule(optim, whole=False, is_known=False)
+        return PieceRule(optim)
     for kind, reason in _REFUSED.items():
         if isinstance(optim, kind):
             raise refuse(optim, reason)

@@ -30,6 +30,7 @@ class SelfManaged(torch.optim.Optimizer):
     driver_type: ClassVar[Callable[[torch.optim.Optimizer, ManagedModel], Any]]
 
     _own: Any = None  # the GeminiOptimizer that it has made
+    makes_driver = False  # whether it is making one now
     _given_to: Callable[[], Any] = staticmethod(lambda: None)  # returns the one that somebody else made
 
     @classmethod
@@ -45,7 +46,11 @@ class SelfManaged(torch.optim.Optimizer):
         params = next((group["params"] for group in self.param_groups if group["params"]), ())
         if not params or type(params[0]) is not ManagedParameter or self._given_to() is not None:
             return None
-        own = type(self).driver_type(self, handle_of_parameter(params[0]))
+        self.makes_driver = True
+        try:
+            own = type(self).driver_type(self, handle_of_parameter(params[0]))
+        finally:
+            del self.makes_driver
         self._given_to = lambda: None
         self._own = own
         self.state = own.state

@@ -7,30 +7,30 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.optim.marks import Marks, holder_of_identities
+from gemini.optim.marks import Gap, Marks, Placeholder, Seat, holder_of_identities
 
 
 @dataclass(frozen=True, eq=False)
 class GroupSettings:
-    """The settings of a parameter group as they were; tensors are copies. ``place``: which group it was."""
+    """The settings of a parameter group as they were; tensors are copies."""
 
     values: Mapping[str, Any]
     text: str
-    place: int
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> GroupSettings:
         named = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         text = ", ".join(f"{name}={_shown(value)}" for name, value in named.items())
-        return cls({name: copied(value) for name, value in named.items()}, text, id(group))
+        return cls({name: copied(value) for name, value in named.items()}, text)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupSettings) and self.text == other.text
@@ -66,6 +66,8 @@ def shell_of(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
     vars(shell).update(vars(optim))
     vars(shell).pop("_own", None)  # of one that drives itself: its shells step over plain tensors
     shell.state = defaultdict(dict)
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(shell, name, OrderedDict())  # they run around the step of all
     return shell
 
 
@@ -109,46 +111,127 @@ class Inseparable(Exception):
     """Why steps cannot be taken over one parameter after another: the end of a sentence."""
 
 
+class Shown(Enum):
+    """What a step that updates some parameters sees of the others."""
+
+    ALL = "placeholders in their places"
+    GROUPS = "their groups, without them"
+    NOTHING = "nothing"
+
+
+class StepGroups:
+    """Parameter groups as they are before a step that updates some parameters at a time."""
+
+    def __init__(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        gaps: Sequence[Sequence[Gap]],
+        names: Sequence[Sequence[str]],
+        shown: Shown,
+    ) -> None:
+        """``settings``: of each group. ``gaps``: of all parameters, where they are shown. ``names``: of them,
+        where they have any."""
+        self.settings = list(settings)
+        self.gaps, self.names, self.shown = gaps, names, shown
+        self._others = [[Placeholder.of(gap) for gap in each] for each in gaps]
+
+    @classmethod
+    def of(cls, groups: Sequence[Mapping[str, Any]], shown: Shown) -> StepGroups:
+        """Return those of an optimizer."""
+        settings = [GroupSettings.of(group).values for group in groups]
+        params = [group["params"] if shown is Shown.ALL else () for group in groups]
+        gaps = [[Gap.of(param) for param in each] for each in params]
+        return cls(settings, gaps, [list(group.get("param_names", ())) for group in groups], shown)
+
+    def with_settings(self, settings: Sequence[Mapping[str, Any]]) -> StepGroups:
+        """Return the same parameters with other settings of groups."""
+        return StepGroups(settings, self.gaps, self.names, self.shown)
+
+    def filled(
+        self, tensors: Mapping[Seat, torch.Tensor], optim: torch.optim.Optimizer, shell: torch.optim.Optimizer
+    ) -> list[dict[str, Any]]:
+        """Return groups for a step of ``shell``, an optimizer like ``optim``, over ``tensors`` by place.
+        Raises Inseparable where a setting cannot be copied."""
+        filled: list[dict[str, Any]] = []
+        for index in self.indices(tensors):
+            settings, names = self.settings[index], self.names[index]
+            seats = sorted(seat for seat in tensors if seat.group == index)
+            params = [tensors[seat] for seat in seats]
+            if self.shown is Shown.ALL:
+                params = [other.forget() for other in self._others[index]]
+                for seat in seats:
+                    params[seat.place] = tensors[seat]
+            elif names:
+                names = [names[seat.place] for seat in seats]
+            named = {"param_names": list(names)} if names else {}
+            filled.append({**deep_copied(settings, optim, shell), **named, "params": params})
+        return filled
+
+    def indices(self, tensors: Collection[Seat]) -> list[int]:
+        """Return which groups a step over ``tensors`` sees."""
+        if self.shown is Shown.NOTHING:
+            return sorted({seat.group for seat in tensors})
+        return list(range(len(self.settings)))
+
+    def changes(
+        self, filled: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], indices: Sequence[int]
+    ) -> list[dict[str, Any]]:
+        """Return by group the settings that a step over ``filled``, groups of ``indices``, has changed.
+        Raises Inseparable where it has changed more."""
+        if len(after) != len(filled):
+            raise Inseparable("its step changes the number of parameter groups")
+        found: list[dict[str, Any]] = []
+        for index, before, group in zip(indices, filled, after, strict=True):
+            settings = self.settings[index]
+            params = group.get("params", ())
+            is_kept = group.get("param_names") == before.get("param_names")
+            if not is_kept or list(map(id, params)) != list(map(id, before["params"])):
+                raise Inseparable("its step changes which parameters a group has, or their order")
+            now = {name: v for name, v in group.items() if name not in ("params", "param_names")}
+            found.append(_difference(settings, now))
+        return found
+
+
 class SharedStep:
     """What all parameters share, groups' settings and attributes, as it was before a step and as each part of
-    the step leaves it. Every part begins with a copy of it; :meth:`commit` takes over once what they left.
+    the step leaves it. Every part begins with a copy of it; :meth:`end` takes over once what they left.
     """
 
-    def __init__(self, optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raises Inseparable where an attribute cannot be copied."""
+    def __init__(self, optim: torch.optim.Optimizer, groups: StepGroups) -> None:
         self._optim = optim
-        self._groups = [GroupSettings.of(group).values for group in groups]
+        self._groups = groups
         self._attributes = attributes_of(optim)
         self._changed: dict[int, dict[str, Any]] = {}  # by group, of parts with its parameters
         self._aside: dict[int, dict[str, Any]] = {}  # the same of other parts
         self._written: dict[str, Any] = {}  # attributes
         self.is_begun = False
 
-    def run(self, params: Mapping[int, Sequence[torch.Tensor]], states: Mapping[torch.Tensor, Any]) -> None:
-        """Step over parameters with gradients, by the number of their group. ``states``: of each, changed in
-        place. Raises Inseparable where the parts before have left something else."""
+    def run(self, tensors: Mapping[Seat, torch.Tensor], states: dict[torch.Tensor, Any]) -> None:
+        """Step over parameters with gradients, by their place. ``states``: of each, before and after. Raises
+        Inseparable where an attribute cannot be copied, or parts before have left something else."""
         shell = shell_of(self._optim)
         vars(shell).update(deep_copied(self._attributes, self._optim, shell))
-        shell.param_groups = [
-            {**deep_copied(values, self._optim, shell), "params": list(params.get(index, ()))}
-            for index, values in enumerate(self._groups)
-        ]
+        shell.param_groups = filled = self._groups.filled(tensors, self._optim, shell)
+        given = [{**group, "params": list(group["params"])} for group in filled]
         shell.state.update(states)
         with torch.enable_grad():
             step_of(type(shell))(shell)
-        others = [key for key in shell.state if key not in states]
-        others = [key for key in others if shell.state[key] or not isinstance(key, torch.Tensor)]
-        if others:
+        if left_over(shell.state, states):
             raise Inseparable("its state has entries that are no parameter's")
+        states.update((tensor, shell.state.get(tensor, {})) for tensor in states)
         self.is_begun = True
-        for index, group in enumerate(shell.param_groups):
-            after = {name: value for name, value in group.items() if name != "params"}
-            kept = self._changed if params.get(index) else self._aside
-            _merge(kept.setdefault(index, {}), _difference(self._groups[index], after), "a group's setting")
+        have, seen = {seat.group for seat in tensors}, self._groups.indices(tensors)
+        found = self._groups.changes(given, shell.param_groups, seen)
+        for index, changed in zip(seen, found, strict=True):
+            kept = self._changed if index in have else self._aside
+            _merge(kept.setdefault(index, {}), changed, "a group's setting")
         _merge(self._written, _difference(self._attributes, attributes_of(shell)), "the attribute")
 
-    def commit(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take over what the parts have left. Raises Inseparable where they disagree."""
+    def end(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Take over what the parts have left; where there was none, what a step without gradients does.
+        Raises Inseparable where they disagree."""
+        if not self.is_begun:  # counters go on
+            self.run({}, {})
         for index, group in enumerate(groups):
             found, aside = self._changed.get(index), self._aside.get(index, {})
             if found is None:
@@ -165,6 +248,14 @@ class SharedStep:
         vars(self._optim).update(deep_copied(self._written, None, self._optim))
 
 
+def left_over(states: Mapping[Any, Any], given: Iterable[Any]) -> bool:
+    """Say whether a step has made states of something that is none of the parameters ``given``. Those of
+    placeholders and empty ones of other tensors do not count."""
+    known = set(given)
+    others = [key for key in states if key not in known and not isinstance(key, Placeholder)]
+    return any(states[key] or not isinstance(key, torch.Tensor) for key in others)
+
+
 def attributes_of(optim: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer has beside groups, states and hooks."""
     return {
@@ -178,15 +269,16 @@ def refuse_identities(optim: torch.optim.Optimizer, groups: Iterable[Mapping[str
     """Raise Inseparable where ``optim`` keeps what finds one of its parameters by its identity: a step has
     other tensors."""
     groups = [*optim.param_groups, *groups]
-    params = [param for group in groups for param in group["params"]]
+    lists = [group["params"] for group in groups]
+    found = [*groups, *lists, *(param for params in lists for param in params)]
     held = [attributes_of(optim), *optim.state.values()]
     held += [{name: value for name, value in group.items() if name != "params"} for group in groups]
     for each in held:
-        name = holder_of_identities(each, params, optim)
+        name = holder_of_identities(each, found, optim)
         if name:
             raise Inseparable(
-                f"its {name!r} keeps a parameter among its attributes or states, or the id of one, and its "
-                "step over chunks has other tensors"
+                f"its {name!r} keeps a parameter among its attributes or states, a group, or the id of one, "
+                "and its step over chunks has other ones"
             )
 
 

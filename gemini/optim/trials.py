@@ -5,7 +5,7 @@ and whether it may step over one after another.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +14,18 @@ from gemini.chunk.chunk import StateSpec
 from gemini.chunk.dense import flat, ordered_like
 from gemini.errors import ConfigError, in_words
 from gemini.optim.data_flow import DataFlow
-from gemini.optim.marks import Marks
+from gemini.optim.marks import Marks, Seat
 from gemini.optim.shared_step import (
     GroupSettings,
     Inseparable,
     SharedStep,
+    Shown,
+    StepGroups,
     attributes_of,
     copied,
     deep_copied,
     equal,
+    left_over,
     refuse,
     refuse_identities,
     refuse_marks,
@@ -38,6 +41,10 @@ _MOST_NUMEL = 2**16
 # What the gradients of one step after another are multiplied by, so that both sides of a limit are met.
 MAGNITUDES = (1.0, 1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2, 1.0, 1.0, 1e-2, 1.0, 1.0, 1e-20, 1e15)
 _STEPS_OF_KNOWN = 2
+_NUMEL_TOGETHER = 2**12  # as _MOST_NUMEL, of a class that updates whole parameters
+_NUMEL_OF_SAME = 2**6  # of a parameter where another one of its kind is tried
+_STEPS_OF_MANY = 4
+_MOST_TRIED = 48  # of such a class, but one of each group
 
 
 class Form(NamedTuple):
@@ -102,6 +109,28 @@ def first_state(optim: torch.optim.Optimizer) -> tuple[Mapping[str, Any], frozen
     return made[widest], frozenset(name for name, value in tensors.items() if value.dim() > 0)
 
 
+class Found(NamedTuple):
+    """What is kept of each element, what steps are to see of other parameters, and whether each parameter
+    needs a gradient: without one, a step fails or changes it."""
+
+    states: tuple[StateSpec, ...]
+    shown: Shown
+    needs_gradients: bool
+
+
+class _TrialFailed(ConfigError):
+    """A step has raised."""
+
+
+class _Tried(NamedTuple):
+    seat: Seat
+    form: Form
+    shape: tuple[int, ...]  # that of the real one
+    state: Mapping[str, Any]  # at first
+    marks: Marks
+    switches: str  # of its group
+
+
 class PieceTrial:
     """Steps over parameters as they are, beside steps over pieces of them, each by itself: what is kept of
     each element, and ConfigError where values or states differ."""
@@ -120,29 +149,48 @@ class PieceTrial:
         self._kind = type(optim).__name__
         self._first, self._first_arrays = first_state(optim)
 
-    def states(
-        self, settings: GroupSettings, dtype: torch.dtype, kinds: Sequence[Kind]
-    ) -> tuple[StateSpec, ...]:
-        """Return what is kept of each element with these settings. ``kinds``: of the parameters that a class
-        of which nothing is known may have."""
-        steps = len(MAGNITUDES) if kinds else _STEPS_OF_KNOWN
-        tried = [Kind(VECTOR, Marks()), *kinds]
-        draws = [made_up(form, dtype, steps) for form, _ in tried]
-        rows = [[form.tensor(row) for row in draw] for (form, _), draw in zip(tried, draws, strict=True)]
-        marks = [marks for _, marks in tried]
-        if kinds:
-            self._refuse_identities()
-            self._refuse_gathering(settings, rows, marks)
-        whole = self._run(settings, rows, marks)
-        arrays = _arrays(whole[-1][0])
-        for index, ((form, _), draw) in enumerate(zip(tried, draws, strict=True)):
-            numel = form.numel
-            cut = [numel * 5 // 12, numel - numel * 5 // 12] if numel > 1 else [numel]
-            pieces = zip(*(row.split(cut) for row in draw), strict=True)
-            parts = [self._run(settings, [list(rows)], marks[index : index + 1]) for rows in pieces]
-            # After each step: later ones may make values so large that what came before is rounded away.
-            for step, states in enumerate(whole):
-                self._compare(form, states[index], [part[step][0] for part in parts], arrays)
+    def of_known(self, settings: GroupSettings, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+        """Return what is kept of each element with these settings by a class whose steps are known."""
+        groups = StepGroups([settings.values], [], [()], Shown.GROUPS)
+        tried = _Tried(Seat(0, 0), VECTOR, VECTOR.shape, {}, Marks(), "")
+        return self._specs(self._arrays_of(groups, tried, dtype, _STEPS_OF_KNOWN))
+
+    def of_groups(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> Found:
+        """Return what is kept of each element of parameters by a class of which nothing is known."""
+        try:
+            refuse_identities(self._optim, ())
+        except Inseparable as reason:
+            raise refuse(self._optim, reason) from reason
+        return _first_that_runs(lambda shown: self._try(groups, dtype, shown))
+
+    def _try(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, shown: Shown) -> Found:
+        tried = _chosen(self._optim, groups, _MOST_NUMEL, every=shown is not Shown.ALL)
+        stepped = _step_groups(groups, tried, dtype, shown)
+        draws = [made_up(each.form, dtype, len(MAGNITUDES)) for each in tried]
+        self._refuse_gathering(stepped, tried, draws)
+        found: dict[StateSpec, None] = {}
+        arrays: dict[tuple[str, Marks], Mapping[str, torch.Tensor]] = {}
+        for each in tried:
+            if (each.switches, each.marks) not in arrays:
+                vector = each._replace(form=VECTOR, shape=VECTOR.shape)
+                kept = self._arrays_of(stepped, vector, dtype, len(MAGNITUDES))
+                arrays[each.switches, each.marks] = kept
+                found.update(dict.fromkeys(self._specs(kept)))
+        names = [arrays[each.switches, each.marks].keys() for each in tried]
+        self._check(stepped, tried, draws, names)
+        needs_gradients = _fails(lambda: self._check(stepped, tried, _with_gaps(draws), names))
+        return Found(tuple(found), shown, needs_gradients)
+
+    def _arrays_of(
+        self, groups: StepGroups, tried: _Tried, dtype: torch.dtype, steps: int
+    ) -> Mapping[str, torch.Tensor]:
+        """Return the states of a vector that have a value for each element."""
+        draw = made_up(tried.form, dtype, steps)
+        arrays = _arrays(self._run(groups, [tried], [draw])[-1][0])
+        self._check(groups, [tried], [draw], [arrays.keys()])
+        return arrays
+
+    def _specs(self, arrays: Mapping[str, torch.Tensor]) -> tuple[StateSpec, ...]:
         odd = [name for name, array in arrays.items() if not array.dtype.is_floating_point]
         if odd and not self._at_once:
             raise ConfigError(
@@ -151,63 +199,122 @@ class PieceTrial:
             )
         return tuple(StateSpec(name, array.dtype) for name, array in arrays.items())
 
-    def _run(
+    def _check(
         self,
-        settings: GroupSettings,
-        rows: Sequence[Sequence[torch.Tensor]],
-        marks: Sequence[Marks],
+        groups: StepGroups,
+        tried: Sequence[_Tried],
+        draws: Sequence[Draw],
+        arrays: Sequence[Collection[str]],
+    ) -> None:
+        """Raise ConfigError where steps over pieces make something else than steps over parameters as they
+        are; ``arrays``: the states of each that have a value for each element."""
+        shaped = [
+            [each.form.tensor(row) if row is not None else None for row in draw]
+            for each, draw in zip(tried, draws, strict=True)
+        ]
+        whole = self._run(groups, tried, shaped)
+        self._refuse_without_gradient(whole, draws)
+        pieces = self._over_pieces(groups, tried, draws)
+        for index, (each, draw) in enumerate(zip(tried, draws, strict=True)):
+            steps = [step for step, row in enumerate(draw[1:]) if row is not None or self._at_once]
+            # After each step: later ones may make values so large that what came before is rounded away.
+            for number, step in enumerate(steps):
+                parts = [piece[number] for piece in pieces[index]]
+                self._compare(each.form, whole[step][index], parts, arrays[index])
+
+    def _refuse_without_gradient(
+        self, whole: Sequence[Sequence[Mapping[str, Any]]], draws: Sequence[Draw]
+    ) -> None:
+        """Raise ConfigError where a step has changed the values of a parameter that had no gradient then.
+        Nothing is seen of the first step."""
+        for index, draw in enumerate(draws):
+            for before, after, grad in zip(whole, whole[1:], draw[2:], strict=False):
+                if grad is None and not equal(before[index]["values"], after[index]["values"]):
+                    raise ConfigError(
+                        f"{self._kind} {self._claim}, and its step changes a parameter that has no gradient. "
+                        f"{self._way_out}"
+                    )
+
+    def _over_pieces(
+        self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]
+    ) -> list[list[list[dict[str, Any]]]]:
+        """Return values and states of the two pieces of each parameter, after each step that they make."""
+        cut = [_pieces_of(each.form, draw) for each, draw in zip(tried, draws, strict=True)]
+        found: list[list[list[dict[str, Any]]]] = [[] for _ in tried]
+        if not self._at_once:
+            for index, each in enumerate(tried):
+                for piece in cut[index]:
+                    run = self._run(groups, [each], [[row for row in piece if row is not None]])
+                    found[index].append([states for (states,) in run])
+            return found
+        for number in range(2):
+            having = [index for index, pieces in enumerate(cut) if number < len(pieces)]
+            if having:
+                run = self._run(groups, [tried[i] for i in having], [cut[i][number] for i in having])
+                for place, index in enumerate(having):
+                    found[index].append([states[place] for states in run])
+        return found
+
+    def _run(
+        self, groups: StepGroups, tried: Sequence[_Tried], rows: Sequence[Draw]
     ) -> list[list[dict[str, Any]]]:
         """Return values and states of parameters after each step. ``rows``: of each its values, then its
         gradients."""
         shell = shell_of(self._optim)
-        params = [values.clone().requires_grad_() for values, *_ in rows]
-        given = [each.apart() for each in marks]
-        for param, each in zip(params, given, strict=True):
+        params = [values_of(row).clone().requires_grad_() for row in rows]
+        marks = [each.marks.apart() for each in tried]
+        for param, each in zip(params, marks, strict=True):
             each.put_on(param)
             if self._first:
                 shell.state[param] = {
                     name: _uniform(value, param) if name in self._first_arrays else copied(value)
                     for name, value in self._first.items()
                 }
-        shell.param_groups = [{**settings.values, "params": params}]
         before = with_own_attributes(shell, self._optim)
+        seats = {each.seat: param for each, param in zip(tried, params, strict=True)}
+        try:
+            shell.param_groups = groups.filled(seats, self._optim, shell)
+        except Inseparable as reason:
+            raise refuse(self._optim, reason) from reason
+        given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
         after: list[list[dict[str, Any]]] = []
         for index in range(1, len(rows[0])):
             for param, row in zip(params, rows, strict=True):
-                param.grad = row[index].clone()
+                grad = row[index]
+                param.grad = None if grad is None else grad.clone()
             try:
                 step_of(type(shell))(shell)
             except Exception as error:
-                raise ConfigError(
+                raise _TrialFailed(
                     f"a trial step of {self._kind} over made-up parameters of shapes "
                     f"{[tuple(param.shape) for param in params]} failed with {type(error).__name__}: "
                     f"{in_words(error)}. {self._way_out}"
                 ) from error
-            entries = [{"values": param.detach(), **shell.state[param]} for param in params]
+            entries = [{"values": param.detach(), **shell.state.get(param, {})} for param in params]
             after.append([{name: copied(value) for name, value in entry.items()} for entry in entries])
         if not self._at_once:
             written = {
                 name
-                for param, each, first in zip(params, given, marks, strict=True)
+                for param, each, first in zip(params, marks, tried, strict=True)
                 for name in vars(param)
-                if name in each.changed_on(param) or not same(vars(param)[name], first.values[name])
+                if name in each.changed_on(param) or not same(vars(param)[name], first.marks.values[name])
             }
-            self._refuse_shared(settings, before, shell, sorted(written))
+            seen = groups.indices(seats)
+            changed = [*written_by(shell, before), *sorted(written), *_changed(groups, given, shell, seen)]
+            if left_over(shell.state, params):
+                changed.append("state")
+            self._refuse_shared(changed)
         return after
 
-    def _refuse_identities(self) -> None:
-        try:
-            refuse_identities(self._optim, ())
-        except Inseparable as reason:
-            raise refuse(self._optim, reason) from reason
-
-    def _refuse_gathering(
-        self, settings: GroupSettings, rows: Sequence[Sequence[torch.Tensor]], marks: Sequence[Marks]
-    ) -> None:
+    def _refuse_gathering(self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]) -> None:
         """Raise ConfigError where an operator of a step makes an element, or a number, of several elements.
         What a step makes of those of a few trials may be the same by chance."""
+        rows = [
+            [each.form.tensor(row) for row in draw if row is not None]
+            for each, draw in zip(tried, draws, strict=True)
+        ]
         with DataFlow(rows) as flow:
-            self._run(settings, rows, marks)
+            self._run(groups, tried, rows)
         found = flow.mixed or flow.gathered or flow.read or flow.drawn
         if found:
             raise ConfigError(
@@ -216,18 +323,9 @@ class PieceTrial:
                 f"{self._way_out}"
             )
 
-    def _refuse_shared(
-        self,
-        settings: GroupSettings,
-        before: Mapping[str, Any],
-        shell: torch.optim.Optimizer,
-        written: Sequence[str],
-    ) -> None:
+    def _refuse_shared(self, changed: Sequence[str]) -> None:
         """Raise ConfigError where a step has written to what one over pieces would write to more than once:
-        settings of groups, attributes of the optimizer and, ``written``, of parameters."""
-        changed = [*written_by(shell, before), *written]
-        if GroupSettings.of(shell.param_groups[0]) != settings:
-            changed.append("param_groups")
+        settings of groups, attributes of the optimizer and of parameters."""
         if changed:
             raise ConfigError(
                 f"{self._kind} {self._claim}, and its step writes to {', '.join(changed)}, "
@@ -239,7 +337,7 @@ class PieceTrial:
         form: Form,
         whole: Mapping[str, Any],
         parts: Sequence[Mapping[str, Any]],
-        arrays: Mapping[str, torch.Tensor],
+        arrays: Collection[str],
     ) -> None:
         """Raise ConfigError where the state of a whole parameter is not that of its pieces put together."""
         for name in {**whole, **{name: None for part in parts for name in part}}:
@@ -256,6 +354,73 @@ class PieceTrial:
                     "it makes of an element depends on others, or on the shape. "
                     f"{self._way_out}"
                 )
+
+
+Draw = Sequence[torch.Tensor | None]  # of a parameter: its values, then a gradient for each step, or none
+
+
+def values_of(draw: Draw) -> torch.Tensor:
+    """Return the values that a parameter has before the first step."""
+    assert draw[0] is not None
+    return draw[0]
+
+
+def _pieces_of(form: Form, draw: Draw) -> list[Draw]:
+    """Return a draw, flat, cut in two."""
+    if form.numel < 2:
+        return [[row if row is None else row.reshape(-1) for row in draw]]
+    first = max(1, form.numel * 5 // 12)
+    return [
+        [None if row is None else row[:first] for row in draw],
+        [None if row is None else row[first:] for row in draw],
+    ]
+
+
+def _with_gaps(draws: Sequence[Draw]) -> list[Draw]:
+    """Return the first steps of draws, in which one parameter or the other has no gradient."""
+    return [
+        [draw[0], *(row if _has_gradient(number, step) else None for step, row in enumerate(draw[1:6]))]
+        for number, draw in enumerate(draws)
+    ]
+
+
+def _has_gradient(number: int, step: int) -> bool:
+    """Whether a parameter has a gradient in a trial step in which not all have: all but the first at first,
+    then every other one, then all."""
+    return (number > 0, number % 2 == 0, True, number % 2 == 1, number % 3 == 0)[step]
+
+
+def _first_that_runs(attempt: Callable[[Shown], Found]) -> Found:
+    """Return what a trial finds out with as much of other parameters as a step can be shown: it may take for
+    granted that each one that it sees has a gradient, or each group a parameter. Raises as ``attempt``."""
+    errors: list[_TrialFailed] = []
+    for shown in Shown:
+        try:
+            return attempt(shown)
+        except _TrialFailed as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _fails(check: Callable[[], object]) -> bool:
+    """Say whether a trial without some of the gradients shows that all are needed."""
+    try:
+        check()
+    except (ConfigError, Inseparable):
+        return True
+    return False
+
+
+def _changed(
+    groups: StepGroups,
+    given: Sequence[Mapping[str, Any]],
+    shell: torch.optim.Optimizer,
+    seen: Sequence[int],
+) -> list[str]:
+    try:
+        return ["param_groups"] if any(groups.changes(given, shell.param_groups, seen)) else []
+    except Inseparable:
+        return ["param_groups"]
 
 
 def _joined(form: Form, found: Sequence[Any]) -> bool:
@@ -298,52 +463,71 @@ def _uniform(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like.detach(), float(value.reshape(-1)[0]) if value.numel() else 0.0)
 
 
-_NUMEL_TOGETHER = 2**12  # of a parameter that is tried; the dimensions of larger ones are halved
-_MOST_TRIED = 48
-
-
-class _Tried(NamedTuple):
-    group: int
-    form: Form
-    shape: tuple[int, ...]  # that of the real one
-    state: Mapping[str, Any]  # at first
-    marks: Marks
-
-
 def try_one_by_one(
     optim: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
     *,
     is_said: bool = False,
-) -> tuple[StateSpec, ...]:
+) -> Found:
     """Return what ``optim`` keeps of each element of parameters. Raises Inseparable where steps over one
     parameter after another make something else of values, states, groups or attributes than steps over all
     of them; or, with the bits that they have here, use of one what others have. ``is_said``: by the user that
     they do not: then bits alone count, and a class whose step cannot be tried has all its states beside the
     chunks."""
     refuse_identities(optim, groups)
-    tried = _chosen(optim, groups)
-    draws = [made_up(each.form, dtype, len(MAGNITUDES)) for each in tried]
+    try:
+        return _first_that_runs(lambda shown: _try_all(optim, groups, dtype, shown, is_said=is_said))
+    except _TrialFailed as error:
+        if is_said:
+            return Found((), Shown.GROUPS, True)
+        raise Inseparable(str(error)) from error
+
+
+def _try_all(
+    optim: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+    shown: Shown,
+    *,
+    is_said: bool,
+) -> Found:
+    every = shown is not Shown.ALL
+    tried = _chosen(optim, groups, _NUMEL_TOGETHER, most=_MOST_TRIED, every=every)
+    steps = _STEPS_OF_MANY if every and len(tried) > _MOST_TRIED else len(MAGNITUDES)
+    draws: list[Draw] = [made_up(each.form, dtype, steps) for each in tried]
+    stepped = _step_groups(groups, tried, dtype, shown)
+    states = _try_draws(optim, stepped, tried, draws, is_said=is_said)
+    fails = _fails(lambda: _try_draws(optim, stepped, tried, _with_gaps(draws), is_said=is_said))
+    return Found(states, shown, fails)
+
+
+def _try_draws(
+    optim: torch.optim.Optimizer,
+    groups: StepGroups,
+    tried: Sequence[_Tried],
+    draws: Sequence[Draw],
+    *,
+    is_said: bool,
+) -> tuple[StateSpec, ...]:
     together, apart = _Side(optim, groups, tried, draws), _Side(optim, groups, tried, draws)
-    for index in range(1, 1 + len(MAGNITUDES)):
+    for index in range(1, len(draws[0])):
+        grads = [draw[index] for draw in draws]
         try:
             before = _random_state()
-            mixed = together.step_over_all([draw[index] for draw in draws])
+            mixed = together.step_over_all(grads)
             if mixed and not is_said:
                 raise Inseparable(f"its step runs {mixed}() on several parameters")
             if not same(_random_state(), before):
                 raise Inseparable("its step draws random numbers, whose order is that of all parameters")
-            apart.step_over_each([draw[index] for draw in draws])
+            apart.step_over_each(grads)
         except Inseparable:
             raise
         except Exception as error:  # of code that is not ours
-            if is_said:
-                return ()
-            raise Inseparable(
+            raise _TrialFailed(
                 f"a trial step over made-up parameters failed with {type(error).__name__}: {in_words(error)}"
             ) from error
-        _compare(together, apart, index)
+        _compare(together, apart, index, grads)
     return apart.arrays()
 
 
@@ -353,41 +537,37 @@ class _Side:
     def __init__(
         self,
         optim: torch.optim.Optimizer,
-        groups: Sequence[Mapping[str, Any]],
+        groups: StepGroups,
         tried: Sequence[_Tried],
-        draws: Sequence[Sequence[torch.Tensor]],
+        draws: Sequence[Draw],
     ) -> None:
         self.optim = shell_of(optim)
         vars(self.optim).update(deep_copied(attributes_of(optim), optim, self.optim))
         self.params = [
-            each.form.tensor(draw[0].clone()).requires_grad_()
+            each.form.tensor(values_of(draw).clone()).requires_grad_()
             for each, draw in zip(tried, draws, strict=True)
         ]
         self._marks = [each.marks.apart() for each in tried]
         for marks, param in zip(self._marks, self.params, strict=True):
             marks.put_on(param)
         self.states: list[dict[str, Any]] = [_first(each) for each in tried]
-        self.groups = [{**GroupSettings.of(group).values} for group in groups]
-        self._of = [each.group for each in tried]
+        self.groups: list[dict[str, Any]] = [{**settings} for settings in groups.settings]
+        self._stepped = groups
+        self._seats = [each.seat for each in tried]
         self._kept: dict[str, torch.dtype | None] = {}
         self._forms = [each.form for each in tried]
 
-    def _set(self, grads: Sequence[torch.Tensor]) -> None:
+    def _set(self, grads: Draw) -> None:
         for param, form, grad in zip(self.params, self._forms, grads, strict=True):
-            param.grad = form.tensor(grad.clone())
+            param.grad = None if grad is None else form.tensor(grad.clone())
 
-    def step_over_all(self, grads: Sequence[torch.Tensor]) -> str:
+    def step_over_all(self, grads: Draw) -> str:
         """Step over all parameters at once; return an operator by which something flows from one to another,
         or nothing."""
         self._set(grads)
-        shell = self.optim
-        of = zip(self.params, self._of, strict=True)
-        named: dict[int, list[torch.Tensor]] = {}
-        for param, group in of:
-            named.setdefault(group, []).append(param)
-        shell.param_groups = [
-            {**values, "params": named.get(index, [])} for index, values in enumerate(self.groups)
-        ]
+        shell, groups = self.optim, self._stepped.with_settings(self.groups)
+        shell.param_groups = groups.filled(dict(zip(self._seats, self.params, strict=True)), shell, shell)
+        given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
         for param, state in zip(self.params, self.states, strict=True):
             if state:
                 shell.state[param] = state
@@ -398,25 +578,27 @@ class _Side:
         with torch.enable_grad(), DataFlow(owned) as flow:
             step_of(type(shell))(shell)
         self._refuse_marks()
-        self.states = [dict(shell.state.pop(param, {})) for param in self.params]
-        if any(shell.state.values()):
+        if left_over(shell.state, self.params):
             raise Inseparable("its state has entries that are no parameter's")
+        self.states = [dict(shell.state.pop(param, {})) for param in self.params]
         shell.state.clear()
-        self.groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in shell.param_groups
-        ]
+        seen = groups.indices(self._seats)
+        for index, changed in zip(seen, groups.changes(given, shell.param_groups, seen), strict=True):
+            self.groups[index].update(changed)
         return flow.mixed
 
-    def step_over_each(self, grads: Sequence[torch.Tensor]) -> None:
+    def step_over_each(self, grads: Draw) -> None:
         """Step over one parameter after another, as an update of chunks does."""
         self._set(grads)
-        shared = SharedStep(self.optim, self.groups)
+        shared = SharedStep(self.optim, self._stepped.with_settings(self.groups))
         for index, param in enumerate(self.params):
+            if param.grad is None:
+                continue
             states = {param: deep_copied(self.states[index])}
-            shared.run({self._of[index]: [param]}, states)
+            shared.run({self._seats[index]: param}, states)
             self.states[index] = states[param]
             self._note(param, states[param])
-        shared.commit(self.groups)
+        shared.end(self.groups)
         self._refuse_marks()
 
     def _refuse_marks(self) -> None:
@@ -435,13 +617,18 @@ class _Side:
         return tuple(StateSpec(name, dtype) for name, dtype in self._kept.items() if dtype is not None)
 
 
-def _compare(together: _Side, apart: _Side, step: int) -> None:
+def _compare(together: _Side, apart: _Side, step: int, grads: Draw) -> None:
     for index, (one, other) in enumerate(zip(together.params, apart.params, strict=True)):
-        among = f"one of several parameters, of shape {tuple(one.shape)}"
+        has_gradient = grads[index] is not None
+        which = "one of several parameters" if has_gradient else "a parameter that has no gradient"
         if not same(one.detach(), other.detach()):
-            raise Inseparable(f"trial step {step} makes something else of {among}")
-        if not same(together.states[index], apart.states[index]):
-            raise Inseparable(f"trial step {step} keeps something else of {among}")
+            raise Inseparable(
+                f"trial step {step} makes something else of {which}, of shape {tuple(one.shape)}"
+            )
+        if has_gradient and not same(together.states[index], apart.states[index]):
+            raise Inseparable(
+                f"trial step {step} keeps something else of {which}, of shape {tuple(one.shape)}"
+            )
     for one_group, other_group in zip(together.groups, apart.groups, strict=True):
         if not same(one_group, other_group):
             raise Inseparable("its step changes groups' settings once for each parameter")
@@ -449,23 +636,60 @@ def _compare(together: _Side, apart: _Side, step: int) -> None:
         raise Inseparable("its step changes its attributes once for each parameter")
 
 
-def _chosen(optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[_Tried]:
-    """Return a parameter of each form and group, but of many groups one each; two at least."""
+def _chosen(
+    optim: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    most_numel: int,
+    *,
+    most: int | None = None,
+    every: bool = False,
+) -> list[_Tried]:
+    """Return a parameter of each kind and settings, two of each settings where a group has two; beyond
+    ``most``, one of each group. ``every``: all others, too, made small."""
     tried: list[_Tried] = []
     kinds: set[tuple[str, Kind]] = set()
-    for index, group in enumerate(groups):
-        settings = GroupSettings.of(group).switches
+    pairs: set[str] = set()
+    for number, group in enumerate(groups):
+        switches = GroupSettings.of(group).switches
         here: list[_Tried] = []
         with torch._C.DisableTorchFunctionSubclass():
-            each = [(param, Kind(Form.of(param), Marks.of(param))) for param in group["params"]]
-        for param, kind in sorted(each, key=lambda pair: pair[1].form.numel):
-            if here and ((settings, kind) in kinds or len(tried) + len(here) >= _MOST_TRIED):
+            each = [(index, p, Kind(Form.of(p), Marks.of(p))) for index, p in enumerate(group["params"])]
+        for index, param, kind in sorted(each, key=lambda item: item[2].form.numel):
+            is_many = most is not None and len(tried) + len(here) >= most
+            is_known = (switches, kind) in kinds
+            is_wanted = not is_known or (len(here) == 1 and switches not in pairs)
+            if here and not every and (is_many or not is_wanted):
                 continue
-            kinds.add((settings, kind))
+            kinds.add((switches, kind))
+            if here:
+                pairs.add(switches)
             form, state = kind.form, optim.state.get(param) or {}
-            here.append(_Tried(index, form.bounded(_NUMEL_TOGETHER), form.shape, state, kind.marks))
+            bounded = form.bounded(_NUMEL_OF_SAME if every and (is_known or is_many) else most_numel)
+            here.append(_Tried(Seat(number, index), bounded, form.shape, state, kind.marks, switches))
         tried += here
-    return tried if len(tried) > 1 else tried * 2
+    return tried
+
+
+def _step_groups(
+    groups: Sequence[Mapping[str, Any]], tried: Sequence[_Tried], dtype: torch.dtype, shown: Shown
+) -> StepGroups:
+    """Return groups for a trial: all parameters of one type, those that are tried in their form."""
+    stepped = StepGroups.of(groups, shown)
+    if shown is not Shown.ALL:
+        return stepped
+    gaps = [[gap._replace(dtype=dtype, device=torch.device("cpu")) for gap in each] for each in stepped.gaps]
+    for each in tried:
+        group, place = each.seat
+        gaps[group][place] = gaps[group][place]._replace(shape=each.form.shape, stride=each.form.stride)
+    return StepGroups(stepped.settings, gaps, stepped.names, shown)
+
+
+def key_of(groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return what decides the outcome of a trial."""
+    return dtype, *(
+        (GroupSettings.of(group).switches, len(group["params"]), kinds_of(group["params"]))
+        for group in groups
+    )
 
 
 def _first(tried: _Tried) -> dict[str, Any]:

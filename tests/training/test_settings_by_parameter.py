@@ -16,7 +16,7 @@ from test_stepped_rules import train, train_plain
 from torch import Tensor, nn
 from training_harness import seeded
 
-from gemini import ConfigError, GeminiDDP, GeminiOptimizer
+from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lion
 
 MODES: dict[str, dict[str, Any]] = {
     "tried": {},
@@ -36,14 +36,18 @@ class Scaled(torch.optim.Optimizer):
         pass
 
     def scale(self, param: Tensor, place: int) -> float:
-        raise NotImplementedError
+        return 1.0
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return 1.0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
+            rate = group["lr"] * self.group_scale(group, number)
             for place, param in enumerate(group["params"]):
                 if param.grad is not None:
-                    self.update(param, group["lr"] * self.scale(param, place))
+                    self.update(param, rate * self.scale(param, place))
 
     def update(self, param: Tensor, rate: float) -> None:
         param.sub_(param.grad, alpha=rate)
@@ -63,9 +67,6 @@ class Attribute(Scaled):
 
 class Replaced(Scaled):
     """Gives parameters other data, as ``param.data = ...`` does."""
-
-    def scale(self, param: Tensor, place: int) -> float:
-        return 1.0
 
     def update(self, param: Tensor, rate: float) -> None:
         param.data = param.data - rate * param.grad
@@ -103,6 +104,256 @@ def test_an_attribute_that_changes_between_steps_is_that_of_its_step() -> None:
         managed = GeminiOptimizer(Attribute(net.parameters()), model)
         run(net, lambda index: train(model, [managed], square, range(index, index + 1)))
         assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class Index(Scaled):
+    """By the index of the group, and that of the parameter in it."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return 1.0 if place == 0 else 0.1
+
+    def scale(self, param: Tensor, place: int) -> float:
+        return 0.5**place
+
+
+class First(Scaled):
+    """By the settings of the first group, their number, and whether it is that one."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        first = self.param_groups[0]
+        same = 1.0 if group is first else 0.3
+        return same * float(first["lr"]) * len(self.param_groups) + place
+
+
+class Sizes(Scaled):
+    """By how many elements the parameters of its group have, and how they look."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        matrices = [param for param in group["params"] if param.dim() == 2]
+        return 1.0 / sum(param.numel() for param in group["params"]) + len(matrices)
+
+
+class Names(Scaled):
+    """By the name of a parameter."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return 1.0 if any(name.endswith("0.weight") for name in group["param_names"]) else 0.2
+
+    def scale(self, param: Tensor, place: int) -> float:
+        groups = self.param_groups
+        pairs = [pair for group in groups for pair in zip(group["params"], group["param_names"], strict=True)]
+        found = [name for other, name in pairs if other is param]
+        return 0.5 if found[0].endswith("bias") else 1.0
+
+
+class Unguarded(Scaled):
+    """Takes for granted that each parameter has a gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, group in enumerate(self.param_groups):
+            for param in group["params"]:
+                self.update(param, group["lr"] / (1 + number))
+
+
+def two_groups(net: nn.Module) -> list[dict[str, Any]]:
+    """Return groups of equal settings, which chunks cross."""
+    named = list(net.named_parameters())
+    return [{"params": named[0::2]}, {"params": named[1::2]}]
+
+
+@pairs(kind=[Index, First, Sizes, Names, Unguarded], mode=list(MODES), budget=["all", "tight"])
+def test_a_group_and_a_parameter_are_found_in_their_places(
+    kind: type[Scaled], mode: str, budget: str, tmp_path: Path
+) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    train_plain(plain, [kind(two_groups(plain))], square, range(5))
+    options = tight(tmp_path, 2 * num_bytes(net)) if budget == "tight" else {}
+    with GeminiDDP(net, **options) as model:
+        inner = kind(two_groups(net))
+        if kind is Sizes and mode == "elementwise":  # the elements of a piece are fewer
+            with pytest.raises(ConfigError, match="depends on others, or on the shape"):
+                GeminiOptimizer(inner, model, elementwise=True)
+            return
+        train(model, [GeminiOptimizer(inner, model, **MODES[mode])], square, range(5))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class Decays(Scaled):
+    """Makes weights smaller, with and without a gradient."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        for param in group["params"]:
+            param.mul_(0.9)
+        return 1.0
+
+
+class Counted(Scaled):
+    """By the number of gradients in its group."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return 1.0 / sum(param.grad is not None for param in group["params"])
+
+
+class AllAtOnce(Scaled):
+    """Has lists of torch, which fail where they are empty."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            grads = [param.grad for param in group["params"]]
+            torch._foreach_add_(group["params"], grads, alpha=-group["lr"])
+
+
+@pairs(kind=[Decays, Unguarded, AllAtOnce], mode=list(MODES), budget=["all", "tight"])
+def test_a_step_that_needs_every_gradient_is_refused_without_one(
+    kind: type[Scaled], mode: str, budget: str, tmp_path: Path
+) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    make = (lambda net: kind(net.parameters())) if kind is AllAtOnce else (lambda net: kind(two_groups(net)))
+    train_plain(plain, [make(plain)], square, range(3))
+    options = tight(tmp_path, 2 * num_bytes(net)) if budget == "tight" else {}
+    with GeminiDDP(net, **options) as model:
+        managed = GeminiOptimizer(make(net), model, **MODES[mode])
+        train(model, [managed], square, range(3))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        assert_same(before, dict(plain.state_dict()))
+        managed.backward(square(model, 3))
+        net[0][0].bias.grad = None
+        with pytest.raises(ConfigError, match=r"1 parameters have no gradient in this step, .* '0.0.bias'"):
+            managed.step()
+        assert_same(dict(model.state_dict()), before)
+        managed.zero_grad()
+        train(model, [managed], square, range(4, 5))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_that_counts_gradients_is_refused(mode: str) -> None:
+    net = seeded(mlp)
+    with GeminiDDP(net) as model, pytest.raises(ConfigError, match="makes something else of"):
+        GeminiOptimizer(Counted(net.parameters()), model, **MODES[mode])
+
+
+class Outside(Scaled):
+    """By what lies outside, and changes between steps."""
+
+    def prepare(self, params: list[Tensor]) -> None:
+        self.rates = [1.0]
+        self.rate = lambda: OUTSIDE["rate"]
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return self.rate() * self.rates[0]
+
+
+OUTSIDE = {"rate": 1.0}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_lies_outside_is_that_of_its_step(mode: str, tmp_path: Path) -> None:
+    def run(inner: Any, step: Callable[[int], None]) -> None:
+        for index in range(4):
+            OUTSIDE["rate"] = 1.0 / (1 + index)
+            inner.rates[0] = 2.0 * index
+            step(index)
+            OUTSIDE["rate"] = inner.rates[0] = 7.0
+
+    plain, net = seeded(mlp), seeded(mlp)
+    optimizer = Outside(plain.parameters())
+    run(optimizer, lambda index: train_plain(plain, [optimizer], square, range(index, index + 1)))
+    with GeminiDDP(net, **tight(tmp_path, 2 * num_bytes(net))) as model:
+        inner = Outside(net.parameters())
+        managed = GeminiOptimizer(inner, model, **MODES[mode])
+        run(inner, lambda index: train(model, [managed], square, range(index, index + 1)))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class Rearranged(torch.optim.Adam):
+    """Adam with a part of its step replaced: every other group has a hundredth of the rate."""
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        place = next(i for i, each in enumerate(self.param_groups) if each is group)
+        for param in group["params"]:
+            if param.grad is not None and place % 2:
+                param.grad = param.grad.clamp(min=0)
+        return super()._init_group(group, *lists)  # type: ignore[misc]
+
+
+class FreshState(Scaled):
+    """Puts another dict in place of a state."""
+
+    def update(self, param: Tensor, rate: float) -> None:
+        mean = self.state[param].get("mean", torch.zeros_like(param))
+        self.state[param] = {"mean": 0.9 * mean + param.grad}
+        param.sub_(self.state[param]["mean"], alpha=rate)
+
+
+class Sgd(torch.optim.SGD):
+    def _init_group(self, group: dict[str, Any], params: Any, grads: Any, *lists: Any) -> Any:
+        found = super()._init_group(group, params, grads, *lists)  # type: ignore[misc]
+        grads[:] = [grad.sign() for grad in grads]
+        return found
+
+
+class Decayed(Lion):
+    """Lion whose rate falls with every step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure)
+
+
+@pairs(kind=[Rearranged, FreshState, Sgd, Decayed], mode=list(MODES), budget=["all", "tight"])
+def test_what_a_subclass_replaces_is_run(kind: Any, mode: str, budget: str, tmp_path: Path) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    train_plain(plain, [kind(two_groups(plain))], square, range(5))
+    options = tight(tmp_path, 2 * num_bytes(net)) if budget == "tight" else {}
+    with GeminiDDP(net, **options) as model:
+        inner = kind(two_groups(net))
+        if kind is Decayed and mode == "elementwise":
+            with pytest.raises(ConfigError, match="writes to param_groups"):
+                GeminiOptimizer(inner, model, elementwise=True)
+            return
+        train(model, [GeminiOptimizer(inner, model, **MODES[mode])], square, range(5))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class DecayedAdam(HybridAdam):
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure, **options)
+
+
+@pytest.mark.parametrize("kind", [Decayed, DecayedAdam])
+def test_a_subclass_of_ours_that_drives_itself_runs_its_step_once(kind: Any, tmp_path: Path) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    train_plain(plain, [kind(plain.parameters())], square, range(5))
+    with GeminiDDP(net, **tight(tmp_path, 2 * num_bytes(net))) as model:
+        train_plain(model, [kind(net.parameters())], square, range(5))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+        if kind is DecayedAdam:
+            with pytest.raises(ConfigError, match=r"has a step\(\) of its own"):
+                GeminiOptimizer(kind(net.parameters()), model)
+
+
+def test_a_step_that_was_put_on_the_object_is_refused() -> None:
+    net = seeded(mlp)
+    with GeminiDDP(net) as model:
+        inner = torch.optim.AdamW(net.parameters())
+        step = inner.step
+        inner.step = lambda *given: step(*given)  # type: ignore[method-assign]
+        with pytest.raises(ConfigError, match="step of this AdamW was replaced"):
+            GeminiOptimizer(inner, model)
+        del inner.step
+        torch.optim.lr_scheduler.StepLR(inner, 1)  # puts one there, too, which counts
+        managed = GeminiOptimizer(inner, model)
+        train(model, [managed], square, range(2))
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        inner.step = lambda *given: step(*given)  # type: ignore[method-assign]
+        with pytest.raises(ConfigError, match="step of this AdamW was replaced"):
+            train(model, [managed], square, range(2, 3))
+        assert_same(dict(model.state_dict()), before)
 
 
 class Id(Scaled):
@@ -145,6 +396,14 @@ class Weak(Id):
         return next((scale for kept, scale in self.found.scales if kept() is param), 1.0)
 
 
+class Group(Id):
+    def prepare(self, params: list[Tensor]) -> None:
+        self.found = {id(self.param_groups[0]): 0.1}
+
+    def scale(self, param: Tensor, place: int) -> float:
+        return float(self.found.get(id(self.param_groups[0]), 1.0))
+
+
 class Text(Id):
     def prepare(self, params: list[Tensor]) -> None:
         self.param_groups[0]["found"] = {str(id(params[-1])): 0.1}
@@ -154,7 +413,7 @@ class Text(Id):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Id, Key, Closure, Weak, Text])
+@pytest.mark.parametrize("kind", [Id, Key, Closure, Weak, Text, Group])
 def test_a_parameter_that_is_known_by_its_identity_is_refused(
     kind: type[Scaled], mode: str, tmp_path: Path
 ) -> None:
