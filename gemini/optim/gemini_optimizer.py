@@ -47,6 +47,7 @@ from gemini.optim.managed_groups import (
 )
 from gemini.optim.rule import UpdateStep
 from gemini.optim.self_managed import SelfManaged
+from gemini.optim.shared_step import GivenLoss
 from gemini.optim.state_exchange import (
     TORCH_FLAGS,
     checked_state,
@@ -217,6 +218,7 @@ class GeminiOptimizer(ManagedGroups):
         """Give up the gradients but for those of other optimizers, or make zeros of them; all ranks do."""
         self.model.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
+        self.run_own_zero_grad(set_to_none)
 
     @in_one_thread("clip_grad_by_norm", shown_as="clip")
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
@@ -276,10 +278,11 @@ class GeminiOptimizer(ManagedGroups):
                 a parameter is no longer managed.
         """
         self.model.managed.refuse_exchanged("step")
-        loss = None
+        loss, given = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            given = GivenLoss(loss)
         self.model.manager.raw.settle()  # what was written by address comes before the update
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
@@ -292,7 +295,9 @@ class GeminiOptimizer(ManagedGroups):
         for losses in self.model.manager.gradient_scale.losses:
             losses.note_step(overflowed)
         taken = self.model.gradients_of_torch()
-        update = self._update if not overflowed else (lambda: None)
+        update: Callable[[], None] = partial(self._update, given)
+        if overflowed:
+            update = _nothing
         if self._in_backward is not None:
             self._in_backward.finish(update, self.hypers())
         else:
@@ -453,7 +458,7 @@ class GeminiOptimizer(ManagedGroups):
         (storage, manager), scale = self._chunks, self._clipping.scale
         return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 
-    def _update(self) -> None:
+    def _update(self, loss: GivenLoss | None) -> None:
         """Update everything that has a gradient, now or when it is needed."""
         manager = self.model.manager
         if manager.sharding is not None:
@@ -461,7 +466,7 @@ class GeminiOptimizer(ManagedGroups):
         manager.shortage.twice(self.model.make_zeros)
         updates = self._chunk_updates(self.model.storage.trainable_groups())
         updated = {slot: None for update in updates for slot in update.steps}
-        self.rule.begin(self.param_groups)
+        self.rule.begin(self.param_groups, loss)
         with self._completeness.change():
             for update in updates:
                 self._count(update)
@@ -516,6 +521,10 @@ class GeminiOptimizer(ManagedGroups):
                 about = group, group.number, steps, self._completeness, kept, room
                 updates.append(self.update_type(self.model.manager, *about))
         return updates
+
+
+def _nothing() -> None:
+    """Update nothing."""
 
 
 SelfManaged.be_driven_by(GeminiOptimizer)  # it is made of every one of them, and so imports them

@@ -6,7 +6,7 @@ Their code may read anything until it has run, so no update waits for what comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import scaled
 from gemini.optim.rule import ABSENT, Independent, KeptAsNamed, Part, SteppedPart, refuse_loops
 from gemini.optim.shared_step import (
+    GivenLoss,
     GroupSettings,
     Inseparable,
     SharedStep,
@@ -27,7 +28,6 @@ from gemini.optim.shared_step import (
     refuse,
     refuse_marks,
     shell_of,
-    step_of,
     with_own_attributes,
     written_by,
 )
@@ -53,23 +53,23 @@ class LoneRule(KeptAsNamed):
         """``is_said``: by the user that it may be run so; see :func:`try_one_by_one`."""
         self._optim = optim
         self._is_said = is_said
-        self._found: dict[tuple[Any, ...], Found] = {}
+        self._trials = _Trials(self._try)
         self._shared: SharedStep | None = None
 
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         return GroupSettings.of(group)
 
     def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        key = tuple(len(group["params"]) for group in groups), dtype
-        if key not in self._found:
-            try:
-                self._found[key] = try_one_by_one(self._optim, groups, dtype, is_said=self._is_said)
-            except Inseparable as reason:
-                raise refuse(self._optim, reason) from reason
-        return self._found[key].states
+        return self._trials.found(groups, dtype, tuple(len(group["params"]) for group in groups)).states
 
-    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._shared = SharedStep(self._optim, _groups_of(self._optim, groups, self._found.values()))
+    def _try(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss | None) -> Found:
+        try:
+            return try_one_by_one(self._optim, groups, dtype, loss, is_said=self._is_said)
+        except Inseparable as reason:
+            raise refuse(self._optim, reason) from reason
+
+    def begin(self, groups: Sequence[dict[str, Any]], loss: GivenLoss | None = None) -> None:
+        self._shared = SharedStep(self._optim, self._trials.groups(self._optim, groups, loss))
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         shared, self._shared = self._shared, None
@@ -149,21 +149,17 @@ class PieceRule(KeptAsNamed, Independent):
 
     def __init__(self, optim: torch.optim.Optimizer) -> None:
         self._optim = optim
-        self._trial = PieceTrial(optim)
-        self._found: dict[tuple[Any, ...], Found] = {}
+        self._trials = _Trials(PieceTrial(optim).of_groups)
         self._groups: StepGroups | None = None
 
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         return refuse_loops(self._optim, group)
 
     def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        key = key_of(groups, dtype)
-        if key not in self._found:
-            self._found[key] = self._trial.of_groups(groups, dtype)
-        return self._found[key].states
+        return self._trials.found(groups, dtype, key_of(groups)).states
 
-    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        self._groups = _groups_of(self._optim, groups, self._found.values())
+    def begin(self, groups: Sequence[dict[str, Any]], loss: GivenLoss | None = None) -> None:
+        self._groups = self._trials.groups(self._optim, groups, loss)
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         self._groups = None
@@ -180,7 +176,10 @@ class PieceRule(KeptAsNamed, Independent):
         stepped = [SteppedPart(part, shell) for part in parts]
         shell.param_groups = groups.filled({each.seat: each.values for each in stepped}, self._optim, shell)
         given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
-        step_of(type(shell))(shell)
+        try:
+            groups.step(shell, [each.values for each in stepped])
+        except Inseparable as reason:
+            raise self._late(reason) from reason
         changed = written_by(shell, before)
         try:
             seen = groups.indices([each.seat for each in stepped])
@@ -192,28 +191,63 @@ class PieceRule(KeptAsNamed, Independent):
             changed.append("state")
         changed += {name for each in stepped for name in each.changed_marks()}
         if changed:
-            raise StateError(
-                f"the step of {type(self._optim).__name__} changes {', '.join(changed)}, as it did not when "
-                "it was tried for elementwise=True; load a checkpoint, and leave elementwise out"
-            )
+            raise self._late(f"its step changes {', '.join(changed)}")
         for each in stepped:
             each.keep()
 
+    def _late(self, reason: object) -> StateError:
+        return StateError(
+            f"{type(self._optim).__name__} does in this step what it did not when it was tried for "
+            f"elementwise=True: {reason}; load a checkpoint, and leave elementwise out"
+        )
 
-def _groups_of(
-    optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], trials: Collection[Found]
-) -> StepGroups:
-    """Return groups as a step is to see them. Raises ConfigError where the trials say that every parameter
-    needs a gradient, and one has none."""
-    if any(found.needs_gradients for found in trials):
-        missing = [p._slot.name for group in groups for p in group["params"] if not p._slot.has_grad]
-        if missing:
-            raise ConfigError(
-                f"{len(missing)} parameters have no gradient in this step, the first one {missing[0]!r}, and "
-                f"{type(optim).__name__} fails or updates without one: over chunks it would not. Leave out "
-                "of its groups what is not trained, or give every parameter a gradient"
-            )
-    return StepGroups.of(groups, max((found.shown for found in trials), key=list(Shown).index))
+
+class _Trials:
+    """What trials have found out about an optimizer, by the type of what is updated."""
+
+    def __init__(
+        self, attempt: Callable[[Sequence[Mapping[str, Any]], torch.dtype, GivenLoss | None], Found]
+    ) -> None:
+        self._attempt = attempt
+        self._found: dict[tuple[torch.dtype, bool], tuple[Any, Found]] = {}
+
+    def found(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        dtype: torch.dtype,
+        key: Any,
+        loss: GivenLoss | None = None,
+    ) -> Found:
+        """Return the outcome of a trial, made anew where ``key`` is another one than before."""
+        kept = self._found.get((dtype, loss is not None))
+        if kept is None or kept[0] != key:
+            kept = key, self._attempt(groups, dtype, loss)
+            self._found[dtype, loss is not None] = kept
+        return kept[1]
+
+    def groups(
+        self, optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], loss: GivenLoss | None
+    ) -> StepGroups:
+        """Return groups as a step is to see them. Raises ConfigError where trials with a closure fail, or say
+        that every parameter needs a gradient, and one has none."""
+        trials = [(dtype, key, found) for (dtype, closes), (key, found) in self._found.items() if not closes]
+        if loss is not None:
+            like = GivenLoss(torch.tensor(0.7, dtype=torch.float32, device="cpu"))
+            trials = [(dtype, key, self.found(groups, dtype, key, like)) for dtype, key, _ in trials]
+        seen = [found for _, _, found in trials]
+        if any(found.needs_gradients for found in seen):
+            _require_gradients(optim, groups)
+        return StepGroups.of(groups, max((found.shown for found in seen), key=list(Shown).index), loss)
+
+
+def _require_gradients(optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    missing = [p._slot.name for group in groups for p in group["params"] if not p._slot.has_grad]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} parameters have no gradient in this step, the first one {missing[0]!r}, and "
+            f"{type(optim).__name__} fails or updates without one: over chunks it would not. Leave out "
+            "of its groups what is not trained, or give every parameter a gradient"
+        )
 
 
 def _fits(value: Any, kept: torch.Tensor) -> bool:

@@ -26,9 +26,9 @@ from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.marks import Marks, Seat
 from gemini.optim.rule import UpdateRule
-from gemini.optim.rule_choice import refuse_replaced_step, rule_of
+from gemini.optim.rule_choice import rule_of
 from gemini.optim.self_managed import SelfManaged
-from gemini.optim.shared_step import GroupSettings
+from gemini.optim.shared_step import GroupSettings, attributes_of, shell_of
 from gemini.optim.state_exchange import (
     export_shards,
     exported_groups,
@@ -63,6 +63,8 @@ def check_optimizer(
     if isinstance(optim, SelfManaged):
         optim.require_free()
     rule = rule_of(optim, elementwise=elementwise, whole=whole)
+    if not isinstance(optim, SelfManaged) or not optim.makes_driver:
+        refuse_replaced_step(optim)
     if rule.whole and model.manager.part is not None:
         raise ConfigError(
             f"{type(optim).__name__} needs whole parameters, and this model was cut before it was wrapped "
@@ -88,6 +90,16 @@ def check_optimizer(
             "(model.to(torch.bfloat16)) and leave mixed_precision out"
         )
     return rule
+
+
+def refuse_replaced_step(optim: torch.optim.Optimizer) -> None:
+    """Raise ConfigError where user code has given the object ``optim`` another step, which would not run."""
+    replaced = vars(optim).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            f"the step of this {type(optim).__name__} was replaced by {replaced!r:.100}, which a "
+            "GeminiOptimizer would not run; put it into a subclass, or replace step of the GeminiOptimizer"
+        )
 
 
 def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> None:
@@ -429,7 +441,7 @@ class ManagedGroups(WrappedOptimizer):
         each = [params] if isinstance(params, torch.Tensor) else params
         self._adopt([{"params": each}])
         check_parameters(len(self.param_groups), each, self.model)
-        super().add_param_group(param_group)
+        self._add_group(param_group)
         try:
             self.rule.hyper(self.param_groups[-1])
             if self._driven_optim is not None:
@@ -438,6 +450,34 @@ class ManagedGroups(WrappedOptimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as the class of the driven optimizer does, which may give it more settings."""
+        driven = self._own_class("add_param_group")
+        if driven is None:
+            super().add_param_group(param_group)
+            return
+        shell = shell_of(driven)
+        shell.param_groups = list(self.param_groups)
+        shell.add_param_group(param_group)
+        vars(driven).update(attributes_of(shell))
+        self.param_groups.append(shell.param_groups[-1])
+
+    def run_own_zero_grad(self, set_to_none: bool) -> None:
+        """Have the class of the driven optimizer do what it does beside giving up gradients."""
+        driven = self._own_class("zero_grad")
+        if driven is not None and set_to_none:
+            driven.zero_grad()
+        elif driven is not None:
+            driven.zero_grad(set_to_none)
+
+    def _own_class(self, method: str) -> torch.optim.Optimizer | None:
+        """Return the driven optimizer if its class, which is not ours, has a ``method`` of its own."""
+        driven = self._driven_optim
+        if driven is None or isinstance(driven, SelfManaged):
+            return None
+        is_own = getattr(type(driven), method) is not getattr(torch.optim.Optimizer, method)
+        return driven if is_own else None
 
     def _adopt(self, groups: Iterable[Mapping[str, Any]]) -> None:
         """Have the model manage what came into its module, where some of the groups' parameters (each perhaps

@@ -31,8 +31,9 @@ from gemini.optim.kernels import (
 )
 from gemini.optim.lion import LionHyper, lion_update
 from gemini.optim.marks import Marks, Seat
-from gemini.optim.shared_step import GroupSettings, copied, shell_of, step_of
+from gemini.optim.shared_step import GivenLoss, GroupSettings, copied, shell_of
 from gemini.optim.trials import PieceTrial
+from gemini.optim.wrapped import step_of
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,9 @@ class UpdateRule(Protocol):
     def defers(self) -> bool:
         """Whether updates may run after ``step()``: they read nothing but what is captured."""
 
-    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        """A step of all parameters begins. Raises ConfigError where it cannot be made; changes nothing."""
+    def begin(self, groups: Sequence[dict[str, Any]], loss: GivenLoss | None = None) -> None:
+        """A step of all parameters begins; ``loss``: of its closure. Raises ConfigError where it cannot be
+        made; changes nothing."""
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step has updated all parameters, or, where nothing is shared, left that for later."""
@@ -133,7 +135,7 @@ class Independent:
     shares: ClassVar[bool] = False
     defers: bool = True
 
-    def begin(self, groups: Sequence[dict[str, Any]]) -> None:
+    def begin(self, groups: Sequence[dict[str, Any]], loss: GivenLoss | None = None) -> None:
         """Nothing to be noted."""
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:

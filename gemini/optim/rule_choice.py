@@ -12,9 +12,9 @@ from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule, PieceRule
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
 from gemini.optim.self_managed import SelfManaged
-from gemini.optim.shared_step import refuse, step_of
+from gemini.optim.shared_step import refuse
 from gemini.optim.trials import PieceTrial
-from gemini.optim.wrapped import HOOKS, WrappedOptimizer
+from gemini.optim.wrapped import HOOKS, WrappedOptimizer, step_of
 
 # What is known of the steps of torch's optimizers: what they make of an element depends on that alone.
 _ELEMENT_WISE = (
@@ -63,16 +63,6 @@ def steps_as(optim: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) ->
     )
 
 
-def refuse_replaced_step(optim: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where user code has given the object ``optim`` another step, which would not run."""
-    replaced = vars(optim).get("step")
-    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
-        raise ConfigError(
-            f"the step of this {type(optim).__name__} was replaced by {replaced!r:.100}, which a "
-            "GeminiOptimizer would not run; put it into a subclass, or replace step of the GeminiOptimizer"
-        )
-
-
 def refuse_gathering(optim: torch.optim.Optimizer) -> None:
     """Raise ConfigError where ``optim``, whose parameters are to be cut, is of a class of which nothing is
     known, and trial steps show that its updates are not element by element."""
@@ -92,8 +82,6 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
     if elementwise and whole:
         raise ConfigError("elementwise=True and whole=True contradict: over pieces, or a parameter at a time")
     is_inside = isinstance(optim, SelfManaged) and optim.makes_driver  # in its own step, whatever that is
-    if not is_inside:
-        refuse_replaced_step(optim)
 
     def is_a(kind: type[torch.optim.Optimizer]) -> bool:
         return isinstance(optim, kind) if is_inside else steps_as(optim, kind)

@@ -11,7 +11,7 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.model.handle import ManagedModel, handle_of_parameter
-from gemini.optim.shared_step import step_of
+from gemini.optim.wrapped import step_of
 from gemini.runtime import ManagedParameter
 
 # What a GeminiOptimizer has beside an optimizer of torch, of which programs over managed models make use.

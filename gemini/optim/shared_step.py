@@ -7,7 +7,8 @@ from __future__ import annotations
 import copy
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.optim.marks import Gap, Marks, Placeholder, Seat, holder_of_identities
+from gemini.optim.wrapped import step_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,13 +53,6 @@ class GroupSettings:
         return repr(
             [(name, bool(value) if _is_number(value) else value) for name, value in self.values.items()]
         )
-
-
-def step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """Return the ``step`` of an optimizer's class, without what torch wraps around it to run hooks."""
-    step = kind.step
-    bare: Callable[[torch.optim.Optimizer], object] = getattr(step, "__wrapped__", step)
-    return bare if getattr(step, "hooked", False) else step
 
 
 def shell_of(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -119,8 +114,34 @@ class Shown(Enum):
     NOTHING = "nothing"
 
 
+class GivenLoss:
+    """What the closure of a step has returned. It has run before the step, which is taken in parts: each gets
+    a closure that returns that again."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @contextmanager
+    def closure(self, params: Iterable[torch.Tensor]) -> Iterator[Callable[[], Any]]:
+        """Yield a closure for a part of the step over ``params``. Raises Inseparable where it is not run
+        once, before anything has changed."""
+        before = [(param, param.detach().clone(), param.grad) for param in params]
+        calls = 0
+
+        def closure() -> Any:
+            nonlocal calls
+            calls += 1
+            if any(p.grad is not grad or not equal(p.detach(), kept) for p, kept, grad in before):
+                raise Inseparable("its step runs the closure after it has changed parameters or gradients")
+            return self._value
+
+        yield closure
+        if calls != 1:
+            raise Inseparable(f"its step runs the closure {calls} times")
+
+
 class StepGroups:
-    """Parameter groups as they are before a step that updates some parameters at a time."""
+    """Parameter groups as they are before a step that updates some parameters at a time, and its closure."""
 
     def __init__(
         self,
@@ -128,24 +149,42 @@ class StepGroups:
         gaps: Sequence[Sequence[Gap]],
         names: Sequence[Sequence[str]],
         shown: Shown,
+        loss: GivenLoss | None = None,
     ) -> None:
         """``settings``: of each group. ``gaps``: of all parameters, where they are shown. ``names``: of them,
-        where they have any."""
+        where they have any. ``loss``: where the step has a closure."""
+        self._loss = loss
         self.settings = list(settings)
         self.gaps, self.names, self.shown = gaps, names, shown
         self._others = [[Placeholder.of(gap) for gap in each] for each in gaps]
 
     @classmethod
-    def of(cls, groups: Sequence[Mapping[str, Any]], shown: Shown) -> StepGroups:
+    def of(
+        cls, groups: Sequence[Mapping[str, Any]], shown: Shown, loss: GivenLoss | None = None
+    ) -> StepGroups:
         """Return those of an optimizer."""
         settings = [GroupSettings.of(group).values for group in groups]
         params = [group["params"] if shown is Shown.ALL else () for group in groups]
         gaps = [[Gap.of(param) for param in each] for each in params]
-        return cls(settings, gaps, [list(group.get("param_names", ())) for group in groups], shown)
+        return cls(settings, gaps, [list(group.get("param_names", ())) for group in groups], shown, loss)
+
+    def with_gaps(self, gaps: Sequence[Sequence[Gap]]) -> StepGroups:
+        """Return the same groups with other parameters."""
+        return StepGroups(self.settings, gaps, self.names, self.shown, self._loss)
+
+    def step(self, shell: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
+        """Run the step of ``shell``, whose groups are filled, over ``params``. Raises Inseparable as
+        :meth:`GivenLoss.closure`."""
+        step: Callable[..., object] = step_of(type(shell))
+        if self._loss is None:
+            step(shell)
+            return
+        with self._loss.closure(params) as closure:
+            step(shell, closure)
 
     def with_settings(self, settings: Sequence[Mapping[str, Any]]) -> StepGroups:
         """Return the same parameters with other settings of groups."""
-        return StepGroups(settings, self.gaps, self.names, self.shown)
+        return StepGroups(settings, self.gaps, self.names, self.shown, self._loss)
 
     def filled(
         self, tensors: Mapping[Seat, torch.Tensor], optim: torch.optim.Optimizer, shell: torch.optim.Optimizer
@@ -188,6 +227,8 @@ class StepGroups:
             if not is_kept or list(map(id, params)) != list(map(id, before["params"])):
                 raise Inseparable("its step changes which parameters a group has, or their order")
             now = {name: v for name, v in group.items() if name not in ("params", "param_names")}
+            if not now.keys() >= settings.keys():
+                raise Inseparable("its step removes settings of a group")
             found.append(_difference(settings, now))
         return found
 
@@ -215,7 +256,7 @@ class SharedStep:
         given = [{**group, "params": list(group["params"])} for group in filled]
         shell.state.update(states)
         with torch.enable_grad():
-            step_of(type(shell))(shell)
+            self._groups.step(shell, tensors.values())
         if left_over(shell.state, states):
             raise Inseparable("its state has entries that are no parameter's")
         states.update((tensor, shell.state.get(tensor, {})) for tensor in states)
@@ -225,7 +266,10 @@ class SharedStep:
         for index, changed in zip(seen, found, strict=True):
             kept = self._changed if index in have else self._aside
             _merge(kept.setdefault(index, {}), changed, "a group's setting")
-        _merge(self._written, _difference(self._attributes, attributes_of(shell)), "the attribute")
+        attributes = attributes_of(shell)
+        if not attributes.keys() >= self._attributes.keys():
+            raise Inseparable("its step removes attributes")
+        _merge(self._written, _difference(self._attributes, attributes), "the attribute")
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over what the parts have left; where there was none, what a step without gradients does.
@@ -304,7 +348,8 @@ def with_own_attributes(shell: torch.optim.Optimizer, optim: torch.optim.Optimiz
 
 def written_by(shell: torch.optim.Optimizer, before: Mapping[str, Any]) -> list[str]:
     """Return the names of attributes that a step has changed, which were ``before``."""
-    return sorted(_difference(before, attributes_of(shell)))
+    after = attributes_of(shell)
+    return sorted(_difference(before, after).keys() | (before.keys() - after.keys()))
 
 
 def deep_copied(value: Any, old: Any = None, new: Any = None) -> Any:

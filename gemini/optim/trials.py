@@ -16,6 +16,7 @@ from gemini.errors import ConfigError, in_words
 from gemini.optim.data_flow import DataFlow
 from gemini.optim.marks import Marks, Seat
 from gemini.optim.shared_step import (
+    GivenLoss,
     GroupSettings,
     Inseparable,
     SharedStep,
@@ -31,7 +32,6 @@ from gemini.optim.shared_step import (
     refuse_marks,
     same,
     shell_of,
-    step_of,
     with_own_attributes,
     written_by,
 )
@@ -155,17 +155,26 @@ class PieceTrial:
         tried = _Tried(Seat(0, 0), VECTOR, VECTOR.shape, {}, Marks(), "")
         return self._specs(self._arrays_of(groups, tried, dtype, _STEPS_OF_KNOWN))
 
-    def of_groups(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> Found:
-        """Return what is kept of each element of parameters by a class of which nothing is known."""
+    def of_groups(
+        self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss | None = None
+    ) -> Found:
+        """Return what is kept of each element of parameters by a class of which nothing is known. ``loss``:
+        of a closure that steps are given."""
         try:
             refuse_identities(self._optim, ())
         except Inseparable as reason:
             raise refuse(self._optim, reason) from reason
-        return _first_that_runs(lambda shown: self._try(groups, dtype, shown))
+        return _first_that_runs(lambda shown: self._try(groups, dtype, shown, loss))
 
-    def _try(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, shown: Shown) -> Found:
+    def _try(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        dtype: torch.dtype,
+        shown: Shown,
+        loss: GivenLoss | None,
+    ) -> Found:
         tried = _chosen(self._optim, groups, _MOST_NUMEL, every=shown is not Shown.ALL)
-        stepped = _step_groups(groups, tried, dtype, shown)
+        stepped = _step_groups(groups, tried, dtype, shown, loss)
         draws = [made_up(each.form, dtype, len(MAGNITUDES)) for each in tried]
         self._refuse_gathering(stepped, tried, draws)
         found: dict[StateSpec, None] = {}
@@ -283,7 +292,9 @@ class PieceTrial:
                 grad = row[index]
                 param.grad = None if grad is None else grad.clone()
             try:
-                step_of(type(shell))(shell)
+                groups.step(shell, params)
+            except Inseparable as reason:
+                raise refuse(self._optim, reason) from reason
             except Exception as error:
                 raise _TrialFailed(
                     f"a trial step of {self._kind} over made-up parameters of shapes "
@@ -467,6 +478,7 @@ def try_one_by_one(
     optim: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
+    loss: GivenLoss | None = None,
     *,
     is_said: bool = False,
 ) -> Found:
@@ -474,10 +486,10 @@ def try_one_by_one(
     parameter after another make something else of values, states, groups or attributes than steps over all
     of them; or, with the bits that they have here, use of one what others have. ``is_said``: by the user that
     they do not: then bits alone count, and a class whose step cannot be tried has all its states beside the
-    chunks."""
+    chunks. ``loss``: of a closure that steps are given."""
     refuse_identities(optim, groups)
     try:
-        return _first_that_runs(lambda shown: _try_all(optim, groups, dtype, shown, is_said=is_said))
+        return _first_that_runs(lambda shown: _try_all(optim, groups, dtype, shown, loss, is_said=is_said))
     except _TrialFailed as error:
         if is_said:
             return Found((), Shown.GROUPS, True)
@@ -489,6 +501,7 @@ def _try_all(
     groups: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
     shown: Shown,
+    loss: GivenLoss | None,
     *,
     is_said: bool,
 ) -> Found:
@@ -496,7 +509,7 @@ def _try_all(
     tried = _chosen(optim, groups, _NUMEL_TOGETHER, most=_MOST_TRIED, every=every)
     steps = _STEPS_OF_MANY if every and len(tried) > _MOST_TRIED else len(MAGNITUDES)
     draws: list[Draw] = [made_up(each.form, dtype, steps) for each in tried]
-    stepped = _step_groups(groups, tried, dtype, shown)
+    stepped = _step_groups(groups, tried, dtype, shown, loss)
     states = _try_draws(optim, stepped, tried, draws, is_said=is_said)
     fails = _fails(lambda: _try_draws(optim, stepped, tried, _with_gaps(draws), is_said=is_said))
     return Found(states, shown, fails)
@@ -576,7 +589,7 @@ class _Side:
             for param, state in zip(self.params, self.states, strict=True)
         ]
         with torch.enable_grad(), DataFlow(owned) as flow:
-            step_of(type(shell))(shell)
+            groups.step(shell, self.params)
         self._refuse_marks()
         if left_over(shell.state, self.params):
             raise Inseparable("its state has entries that are no parameter's")
@@ -671,22 +684,26 @@ def _chosen(
 
 
 def _step_groups(
-    groups: Sequence[Mapping[str, Any]], tried: Sequence[_Tried], dtype: torch.dtype, shown: Shown
+    groups: Sequence[Mapping[str, Any]],
+    tried: Sequence[_Tried],
+    dtype: torch.dtype,
+    shown: Shown,
+    loss: GivenLoss | None,
 ) -> StepGroups:
     """Return groups for a trial: all parameters of one type, those that are tried in their form."""
-    stepped = StepGroups.of(groups, shown)
+    stepped = StepGroups.of(groups, shown, loss)
     if shown is not Shown.ALL:
         return stepped
     gaps = [[gap._replace(dtype=dtype, device=torch.device("cpu")) for gap in each] for each in stepped.gaps]
     for each in tried:
         group, place = each.seat
         gaps[group][place] = gaps[group][place]._replace(shape=each.form.shape, stride=each.form.stride)
-    return StepGroups(stepped.settings, gaps, stepped.names, shown)
+    return stepped.with_gaps(gaps)
 
 
-def key_of(groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[Any, ...]:
+def key_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Return what decides the outcome of a trial."""
-    return dtype, *(
+    return tuple(
         (GroupSettings.of(group).switches, len(group["params"]), kinds_of(group["params"]))
         for group in groups
     )

@@ -24,6 +24,13 @@ HOOKS = (
 )
 
 
+def step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
+    """Return the ``step`` of an optimizer's class, without what torch wraps around it to run hooks."""
+    step = kind.step
+    bare: Callable[[torch.optim.Optimizer], object] = getattr(step, "__wrapped__", step)
+    return bare if getattr(step, "hooked", False) else step
+
+
 class WrappedOptimizer(torch.optim.Optimizer):
     """An optimizer that drives another one, whose hooks are its own.
 
@@ -129,6 +136,4 @@ def step_within(optim: torch.optim.Optimizer) -> None:
         with hooks_set_aside(optim):
             replaced()
         return
-    step = type(optim).step
-    hooked = getattr(step, "hooked", False)  # set by torch on what it wraps to run hooks
-    (step.__wrapped__ if hooked else step)(optim)  # type: ignore[attr-defined]
+    step_of(type(optim))(optim)

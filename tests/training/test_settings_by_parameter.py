@@ -43,6 +43,9 @@ class Scaled(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for number, group in enumerate(self.param_groups):
             rate = group["lr"] * self.group_scale(group, number)
             for place, param in enumerate(group["params"]):
@@ -315,6 +318,137 @@ def test_what_a_subclass_replaces_is_run(kind: Any, mode: str, budget: str, tmp_
                 GeminiOptimizer(inner, model, elementwise=True)
             return
         train(model, [GeminiOptimizer(inner, model, **MODES[mode])], square, range(5))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+class CountedPasses(Scaled):
+    """Counts in zero_grad()."""
+
+    passes = 1
+
+    def zero_grad(self, *given: bool) -> None:
+        self.passes += 1
+        super().zero_grad(*given)
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return 1.0 / self.passes
+
+
+class FirstRate(Scaled):
+    """Takes a setting away once it was used."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return 1.0 if "first" not in group else float(group.pop("first"))
+
+
+class WithClosure(Scaled):
+    """Has the loss decide on the rate, where there is a closure."""
+
+    loss = 1.0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        self.loss = 1.0 if loss is None else loss.item()
+        super().step()
+        return loss
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return 1.0 + self.loss
+
+
+class Ascends(Scaled):
+    """Runs the closure at other weights than it found, where there is one."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param in params:
+            if param.grad is not None and closure is not None:
+                param.add_(param.grad, alpha=0.05)
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        super().step()
+
+
+def step_with_closure(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for index in steps:
+
+        def closure(index: int = index) -> Tensor:
+            optimizer.zero_grad()
+            loss = square(model, index)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@pairs(kind=[CountedPasses, WithClosure], mode=["tried", "whole"], budget=["all", "tight"])
+def test_what_a_class_does_beside_updates_is_done(
+    kind: type[Scaled], mode: str, budget: str, tmp_path: Path
+) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    step_with_closure(plain, kind(two_groups(plain)), range(4))
+    options = tight(tmp_path, 2 * num_bytes(net)) if budget == "tight" else {}
+    with GeminiDDP(net, **options) as model:
+        managed = GeminiOptimizer(kind(two_groups(net)), model, **MODES[mode])
+        step_with_closure(model, managed, range(4))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_closure_that_is_to_run_at_other_weights_is_refused(mode: str) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    optimizer = Ascends(plain.parameters())
+    with GeminiDDP(net) as model:
+        managed = GeminiOptimizer(Ascends(net.parameters()), model, **MODES[mode])
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ConfigError, match="runs the closure after it has changed parameters"):
+            step_with_closure(model, managed, range(1))
+        assert_same(dict(model.state_dict()), before)
+        managed.zero_grad()
+        train(model, [managed], square, range(2))  # without one it is SGD
+        train_plain(plain, [optimizer], square, range(2))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_setting_that_a_step_takes_away_is_not_kept(mode: str) -> None:
+    net = seeded(mlp)
+    groups = [{**group, "first": 2.0} for group in two_groups(net)]
+    reason = "writes to param_groups" if mode == "elementwise" else "removes settings of a group"
+    with GeminiDDP(net) as model, pytest.raises(ConfigError, match=reason):
+        GeminiOptimizer(FirstRate(groups), model, **MODES[mode])
+
+
+class Completes(Index):
+    """Gives groups a setting when they are added."""
+
+    added = 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.added = self.added + 1
+        super().add_param_group({**param_group, "order": self.added})
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return super().group_scale(group, place) / float(group["order"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_that_is_added_later_is_as_its_class_makes_it(mode: str, tmp_path: Path) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    optimizer = Completes(two_groups(plain)[:1])
+    train_plain(plain, [optimizer], square, range(2))
+    optimizer.add_param_group(two_groups(plain)[1])
+    optimizer.zero_grad()
+    train_plain(plain, [optimizer], square, range(2, 5))
+    with GeminiDDP(net, **tight(tmp_path, 2 * num_bytes(net))) as model:
+        managed = GeminiOptimizer(Completes(two_groups(net)[:1]), model, **MODES[mode])
+        train(model, [managed], square, range(2))
+        managed.add_param_group(two_groups(net)[1])
+        managed.zero_grad()
+        train(model, [managed], square, range(2, 5))
+        assert [group["order"] for group in managed.param_groups] == [1, 2]
         assert_same(dict(model.state_dict()), dict(plain.state_dict()))
 
 

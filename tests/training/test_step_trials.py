@@ -167,7 +167,7 @@ def test_a_list_that_pieces_would_share_is_seen_and_no_trial_writes_to_it(tmp_pa
         inner = Counting(net.parameters(), first=20)
         managed = GeminiOptimizer(inner, model, elementwise=True, overlap=False)
         train(model, [managed], square, range(19))
-        with pytest.raises(StateError, match="changes counts, as it did not when it was tried"):
+        with pytest.raises(StateError, match=r"did not when it was tried .* its step changes counts"):
             train(model, [managed], square, range(19, 20))
         assert inner.counts == [0]
 
