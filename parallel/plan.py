@@ -274,6 +274,21 @@ class ParallelPlan(_Checked):
         budgets = {name: nbytes for name, nbytes in asdict(self.budgets).items() if nbytes is not None}
         return budgets if self.zero_stage == 3 else {}
 
+    def managed_options(self, called: str) -> dict[str, Any]:
+        """Return the keywords of :func:`gemini.manage` that say the same, for what divides the data alone.
+
+        Raises:
+            ConfigError: the plan needs more than ``called`` has.
+        """
+        cut = [f"{name} {size}" for name in ("tp", "pp", "sp") if (size := getattr(self.layout, name)) > 1]
+        cut += [f"ZeRO {self.zero_stage}"] if self.zero_stage < 3 else []
+        if cut:
+            raise ConfigError(
+                f"{called} has whole models in chunks (ZeRO 3), and the plan says {', '.join(cut)}: run it "
+                "with HybridParallelPlugin(plan=...)"
+            )
+        return {**self.budget_options(), "mixed_precision": None if self.dtype == "fp32" else self.dtype}
+
     def joined(self, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``options``, which the plan says, and those ``given`` beside it.
 

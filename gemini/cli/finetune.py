@@ -27,6 +27,7 @@ from gemini.jobs.finetune.engine import adapter_errors, adapter_of
 from gemini.jobs.run.managed import PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.kernels import STATE_DTYPES
+from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
 from gemini.system.config import format_bytes
 
 COMMAND = "gemini finetune"
@@ -101,7 +102,7 @@ def config_from(options: argparse.Namespace) -> FineTuneConfig:
         ConfigError: it cannot work, or the recipe cannot be read.
         CheckpointError: the options of the run that is resumed cannot be read.
     """
-    from gemini.jobs.finetune.config import read_recipe
+    from gemini.jobs.finetune.config import read_recipe, with_plan
 
     names = {field.name for field in dataclasses.fields(FineTuneConfig)}
     recipe = {} if options.recipe is None else read_recipe(options.recipe)
@@ -109,7 +110,7 @@ def config_from(options: argparse.Namespace) -> FineTuneConfig:
     saved: dict[str, Any] = {}
     if given.get("resume", "no") != "no" and given.get("output"):
         saved = saved_options(given["output"], FineTuneConfig, COMMAND)
-    return FineTuneConfig(**{**saved, **given})
+    return FineTuneConfig(**{**saved, **with_plan(given)})
 
 
 def run(options: argparse.Namespace) -> int:
@@ -128,6 +129,8 @@ def run(options: argparse.Namespace) -> int:
     from gemini.jobs.run.display import make_display
     from gemini.jobs.run.outcome import summary_table
 
+    if config.plan is not None or config.recompute:
+        _check_model(config)
     logging.disable_progress_bar()  # or they are drawn across the display
     console = Console(stderr=True)
     with options_named(), warnings.catch_warnings():
@@ -136,13 +139,24 @@ def run(options: argparse.Namespace) -> int:
         result = job.run(
             config,
             show=lambda steps: make_display(console, steps=steps, quiet=options.quiet),
-            forecast=forecast_lines if config.plan and not options.quiet else None,
+            forecast=forecast_lines if config.forecast and not options.quiet else None,
         )
     if options.json:
         print_json(result.summary.to_dict())
     else:
         Console().print(summary_table(result.summary, COMMAND))
     return result.exit_code
+
+
+def _check_model(config: FineTuneConfig) -> None:
+    """Raise ConfigError if the plan or the blocks to recompute are not of the model; it is built on ``meta``,
+    as ``gemini plan`` does."""
+    (model,) = _source(replace(config, recompute=""), config.seq or _ANY_SEQ).example(1).module.children()
+    if config.plan is not None:
+        from gemini.parallel.plan import ParallelPlan
+
+        ParallelPlan.load(config.plan).check(model, 1)
+    refuse_unfit_blocks(model, config.recomputed_blocks)
 
 
 def _add_data_options(group: argparse._ArgumentGroup) -> None:
@@ -219,6 +233,12 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="compute activations again in backward instead of keeping them: less memory, more work",
     )
+    _option(
+        group,
+        "--recompute",
+        metavar="NAMES",
+        help="the blocks alone that do so, as in model.layers.0,model.layers.1",
+    )
     _option(group, "--seed", type=int, metavar="N", help="seed of the order of rows and of the adapters")
 
 
@@ -260,12 +280,19 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         help="continue the run in --output, bit for bit, with its options; auto: if there is one",
     )
     _option(group, "--overwrite", action="store_true", help="start over in an --output that holds a run")
-    _option(group, "--plan", action=_YES_OR_NO, help="say beforehand what planning expects (default)")
+    _option(
+        group,
+        "--plan",
+        metavar="FILE",
+        help="a plan for one rank: it gives budgets, precision, --batch, --accumulate and --recompute",
+    )
+    _option(group, "--forecast", action=_YES_OR_NO, help="say beforehand what planning expects (default)")
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     group.add_argument("--quiet", action="store_true", help="no display and no plan, only the summary")
 
 
 _SAMPLE_SECONDS = 1.0
+_ANY_SEQ = 8  # where only the parameters matter
 _TIERS = ("device", "host", "disk")
 
 
@@ -337,13 +364,13 @@ def _source(config: FineTuneConfig, seq: int) -> ModelSource:
     adapter = adapter_of(config)
 
     def adapted(module: nn.Module) -> nn.Module:
-        if adapter is None:
-            return module
-        import peft
+        if adapter is not None:
+            import peft
 
-        with adapter_errors(config):
-            outer: nn.Module = peft.get_peft_model(module, adapter)
-        return outer
+            with adapter_errors(config):
+                module = peft.get_peft_model(module, adapter)
+        recompute_blocks(module, config.recomputed_blocks)
+        return module
 
     return hugging_face(
         Path(config.model) / "config.json",

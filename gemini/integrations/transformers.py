@@ -38,6 +38,8 @@ from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
 from gemini.model.retry import retry_step
 from gemini.optim import GeminiOptimizer, HybridAdam
+from gemini.parallel.plan import ParallelPlan
+from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
 from gemini.system.device import ran_out_of_memory
 from gemini.system.input_files import errors_of
 
@@ -80,7 +82,9 @@ class GeminiTrainerMixin:
         """Make the trainer.
 
         Args:
-            gemini: options of :func:`gemini.manage` for a model that is not managed yet.
+            gemini: options of :func:`gemini.manage` for a model that is not managed yet. With ``"plan"``, a
+                :class:`gemini.parallel.ParallelPlan` or its file, budgets, precision and recomputed blocks
+                are those of the plan; the arguments have to say its batches.
             gemini_optimizer: options of :class:`gemini.GeminiOptimizer` and of our AdamW beside those in the
                 TrainingArguments, such as ``state_dtype`` and ``overlap``.
             gemini_reference: options of :func:`gemini.manage` for what is only evaluated and not managed yet;
@@ -91,6 +95,8 @@ class GeminiTrainerMixin:
             ConfigError: the arguments ask for what cannot be done with a managed model.
         """
         self._options = dict(gemini or {})
+        plan = self._options.pop("plan", None)
+        self._plan = plan if isinstance(plan, ParallelPlan | None) else ParallelPlan.load(plan)
         self._optimizer_options = dict(gemini_optimizer or {})
         self._reference_options = gemini_reference
         super().__init__(*args, **options)
@@ -130,12 +136,32 @@ class GeminiTrainerMixin:
 
     def _manage(self, model: nn.Module) -> None:
         if managed(model) is None:
-            manage(model, **self._options)
-        elif self._options:
+            options = self._options if self._plan is None else self._planned(self._plan, model)
+            handle = manage(model, **options)
+            if self._plan is not None:
+                recompute_blocks(model, self._plan.recompute)
+                handle.predicted = self._plan.predicted.of_rank(0)
+        elif self._options or self._plan is not None:
             raise ConfigError(
-                f"the model is managed already; leave gemini={self._options!r} out, or give it where the "
-                "model is loaded"
+                f"the model is managed already; leave gemini={self._options or 'plan'!r} out, or give it "
+                "where the model is loaded"
             )
+
+    def _planned(self, plan: ParallelPlan, model: nn.Module) -> dict[str, Any]:
+        """Return the options of a plan, and those beside it. Raises ConfigError for what contradicts it."""
+        options = plan.joined(plan.managed_options("GeminiTrainer"), self._options)
+        plan.check(model, self.args.world_size)
+        said = {
+            "per_device_train_batch_size": plan.microbatch_size,
+            "gradient_accumulation_steps": plan.num_microbatches,
+            "gradient_checkpointing": False,
+            "auto_find_batch_size": False,
+        }
+        if plan.dtype == "fp32":
+            said["bf16"] = False
+        plan.joined(said, {name: getattr(self.args, name) for name in said})
+        refuse_unfit_blocks(model, plan.recompute)
+        return options
 
     def _manage_reference(self, model: nn.Module) -> None:
         """Manage what is only evaluated; without masters, which are for what changes."""
@@ -395,6 +421,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             figures["gemini/tokens_per_second"] = (tokens - self._since[1]) / seconds
         if self._steps:
             figures["gemini/step_seconds"] = statistics.mean(self._steps)
+        if handle.predicted is not None:
+            figures["gemini/predicted_step_seconds"] = handle.predicted["step_seconds"]
         planned = handle.plan().step
         if planned is not None:
             figures["gemini/expected_step_seconds"] = planned.promise.simulation.step_seconds

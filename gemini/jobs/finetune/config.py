@@ -7,6 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
@@ -38,7 +39,7 @@ class FineTuneConfig(MemoryOptions):
     Raise ConfigError for a combination that cannot work.
     """
 
-    NOT_KEPT: ClassVar = ("output", "resume", "overwrite", "plan")  # when a run is resumed
+    NOT_KEPT: ClassVar = ("output", "resume", "overwrite", "plan", "forecast")  # when a run is resumed
 
     model: str = ""
     data: str = ""
@@ -66,10 +67,12 @@ class FineTuneConfig(MemoryOptions):
     eval_every: int = 0
     seed: int = 0
     activation_checkpointing: bool = False
+    recompute: str = ""
     checkpoint_every: int = 0
     resume: str = "no"
     overwrite: bool = False
-    plan: bool = True
+    plan: str | None = None
+    forecast: bool = True
 
     def __post_init__(self) -> None:
         for name, what in (
@@ -85,7 +88,17 @@ class FineTuneConfig(MemoryOptions):
             raise ConfigError("--merge puts adapters into the weights; give --lora RANK, or leave it out")
         if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
+        if self.recompute and self.activation_checkpointing:
+            raise ConfigError(
+                "--activation-checkpointing computes the activations of all blocks again, and --recompute "
+                "names some; give one of them"
+            )
         self.check_activations()
+
+    @property
+    def recomputed_blocks(self) -> tuple[str, ...]:
+        """The names in ``recompute``."""
+        return tuple(name.strip() for name in self.recompute.split(",") if name.strip())
 
     def identity(self) -> dict[str, Any]:
         """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
@@ -151,6 +164,33 @@ class FineTuneConfig(MemoryOptions):
                 )
 
 
+def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are ``given``, and those that the plan among them says.
+
+    Raises:
+        ConfigError: it is no plan, needs more than one process, or what is given contradicts it.
+    """
+    if given.get("plan") is None:
+        return dict(given)
+    from gemini.parallel.plan import ParallelPlan
+
+    plan = ParallelPlan.load(given["plan"])
+    if plan.world_size > 1:
+        raise ConfigError(
+            f"--plan {given['plan']} is for {plan.world_size} ranks, and gemini finetune trains on one: run "
+            "it with HybridParallelPlugin(plan=...) in a program of your own"
+        )
+    if plan.dtype not in PRECISIONS:
+        raise ConfigError(
+            f"--plan {given['plan']} says {plan.dtype}; --precision is one of {', '.join(PRECISIONS)}"
+        )
+    said = plan.managed_options("gemini finetune")
+    said["precision"] = said.pop("mixed_precision") or "fp32"
+    said |= {"batch": plan.microbatch_size, "accumulate": plan.num_microbatches}
+    said |= {"recompute": ",".join(plan.recompute), "activation_checkpointing": False}
+    return plan.joined(said, given)
+
+
 def option(name: str) -> str:
     """Return the option that sets a field."""
     return f"--{name.replace('_', '-')}"
@@ -158,7 +198,7 @@ def option(name: str) -> str:
 
 _KINDS = (".toml", ".yaml", ".yml")
 _SIZES = ("device_bytes", "host_bytes", "disk_bytes", "non_model_bytes")
-_PATH_OPTIONS = ("model", "data", "output", "tokenizer", "disk_dir")
+_PATH_OPTIONS = ("model", "data", "output", "tokenizer", "disk_dir", "plan")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -209,7 +249,7 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
         raise ConfigError(f"{path} has the key {name!r:.200}, which is no option of gemini finetune; {hint}")
     if name in _SIZES:
         return None if value == "auto" else parse_bytes(value, name=f"{name} in {path}")
-    if name == "lora_targets" and isinstance(value, list):
+    if name in ("lora_targets", "recompute") and isinstance(value, list):
         value = ",".join(map(str, value))
     if name == "resume" and isinstance(value, bool):
         value = "yes" if value else "no"

@@ -18,6 +18,8 @@ from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
 from gemini.jobs.finetune.samples import Batch, num_learned
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
+from gemini.parallel.plan import ParallelPlan
+from gemini.runtime.activation.recomputed import recompute_blocks
 from gemini.system.durable import put_in_place, temporary_of
 from gemini.system.files import io_errors
 
@@ -52,6 +54,9 @@ class PretrainedEngine(ManagedTraining):
             )
             if config.activation_checkpointing:
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_blocks(self.module, config.recomputed_blocks)
+            if config.plan is not None:
+                handle.predicted = ParallelPlan.load(config.plan).predicted.of_rank(0)
         except BaseException as error:
             handle.leave(type(error), error)
             raise

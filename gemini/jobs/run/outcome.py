@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -227,6 +227,17 @@ def _mib(timeline: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     return [float(entry[key]) / _MIB for entry in timeline]
 
 
+def _plan_note(stats: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how far off a plan was, where one was run."""
+    predicted, measured = stats.get("predicted"), stats.get("measured")
+    if predicted and measured:
+        yield (
+            f"the plan predicted {predicted['step_seconds']:.3g} s a step and "
+            f"{format_bytes(int(predicted['device_bytes']))} on DEVICE; the last step took "
+            f"{measured['step_seconds']:.3g} s and {format_bytes(int(measured['device_bytes']))}"
+        )
+
+
 def summarize(
     progress: Progress, num_parameters: int, directory: RunDirectory | None, *, interrupted: bool
 ) -> Summary:
@@ -244,6 +255,7 @@ def summarize(
         except IoError as error:
             notes.append(str(error))
     notes += over_budget_note(progress.timeline, budgets["device"])
+    notes += _plan_note(stats)
     evaluated = [report.eval_loss for report in progress.reports if report.eval_loss is not None]
     return Summary(
         parameters=num_parameters,

@@ -20,7 +20,7 @@ from gemini.parallel import (
 MIB = 2**20
 
 
-def plan_for(model: nn.Module | None = None, **changed: Any) -> ParallelPlan:
+def plan_for(model: nn.Module | None = None, /, **changed: Any) -> ParallelPlan:
     """Return a plan for ``model``, on one rank in one stage but for what is ``changed``."""
     layout = changed.pop("layout", Layout())
     each = RankPrediction(8 * MIB, 4 * MIB, 0, MIB, 2 * MIB, 3 * MIB, 4 * MIB)
