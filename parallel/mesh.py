@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -17,6 +17,18 @@ from gemini.comm.groups import group_of, new_group
 from gemini.comm.ranks import ProcessGroupPeers, break_off
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
+
+# What a rank sends of the bytes that it gives to a collective over so many ranks.
+_SENT_BYTES: Mapping[str, Callable[[int, int], int]] = {
+    "all_reduce": lambda nbytes, size: 2 * nbytes * (size - 1) // size,
+    "all_gather": lambda nbytes, size: nbytes * (size - 1),
+    "reduce_scatter": lambda nbytes, size: nbytes // size * (size - 1),
+    "broadcast": lambda nbytes, size: nbytes * (size - 1),
+    "reduce": lambda nbytes, _size: nbytes,
+    "all_to_all": lambda nbytes, _size: nbytes,
+    "pass_on": lambda nbytes, _size: nbytes,
+    "send": lambda nbytes, _size: nbytes,
+}
 
 AXES = ("pp", "dp", "sp", "tp")  # outermost first: ranks of a tensor parallel group are neighbours
 
@@ -48,14 +60,14 @@ class Axis(ProcessGroupPeers):
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
         """Replace a contiguous ``tensor`` by its sum over the ranks, or the largest: the same bits on all."""
-        self._count("all_reduce", 2 * tensor.nbytes * (self.size - 1) // self.size)
+        self.note("all_reduce", tensor.nbytes)
         group = self._group_for(tensor)
         how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(dist.all_reduce(tensor, how, group=group, async_op=True), group, tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, of equal shapes, in order."""
-        self._count("all_gather", tensor.nbytes * (self.size - 1))
+        self.note("all_gather", tensor.nbytes)
         group, tensor = self._group_for(tensor), tensor.contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.size)]
         self._run(dist.all_gather(found, tensor, group=group, async_op=True), group, tensor.device)
@@ -64,7 +76,7 @@ class Axis(ProcessGroupPeers):
     def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum over the ranks of what they have for this one: ``parts``, of equal shapes, in order
         of the ranks."""
-        self._count("reduce_scatter", parts[0].nbytes * (self.size - 1))
+        self.note("reduce_scatter", parts[0].nbytes * self.size)
         group = self._group_for(parts[0])
         found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         sent = [part.contiguous() for part in parts]
@@ -73,7 +85,7 @@ class Axis(ProcessGroupPeers):
 
     def broadcast_from(self, tensor: torch.Tensor, rank: int) -> None:
         """Replace a contiguous ``tensor`` by that of ``rank``."""
-        self._count("broadcast", tensor.nbytes * (self.size - 1) if rank == self.rank else 0)
+        self.note("broadcast", tensor.nbytes if rank == self.rank else 0)
         group = self._group_for(tensor)
         work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
         self._run(work, group, tensor.device)
@@ -81,7 +93,7 @@ class Axis(ProcessGroupPeers):
     def reduce_to(self, tensor: torch.Tensor, rank: int) -> None:
         """Replace a contiguous ``tensor`` by its sum over the ranks, on ``rank``; on the others it is used
         up."""
-        self._count("reduce", tensor.nbytes if rank != self.rank else 0)
+        self.note("reduce", tensor.nbytes if rank != self.rank else 0)
         group = self._group_for(tensor)
         work = dist.reduce(tensor, group=group, group_dst=rank, async_op=True)
         self._run(work, group, tensor.device)
@@ -92,7 +104,7 @@ class Axis(ProcessGroupPeers):
         """Send each rank its one of ``parts``, in order of the ranks; return what they have for this one, of
         these ``shapes``. A part may be empty."""
         sent = torch.cat([part.reshape(-1) for part in parts])
-        self._count("all_to_all", sent.nbytes - parts[self.rank].nbytes)
+        self.note("all_to_all", sent.nbytes, kept_bytes=parts[self.rank].nbytes)
         lengths = [math.prod(shape) for shape in shapes]
         got = sent.new_empty(sum(lengths))
         group = self._group_for(sent)
@@ -105,7 +117,7 @@ class Axis(ProcessGroupPeers):
     def pass_on(self, tensor: torch.Tensor) -> Arrival:
         """Send a flat ``tensor`` to the next rank, the first one behind the last; return what comes from the
         one before, of the same length. Both are under way until :meth:`Arrival.wait`."""
-        self._count("pass_on", tensor.nbytes)
+        self.note("pass_on", tensor.nbytes)
         group, got = self._group_for(tensor), torch.empty_like(tensor)
         to, source = ([0] * self.size for _ in range(2))
         to[(self.rank + 1) % self.size] = source[(self.rank - 1) % self.size] = tensor.numel()
@@ -150,7 +162,7 @@ class Axis(ProcessGroupPeers):
 
     def note_sent(self, tensor: torch.Tensor) -> None:
         """Count a tensor that is sent to one of them."""
-        self._count("send", tensor.nbytes)
+        self.note("send", tensor.nbytes)
 
     def settle(self, work: Any, doing: str) -> None:
         """Wait for a message between two of them. Raises StateError where a rank has left, or is gone."""
@@ -160,9 +172,13 @@ class Axis(ProcessGroupPeers):
         """Make messages that are under way fail: the end of the process would wait for them."""
         break_off(self._on_host)
 
-    def _count(self, collective: str, nbytes: int) -> None:
+    def note(self, collective: str, nbytes: int, *, kept_bytes: int = 0) -> int:
+        """Count a call to which this rank gives ``nbytes``, ``kept_bytes`` of which are for itself; return
+        how many it sends."""
+        sent = _SENT_BYTES[collective](nbytes - kept_bytes, self.size)
         self.calls[collective] += 1
-        self.sent_bytes[collective] += nbytes
+        self.sent_bytes[collective] += sent
+        return sent
 
     def _run(self, work: Any, group: dist.ProcessGroup, device: torch.device) -> None:
         self._wait(work, f"computes over the axis {self.name} (forward, backward)", group, device)

@@ -16,6 +16,7 @@ from gemini.parallel.tensor.parallelize import apply_styles, planned
 from gemini.parallel.tensor.styles import Style
 
 _T = TypeVar("_T")
+Log = Callable[[str, int, int], None]
 _MOST = 64  # ranks that are tried to say which would do
 
 
@@ -61,10 +62,15 @@ def _goes(model: nn.Module, size: int, plan: str | Mapping[str, Style | str]) ->
 
 
 class OutlineAxis(Axis):
-    """The first of ``size`` ranks, none of which is there: what it gets of them has shapes and no values."""
+    """The first of ``size`` ranks, none of which is there: what it gets of them has shapes and no values.
 
-    def __init__(self, size: int) -> None:
+    ``calls`` and ``sent_bytes`` count what a real rank would send. ``log`` is told of every call: the
+    collective, the bytes that this rank gives to it, and those of them that it sends.
+    """
+
+    def __init__(self, size: int, log: Log | None = None) -> None:
         self.name = "outline"
+        self.log = log
         self._size = size
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
@@ -81,28 +87,47 @@ class OutlineAxis(Axis):
     def together(self, action: Callable[[], _T]) -> _T:
         return action()
 
+    def note(self, collective: str, nbytes: int, *, kept_bytes: int = 0) -> int:
+        sent = super().note(collective, nbytes, kept_bytes=kept_bytes)
+        if self.log is not None:
+            self.log(collective, nbytes, sent)
+        return sent
+
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
-        pass
+        self.note("all_reduce", tensor.nbytes)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         pass
 
+    def broadcast_from(self, tensor: torch.Tensor, rank: int) -> None:
+        self.note("broadcast", tensor.nbytes if rank == self.rank else 0)
+
+    def reduce_to(self, tensor: torch.Tensor, rank: int) -> None:
+        self.note("reduce", tensor.nbytes if rank != self.rank else 0)
+
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self.note("all_gather", tensor.nbytes)
         return [torch.empty_like(tensor) for _ in range(self._size)]
 
     def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        self.note("reduce_scatter", parts[0].nbytes * self._size)
         return torch.empty_like(parts[0])
 
     def all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
+        self.note("all_to_all", sum(part.nbytes for part in parts), kept_bytes=parts[self.rank].nbytes)
         return [parts[0].new_empty(tuple(shape)) for shape in shapes]
 
     def pass_on(self, tensor: torch.Tensor) -> Arrival:
+        self.note("pass_on", tensor.nbytes)
         return Arrival(torch.empty_like(tensor), tensor, lambda: None)
 
     def among(self, ranks: Iterable[int], name: str = "some") -> Axis:
-        return OutlineAxis(len(tuple(ranks)))
+        key = tuple(ranks)
+        if key not in self._parts:
+            self._parts[key] = OutlineAxis(len(key), self.log)
+        return self._parts[key]
 
     def leave(self, why: str) -> None:
         pass
