@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -146,19 +146,21 @@ def plan_layout(model: nn.Module, run: Run, choices: LayoutChoices) -> LayoutPla
     model = trainable_outline(model)
     units, ranges = _divided(model, choices, order.num_stages)
     if layout.sp > 1:
-        refuse_unfit_model(_cuttable(model))  # before layers are cut, as the plugin does
-    outline_part(_cuttable(model), layout.tp, **(choices.cut or {}))
-    sequences = SequenceOutline(_cuttable(model), layout.sp, choices.sp_mode) if layout.sp > 1 else None
+        refuse_unfit_model(cuttable(model))  # before layers are cut, as the plugin does
+    outline_part(cuttable(model), layout.tp, **(choices.cut or {}))
+    sequences = SequenceOutline(cuttable(model), layout.sp, choices.sp_mode) if layout.sp > 1 else None
     work = _measured(model, run, units, ranges, order, sequences)
     shares = [float(each) for each in work.flops] if any(work.flops) else None
     clock = simulate(order, Costs(1.0, 1.0, 1.0), shares)
     peaks = simulate(order, Costs(), [float(each) for each in work.held_bytes]).peak_activations
+    cut = DataCut(layout.dp * layout.sp, choices.zero_stage, choices.num_micro_batches)
     found = []
     for rank in range(layout.pp):
         stages = order.stages_of(rank)
         own, whole = [ranges[stage] for stage in stages], order.num_stages == 1
         params = _parameters(model, units, own, whole=whole)
-        parameters, gradients, states = model_bytes(params, choices)
+        sizes = ((each.numel(), each.element_size(), each.requires_grad) for each in params)
+        parameters, gradients, states = model_bytes(sizes, cut)
         blocks = () if whole else tuple((units.blocks[a], units.blocks[b - 1]) for a, b in own)
         found.append(
             RankPlan(
@@ -176,7 +178,7 @@ def plan_layout(model: nn.Module, run: Run, choices: LayoutChoices) -> LayoutPla
     return LayoutPlan(choices, tuple(found))
 
 
-def _cuttable(model: nn.Module) -> nn.Module:
+def cuttable(model: nn.Module) -> nn.Module:
     """Return the model in a wrapper around one that says itself how it is cut."""
     inner = list(model.children())
     known = ("_tp_plan", "get_input_embeddings")
@@ -226,31 +228,38 @@ def _parameters(
     return list(found.values())
 
 
-def model_bytes(params: Sequence[nn.Parameter], choices: LayoutChoices) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and states that a rank has of ``params``."""
-    copies, stage = choices.layout.dp * choices.layout.sp, choices.zero_stage
+@dataclass(frozen=True)
+class DataCut:
+    """What ranks with the same part of a model cut among them: ``copies`` of it, as ``zero_stage`` says."""
+
+    copies: int
+    zero_stage: int
+    num_micro_batches: int
+
+
+def model_bytes(params: Iterable[tuple[int, int, bool]], cut: DataCut) -> tuple[int, int, int]:
+    """Return the bytes of parameters, gradients and states that a rank has of ``params``: of each how many
+    elements it has, their size, and whether it trains."""
     parameters = gradients = states = 0
-    for param in params:
-        numel, itemsize = param.numel(), param.element_size()
-        part = -(-numel // copies)
-        parameters += itemsize * (part if stage == 3 else numel)
-        if not param.requires_grad:
+    for numel, itemsize, trains in params:
+        part = -(-numel // cut.copies)
+        parameters += itemsize * (part if cut.zero_stage == 3 else numel)
+        if not trains:
             continue
         wide = max(itemsize, 4)
         master = _MASTER_BYTES if itemsize < 4 else 0
-        states += (_ADAM_BYTES + master) * (numel if stage == 0 else part)
-        gradients += _gradient_bytes(numel, part, wide, choices)
+        states += (_ADAM_BYTES + master) * (numel if cut.zero_stage == 0 else part)
+        gradients += _gradient_bytes(numel, part, wide, cut)
     return parameters, gradients, states
 
 
-def _gradient_bytes(numel: int, part: int, wide: int, choices: LayoutChoices) -> int:
+def _gradient_bytes(numel: int, part: int, wide: int, cut: DataCut) -> int:
     """Return the most of one gradient: whole while micro-batches accumulate, with what is exchanged."""
-    copies = choices.layout.dp * choices.layout.sp
-    if choices.zero_stage == 3:
-        return wide * (numel if choices.num_micro_batches > 1 else part)
-    if copies == 1 or choices.zero_stage == 2:
+    if cut.zero_stage == 3:
+        return wide * (numel if cut.num_micro_batches > 1 else part)
+    if cut.copies == 1 or cut.zero_stage == 2:
         return wide * numel
-    return wide * (numel + (numel if choices.zero_stage == 0 else part))
+    return wide * (numel + (numel if cut.zero_stage == 0 else part))
 
 
 @dataclass(frozen=True)

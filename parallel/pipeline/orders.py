@@ -230,8 +230,23 @@ def simulate(order: Order, costs: Costs | None = None, shares: Sequence[float] |
     """Return what happens if every rank computes as soon as its input is there. ``shares``: which part of a
     rank's work each stage is; None: equal parts."""
     costs = costs or Costs()
-    chunks = len(order.stages_of(0))
-    shares = shares or [1 / chunks] * order.num_stages
+    shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
+
+    def takes(action: Action) -> float:
+        return costs.of(action.kind) * shares[action.stage]
+
+    return simulate_actions(order, takes, costs.transfer, shares)
+
+
+def simulate_actions(
+    order: Order,
+    takes: Callable[[Action], float],
+    transfer: float = 0.0,
+    shares: Sequence[float] | None = None,
+) -> Simulated:
+    """Return the same where each action takes a time of its own. ``transfer``: what a tensor takes to the
+    next rank."""
+    shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
     ends: dict[Action, float] = {}
     places, clocks = [0] * len(order.by_rank), [0.0] * len(order.by_rank)
     busy = [0.0] * len(order.by_rank)
@@ -241,12 +256,12 @@ def simulate(order: Order, costs: Costs | None = None, shares: Sequence[float] |
         for rank, actions in enumerate(order.by_rank):
             while places[rank] < len(actions):
                 action = actions[places[rank]]
-                ready = _ready_at(action, order, ends, costs)
+                ready = _ready_at(action, order, ends, transfer)
                 if ready is None:
                     break
-                takes = costs.of(action.kind) * shares[action.stage]
-                clocks[rank] = ends[action] = max(clocks[rank], ready) + takes
-                busy[rank] += takes
+                seconds = takes(action)
+                clocks[rank] = ends[action] = max(clocks[rank], ready) + seconds
+                busy[rank] += seconds
                 places[rank] += 1
                 advances = True
     stuck = [
@@ -259,7 +274,7 @@ def simulate(order: Order, costs: Costs | None = None, shares: Sequence[float] |
     return Simulated(max(clocks), tuple(busy), tuple(_peak(actions, shares) for actions in order.by_rank))
 
 
-def _ready_at(action: Action, order: Order, ends: dict[Action, float], costs: Costs) -> float | None:
+def _ready_at(action: Action, order: Order, ends: dict[Action, float], transfer: float) -> float | None:
     """Return when the input of an action is there; None: not known yet."""
     if action.kind is Kind.WEIGHT:
         return 0.0  # its other half went before, on this rank
@@ -272,7 +287,7 @@ def _ready_at(action: Action, order: Order, ends: dict[Action, float], costs: Co
     if not found:
         return None
     apart = order.rank_of[source] != order.rank_of[action.stage]
-    return found[0] + (costs.transfer if apart else 0.0)
+    return found[0] + (transfer if apart else 0.0)
 
 
 def _peak(actions: Sequence[Action], shares: Sequence[float]) -> float:

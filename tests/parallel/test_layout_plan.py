@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from gemini import ConfigError, CPUAdam
 from gemini.cli.main import main
 from gemini.parallel import Booster, HybridParallelPlugin
-from gemini.parallel.layout import Layout
-from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, model_bytes
+from gemini.parallel.layout_plan import DataCut, LayoutPlan, model_bytes
 
 OPTIONS: dict[str, Any] = {"tp_plan": LANGUAGE_PLAN, "num_microbatches": 4}
 
@@ -221,8 +220,6 @@ def test_experts_are_planned_in_any_type(sizes: dict[str, Any]) -> None:
 )
 def test_of_seven_elements_each_stage_cuts_what_it_says(stage: int, sizes: tuple[int, int, int]) -> None:
     """Two copies of a bf16 parameter: each has a part of four elements, with two moments and a master."""
-    param = torch.nn.Parameter(torch.empty(7, dtype=torch.bfloat16))
-    choices = LayoutChoices(Layout(dp=2), zero_stage=stage)
-    assert model_bytes([param], choices) == sizes
-    frozen = torch.nn.Parameter(param.data, requires_grad=False)
-    assert model_bytes([frozen], choices) == (sizes[0], 0, 0)
+    cut = DataCut(2, stage, 1)
+    assert model_bytes([(7, 2, True)], cut) == sizes
+    assert model_bytes([(7, 2, False)], cut) == (sizes[0], 0, 0)
