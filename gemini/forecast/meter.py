@@ -118,6 +118,11 @@ class Meter(TorchDispatchMode):
         self._period.operations[Operation(None, (numel,), 0, moved_bytes, dtype)] += 1
 
     @property
+    def live_bytes(self) -> int:
+        """What somebody holds now of what the step made."""
+        return self._live_bytes
+
+    @property
     def _period(self) -> Period:
         return self.periods[-1] if self.periods else self._prelude
 

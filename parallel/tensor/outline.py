@@ -70,11 +70,18 @@ class OutlineAxis(Axis):
 
     def __init__(self, size: int, log: Log | None = None) -> None:
         self.name = "outline"
-        self.log = log
+        self._log = log
         self._size = size
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
         self._parts: dict[tuple[int, ...], Axis] = {}
+
+    def tell(self, log: Log) -> None:
+        """Have ``log`` told from now on, also of calls over some of the ranks."""
+        self._log = log
+        for part in self._parts.values():
+            assert isinstance(part, OutlineAxis)
+            part.tell(log)
 
     @property
     def size(self) -> int:
@@ -89,8 +96,8 @@ class OutlineAxis(Axis):
 
     def note(self, collective: str, nbytes: int, *, kept_bytes: int = 0) -> int:
         sent = super().note(collective, nbytes, kept_bytes=kept_bytes)
-        if self.log is not None:
-            self.log(collective, nbytes, sent)
+        if self._log is not None:
+            self._log(collective, nbytes, sent)
         return sent
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
@@ -126,7 +133,7 @@ class OutlineAxis(Axis):
     def among(self, ranks: Iterable[int], name: str = "some") -> Axis:
         key = tuple(ranks)
         if key not in self._parts:
-            self._parts[key] = OutlineAxis(len(key), self.log)
+            self._parts[key] = OutlineAxis(len(key), self._log)
         return self._parts[key]
 
     def leave(self, why: str) -> None:

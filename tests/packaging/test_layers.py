@@ -40,6 +40,7 @@ PYTHON_LAYERS = [
     {"checkpoint"},
     {"parallel", "wrappers"},
     {"forecast"},
+    {"planner"},
     {"integrations"},
     {"cli", "compat", "jobs"},
     {"__main__"},

@@ -1,0 +1,118 @@
+"""Figures: a record in seconds and bytes on one machine, for any number of samples."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.meter import OperationCosts
+from gemini.planner.records import Messages, ParameterSize, Pass, Record
+
+# A collective by the name that a rank gives to it, where machine files have another.
+_KIND_OF = {"pass_on": "send", "broadcast": "all_gather", "reduce": "reduce_scatter"}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """A segment for one micro-batch. ``forward`` and ``backward``: seconds of computing; ``*_messages``:
+    seconds by axis; ``kept_bytes`` and the like as :class:`Segment` has them, ``peak_bytes`` of both
+    directions; ``sent_bytes`` by axis."""
+
+    forward: float
+    backward: float
+    forward_messages: Mapping[str, float]
+    backward_messages: Mapping[str, float]
+    kept_bytes: float
+    input_bytes: float
+    peak_bytes: float
+    sent_bytes: Mapping[str, float]
+    parameters: tuple[ParameterSize, ...] = field(repr=False, default=())
+
+    @property
+    def forward_seconds(self) -> float:
+        """Forward, messages included."""
+        return self.forward + sum(self.forward_messages.values())
+
+    @property
+    def backward_seconds(self) -> float:
+        """Backward, messages included."""
+        return self.backward + sum(self.backward_messages.values())
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What turns work into seconds."""
+
+    machine: MachineSpeeds
+    costs: OperationCosts
+
+    def collective(self, name: str, ranks: int, nbytes: float) -> float:
+        """Return the seconds of a collective to which each rank gives ``nbytes``; none on one rank."""
+        return self.machine.collectives.seconds(_KIND_OF.get(name, name), ranks, nbytes)
+
+    def figures(self, record: Record) -> tuple[Figures, ...]:
+        """Return the figures of each segment."""
+        sizes = {"tp": record.part.tp, "sp": record.part.sp}
+        return tuple(
+            Figures(
+                self._computing(each.forward, len(each.parameters)),
+                self._computing(each.backward, len(each.parameters)),
+                self._messages(each.forward.messages, sizes),
+                self._messages(each.backward.messages, sizes),
+                each.kept_bytes,
+                each.input_bytes,
+                max(each.forward.peak_bytes, each.backward.peak_bytes),
+                _sent(each.forward.messages + each.backward.messages),
+                each.parameters,
+            )
+            for each in record.segments
+        )
+
+    def _computing(self, work: Pass, num_moments: int) -> float:
+        calls = sum(self.costs.seconds(each) * count for each, count in work.operations.items())
+        return calls + num_moments * self.machine.moment_seconds
+
+    def _messages(self, messages: Messages, sizes: Mapping[str, int]) -> dict[str, float]:
+        found: defaultdict[str, float] = defaultdict(float)
+        for each, count in messages.items():
+            found[each.axis] += count * self.collective(each.collective, sizes[each.axis], each.nbytes)
+        return dict(found)
+
+
+def _sent(messages: Messages) -> dict[str, float]:
+    found: defaultdict[str, float] = defaultdict(float)
+    for each, count in messages.items():
+        found[each.axis] += count * each.sent_bytes
+    return dict(found)
+
+
+def scaled(one: Sequence[Figures], two: Sequence[Figures], samples: int) -> tuple[Figures, ...]:
+    """Return the figures for ``samples`` from those for one and for two: all grow evenly."""
+    return tuple(_between(a, b, samples - 1) for a, b in zip(one, two, strict=True))
+
+
+def _between(one: Figures, two: Figures, steps: int) -> Figures:
+    def number(name: str) -> float:
+        first: float = getattr(one, name)
+        return max(first + steps * (getattr(two, name) - first), 0.0)
+
+    def numbers(name: str) -> dict[str, float]:
+        first, second = getattr(one, name), getattr(two, name)
+        return {
+            axis: first.get(axis, 0.0) + steps * (second.get(axis, 0.0) - first.get(axis, 0.0))
+            for axis in {**first, **second}
+        }
+
+    return Figures(
+        number("forward"),
+        number("backward"),
+        numbers("forward_messages"),
+        numbers("backward_messages"),
+        number("kept_bytes"),
+        number("input_bytes"),
+        number("peak_bytes"),
+        numbers("sent_bytes"),
+        one.parameters,
+    )

@@ -1,0 +1,414 @@
+"""Records: what one rank computes, keeps and sends of a micro-batch, segment by segment.
+
+One run on ``meta``, forward and backward, of the model as the first rank of ``tp`` and ``sp`` has it.
+Segments are the blocks between which a model is cut into stages, what runs before them, and what runs behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from gemini.errors import ConfigError, GeminiError
+from gemini.forecast.meter import Meter, Operation, Period
+from gemini.parallel.layout_plan import cuttable, trainable_outline
+from gemini.parallel.pipeline.units import Units, find_units
+from gemini.parallel.sequence.outline import SequenceOutline
+from gemini.parallel.sequence.parallelize import refuse_unfit_model
+from gemini.parallel.tensor.outline import OutlineAxis, outline_part
+from gemini.runtime.intercept.of_cpu import AttentionOfCpu
+
+# Runs a model, on ``meta``, on one micro-batch, and returns the loss. What it is given besides cuts the
+# micro-batch into this rank's part of sequences; None: they stay whole.
+Run = Callable[[nn.Module, SequenceOutline | None], torch.Tensor]
+
+
+class Message(NamedTuple):
+    """A collective over ``axis``, to which a rank gives ``nbytes``, and sends ``sent_bytes``."""
+
+    axis: str
+    collective: str
+    nbytes: int
+    sent_bytes: int
+
+
+Messages = Counter[Message]  # by how often
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which part of every layer and sequence a rank has."""
+
+    tp: int = 1
+    sp: int = 1
+    sp_mode: str = "ulysses"
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """A parameter as this rank has it. ``key`` is the same for one that is tied."""
+
+    key: str
+    numel: int
+    itemsize: int
+    trains: bool
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a segment does in one direction. ``peak_bytes``: the most of non-model data, beyond what there was
+    when forward entered the segment."""
+
+    operations: Counter[Operation]
+    messages: Messages
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Some layers. ``name``: of the block, empty for what runs before and behind all blocks. ``kept_bytes``:
+    what forward leaves for backward; ``input_bytes``: of the tensor that it begins with."""
+
+    name: str
+    forward: Pass
+    backward: Pass
+    kept_bytes: int
+    input_bytes: int
+    parameters: tuple[ParameterSize, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank does of one micro-batch. ``segments``: what runs before the blocks, each block, what runs
+    behind; ``why_one``: why the model cannot be cut into stages, and has one segment."""
+
+    part: Part
+    segments: tuple[Segment, ...]
+    why_one: str | None = None
+    units: Units | None = None
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Between what the model is cut."""
+        return tuple(each.name for each in self.segments[1:-1]) if self.units is not None else ()
+
+
+class CutModel:
+    """A copy of a model on ``meta``, cut into ``part``, that can be run with any number of samples.
+
+    Raises:
+        ConfigError: it cannot be cut so.
+    """
+
+    def __init__(self, model: nn.Module, part: Part) -> None:
+        self._part, self._model = part, trainable_outline(model)
+        self._units, self._why_one = _units_of(self._model)
+        inner = cuttable(self._model)
+        if part.sp > 1:
+            refuse_unfit_model(inner)
+        partition = outline_part(inner, part.tp)
+        self._sequences = SequenceOutline(inner, part.sp, part.sp_mode) if part.sp > 1 else None
+        sp = None if self._sequences is None else self._sequences.axis("sp")
+        self._axes = {name: axis for name, axis in (("tp", partition.axis), ("sp", sp)) if axis is not None}
+
+    def record(self, run: Run) -> Record:
+        """Run forward and backward of one micro-batch.
+
+        Raises:
+            ConfigError: a step cannot be rehearsed without values, or its blocks do not run one after
+            another.
+        """
+        watch = _Watch(self._units)
+        for name, axis in self._axes.items():
+            assert isinstance(axis, OutlineAxis)
+            axis.tell(partial(watch.log, name))
+        with (
+            _watched(self._model, self._units, watch),
+            _repeated_stand_still(self._model, self._units, watch),
+        ):
+            watch.run(self._model, run, self._sequences)
+        return Record(self._part, watch.segments(self._model, self._units), self._why_one, self._units)
+
+
+def _units_of(model: nn.Module) -> tuple[Units | None, str | None]:
+    try:
+        return find_units(model), None
+    except ConfigError as error:
+        return None, str(error)
+
+
+@dataclass
+class _Stretch:
+    """What a segment does in one direction, while it is watched."""
+
+    periods: list[Period] = field(default_factory=list)
+    messages: Messages = field(default_factory=Counter)
+
+
+class _Watch:
+    """Tells segments of a run apart: by where blocks begin, and by where gradients of their inputs arrive."""
+
+    def __init__(self, units: Units | None) -> None:
+        self._meter = Meter()
+        self._count = 1 if units is None else len(units.blocks) + 2
+        self.stands_for: dict[
+            int, int
+        ] = {}  # segments that did not run, by which one was seen in their place
+        self._forward = [_Stretch() for _ in range(self._count)]
+        self._backward = [_Stretch() for _ in range(self._count)]
+        self._entered_bytes = [0] * (self._count + 1)
+        self._input_bytes = [0] * self._count
+        self._now = self._forward[0]
+        self._entered = 0
+
+    def log(self, axis: str, collective: str, nbytes: int, sent_bytes: int) -> None:
+        """Note a message of the segment that runs."""
+        self._now.messages[Message(axis, collective, nbytes, sent_bytes)] += 1
+
+    def enter(self, segment: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin a segment of forward; when the gradient of its input is there, the one before runs
+        backward."""
+        if segment != self._entered + 1:
+            raise ConfigError(
+                f"block {segment - 1} ran after block {self._entered - 1}: blocks run one after another, "
+                "once each"
+            )
+        self._entered = segment
+        self._entered_bytes[segment] = self._meter.live_bytes
+        self._begin(self._forward[segment])
+        passed = [each for each in tensors if each.requires_grad]
+        self._input_bytes[segment] = sum(each.nbytes for each in passed[:1] or tensors[:1])
+        if passed:
+            passed[0].register_hook(lambda _grad: self._begin(self._backward[segment - 1]))
+
+    def _begin(self, stretch: _Stretch) -> None:
+        self._now = stretch
+        self._meter.open_period()
+        stretch.periods.append(self._meter.periods[-1])
+
+    def run(self, model: nn.Module, run: Run, sequences: SequenceOutline | None) -> None:
+        """Run forward and backward."""
+        backward = torch.autograd.Variable._execution_engine.run_backward
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), AttentionOfCpu(), self._meter:
+            self._begin(self._forward[0])
+            try:
+                loss = run(model, sequences)
+                if self._entered != self._count - 1:
+                    raise ConfigError(f"{self._entered} of {self._count - 2} blocks ran; each runs once")
+                self._entered_bytes[self._count] = self._meter.live_bytes
+                self._begin(self._backward[-1])
+                backward(
+                    (loss,),
+                    (torch.ones_like(loss),),
+                    False,
+                    False,
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+            except GeminiError:
+                raise
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"the step cannot be rehearsed without values: {str(error).partition(chr(10))[0]}"
+                ) from error
+
+    def segments(self, model: nn.Module, units: Units | None) -> tuple[Segment, ...]:
+        """Return what was seen."""
+        owned = _parameters_of(model, units)
+        names = ("",) if units is None else ("", *units.blocks, "")
+        return tuple(self._segment(at, names[at], owned[at]) for at in range(self._count))
+
+    def _segment(self, at: int, name: str, owned: tuple[ParameterSize, ...]) -> Segment:
+        seen = self.stands_for.get(at, at)
+        before, after = self._entered_bytes[seen : seen + 2]
+        return Segment(
+            name,
+            _pass(self._forward[seen], before),
+            _pass(self._backward[seen], before),
+            max(after - before, 0),
+            self._input_bytes[seen],
+            owned,
+        )
+
+
+def _pass(stretch: _Stretch, before: int) -> Pass:
+    operations: Counter[Operation] = Counter()
+    for period in stretch.periods:
+        operations.update(period.operations)
+    peak = max((period.peak_bytes for period in stretch.periods), default=before)
+    return Pass(operations, stretch.messages, max(peak - before, 0))
+
+
+@contextmanager
+def _watched(model: nn.Module, units: Units | None, watch: _Watch) -> Iterator[None]:
+    """Tell ``watch`` of blocks that begin and of the end of the last one; give gradients of weights back as
+    soon as they are complete, as chunks take them."""
+    hooks: list[Any] = []
+
+    def begin(segment: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        watch.enter(segment, _tensors((args, kwargs)))
+
+    def end(segment: int, _module: nn.Module, _args: Any, out: Any) -> None:
+        watch.enter(segment, _tensors(out))
+
+    def drop(param: torch.Tensor) -> None:
+        param.grad = None
+
+    for at, name in enumerate(() if units is None else units.blocks, 1):
+        block = model.get_submodule(name)
+        hooks.append(block.register_forward_pre_hook(partial(begin, at), with_kwargs=True))
+        if units is not None and at == len(units.blocks):
+            hooks.append(block.register_forward_hook(partial(end, at + 1)))
+    hooks += [p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+_SEEN = 2  # blocks of a kind that run before others of it stand still
+# Attributes that tell equal blocks apart, and nothing else.
+_NUMBERS = ("layer_idx", "layer_id", "layer_index", "block_idx", "idx", "index", "tensor_sublayer")
+
+
+@contextmanager
+def _repeated_stand_still(model: nn.Module, units: Units | None, watch: _Watch) -> Iterator[None]:
+    """Have blocks of a kind that was seen pass on their input: a model of a hundred equal layers takes as
+    long as one of two."""
+    changed: list[nn.Module] = []
+    last: dict[Any, _Seen] = {}
+    try:
+        for at, name in enumerate(() if units is None else units.blocks, 1):
+            block = model.get_submodule(name)
+            seen = last.setdefault(_kind_of(block), _Seen(watch))
+            block.forward = partial(seen.run, block.forward, at)
+            changed.append(block)
+        yield
+    finally:
+        for block in changed:
+            del block.forward
+
+
+class _Seen:
+    """Blocks of one kind: the first ones run, the others pass on their input where they are called alike."""
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+        self._runs: dict[
+            Any, tuple[int, int, Any, bool]
+        ] = {}  # by arguments: how often, the last one, its output
+
+    def run(self, forward: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the block of segment ``at``, or what stands for it."""
+        key = _shapes_of((args, kwargs))
+        count, seen, out, passes = self._runs.get(key, (0, at, None, False))
+        if count >= _SEEN and passes:
+            self._watch.stands_for[at] = seen
+            return _passed_on((args, kwargs), out)
+        out = forward(*args, **kwargs)
+        passed, came = _tensors((args, kwargs))[:1], _tensors(out)[:1]
+        passes = (
+            bool(passed and came) and passed[0].shape == came[0].shape and passed[0].dtype == came[0].dtype
+        )
+        self._runs[key] = (count + 1, at, tree_map_only(torch.Tensor, _Shape.of, out), passes)
+        return out
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Shape:
+        """Return the shape of a tensor."""
+        return cls(tensor.shape, tensor.dtype)
+
+
+def _passed_on(inputs: Any, out: Any) -> Any:
+    """Return an output like ``out`` whose first floating-point tensor is the first of ``inputs``."""
+    waiting = [_tensors(inputs)[0]]
+
+    def made(shape: _Shape) -> torch.Tensor:
+        if waiting and shape.dtype.is_floating_point:
+            tensor = waiting.pop()
+            return tensor.view_as(tensor)  # with a gradient of its own
+        return torch.empty(shape.shape, dtype=shape.dtype, device="meta")
+
+    return tree_map_only(_Shape, made, out)
+
+
+def _shapes_of(value: Any) -> Any:
+    """Return what makes two calls alike."""
+    leaves, spec = tree_flatten(value)
+    return spec, tuple(
+        (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else _plain(each) for each in leaves
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else type(value)
+
+
+def _kind_of(block: nn.Module) -> Any:
+    """Return what is equal for blocks that do the same: their modules, sizes and settings, but for
+    numbers."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(
+                (key, tuple(p.shape), p.dtype, p.requires_grad)
+                for key, p in module.named_parameters(recurse=False)
+            ),
+            tuple(
+                (key, value)
+                for key, value in sorted(module.__dict__.items())
+                if key not in _NUMBERS and isinstance(value, (int, float, str, bool))
+            ),
+        )
+        for name, module in block.named_modules()
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [
+        each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor) and each.is_floating_point()
+    ]
+
+
+def _parameters_of(model: nn.Module, units: Units | None) -> tuple[tuple[ParameterSize, ...], ...]:
+    """Return the parameters of each segment; a tied one is in each that has it."""
+    keys: dict[int, str] = {}
+    count = 1 if units is None else len(units.blocks) + 2
+    found: list[dict[str, ParameterSize]] = [{} for _ in range(count)]
+    for name, param in model.named_parameters(remove_duplicate=False):
+        key = keys.setdefault(id(param), name)
+        size = ParameterSize(key, param.numel(), param.element_size(), param.requires_grad)
+        found[0 if units is None else _segment_of(name, units)][key] = size
+    return tuple(tuple(each.values()) for each in found)
+
+
+def _segment_of(name: str, units: Units) -> int:
+    """Return which segment has a parameter."""
+    for at, block in enumerate(units.blocks, 1):
+        if name.startswith(f"{block}."):
+            return at
+    for unit, count in units.between:
+        if name == unit or name.startswith(f"{unit}."):
+            return count  # runs behind so many blocks
+    if any(name == unit or name.startswith(f"{unit}.") for unit in units.behind):
+        return len(units.blocks) + 1
+    return 0

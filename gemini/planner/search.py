@@ -1,0 +1,195 @@
+"""The search: the fastest combination that fits, with runners-up and why others were left out."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.meter import OperationCosts, Period, sample
+from gemini.parallel.layout import Layout
+from gemini.planner.figures import Figures, Speeds, scaled
+from gemini.planner.price import Capacity, Misfit, Price, Pricer
+from gemini.planner.records import CutModel, Part, Record, Run
+from gemini.planner.space import Combination, Pins, below, combinations, layouts
+
+# Makes the function that runs a model on a micro-batch of so many samples.
+RunOf = Callable[[int], Run]
+
+
+def _say_nothing(_doing: str) -> None:
+    """Nobody waits to hear."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: ``num_ranks`` train ``batch`` samples in a step. ``capacity``: of each rank; ``pins``:
+    what must be; ``sample_seconds``: how long operators are timed here. ``tell`` is told what is being
+    done."""
+
+    num_ranks: int
+    batch: int
+    machine: MachineSpeeds
+    capacity: Capacity
+    pins: Pins = field(default=Pins({}))
+    sample_seconds: float = 0.0
+    tell: Callable[[str], None] = _say_nothing
+
+
+@dataclass
+class Found:
+    """What a search saw. ``prices``: the fastest that fit, the best first; ``left_out``: what cannot be, with
+    the reason; ``misfits``: of what does not fit, the nearest miss of each layout; ``num_combinations`` in
+    all, of which ``num_priced`` were priced: the others cannot be faster than the last of ``prices``."""
+
+    prices: list[Price] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    misfits: dict[Layout, Misfit] = field(default_factory=dict)
+    num_combinations: int = 0
+    num_priced: int = 0
+
+
+def search(model: nn.Module, run_of: RunOf, question: Question) -> Found:
+    """Return the fastest combinations.
+
+    Raises:
+        ConfigError: pins leave nothing, or a step cannot be rehearsed.
+    """
+    return _Search(model, run_of, question).run()
+
+
+class _Search:
+    def __init__(self, model: nn.Module, run_of: RunOf, question: Question) -> None:
+        self._model, self._run_of, self._question = model, run_of, question
+        self._records: dict[tuple[Part, int], Record] = {}
+        self._cut: dict[Part, CutModel] = {}
+        self._refused: dict[Part, ConfigError] = {}
+        self._found = Found()
+        self._whole = self._record(Part(), 1)
+        speeds = Speeds(question.machine, self._costs())
+        self._one_by_one = Pricer(speeds, question.capacity, self._exact)
+        self._pricer = Pricer(speeds, question.capacity, self._scaled)
+
+    def run(self) -> Found:
+        """Return what was found, the fastest first."""
+        found, pricer = self._found, self._pricer
+        choices = sorted(
+            ((pricer.least_seconds(each), str(each), each) for each in self._choices()),
+            key=lambda each: each[:2],
+        )
+        found.num_combinations = len(choices)
+        best: list[float] = []  # the step times of the best that fit, ascending
+        for least, _, choice in choices:
+            if len(best) == _RUNNERS_UP and least >= best[-1]:
+                break
+            price = self._price(choice)
+            if price is not None:
+                insort(best, price.step_seconds)
+                del best[_RUNNERS_UP:]
+                found.prices.append(price)
+        found.prices.sort(key=_rank_of)
+        exact = [self._one_by_one.price(each.combination) for each in found.prices[:_RUNNERS_UP]]
+        found.prices = sorted((each for each in exact if isinstance(each, Price)), key=_rank_of)
+        return found
+
+    def _choices(self) -> Iterator[Combination]:
+        any_layout = False
+        for layout in layouts(self._question.num_ranks, self._question.pins):
+            any_layout = True
+            if self._goes(layout):
+                blocks = len(self._whole.blocks)
+                for choice in combinations(layout, self._question.batch, self._question.pins, blocks=blocks):
+                    if self._part_goes(choice.part):
+                        yield choice
+        if not any_layout:
+            raise ConfigError(
+                f"no layout of {self._question.num_ranks} ranks has what is pinned: "
+                + ", ".join(f"{name}={value}" for name, value in self._question.pins.values.items())
+            )
+
+    def _goes(self, layout: Layout) -> bool:
+        whole, batch = self._whole, self._question.batch
+        if batch % layout.dp:
+            self._leave_out(f"dp {layout.dp}", f"{batch} samples do not divide among {layout.dp} ranks")
+        elif layout.pp > 1 and whole.why_one is not None:
+            self._leave_out(f"pp {layout.pp}", whole.why_one)
+        elif layout.pp > 1 and layout.pp > len(whole.blocks):
+            self._leave_out(
+                f"pp {layout.pp}", f"the model has {len(whole.blocks)} blocks between which it is cut"
+            )
+        else:
+            return True
+        return False
+
+    def _part_goes(self, part: Part) -> bool:
+        """Say whether layers and sequences can be cut into a part."""
+        if part in self._refused:
+            return False
+        try:
+            self._record(part, 1)
+        except ConfigError as error:
+            self._refused[part] = error
+            sizes = [f"tp {part.tp}"] if part.tp > 1 else []
+            sizes += [f"sp {part.sp} ({part.sp_mode})"] if part.sp > 1 else []
+            self._leave_out(" x ".join(sizes), str(error))
+            return False
+        return True
+
+    def _price(self, choice: Combination) -> Price | None:
+        """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit."""
+        self._found.num_priced += 1
+        try:
+            priced = self._pricer.price(choice)
+        except ConfigError as error:  # of the schedule
+            self._leave_out(f"{choice.schedule} with {choice.num_microbatches} micro-batches", str(error))
+            return None
+        lower = below(choice, self._question.pins)
+        if isinstance(priced, Misfit) and self._question.capacity.lower_bytes and lower is not None:
+            priced = self._pricer.price(lower)
+        if isinstance(priced, Price):
+            return priced
+        nearest = self._found.misfits.get(choice.layout)
+        if nearest is None or priced.missing_bytes < nearest.missing_bytes:
+            self._found.misfits[choice.layout] = priced
+        return None
+
+    def _leave_out(self, what: str, why: str) -> None:
+        self._found.left_out.setdefault(what, why)
+
+    def _exact(self, part: Part, samples: int) -> tuple[Figures, ...]:
+        return self._one_by_one.speeds.figures(self._record(part, samples))
+
+    def _scaled(self, part: Part, samples: int) -> tuple[Figures, ...]:
+        one = self._exact(part, 1)
+        return one if samples == 1 else scaled(one, self._exact(part, 2), samples)
+
+    def _record(self, part: Part, samples: int) -> Record:
+        key = (part, samples)
+        if key not in self._records:
+            self._question.tell(f"rehearsing tp {part.tp}, sp {part.sp}, {samples} samples")
+            if part not in self._cut:
+                self._cut[part] = CutModel(self._model, part)
+            self._records[key] = self._cut[part].record(self._run_of(samples))
+        return self._records[key]
+
+    def _costs(self) -> OperationCosts:
+        question = self._question
+        if question.sample_seconds <= 0:
+            return OperationCosts(question.machine)
+        question.tell(f"timing operators for {question.sample_seconds:g} s")
+        ways = (way for each in self._whole.segments for way in (each.forward, each.backward))
+        samples = sample(
+            (Period(way.operations) for way in ways), question.machine, limit_seconds=question.sample_seconds
+        )
+        return OperationCosts(question.machine, samples)
+
+
+_RUNNERS_UP = 16
+
+
+def _rank_of(price: Price) -> tuple[float, str]:
+    return price.step_seconds, str(price.combination)

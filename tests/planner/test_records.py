@@ -1,0 +1,132 @@
+"""Records: what a rank computes, keeps and sends is told apart by block, and equal blocks run once."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from planner_models import Net, net, run_of
+from torch import nn
+
+from gemini import ConfigError
+from gemini.planner import records
+from gemini.planner.records import CutModel, Message, Part, Record
+
+
+def recorded(model: nn.Module, samples: int = 2, part: Part | None = None) -> Record:
+    return CutModel(model, part or Part()).record(run_of(samples))
+
+
+def flops(record: Record) -> list[tuple[int, int]]:
+    return [
+        tuple(
+            sum(each.flops * count for each, count in way.operations.items())
+            for way in (s.forward, s.backward)
+        )  # type: ignore[misc]
+        for s in record.segments
+    ]
+
+
+def test_each_block_has_its_arithmetic_and_its_parameters() -> None:
+    found = recorded(net(4, 64, 4))
+    tokens = 2 * 8
+    products = [2 * tokens * 16 * 2 * inner for inner in (4, 64, 4)]
+    assert flops(found) == [
+        (0, 0),
+        *((each, 2 * each) for each in products),
+        (2 * tokens * 16 * 32, 4 * tokens * 16 * 32),
+    ]
+    assert found.blocks == ("blocks.0", "blocks.1", "blocks.2")
+    counts = [sum(p.numel for p in s.parameters) for s in found.segments]
+    assert counts == [32 * 16, *(2 * 16 * inner + inner + 16 for inner in (4, 64, 4)), 16 * 32 + 32]
+
+
+def test_a_block_keeps_its_input_and_what_is_inside() -> None:
+    found = recorded(net(4, 64))
+    tokens = 2 * 8
+    for segment, inner in zip(found.segments[1:-1], (4, 64), strict=True):
+        # relu keeps its output, which the second product has for an input; the sum is the next block's input.
+        assert segment.kept_bytes == 4 * tokens * (inner + 16)
+        assert segment.input_bytes == 4 * tokens * 16
+        assert segment.forward.peak_bytes >= segment.kept_bytes
+
+
+def test_equal_blocks_that_stand_still_have_the_figures_of_those_that_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = net(8, 8, 8, 24, 8, 24, 24, 8)
+    found = recorded(model)
+    monkeypatch.setattr(records, "_SEEN", 100)
+    whole = recorded(model)
+    assert found.segments == whole.segments
+
+
+def test_what_tells_equal_blocks_apart_is_seen() -> None:
+    model = net(8, 8, 8, 8)
+    model.blocks[3].up.weight.requires_grad_(False)
+    found = flops(recorded(model))
+    assert found[3][1] - found[4][1] == 2 * 16 * 16 * 8  # of the frozen weight there is no gradient
+
+
+def test_parts_of_layers_compute_less_and_tell_what_they_send() -> None:
+    class Cut(Net):
+        _tp_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    with torch.device("meta"):
+        model = Cut((8, 8, 8))
+    found = recorded(model, part=Part(tp=2))
+    whole = recorded(model)
+    nbytes = 2 * 8 * 16 * 4
+    once = {Message("tp", "all_reduce", nbytes, nbytes): 1}  # a half there, a half back
+    for mine, all_of_it in zip(found.segments[1:-1], whole.segments[1:-1], strict=True):
+        assert mine.forward.messages == once
+        assert mine.backward.messages == once
+        assert 2 * sum(p.numel for p in mine.parameters) == sum(p.numel for p in all_of_it.parameters) + 16
+    assert 2 * flops(found)[1][0] == flops(whole)[1][0]
+
+
+def test_a_model_without_blocks_has_one_segment_and_the_reason() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.embed(ids))
+            return out
+
+    with torch.device("meta"):
+        model = Flat()
+    found = CutModel(model, Part()).record(run_of(2))
+    assert len(found.segments) == 1
+    assert found.blocks == ()
+    assert found.why_one is not None
+    assert found.segments[0].forward.operations
+
+
+def test_blocks_that_run_twice_are_refused() -> None:
+    class Twice(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for block in (*self.blocks, *self.blocks):
+                x = block(x)
+            out: torch.Tensor = self.head(x)
+            return out
+
+    with torch.device("meta"):
+        model = Twice((8, 8))
+    with pytest.raises(ConfigError, match="ran after block"):
+        recorded(model)
+
+
+def test_a_value_that_is_not_there_is_named() -> None:
+    class Asks(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out = super().forward(ids)
+            return out * float(out.sum())
+
+    with torch.device("meta"):
+        model = Asks((8, 8))
+    with pytest.raises(ConfigError, match="without values"):
+        recorded(model)

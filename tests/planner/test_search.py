@@ -1,0 +1,175 @@
+"""The search finds what exhaustive pricing finds; more room, faster links and fewer pins are never slower."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from planner_models import machine, net, question, run_of
+
+from gemini import ConfigError
+from gemini.forecast.meter import OperationCosts
+from gemini.parallel.layout import Layout
+from gemini.planner import search as search_module
+from gemini.planner.figures import Figures, Speeds
+from gemini.planner.price import Capacity, Misfit, Price, Pricer
+from gemini.planner.records import CutModel, Part
+from gemini.planner.search import Question, search
+from gemini.planner.space import Combination, Pins, below, combinations, layouts
+
+
+def drawn(seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    kinds = [draw.choice((4, 16, 64)) for _ in range(2)]
+    return tuple(draw.choice(kinds) for _ in range(draw.randint(2, 6)))
+
+
+def exhaustive(inner: tuple[int, ...], asked: Question) -> list[Price]:
+    """Price every combination, each from a record of its own micro-batch size."""
+    speeds = Speeds(asked.machine, OperationCosts(asked.machine))
+
+    def figures(part: Part, samples: int) -> tuple[Figures, ...]:
+        return speeds.figures(CutModel(net(*inner), part).record(run_of(samples)))
+
+    pricer, found = Pricer(speeds, asked.capacity, figures), []
+    for layout in layouts(asked.num_ranks, asked.pins):
+        if layout.tp > 1 or asked.batch % layout.dp or layout.pp > len(inner):
+            continue  # the net has no plan for tp
+        for choice in combinations(layout, asked.batch, asked.pins, blocks=len(inner)):
+            try:
+                priced = pricer.price(choice)
+            except ConfigError:
+                continue
+            lower = below(choice, asked.pins)
+            if isinstance(priced, Misfit) and lower is not None and asked.capacity.lower_bytes:
+                priced = pricer.price(lower)
+            if isinstance(priced, Price):
+                found.append(priced)
+    return found
+
+
+def best(inner: tuple[int, ...], asked: Question) -> Price | None:
+    found = search(net(*inner), run_of, asked)
+    return found.prices[0] if found.prices else None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
+    inner, draw = drawn(seed), random.Random(seed)
+    capacity = Capacity(draw.choice((2**14, 2**16, 2**20)), draw.choice((0, 2**20)), draw.choice((0, 2**20)))
+    asked = question(4, 8, seed, capacity=capacity)
+    wanted = exhaustive(inner, asked)
+    found = best(inner, asked)
+    if not wanted:
+        assert found is None
+        return
+    assert found is not None
+    assert found.step_seconds == pytest.approx(min(each.step_seconds for each in wanted), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_room_and_faster_links_are_never_slower(seed: int) -> None:
+    inner = drawn(seed)
+    times = []
+    for device_bytes in (2**15, 2**16, 2**18, 2**22):
+        found = best(inner, question(4, 8, seed, capacity=Capacity(device_bytes, 0, 2**24)))
+        times.append(found.step_seconds if found is not None else float("inf"))
+    assert times == sorted(times, reverse=True)
+    rates = [
+        best(inner, question(4, 8, seed, machine=machine(seed, faster=factor))) for factor in (1.0, 3.0, 10.0)
+    ]
+    seconds = [each.step_seconds for each in rates if each is not None]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pin_is_kept_and_one_less_is_never_slower(seed: int) -> None:
+    inner, asked = drawn(seed), question(4, 8, seed)
+    free = best(inner, asked)
+    assert free is not None
+    for text in ("dp=2", "pp=2", "zero=3", "recompute=all", "microbatches=2", "schedule=gpipe"):
+        pinned = best(inner, replace(asked, pins=Pins.parse([text])))
+        assert pinned is not None, text
+        assert pinned.step_seconds >= free.step_seconds
+        choice, (name, _, value) = pinned.combination, text.partition("=")
+        said = {
+            "dp": choice.layout.dp,
+            "pp": choice.layout.pp,
+            "zero": choice.zero_stage,
+            "recompute": choice.recompute,
+            "microbatches": choice.num_microbatches,
+            "schedule": choice.schedule,
+        }
+        assert str(said[name]) == value
+
+
+def test_equal_questions_have_equal_answers() -> None:
+    first, second = (search(net(8, 64, 8), run_of, question()) for _ in range(2))
+    assert [str(each.combination) for each in first.prices] == [
+        str(each.combination) for each in second.prices
+    ]
+    assert first.prices == second.prices
+
+
+def test_what_is_left_out_says_why() -> None:
+    found = search(net(8, 8), run_of, question(4, 6))
+    assert found.left_out["dp 4"] == "6 samples do not divide among 4 ranks"
+    assert "blocks" in found.left_out["pp 4"]
+    assert "there is no plan for Net" in found.left_out["tp 2"]
+
+
+def test_of_what_does_not_fit_the_nearest_miss_is_told_and_so_much_more_does() -> None:
+    asked = question(2, 4, capacity=Capacity(2**12))
+    found = search(net(8, 8), run_of, asked)
+    assert not found.prices
+    nearest = min(found.misfits.values(), key=lambda each: each.needed_bytes)
+    enough = replace(asked, capacity=Capacity(nearest.needed_bytes))
+    assert search(net(8, 8), run_of, enough).prices
+    assert not search(net(8, 8), run_of, replace(asked, capacity=Capacity(nearest.needed_bytes - 1))).prices
+
+
+def test_most_combinations_are_bounded_away() -> None:
+    found = search(net(*(64,) * 8), run_of, question(8, 32))
+    assert len(found.prices) == search_module._RUNNERS_UP
+    assert found.num_priced < found.num_combinations
+
+
+def test_pins_that_no_layout_has_are_named() -> None:
+    with pytest.raises(ConfigError, match="no layout of 4 ranks has what is pinned: tp=3"):
+        search(net(8, 8), run_of, question(pins=Pins.parse(["tp=3"])))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tp", "tp=0", "tp=x", "zero=4", "schedule=best", "width=2", "tp=2000000", "tp=-1", "=2", "tp=\u0662"],
+)
+def test_pins_that_say_nothing_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--pin"):
+        Pins.parse([text])
+
+
+def test_a_pin_is_given_once() -> None:
+    with pytest.raises(ConfigError, match="already"):
+        Pins.parse(["tp=2", "tp=4"])
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 1), (2, 4), (4, 10), (8, 20), (6, 16)])
+def test_all_ordered_factorizations_are_in_the_space(num_ranks: int, count: int) -> None:
+    found = list(layouts(num_ranks, Pins({})))
+    assert len(set(found)) == len(found) == count
+    assert all(each.world_size == num_ranks for each in found)
+
+
+def test_the_pair_of_the_documents_is_in_the_space() -> None:
+    found = list(layouts(4, Pins({})))
+    assert Layout(tp=2, pp=2) in found
+    assert Layout(pp=2, dp=2) in found
+
+
+def test_every_combination_trains_the_whole_batch() -> None:
+    every: list[Combination] = []
+    for layout in layouts(8, Pins({})):
+        every += combinations(layout, 16, Pins({}), blocks=8)
+    assert all(each.layout.dp * each.num_microbatches * each.microbatch_size == 16 for each in every)
+    assert len(set(every)) == len(every)
