@@ -311,8 +311,7 @@ class ManagedModel:
         self.add_up: Callable[[], None] | None = None
         self.times_given_up = 0
         self._counted: dict[str, float] = {}
-        # What a plan expects of this rank, in the keys of measured_step(); None: no plan is run.
-        self.predicted: Mapping[str, float] | None = None
+        self._predicted: Mapping[str, float] | None = None  # of this rank, in the keys of measured_step()
         self.manager.take_types(config.precision, self.storage.slots.values())
         self._first_passes = FirstPasses(module, config.precision)
         self.managed = ManagedParameters(module)
@@ -572,14 +571,18 @@ class ManagedModel:
         and stalls since the last call with it, or since the beginning. Where a plan is run, what it has
         ``"predicted"`` and what was ``"measured"`` in the last step."""
         stats = usage_and_traffic(self.storage, self.manager)
-        if self.predicted is not None:
-            stats["predicted"] = dict(self.predicted)
+        if self._predicted is not None:
+            stats["predicted"] = dict(self._predicted)
             stats["measured"] = measured_step(self.manager)
         stats["small_state_bytes"] = sum(each.small_state_bytes for each in tuple(self.optimizers))
         if since_last:
             before, self._counted = self._counted, counters(stats)
             stats = without(stats, before)
         return flattened(stats) if flat else stats
+
+    def compare_with(self, predicted: Mapping[str, float]) -> None:
+        """Have :meth:`stats` show what a plan expects of this rank."""
+        self._predicted = predicted
 
     def plan(self) -> PlanReport:
         """Return what stays where and why; ``print()`` it."""

@@ -95,8 +95,8 @@ def scaled(one: Sequence[Figures], two: Sequence[Figures], samples: int) -> tupl
 
 def _between(one: Figures, two: Figures, steps: int) -> Figures:
     def number(name: str) -> float:
-        first: float = getattr(one, name)
-        return max(first + steps * (getattr(two, name) - first), 0.0)
+        first, second = float(getattr(one, name)), float(getattr(two, name))
+        return max(first + steps * (second - first), 0.0)
 
     def numbers(name: str) -> dict[str, float]:
         first, second = getattr(one, name), getattr(two, name)

@@ -269,7 +269,7 @@ class HybridParallelPlugin(Plugin):
         axis = None if self.mesh is None else self.mesh.axis("pp")
         predicted = plan.predicted.of_rank(0 if axis is None else axis.rank)
         if isinstance(model, GeminiDDP):
-            handle_of(model).predicted = predicted
+            handle_of(model).compare_with(predicted)
             return
         clock = StepClock()
         self._watched[id(model)] = predicted, clock
