@@ -6,7 +6,9 @@ query, key and value that is cut in one piece gives each rank other heads than i
 have shapes that fit. So numbers are compared, and the program ends before its first update where they differ:
 
 - gradients of parameters that are whole on all ranks are the same on all;
-- outputs are those of the whole model, where the plan is the user's.
+- outputs and all gradients are those of the whole model, where the plan is the user's. Copies of both, as
+  they are before the model is wrapped, train on the batch without dropout; where they draw other numbers at
+  random, they evaluate it.
 
 A weight of zeros hides what is before and behind it: an adapter, a gate or an output projection often begins
 so. A gradient of zeros is therefore looked at again, and outputs are compared with other numbers in the place
@@ -16,26 +18,32 @@ of such weights.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import ConfigError, in_words
 from gemini.parallel.mesh import Axis
-from gemini.parallel.partition import Partition
-from gemini.parallel.tensor.region import device_of
+from gemini.parallel.partition import Partition, PartOfTensor
+from gemini.parallel.tensor.region import Region, device_of
 from gemini.system.rng import generator_states, set_generator_states
 
 _SAMPLED = 2**16  # elements of a gradient
 _FREQUENCY = 1.7  # of the waves that a gradient is weighed by: no two neighbours count alike
 _SHOWN = 3
 _TRUSTED_DIGITS = 0.6  # of those of a type: 7e-5 of fp32, 0.05 of bf16
+_TRUSTED_OF_GRADIENTS = 0.3  # 0.008 of fp32, 0.23 of bf16: what is not added up is further off
 _LOOK = ("is there", "epsilon", "norm", "sum over a sine", "sum over a cosine")  # what is kept of a gradient
 
 
@@ -87,9 +95,8 @@ class FirstGradients:
         names = list(self._names.values())
         wrong = [name for index, name in enumerate(names) if not _agree(every[:, index])]
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ConfigError(
-                f"the gradients of {', '.join(map(repr, wrong[:_SHOWN]))}{more} differ between the ranks of "
+                f"the gradients of {_listed(wrong)} differ between the ranks of "
                 f"{self._axis.name!r}: these parameters are whole on all ranks, and compute with, or before, "
                 "a rank's part of what a column layer returns. Cut their module (plan=, tp_plan=), name it "
                 "with PartialGradient(), which adds up the parts, or freeze it"
@@ -127,105 +134,361 @@ def _agree(looks: torch.Tensor) -> bool:
 
 class WholeModel:
     """The model as it was before it was cut, without its weights. The first batch of training is also run
-    through it."""
+    through it, forward and backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        memo: dict[int, Any] = {}
-        for param in model.parameters():
-            empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-            memo[id(param)] = empty
-        self._whole = copy.deepcopy(model, memo)
-        self._partition: Partition | None = None
+        self._whole = _outline(model, {})
+        self._hooks = _hooks_of(model)
 
-    def watch(self, model: nn.Module, partition: Partition) -> None:
-        """Compare ``model``, which has been cut, on the first batch that it trains on."""
-        self._partition = partition
-        self._hook = model.register_forward_pre_hook(self._compare, with_kwargs=True, prepend=True)
+    def watch(self, model: nn.Module, partition: Partition, region: Region) -> None:
+        """Compare ``model``, which has been cut and computes in ``region``, on the first batch that it trains
+        on: as it is now, whatever it is wrapped in then."""
+        self._partition, axis = partition, partition.axis
+        self._cut = _outline(model, {id(region): region.alike(), id(axis): axis})
+        own = _hooks_of(model)
+        self._hooks = {name: [e for e in own[name] if e not in self._hooks.get(name, ())] for name in own}
+        self._watch = model.register_forward_pre_hook(self._compare, with_kwargs=True, prepend=True)
 
-    @torch.no_grad()
     def _compare(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks where outputs are not those of the whole model. A hook before a
-        forward pass. Both evaluate: nothing is random then."""
-        partition = self._partition
-        if not model.training or partition is None or partition.axis is None:
+        """Raise ConfigError on all ranks where outputs or gradients are not those of the whole model. A hook
+        before a forward pass."""
+        axis = self._partition.axis
+        if not (model.training and torch.is_grad_enabled()) or axis is None:
             return
-        self._hook.remove()
-        self._partition = None
-        weights = partition.gather_state(dict(model.named_parameters()))
-        weights = {name: value.detach().to(device_of(model)) for name, value in weights.items()}
+        self._watch.remove()
+        cut, whole = self._cut, self._whole
+        self._cut = self._whole = nn.Identity()
+        _train_as(model, cut)
+        _train_as(model, whole)
+        params, device = dict(model.named_parameters()), device_of(model)
+        gathered = self._partition.gather_state(params)
+        weights = {name: value.detach().to(device, copy=True) for name, value in gathered.items()}
         zeros = {name: v for name, v in weights.items() if v.is_floating_point() and not v.any()}
-        drawn = {name: _drawn_like(value) for name, value in zeros.items()}
-        rank, params = partition.axis.rank, dict(model.named_parameters())
-        cuts = {name: partition.cut_of(params[name]) for name in drawn}
-        parts = {name: cut.part(drawn[name], rank) if cut else drawn[name] for name, cut in cuts.items()}
-        far = self._look(model, partition.axis, parts, weights | drawn, (args, kwargs))
-        error = torch.tensor([far], dtype=torch.float64, device="cpu")
-        partition.axis.all_reduce(error, largest=True)
-        if float(error) > 1.0:
+        weights |= {name: _drawn_like(value) for name, value in zeros.items()}
+        cuts = {name: self._partition.cut_of(param) for name, param in params.items()}
+        parts = {name: c.part(weights[name], axis.rank) if c else weights[name] for name, c in cuts.items()}
+        trains = {name: param.requires_grad for name, param in params.items()}
+        buffers, call = dict(model.named_buffers()), (args, dict(kwargs))
+        ran = partial(_Ran, buffers=buffers, trains=trains, call=call, device=device)
+        looked = _Look(ran, axis, cuts, self._hooks)
+        found: _Found | None = None
+        # In evaluation where it draws other numbers than those of dropout, and in fewer digits where it
+        # computes in some type of its own.
+        for exact, evaluates in ((True, False), (True, True), (False, False), (False, True)):
+            found = found or looked.at(cut, whole, parts, weights, exact=exact, evaluates=evaluates)
+        self._agree_on(axis, found or _Found(0.0, []))
+
+    def _agree_on(self, axis: Axis, found: _Found) -> None:
+        """Raise ConfigError on all ranks for what one has ``found``."""
+        names = list(self._hooks)
+        told = [found.far > 1.0, *(name in found.wrong for name in [*names, *_INPUTS])]
+        error = torch.tensor(told, dtype=torch.float64, device="cpu")
+        axis.all_reduce(error, largest=True)
+        if float(error[0]):
             raise ConfigError(
                 f"the outputs of the cut model are not those of the whole one on the first batch: {_CAUSES}"
             )
+        wrong = [name for name, is_wrong in zip([*names, *_INPUTS], error[1:], strict=True) if is_wrong]
+        if wrong:
+            raise ConfigError(
+                f"the gradients of {_listed(wrong)} differ from those of the whole model on the first batch, "
+                "and outputs do not: backward, the ranks' parts of a gradient are not added up, or are where "
+                f"each rank has all of it (PartialGradient()); or {_CAUSES}"
+            )
 
-    def _look(
+    def __deepcopy__(self, _memo: object) -> WholeModel:
+        return self
+
+
+@dataclass(frozen=True)
+class _Found:
+    """How far outputs are from those of the whole model, in units of what rounding explains, and whose
+    gradients are not those of the whole one's."""
+
+    far: float
+    wrong: list[str]
+
+
+_INPUTS = tuple(f"input {index}" for index in range(8))  # those of the model's that need a gradient
+
+
+class _Ran:
+    """An outline that is run on a batch, with ``weights`` in the place of its parameters and copies of
+    buffers. Within the block it has these, for backward may compute blocks again."""
+
+    def __init__(
         self,
-        model: nn.Module,
+        outline: nn.Module,
+        weights: Mapping[str, torch.Tensor],
+        *,
+        buffers: Mapping[str, torch.Tensor],
+        trains: Mapping[str, bool],
+        call: tuple[tuple[Any, ...], dict[str, Any]],
+        device: torch.device,
+        exact: bool,
+    ) -> None:
+        """``exact``: what has 16 bits gets 32."""
+        typed = _in_32_bits if exact else _same
+        self.weights = {
+            name: typed(value.detach()).requires_grad_(trains[name]) for name, value in weights.items()
+        }
+        leaves, form = tree_flatten(call)
+        leaves = [_apart(each, typed) for each in leaves]
+        self.call = tree_unflatten(leaves, form)
+        inputs = [each for each in leaves if isinstance(each, torch.Tensor) and each.requires_grad]
+        self.inputs = dict(zip(_INPUTS, inputs, strict=False))
+        own = dict(outline.named_buffers())
+        places = {id(own[name]): typed(value.clone()) for name, value in buffers.items() if name in own}
+        for module in outline.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = places.get(id(buffer), buffer)
+        names = {id(param): name for name, param in outline.named_parameters()}
+        for module in outline.modules():
+            for key, param in module._parameters.items():
+                if param is not None:
+                    module._parameters[key] = self.weights[names[id(param)]]  # type: ignore[assignment]
+        self.outline, self.has_drawn = outline, False
+        self._device, self._exact = device, exact
+
+    def forward(self) -> list[Any]:
+        """Return the outputs."""
+        states = generator_states(self._device)
+        own_types = torch.autocast(self._device.type, enabled=False) if self._exact else nullcontext()
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same), _WithoutDropout(), own_types:
+            args, kwargs = self.call
+            outputs = tree_leaves(self.outline(*args, **kwargs))
+        after = generator_states(self._device)
+        self.has_drawn = not all(map(torch.equal, after, states))
+        return outputs
+
+    def backward(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Give the weights gradients, of outputs and what these are multiplied by."""
+        if pairs:
+            outputs, factors = zip(*pairs, strict=True)
+            with torch.enable_grad(), _WithoutDropout():
+                # torch.autograd.backward() would leave the mode, which what is computed again needs.
+                Variable._execution_engine.run_backward(
+                    outputs, factors, False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Return the gradients of weights and inputs, by name."""
+        return {name: each.grad for name, each in {**self.weights, **self.inputs}.items()}
+
+
+class _Look:
+    """Compares outlines of the cut and the whole model on one batch."""
+
+    def __init__(
+        self,
+        ran: Callable[..., _Ran],
         axis: Axis,
-        parts: dict[str, torch.Tensor],
-        weights: dict[str, torch.Tensor],
-        call: tuple[tuple[Any, ...], Mapping[str, Any]],
-    ) -> float:
-        """Return how far the outputs of ``model``, with ``parts`` in the place of some parameters, are from
-        those of the whole one with ``weights``.
+        cuts: Mapping[str, PartOfTensor | None],
+        hooks: Mapping[str, Sequence[Any]],
+    ) -> None:
+        self._ran, self._axis, self._cuts, self._hooks = ran, axis, cuts, hooks
+
+    def at(
+        self,
+        cut: nn.Module,
+        whole: nn.Module,
+        parts: Mapping[str, torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
+        *,
+        exact: bool,
+        evaluates: bool,
+    ) -> _Found | None:
+        """Return what is found; None: both draw numbers at random, which are others, or the whole one does
+        not run so.
 
         Raises:
             ConfigError: torch refuses an operator of the cut model, and none of the whole one. Nothing is
                 agreed on first: the other ranks may be within the model, and wait.
         """
-        device = device_of(model)
+        modes = [(each, each.training) for model in (cut, whole) for each in model.modules()]
+        if evaluates:
+            cut, whole = cut.eval(), whole.eval()
+        device = next(iter(weights.values())).device if weights else torch.device("cpu")
         states = generator_states(device)
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        got: list[Any] = []
         failure: RuntimeError | None = None
         try:
             try:
-                got = tree_leaves(_run_with(model, parts, *call))
+                here = self._ran(cut, parts, exact=exact)
+                for name, hooks in self._hooks.items():
+                    for hook in hooks if here.weights[name].requires_grad else ():
+                        here.weights[name].register_hook(hook)
+                got = here.forward()
             except RuntimeError as error:
                 if type(error) is not RuntimeError:  # memory that ran out, say
                     raise
                 failure = error
             after = generator_states(device)
             set_generator_states(device, states)
-            whole, self._whole = self._whole.eval(), nn.Identity()
-            wanted = tree_leaves(_run_with(whole, weights | dict(model.named_buffers()), *call))
-            has_drawn = not all(map(torch.equal, generator_states(device), states))
+            there = self._ran(whole, weights, exact=exact)
+            try:
+                wanted = there.forward()
+            except RuntimeError:
+                if exact and type(failure) is RuntimeError:
+                    return None
+                raise
             # Between a column and a row layer each rank draws fewer numbers than the whole model does.
-            is_random = has_drawn and (
-                device.type != "cpu" or not all(map(torch.equal, generator_states(device), after))
-            )
+            same = device.type == "cpu" and all(map(torch.equal, generator_states(device), after))
+            if failure is not None:
+                raise ConfigError(
+                    "the cut model does not run on the first batch, and the whole one does "
+                    f"({in_words(failure)}): {_CAUSES}"
+                ) from failure
+            if there.has_drawn and not same:
+                return None
+            return self._compared(here, there, got, wanted)
         finally:
+            set_generator_states(device, states)
             for module, mode in modes:
                 module.training = mode
-            set_generator_states(device, states)
-        if failure is not None:
-            raise ConfigError(
-                "the cut model does not run on the first batch, and the whole one does "
-                f"({in_words(failure)}): {_CAUSES}"
-            ) from failure
-        got = [_whole_of(*each, axis) for each in zip(got, wanted, strict=False)]
-        return 0.0 if is_random else max(map(_distance, got, wanted), default=0.0)
 
-    def __deepcopy__(self, _memo: object) -> WholeModel:
-        return self
+    def _compared(self, here: _Ran, there: _Ran, got: list[Any], wanted: list[Any]) -> _Found:
+        own, others = [], []
+        far = 0.0
+        for out, other in zip(got, wanted, strict=False):
+            far = max(far, _distance(_whole_of(_detached(out), other, self._axis), _detached(other)))
+            if _is_differentiable(out) and _is_differentiable(other):
+                by = _waves_like(other)
+                others.append((other, by))
+                own.append((out, _part_of(by, out, self._axis).to(out.dtype)))
+        worst = torch.tensor([far], dtype=torch.float64, device="cpu")
+        self._axis.all_reduce(worst, largest=True)
+        if float(worst) > 1.0:
+            return _Found(far, [])
+        here.backward(own)
+        there.backward(others)
+        return _Found(far, self._wrong(here.gradients(), there.gradients()))
+
+    def _wrong(
+        self, got: Mapping[str, torch.Tensor | None], wanted: Mapping[str, torch.Tensor | None]
+    ) -> list[str]:
+        """Return the names of what has another gradient than the whole model's."""
+        largest: dict[str, float] = defaultdict(float)  # of a module
+        for name, grad in wanted.items():
+            if grad is not None and bool(grad.isfinite().all()):
+                for key in (_owner(name), ""):
+                    largest[key] = max(largest[key], float(grad.double().norm()))
+        wrong = []
+        for name, grad in wanted.items():
+            cut, own = self._cuts.get(name), got[name]
+            grad = None if grad is None else cut.part(grad, self._axis.rank) if cut is not None else grad
+            if grad is None and own is None:
+                continue
+            if grad is None or own is None:
+                there = own if grad is None else grad
+                assert there is not None
+                own, grad = (torch.zeros_like(there) if each is None else each for each in (own, grad))
+            if not bool(grad.isfinite().all()):
+                continue
+            epsilon = _epsilon(grad)
+            noise = epsilon * (8 * largest[_owner(name)] + 4 * largest[""])
+            allowed = epsilon**_TRUSTED_OF_GRADIENTS * float(grad.double().norm()) + noise
+            distance = float((own.double() - grad.double()).norm())
+            if not distance <= allowed:
+                wrong.append(name)
+        return wrong
 
 
-def _run_with(
-    model: nn.Module, tensors: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Run ``model`` with ``tensors`` in the place of some of its parameters and buffers."""
-    if not tensors:
-        return model(*args, **kwargs)
-    return torch.func.functional_call(model, tensors, args, dict(kwargs))
+def _outline(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of ``model`` without its weights."""
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+    return copy.deepcopy(model, memo)
+
+
+def _hooks_of(model: nn.Module) -> dict[str, list[Any]]:
+    """Return the hooks of parameters that change their gradients."""
+    return {name: list((param._backward_hooks or {}).values()) for name, param in model.named_parameters()}
+
+
+def _train_as(model: nn.Module, outline: nn.Module) -> None:
+    """Have the modules of ``outline`` train or evaluate as those of ``model`` of their names do."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    for name, module in outline.named_modules():
+        module.training = modes.get(name, model.training)
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Runs what trains without leaving out anything at random."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, a dropout as if it kept everything."""
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name == "scaled_dot_product_attention":
+            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), {**kwargs}
+            kwargs.update({"dropout_p": 0.0} if "dropout_p" in kwargs else {})
+        elif name == "multi_head_attention_forward":
+            kwargs = {**kwargs, "training": False}
+        elif name == "bernoulli_" and not isinstance(args[1] if len(args) > 1 else None, torch.Tensor):
+            return args[0].fill_(args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+        return func(*args, **kwargs)
+
+
+_DROPOUTS = frozenset(
+    prefix + name + suffix
+    for prefix in ("", "feature_")
+    for name in ("dropout", "alpha_dropout", "dropout1d", "dropout2d", "dropout3d")
+    for suffix in ("", "_")
+)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _in_32_bits(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _apart(value: Any, typed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return an input whose gradient goes no further."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not value.requires_grad:
+        return typed(value)
+    return typed(value.detach().clone()).requires_grad_()
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.requires_grad
+
+
+def _waves_like(output: torch.Tensor) -> torch.Tensor:
+    """Return what an output is multiplied by, the same on all ranks: no two neighbours count alike."""
+    wave = torch.arange(output.numel(), dtype=torch.float32, device=output.device)
+    return (wave * _FREQUENCY).sin().add(0.5).reshape(output.shape).to(output.dtype)
+
+
+def _part_of(whole: torch.Tensor, out: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Return what of ``whole`` belongs to an output ``out``, which may be a rank's part of it, filled up."""
+    for dim in range(whole.dim()):
+        length = out.size(dim)
+        if length != whole.size(dim):
+            missing = length * axis.size - whole.size(dim)
+            shape = [*whole.shape[:dim], missing, *whole.shape[dim + 1 :]]
+            whole = torch.cat([whole, whole.new_zeros(shape)], dim).narrow(dim, axis.rank * length, length)
+    return whole
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0] or name
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(map(repr, names[:_SHOWN]))}{more}"
 
 
 def _drawn_like(zeros: torch.Tensor) -> torch.Tensor:
@@ -257,14 +520,14 @@ def _distance(got: Any, wanted: Any) -> float:
         return 0.0
     if not bool(got.isfinite().all()):
         return float("inf")
-    epsilon = float(torch.finfo(got.dtype).eps)
-    if _is_coarse(got):
-        epsilon = max(epsilon, 2.0**-11)
+    epsilon = _epsilon(got)
     far, scale = float((got.double() - wanted.double()).abs().max()), float(wanted.double().abs().max())
     allowed: float = scale * epsilon**_TRUSTED_DIGITS
     return far / max(allowed, float(torch.finfo(torch.float64).tiny))
 
 
-def _is_coarse(x: torch.Tensor) -> bool:
-    """Say whether products were taken in TF32."""
-    return x.is_cuda and torch.get_float32_matmul_precision() != "highest"
+def _epsilon(x: torch.Tensor) -> float:
+    """Return how exact numbers like ``x`` are; products may have been taken in TF32."""
+    epsilon = float(torch.finfo(x.dtype).eps)
+    is_coarse = x.is_cuda and torch.get_float32_matmul_precision() != "highest"
+    return max(epsilon, 2.0**-11) if is_coarse else epsilon

@@ -138,13 +138,14 @@ def parallelize(
             take 1 / size of the memory, and the network carries the same bytes. For LLaMA, Qwen3, GPT-2 and
             ``nn.TransformerEncoder``; the sequence must be divided by the size.
         check: whether the first batch that the model trains on is run through the whole one too, which takes
-            the memory of its weights once, and outputs are compared; None: where the plan is not ``"auto"``
+            the memory of its weights and gradients once, and outputs and gradients are compared; None: where
+            the plan is not ``"auto"``
             and the model is not on ``meta``.
 
     Raises:
         ConfigError: the model cannot be cut so, here or on another rank. Nothing was changed. From the first
-            forward pass: outputs are not those of the whole model; from the first backward pass: gradients
-            of whole parameters differ between ranks.
+            forward pass: outputs or gradients are not those of the whole model; from the first backward pass:
+            gradients of whole parameters differ between ranks.
     """
     _refuse_layout(mesh.layout)
     axis = mesh.axis("tp")
@@ -160,18 +161,19 @@ def parallelize(
         check = plan != "auto" and gather_logits and not any(param.is_meta for param in model.parameters())
     whole = WholeModel(model) if check else None
     cut_parameters(model, axis, work.cuts, partition)
-    apply_styles(model, axis, work)
+    region = apply_styles(model, axis, work)
     if not gather_logits:
         take_loss_by_parts(model, axis)
     if whole is not None:
-        whole.watch(model, partition)
+        whole.watch(model, partition, region)
     FirstGradients(model, axis, partition)
     share_generators(axis, device_of(model))
     return partition
 
 
-def apply_styles(model: nn.Module, axis: Axis, work: Work) -> None:
-    """Have the layers of ``model``, whose parameters have been cut, compute with this rank's parts."""
+def apply_styles(model: nn.Module, axis: Axis, work: Work) -> Region:
+    """Have the layers of ``model``, whose parameters have been cut, compute with this rank's parts; return
+    what they share."""
     region = Region(axis)
     for module, style, cuts in work.styles:
         style.apply(module, region, cuts)
@@ -181,6 +183,7 @@ def apply_styles(model: nn.Module, axis: Axis, work: Work) -> None:
         cut_sequence(work.blocks, region)
     model.register_forward_pre_hook(partial(_open, region))
     model.register_forward_hook(partial(_close, region), always_call=True)
+    return region
 
 
 def _note_places(model: nn.Module) -> None:

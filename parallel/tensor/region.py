@@ -174,6 +174,12 @@ class Region:
         self._has_trained = False
         self._threads = threading.local()
 
+    def alike(self) -> Region:
+        """Return one for a copy of the model, which is run beside it."""
+        other = Region(self.axis)
+        other._sequence_norms, other._has_trained = self._sequence_norms, True  # it shares no generators
+        return other
+
     def cover_norms(self) -> None:
         """Reach from the first block to the last: norms between sublayers are on parts of the sequence."""
         self._sequence_norms = True

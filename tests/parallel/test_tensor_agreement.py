@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.parallel import Layout, Mesh, parallelize
 from gemini.parallel.tensor import Column, Head, PartialGradient
+from gemini.parallel.tensor.styles import Channels
 
 PLAN: dict[str, Any] = {"up": "colwise", "down": "rowwise"}
 
@@ -50,6 +51,11 @@ def recomputed(module: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
+def recomputed_elements(_: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = checkpoint(lambda y: torch.tanh(nn.functional.dropout(y, 0.5)), x, use_reentrant=False)
+    return out
+
+
 def begins_with_zeros(between: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
     """Return a model that hides what is between on its first batch."""
     model = Between(between)
@@ -60,6 +66,15 @@ def begins_with_zeros(between: Callable[[nn.Module, Tensor], Tensor]) -> nn.Modu
 
 def softmax_beside_noise(_: nn.Module, x: Tensor) -> Tensor:
     return x.softmax(-1) + 0.1 * torch.rand(1)
+
+
+def wrong_in_training(module: nn.Module, x: Tensor) -> Tensor:
+    x = nn.functional.dropout(x, 0.5, module.training)
+    return x.softmax(-1) if module.training else torch.tanh(x)
+
+
+def noisy_in_training(module: nn.Module, x: Tensor) -> Tensor:
+    return torch.tanh(x) + (0.1 * torch.rand_like(x) if module.training else 0.0)
 
 
 def with_norm() -> nn.Module:
@@ -97,6 +112,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "softmax, with numbers drawn in evaluation": (lambda: Between(softmax_beside_noise), PLAN, OUTPUTS),
     "a norm of all features": (with_norm, PLAN, "the cut model does not run on the first batch"),
     "elements": (lambda: Between(lambda _, x: torch.tanh(x)), PLAN, ""),
+    "softmax in training, behind dropout": (lambda: Between(wrong_in_training), PLAN, OUTPUTS),
+    "noise in training": (lambda: Between(noisy_in_training), PLAN, ""),
+    "an input whose gradients are not added up": (
+        lambda: Between(lambda _, x: torch.tanh(x)),
+        {"first": Head(), "up": Channels(), "down": "rowwise"},
+        f"{GRADIENTS}'first.weight', 'first.bias', 'input 0' differ from those of the whole model",
+    ),
+    "the same before zeros": (
+        lambda: begins_with_zeros(lambda _, x: torch.tanh(x)),
+        {"first": Head(), "up": Channels(), "down": "rowwise"},
+        f"{GRADIENTS}'first.weight', 'first.bias', 'input 0' differ from those of the whole model",
+    ),
+    "a gradient that is added up twice": (
+        lambda: Between(lambda _, x: torch.tanh(x)),
+        {**PLAN, "first": PartialGradient()},
+        f"{GRADIENTS}'first.weight', 'first.bias' differ from those of the whole model",
+    ),
+    "16 bits": (lambda: Between(lambda _, x: torch.tanh(x)).bfloat16(), PLAN, ""),
+    "a layer that recomputes": (lambda: Between(recomputed_elements), PLAN, ""),
     "dropout": (lambda: Between(lambda m, x: nn.functional.dropout(x, 0.5, m.training)), PLAN, ""),
 }
 
@@ -123,6 +157,7 @@ def train(
         try:
             for step in range(3):
                 x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+                x = x.to(next(model.parameters()).dtype).requires_grad_()
                 loss = trained(x).square().mean()
                 if managed:
                     optimizer.backward(loss)
