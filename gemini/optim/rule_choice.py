@@ -103,11 +103,9 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
             return SteppedRule(optim, whole=True, arrays=arrays)
     if any(map(is_a, _ELEMENT_WISE)):
         return SteppedRule(optim, whole=False)
-    if elementwise:
-        return PieceRule(optim)
     for kind, reason in _REFUSED.items():
         if isinstance(optim, kind):
             raise refuse(optim, reason)
     if not all(hasattr(optim, name) for name in HOOKS):
         raise refuse(optim, "it is an Optimizer whose __init__ does not call that of torch.optim.Optimizer")
-    return LoneRule(optim, is_said=whole)
+    return PieceRule(optim) if elementwise else LoneRule(optim, is_said=whole)

@@ -77,7 +77,12 @@ def equal(one: Any, other: Any) -> bool:
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
         return bool(((one == other) | (one.isnan() & other.isnan())).all())
-    return bool(one == other) or (one != one and other != other)
+    return _is_true(one == other) or (_is_true(one != one) and _is_true(other != other))
+
+
+def _is_true(value: Any) -> bool:
+    """Say whether what a comparison gives is true: all of it where it is an array."""
+    return bool(value.all() if hasattr(value, "all") else value)
 
 
 def _shown(value: Any) -> str:
@@ -309,13 +314,21 @@ def attributes_of(optim: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def states_of(optim: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """Return the states that an optimizer has by itself; none where a GeminiOptimizer has them, in chunks."""
+    return optim.state if isinstance(optim.state, dict) else {}
+
+
 def refuse_identities(optim: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise Inseparable where ``optim`` keeps what finds one of its parameters by its identity: a step has
     other tensors."""
     groups = [*optim.param_groups, *groups]
     lists = [group["params"] for group in groups]
     found = [*groups, *lists, *(param for params in lists for param in params)]
-    held = [attributes_of(optim), *optim.state.values()]
+    states = states_of(optim)
+    if not all(isinstance(param, torch.Tensor) for param in states):
+        raise Inseparable("its state has entries that are no parameter's")
+    held = [attributes_of(optim), *states.values()]
     held += [{name: value for name, value in group.items() if name != "params"} for group in groups]
     for each in held:
         name = holder_of_identities(each, found, optim)

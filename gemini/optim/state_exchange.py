@@ -22,6 +22,7 @@ from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim.kernels import ARRAYS, StateFormat, step_count
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.rule import ABSENT
+from gemini.optim.self_managed import SelfManaged
 from gemini.optim.wrapped import hooks_set_aside
 from gemini.runtime import ManagedSlot, read_state
 from gemini.system.config import parse_bytes
@@ -359,8 +360,8 @@ def take_over_state(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -
             earlier = checked_state(optimizer, optim.state_dict())
         import_state(optimizer, earlier)
         optim.state.clear()
-    if optimizer.rule.shares:
-        optim.state = optimizer.state  # its methods beside step() look there
+    if not isinstance(optim, SelfManaged):
+        optim.state = optimizer.state  # its methods look there, and who writes there is refused
 
 
 def import_together(optimizer: ManagedOptimizer, loaded: CheckedState, rank: Rank) -> None:

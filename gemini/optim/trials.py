@@ -4,8 +4,10 @@ and whether it may step over one after another.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,7 @@ from gemini.optim.shared_step import (
     refuse_marks,
     same,
     shell_of,
+    states_of,
     with_own_attributes,
     written_by,
 )
@@ -40,6 +43,8 @@ from gemini.optim.shared_step import (
 _MOST_NUMEL = 2**16
 # What the gradients of one step after another are multiplied by, so that both sides of a limit are met.
 MAGNITUDES = (1.0, 1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2, 1.0, 1.0, 1e-2, 1.0, 1.0, 1e-20, 1e15)
+# What gradients of a parameter are multiplied by where those of others stay as they are.
+_OUTLIERS = (1e6, 1e-30, 0.0, 1e-6, math.inf, math.nan)
 _STEPS_OF_KNOWN = 2
 _NUMEL_TOGETHER = 2**12  # as _MOST_NUMEL, of a class that updates whole parameters
 _NUMEL_OF_SAME = 2**6  # of a parameter where another one of its kind is tried
@@ -99,7 +104,7 @@ def kinds_of(params: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
 def first_state(optim: torch.optim.Optimizer) -> tuple[Mapping[str, Any], frozenset[str]]:
     """Return the state that an optimizer makes of a parameter when it is made, as Adagrad does, and the names
     of its arrays. Of a parameter without dimensions everything but ``step`` counts as one."""
-    made = {param: entry for param, entry in optim.state.items() if entry and isinstance(param, torch.Tensor)}
+    made = {p: entry for p, entry in states_of(optim).items() if entry and isinstance(p, torch.Tensor)}
     if not made:
         return {}, frozenset()
     widest = max(made, key=lambda param: param.dim())
@@ -395,6 +400,22 @@ def _with_gaps(draws: Sequence[Draw]) -> list[Draw]:
     ]
 
 
+def _with_outliers(draws: Sequence[Draw]) -> list[Draw]:
+    """Return the first steps of draws, in each of which one parameter has a gradient like no other: what it
+    makes of its step must be nothing to the others."""
+    made: list[Draw] = []
+    for number, (values, *grads) in enumerate(draws):
+        factors = zip(_OUTLIERS, grads, strict=False)
+        made.append(
+            [values]
+            + [
+                grad * factor if grad is not None and step % min(2, len(draws)) == number else grad
+                for step, (factor, grad) in enumerate(factors)
+            ]
+        )
+    return made
+
+
 def _has_gradient(number: int, step: int) -> bool:
     """Whether a parameter has a gradient in a trial step in which not all have: all but the first at first,
     then every other one, then all."""
@@ -510,7 +531,10 @@ def _try_all(
     steps = _STEPS_OF_MANY if every and len(tried) > _MOST_TRIED else len(MAGNITUDES)
     draws: list[Draw] = [made_up(each.form, dtype, steps) for each in tried]
     stepped = _step_groups(groups, tried, dtype, shown, loss)
-    states = _try_draws(optim, stepped, tried, draws, is_said=is_said)
+    states, reads = _try_draws(optim, stepped, tried, draws, is_said=is_said)
+    if reads:
+        with suppress(_TrialFailed):  # plain training fails there, too
+            _try_draws(optim, stepped, tried, _with_outliers(draws), is_said=is_said)
     fails = _fails(lambda: _try_draws(optim, stepped, tried, _with_gaps(draws), is_said=is_said))
     return Found(states, shown, fails)
 
@@ -522,7 +546,9 @@ def _try_draws(
     draws: Sequence[Draw],
     *,
     is_said: bool,
-) -> tuple[StateSpec, ...]:
+) -> tuple[tuple[StateSpec, ...], bool]:
+    """Return what is kept of each element, and whether numbers that a step has read, or an operator on
+    several parameters, may decide on others. Raises Inseparable as :func:`try_one_by_one`."""
     together, apart = _Side(optim, groups, tried, draws), _Side(optim, groups, tried, draws)
     for index in range(1, len(draws[0])):
         grads = [draw[index] for draw in draws]
@@ -541,7 +567,7 @@ def _try_draws(
                 f"a trial step over made-up parameters failed with {type(error).__name__}: {in_words(error)}"
             ) from error
         _compare(together, apart, index, grads)
-    return apart.arrays()
+    return apart.arrays(), together.reads
 
 
 class _Side:
@@ -569,6 +595,7 @@ class _Side:
         self._seats = [each.seat for each in tried]
         self._kept: dict[str, torch.dtype | None] = {}
         self._forms = [each.form for each in tried]
+        self.reads = False  # whether a step has made a number of elements, or combined parameters
 
     def _set(self, grads: Draw) -> None:
         for param, form, grad in zip(self.params, self._forms, grads, strict=True):
@@ -598,6 +625,7 @@ class _Side:
         seen = groups.indices(self._seats)
         for index, changed in zip(seen, groups.changes(given, shell.param_groups, seen), strict=True):
             self.groups[index].update(changed)
+        self.reads = self.reads or bool(flow.read or flow.mixed)
         return flow.mixed
 
     def step_over_each(self, grads: Draw) -> None:
@@ -676,7 +704,7 @@ def _chosen(
             kinds.add((switches, kind))
             if here:
                 pairs.add(switches)
-            form, state = kind.form, optim.state.get(param) or {}
+            form, state = kind.form, states_of(optim).get(param) or {}
             bounded = form.bounded(_NUMEL_OF_SAME if every and (is_known or is_many) else most_numel)
             here.append(_Tried(Seat(number, index), bounded, form.shape, state, kind.marks, switches))
         tried += here

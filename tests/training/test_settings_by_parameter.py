@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pairs import pairs
@@ -16,7 +17,7 @@ from test_stepped_rules import train, train_plain
 from torch import Tensor, nn
 from training_harness import seeded
 
-from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lion
+from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lion, StateError
 
 MODES: dict[str, dict[str, Any]] = {
     "tried": {},
@@ -488,6 +489,78 @@ def test_a_step_that_was_put_on_the_object_is_refused() -> None:
         with pytest.raises(ConfigError, match="step of this AdamW was replaced"):
             train(model, [managed], square, range(2, 3))
         assert_same(dict(model.state_dict()), before)
+
+
+class SkipsNonFinite(Scaled):
+    """Updates nothing where one gradient is not finite."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        if all(bool(param.grad.isfinite().all()) for param in params if param.grad is not None):
+            super().step()
+
+
+class Largest(Scaled):
+    """Updates less where a gradient is large."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        largest = max(float(p.grad.abs().max()) for p in group["params"] if p.grad is not None)
+        return 1.0 if largest < 1e5 else 0.1
+
+
+@pytest.mark.parametrize("mode", ["tried", "whole"])
+@pytest.mark.parametrize("kind", [SkipsNonFinite, Largest])
+def test_a_step_that_one_gradient_decides_is_refused(kind: type[Scaled], mode: str) -> None:
+    net = seeded(mlp)
+    with GeminiDDP(net) as model, pytest.raises(ConfigError, match="something else of one of several"):
+        GeminiOptimizer(kind(net.parameters()), model, **MODES[mode])
+
+
+class Table2d(Scaled):
+    """Has an array of numpy among its settings."""
+
+    def group_scale(self, group: dict[str, Any], place: int) -> float:
+        return float(group["table"][1500])
+
+
+@pairs(mode=list(MODES), budget=["all", "tight"])
+def test_an_array_among_settings_is_that_of_its_group(mode: str, budget: str, tmp_path: Path) -> None:
+    def groups(net: nn.Module) -> list[dict[str, Any]]:
+        tables = [np.zeros(3000), np.zeros(3000)]  # repr leaves the middle out
+        tables[0][1500], tables[1][1500] = 0.5, 2.0
+        return [{**group, "table": table} for group, table in zip(two_groups(net), tables, strict=True)]
+
+    plain, net = seeded(mlp), seeded(mlp)
+    train_plain(plain, [Table2d(groups(plain))], square, range(3))
+    options = tight(tmp_path, 2 * num_bytes(net)) if budget == "tight" else {}
+    with GeminiDDP(net, **options) as model:
+        train(model, [GeminiOptimizer(Table2d(groups(net)), model, **MODES[mode])], square, range(3))
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_state_that_is_written_to_through_the_driven_optimizer_is_refused() -> None:
+    net = seeded(mlp)
+    with GeminiDDP(net) as model:
+        inner = torch.optim.AdamW(net.parameters())
+        managed = GeminiOptimizer(inner, model)
+        train(model, [managed], square, range(2))
+        param = net[0][0].weight
+        assert torch.equal(inner.state[param]["exp_avg"], managed.state[param]["exp_avg"])
+        with pytest.raises(RuntimeError, match="inference tensor"):
+            inner.state[param]["exp_avg"].zero_()
+        with pytest.raises(StateError, match=r"optimizer\.state is to be read"):
+            inner.state.clear()
+
+
+def test_states_that_are_no_parameters_are_refused_by_name() -> None:
+    net = seeded(mlp)
+    with GeminiDDP(net) as model:
+        inner = Scaled(net.parameters())
+        inner.state["steps"] = 0  # type: ignore[index, assignment]
+        for options in MODES.values():
+            with pytest.raises(ConfigError, match="its state has entries that are no parameter's"):
+                GeminiOptimizer(inner, model, **options)
 
 
 class Id(Scaled):
