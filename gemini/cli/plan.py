@@ -33,6 +33,8 @@ examples:
       each rank's memory and idle time, where the model is cut over processes
   gemini plan ./llama-8b --seq 65536 --sp 8 --sp-mode ring --dtype bf16 --device-bytes 40GiB
       the same, where every sequence is cut
+  gemini plan ./llama-8b --ranks 4 --search --batch 32 --machine server.json --save-plan plan.json
+      the fastest way to train 32 samples a step over 4 ranks, and a file that plugins run
   gemini plan gpt2 --save-machine here.json
       keep what was measured, to edit it or to plan elsewhere for this machine
   gemini plan --measure-ranks 4 --save-machine here.json
@@ -70,6 +72,7 @@ def add_parser(subparsers: Any) -> None:
     _add_step_options(parser.add_argument_group("the step"))
     _add_machine_options(parser.add_argument_group("the machine"))
     _add_layout_options(parser.add_argument_group("several processes"))
+    _add_search_options(parser.add_argument_group("the best way over several processes"))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -141,6 +144,24 @@ def _add_layout_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_search_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--search",
+        action="store_true",
+        help="find the fastest layout, schedule, micro-batches, ZeRO stage, recomputation and tiers; --batch "
+        "is then the samples of a step of all ranks",
+    )
+    group.add_argument("--ranks", type=_count, metavar="N", help="how many processes train (default: 1)")
+    group.add_argument(
+        "--pin",
+        action="append",
+        metavar="NAME=VALUE",
+        help="what must be, such as tp=2, pp=1, zero=3, microbatches=4, schedule=1f1b, sp_mode=ring, "
+        "recompute=none, half or all, tiers=device; give it several times",
+    )
+    group.add_argument("--save-plan", type=Path, metavar="FILE", help="write the plan, which plugins run")
+
+
 def _add_machine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--device-bytes",
@@ -180,12 +201,14 @@ def run(options: argparse.Namespace) -> int:
     """Print the forecast; return 0 where it fits, 1 where it does not."""
     from gemini.cli.plan_model import ModelOptions, find_model
     from gemini.cli.plan_output import render, render_collectives
+    from gemini.cli.plan_search import refuse_contradictions
     from gemini.forecast.report import make_report
 
     if options.measure_ranks is not None:
         _require_measurable(options)
     if options.model is None:
         return _run_without_model(options)
+    refuse_contradictions(options)
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
     source = find_model(options.model, asked)
@@ -194,10 +217,14 @@ def run(options: argparse.Namespace) -> int:
 
         return run_layout(options, source)
     with Console(stderr=True).status("measuring this machine") as status:
-        settings = dataclasses.replace(settings_from(options), tell=status.update)
+        settings = dataclasses.replace(settings_from(options, ranks=options.ranks or 1), tell=status.update)
         machine = _kept(options, settings.machine, status.update)
         settings = dataclasses.replace(settings, machine=machine)
-        report = make_report(source, settings, tbw_bytes=options.tbw)
+        report = None if options.search else make_report(source, settings, tbw_bytes=options.tbw)
+    if report is None:
+        from gemini.cli.plan_search import run as run_search
+
+        return run_search(options, source, settings)
     if options.json:
         print_json(report.to_dict())
     else:
@@ -238,25 +265,29 @@ def _require_measurable(options: argparse.Namespace) -> None:
 
 def _kept(options: argparse.Namespace, machine: Any, tell: Callable[[str], object]) -> Any:
     """Return the machine, with the speeds of ranks where they are asked for; save it where that is."""
-    if options.measure_ranks is not None:
+    ranks = options.measure_ranks
+    if ranks is None and options.machine is None and (options.ranks or 1) > 1:
+        ranks = str(options.ranks)
+    if ranks is not None:
         from gemini.parallel.collective_speeds import measure_collectives, parse_ranks
 
-        tell(f"measuring {options.measure_ranks} ranks")
-        measured = measure_collectives(parse_ranks(options.measure_ranks))
+        tell(f"measuring {ranks} ranks")
+        measured = measure_collectives(parse_ranks(ranks))
         machine = dataclasses.replace(machine, collectives=measured)
     if options.save_machine is not None:
         machine.save(options.save_machine)
     return machine
 
 
-def settings_from(options: argparse.Namespace) -> Any:
-    """Return the settings that parsed ``options`` ask for; measures this machine unless another is described.
+def settings_from(options: argparse.Namespace, *, ranks: int = 1) -> Any:
+    """Return the settings that parsed ``options`` ask for; measures this machine, of which each of ``ranks``
+    has its part, unless another is described.
 
     Raises:
         ConfigError: a tier without a place or without measured links.
     """
     from gemini.forecast.forecast import Settings
-    from gemini.forecast.machine import MachineSpeeds, measure_machine
+    from gemini.forecast.machine import MachineSpeeds, measure_machine, threads_of_a_rank
     from gemini.offload.async_file import checked_directory
     from gemini.placement.probe import probe_links
     from gemini.runtime.config import GeminiConfig
@@ -268,13 +299,16 @@ def settings_from(options: argparse.Namespace) -> Any:
         checked_directory(options.disk_dir)
     if here:
         links = probe_links(disk_dir=options.disk_dir, host=bool(options.host_bytes))
-        machine = measure_machine(config.precision, links)
+        with threads_of_a_rank(ranks):
+            machine = measure_machine(config.precision, links)
     else:
         machine = MachineSpeeds.load(options.machine)
     if here and options.disk_bytes and options.disk_dir is None:
         raise ConfigError("--disk-bytes needs --disk-dir, or --machine with the speed of a disk")
     device_bytes = _first(
-        options.device_bytes, machine.device_bytes, default_budget_bytes() if here else None
+        options.device_bytes,
+        machine.device_bytes,
+        default_budget_bytes() // ranks if here else None,
     )
     if device_bytes is None:
         raise ConfigError(f"{options.machine} has no device_bytes; add them, or give --device-bytes")

@@ -17,13 +17,13 @@ from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import LossFunction, ModelSource
 from gemini.parallel.layout import Layout
-from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
+from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, Run, plan_layout
 from gemini.parallel.pipeline.orders import SCHEDULES
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import format_bytes
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NEED_MACHINE = ("host_bytes", "disk_dir", "disk_bytes", "machine", "save_machine", "measure_ranks")
 
 
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace, source: ModelSource) -> int:
             f"{named} with --tp, --pp, --sp or --dp: a layout is planned in bytes and parts of a step, "
             "without the speeds and lower tiers of a machine; leave it out, or plan one process without them"
         )
-    plan = plan_source(source, options.batch, _DTYPES[options.dtype], _choices(options))
+    plan = plan_source(source, options.batch, DTYPES[options.dtype], _choices(options))
     misfits = [] if options.device_bytes is None else misfits_of(plan, options.device_bytes)
     if options.json:
         said = {"model": source.name, "batch": options.batch, "dtype": options.dtype}
@@ -74,18 +74,23 @@ def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: La
     if dtype is not torch.float32:
         example.module.to(dtype)
     inputs = map_tensors(example.inputs, lambda tensor: cast_floating(tensor, dtype))
+    return plan_layout(example.module, run_on(example.module, inputs, source.loss), choices)
 
-    names = list(inspect.signature(example.module.forward).parameters)
+
+def run_on(model: nn.Module, inputs: tuple[Any, ...], loss: LossFunction) -> Run:
+    """Return what runs ``model``, or a part of it, on ``inputs``, of which a rank of ``sp`` takes its
+    part."""
+    names = list(inspect.signature(model.forward).parameters)
 
     def run_once(model: nn.Module, sequence: SequenceOutline | None) -> torch.Tensor:
         if sequence is None:
-            return source.loss(model(*inputs), inputs)
+            return loss(model(*inputs), inputs)
         if len(inputs) == 1 and isinstance(inputs[0], Mapping):
             own = (sequence.cut(inputs[0]),)
-            return source.loss(model(*own), own)
-        return _run_part(model, sequence, dict(zip(names, inputs, strict=False)), source.loss)
+            return loss(model(*own), own)
+        return _run_part(model, sequence, dict(zip(names, inputs, strict=False)), loss)
 
-    return plan_layout(example.module, run_once, choices)
+    return run_once
 
 
 def _run_part(

@@ -8,7 +8,8 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import median
@@ -154,6 +155,18 @@ def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> 
         device_bytes=None,
         disk_bytes=None,
     )
+
+
+@contextmanager
+def threads_of_a_rank(ranks: int) -> Iterator[None]:
+    """Have operators run, and be timed, with the threads that one of some ranks on this machine has."""
+    before = torch.get_num_threads()
+    if ranks > 1:
+        torch.set_num_threads(max(1, len(usable_processors()) // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def seconds_of(call: Callable[[], object], *, repeats: int = _REPEATS, limit_seconds: float = 1.0) -> float:

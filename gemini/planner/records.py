@@ -19,16 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from gemini.errors import ConfigError, GeminiError
 from gemini.forecast.meter import Meter, Operation, Period
-from gemini.parallel.layout_plan import cuttable, trainable_outline
+from gemini.parallel.layout_plan import Run, cuttable, trainable_outline
 from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import refuse_unfit_model
 from gemini.parallel.tensor.outline import OutlineAxis, outline_part
 from gemini.runtime.intercept.of_cpu import AttentionOfCpu
-
-# Runs a model, on ``meta``, on one micro-batch, and returns the loss. What it is given besides cuts the
-# micro-batch into this rank's part of sequences; None: they stay whole.
-Run = Callable[[nn.Module, SequenceOutline | None], torch.Tensor]
 
 
 class Message(NamedTuple):

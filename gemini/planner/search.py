@@ -12,9 +12,10 @@ from gemini.errors import ConfigError
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import OperationCosts, Period, sample
 from gemini.parallel.layout import Layout
+from gemini.parallel.layout_plan import Run
 from gemini.planner.figures import Figures, Speeds, scaled
 from gemini.planner.price import Capacity, Misfit, Price, Pricer
-from gemini.planner.records import CutModel, Part, Record, Run
+from gemini.planner.records import CutModel, Part, Record
 from gemini.planner.space import Combination, Pins, below, combinations, layouts
 
 # Makes the function that runs a model on a micro-batch of so many samples.
@@ -43,12 +44,14 @@ class Question:
 @dataclass
 class Found:
     """What a search saw. ``prices``: the fastest that fit, the best first; ``left_out``: what cannot be, with
-    the reason; ``misfits``: of what does not fit, the nearest miss of each layout; ``num_combinations`` in
-    all, of which ``num_priced`` were priced: the others cannot be faster than the last of ``prices``."""
+    the reason; ``misfits``: of what does not fit, the nearest miss of each layout; ``blocks`` of the model;
+    ``num_combinations`` in all, of which ``num_priced`` were priced: the others cannot be faster than the
+    last of ``prices``."""
 
     prices: list[Price] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     misfits: dict[Layout, Misfit] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
     num_combinations: int = 0
     num_priced: int = 0
 
@@ -68,8 +71,8 @@ class _Search:
         self._records: dict[tuple[Part, int], Record] = {}
         self._cut: dict[Part, CutModel] = {}
         self._refused: dict[Part, ConfigError] = {}
-        self._found = Found()
         self._whole = self._record(Part(), 1)
+        self._found = Found(blocks=self._whole.blocks)
         speeds = Speeds(question.machine, self._costs())
         self._one_by_one = Pricer(speeds, question.capacity, self._exact)
         self._pricer = Pricer(speeds, question.capacity, self._scaled)
@@ -144,8 +147,7 @@ class _Search:
         self._found.num_priced += 1
         try:
             priced = self._pricer.price(choice)
-        except ConfigError as error:  # of the schedule
-            self._leave_out(f"{choice.schedule} with {choice.num_microbatches} micro-batches", str(error))
+        except ConfigError:  # the schedule takes other numbers of micro-batches, which are in the space
             return None
         lower = below(choice, self._question.pins)
         if isinstance(priced, Misfit) and self._question.capacity.lower_bytes and lower is not None:

@@ -10,9 +10,9 @@ from torch import nn
 from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
+from gemini.parallel.layout_plan import Run
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.planner.price import Capacity
-from gemini.planner.records import Run
 from gemini.planner.search import Question
 from gemini.planner.space import Pins
 

@@ -1,0 +1,138 @@
+"""``gemini plan MODEL --ranks N --search``: the fastest way to train a model over ranks and tiers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from rich.table import Table
+
+from gemini.cli.console import Console, print_json
+from gemini.cli.plan_layout import DTYPES, run_on
+from gemini.errors import ConfigError, OutOfBudgetError
+from gemini.forecast.machine import threads_of_a_rank
+from gemini.forecast.rehearsal import ModelSource
+from gemini.memstats.collectives import KINDS
+from gemini.parallel.layout_plan import Run
+from gemini.parallel.plan import ParallelPlan
+from gemini.planner.plans import misfit_text, plan_of
+from gemini.planner.price import Capacity
+from gemini.planner.search import Found, Question, search
+from gemini.planner.space import Pins
+from gemini.runtime.intercept.nested import cast_floating, map_tensors
+
+_SHOWN = 5  # runners-up
+
+
+def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
+    """Print the best plan and keep it where that is asked; return 0, or 1 where nothing fits.
+
+    Raises:
+        ConfigError: pins leave nothing, or the machine has no speeds between ranks.
+    """
+    question = _question(options, settings)
+    example = source.example(1)
+    model = example.module.to(DTYPES[options.dtype])
+
+    def run_of(samples: int) -> Run:
+        inputs = source.example(samples).inputs
+        cast = map_tensors(inputs, lambda tensor: cast_floating(tensor, DTYPES[options.dtype]))
+        return run_on(model, cast, source.loss)
+
+    with Console(stderr=True).status("rehearsing") as status, threads_of_a_rank(question.num_ranks):
+        question = dataclasses.replace(question, tell=status.update)
+        found = search(model, run_of, question)
+    try:
+        plan = plan_of(found, question, model, options.dtype)
+    except OutOfBudgetError as error:
+        if options.json:
+            print_json({"model": source.name, "fits": False, "why": str(error)})
+        else:
+            Console().print(str(error), highlight=False)
+        return 1
+    if options.save_plan is not None:
+        plan.save(options.save_plan)
+    if options.json:
+        print_json({"model": source.name, "fits": True, **plan.to_json()})
+    else:
+        _render(plan, found, options, Console())
+    return 0
+
+
+def _question(options: argparse.Namespace, settings: Any) -> Question:
+    """Return what is asked. Raises ConfigError."""
+    machine, config = settings.machine, settings.config
+    known = {each.kind for each in machine.collectives.records}
+    if (options.ranks or 1) > 1 and (missing := [kind for kind in KINDS if kind not in known]):
+        raise ConfigError(
+            f"machine {machine.name!r} has no speeds between ranks ({', '.join(missing)}): measure them "
+            "there with gemini plan --measure-ranks N --save-machine FILE, or write them (docs/plan.md)"
+        )
+    return Question(
+        options.ranks or 1,
+        options.batch,
+        machine,
+        Capacity(config.device_bytes, config.host_bytes or 0, _disk_bytes(config)),
+        Pins.parse(options.pin or ()),
+        settings.sample_seconds,
+    )
+
+
+def _disk_bytes(config: Any) -> int:
+    """Return the budget of DISK: as much as anybody asks for where it has none."""
+    if config.disk_dir is None:
+        return 0
+    return config.disk_bytes if config.disk_bytes is not None else 2**62
+
+
+def _render(plan: ParallelPlan, found: Found, options: argparse.Namespace, console: Console) -> None:
+    """Print the plan for people."""
+    shown = dataclasses.replace(plan, runners_up=plan.runners_up[:_SHOWN], left_out=())
+    console.print(shown.explain().rstrip(), highlight=False, markup=False)
+    _render_left_out(found, console)
+    console.print(
+        f"\n{found.num_priced} of {found.num_combinations} combinations were priced; the others cannot be "
+        "faster.",
+        highlight=False,
+    )
+    if options.save_plan is None:
+        console.print("Keep the plan with --save-plan FILE.", highlight=False)
+    else:
+        console.print(
+            f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r}) in a program that "
+            f"{plan.world_size} processes run.",
+            highlight=False,
+        )
+
+
+def _render_left_out(found: Found, console: Console) -> None:
+    table = Table(title="\nleft out", title_justify="left", box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for what, why in found.left_out.items():
+        table.add_row(what, why)
+    for layout, misfit in found.misfits.items():
+        if all(each.combination.layout != layout for each in found.prices):
+            table.add_row(str(misfit.combination), misfit_text(misfit))
+    if table.row_count:
+        console.print(table)
+
+
+def refuse_contradictions(options: argparse.Namespace) -> None:
+    """Raise ConfigError where options say what a search decides, or belong to one and there is none."""
+    if not options.search:
+        given = [name for name in ("ranks", "pin", "save_plan") if getattr(options, name)]
+        if given:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"{named} belongs to a search: add --search")
+        return
+    fixed = [name for name in ("tp", "pp", "sp", "dp") if getattr(options, name) is not None]
+    if fixed:
+        pins = " ".join(f"--pin {name}={getattr(options, name)}" for name in fixed)
+        raise ConfigError(f"--search chooses sizes: write {pins} in the place of --{', --'.join(fixed)}")
+    if options.accumulation != 1 or options.checkpointing:
+        raise ConfigError(
+            "--search chooses micro-batches and what recomputes: leave out --accumulation and "
+            "--checkpointing, and give --batch the samples of a step of all ranks"
+        )

@@ -1,0 +1,128 @@
+"""What a search found as a :class:`ParallelPlan`, which runs and can be kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+
+from torch import nn
+
+from gemini.errors import OutOfBudgetError
+from gemini.forecast.machine import MachineSpeeds
+from gemini.parallel.plan import (
+    LeftOut,
+    ParallelPlan,
+    PlanBudgets,
+    Prediction,
+    RankPrediction,
+    RunnerUp,
+    fingerprint,
+)
+from gemini.planner.price import Capacity, Misfit, Price, RankPrice, recomputed_blocks
+from gemini.planner.search import Found, Question
+from gemini.system.config import format_bytes
+
+_HASH_DIGITS = 16
+
+
+def plan_of(found: Found, question: Question, model: nn.Module, dtype: str) -> ParallelPlan:
+    """Return the fastest of what was found.
+
+    Raises:
+        OutOfBudgetError: nothing fits; the message has the smallest budget that would do.
+    """
+    if not found.prices:
+        raise OutOfBudgetError(_relaxation(found, question))
+    best, *others = found.prices
+    choice, capacity = best.combination, question.capacity
+    blocks = found.blocks
+    return ParallelPlan(
+        layout=choice.layout,
+        sp_mode=choice.sp_mode,
+        schedule=choice.schedule,
+        stages_per_rank=choice.stages_per_rank,
+        num_microbatches=choice.num_microbatches,
+        microbatch_size=choice.microbatch_size,
+        begins=tuple(blocks[at] for at in best.begins),
+        zero_stage=choice.zero_stage,
+        budgets=_budgets(best, capacity),
+        recompute=tuple(blocks[at] for at in recomputed_blocks(choice.recompute, len(blocks))),
+        dtype=dtype,
+        predicted=Prediction(
+            best.step_seconds,
+            best.seconds,
+            tuple(_rank(each, capacity) for each in best.ranks),
+            best.sent_bytes,
+        ),
+        runners_up=tuple(
+            RunnerUp(str(each.combination), each.step_seconds, _why_slower(each, best)) for each in others
+        ),
+        left_out=tuple(
+            [LeftOut(what, why) for what, why in found.left_out.items()]
+            + [LeftOut(str(each.combination), misfit_text(each)) for each in found.misfits.values()]
+        ),
+        model=fingerprint(model),
+        machine=machine_fingerprint(question.machine),
+    )
+
+
+def machine_fingerprint(machine: MachineSpeeds) -> str:
+    """Return a hash of all that is known of a machine."""
+    document = {**asdict(machine), "collectives": machine.collectives.to_json()}
+    text = json.dumps(document, sort_keys=True)
+    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:_HASH_DIGITS]
+
+
+def misfit_text(misfit: Misfit) -> str:
+    """Return why a combination does not fit, with the bytes that it lacks."""
+    return (
+        f"rank {misfit.rank} along pp needs {format_bytes(misfit.needed_bytes)} of {misfit.tier}, "
+        f"{format_bytes(misfit.missing_bytes)} more than the {format_bytes(misfit.given_bytes)} that it has"
+    )
+
+
+def _budgets(best: Price, capacity: Capacity) -> PlanBudgets:
+    """Return the budgets of each rank: those below DEVICE only where chunks lie there."""
+    if not best.combination.uses_lower:
+        return PlanBudgets(capacity.device_bytes)
+    return PlanBudgets(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes)
+
+
+def _rank(rank: RankPrice, capacity: Capacity) -> RankPrediction:
+    host = min(rank.lower_bytes, capacity.host_bytes)
+    return RankPrediction(
+        rank.device_bytes,
+        host,
+        rank.lower_bytes - host,
+        rank.parameter_bytes,
+        rank.gradient_bytes,
+        rank.state_bytes,
+        rank.activation_bytes,
+    )
+
+
+def _why_slower(other: Price, best: Price) -> str:
+    """Return the resource that takes more than it does in the best."""
+    more = {
+        name: other.seconds.get(name, 0.0) - best.seconds.get(name, 0.0)
+        for name in {**other.seconds, **best.seconds}
+    }
+    worst = max(more, key=lambda name: more[name])
+    return f"{more[worst]:.3g} s more of {worst}" if more[worst] > 0 else "as fast"
+
+
+def _relaxation(found: Found, question: Question) -> str:
+    """Return the smallest step that one budget needs for anything to fit."""
+    nearest = min(found.misfits.values(), key=lambda each: each.missing_bytes, default=None)
+    if nearest is None:
+        reasons = "; ".join(f"{what}: {why}" for what, why in list(found.left_out.items())[:4])
+        return f"no way to train this model over {question.num_ranks} ranks is left: {reasons}"
+    option = "--device-bytes" if nearest.tier == "DEVICE" else "--host-bytes or --disk-bytes"
+    lower = ""
+    if nearest.tier == "DEVICE" and not question.capacity.lower_bytes:
+        lower = "; or give tiers below DEVICE (--host-bytes, --disk-dir)"
+    return (
+        f"nothing fits; the nearest is {nearest.combination}: {misfit_text(nearest)}. Raise {option} to "
+        f"{format_bytes(nearest.needed_bytes)} ({nearest.needed_bytes} bytes) for each rank{lower}"
+    )
