@@ -140,7 +140,7 @@ class GeminiTrainerMixin:
             handle = manage(model, **options)
             if self._plan is not None:
                 recompute_blocks(model, self._plan.recompute)
-                handle.predicted = self._plan.predicted.of_rank(0)
+                handle.compare_with(self._plan.predicted.of_rank(0))
         elif self._options or self._plan is not None:
             raise ConfigError(
                 f"the model is managed already; leave gemini={self._options or 'plan'!r} out, or give it "
@@ -421,8 +421,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             figures["gemini/tokens_per_second"] = (tokens - self._since[1]) / seconds
         if self._steps:
             figures["gemini/step_seconds"] = statistics.mean(self._steps)
-        if handle.predicted is not None:
-            figures["gemini/predicted_step_seconds"] = handle.predicted["step_seconds"]
+        if handle.predicted_step is not None:
+            figures["gemini/predicted_step_seconds"] = handle.predicted_step["step_seconds"]
         planned = handle.plan().step
         if planned is not None:
             figures["gemini/expected_step_seconds"] = planned.promise.simulation.step_seconds

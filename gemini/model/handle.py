@@ -311,7 +311,8 @@ class ManagedModel:
         self.add_up: Callable[[], None] | None = None
         self.times_given_up = 0
         self._counted: dict[str, float] = {}
-        self._predicted: Mapping[str, float] | None = None  # of this rank, in the keys of measured_step()
+        # What a plan expects of this rank, in the keys of measured_step(); None: no plan is run.
+        self.predicted_step: Mapping[str, float] | None = None
         self.manager.take_types(config.precision, self.storage.slots.values())
         self._first_passes = FirstPasses(module, config.precision)
         self.managed = ManagedParameters(module)
@@ -571,8 +572,8 @@ class ManagedModel:
         and stalls since the last call with it, or since the beginning. Where a plan is run, what it has
         ``"predicted"`` and what was ``"measured"`` in the last step."""
         stats = usage_and_traffic(self.storage, self.manager)
-        if self._predicted is not None:
-            stats["predicted"] = dict(self._predicted)
+        if self.predicted_step is not None:
+            stats["predicted"] = dict(self.predicted_step)
             stats["measured"] = measured_step(self.manager)
         stats["small_state_bytes"] = sum(each.small_state_bytes for each in tuple(self.optimizers))
         if since_last:
@@ -582,7 +583,7 @@ class ManagedModel:
 
     def compare_with(self, predicted: Mapping[str, float]) -> None:
         """Have :meth:`stats` show what a plan expects of this rank."""
-        self._predicted = predicted
+        self.predicted_step = predicted
 
     def plan(self) -> PlanReport:
         """Return what stays where and why; ``print()`` it."""

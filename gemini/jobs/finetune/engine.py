@@ -56,7 +56,7 @@ class PretrainedEngine(ManagedTraining):
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
             recompute_blocks(self.module, config.recomputed_blocks)
             if config.plan is not None:
-                handle.predicted = ParallelPlan.load(config.plan).predicted.of_rank(0)
+                handle.compare_with(ParallelPlan.load(config.plan).predicted.of_rank(0))
         except BaseException as error:
             handle.leave(type(error), error)
             raise
