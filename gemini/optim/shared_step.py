@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.errors import ConfigError
 from gemini.optim.marks import Gap, Marks, Placeholder, Seat, holder_of_identities
@@ -136,7 +137,9 @@ class GivenLoss:
         def closure() -> Any:
             nonlocal calls
             calls += 1
-            if any(p.grad is not grad or not equal(p.detach(), kept) for p, kept, grad in before):
+            with _disable_current_modes():  # a trial follows operators of the step alone
+                changed = any(p.grad is not grad or not equal(p.detach(), kept) for p, kept, grad in before)
+            if changed:
                 raise Inseparable("its step runs the closure after it has changed parameters or gradients")
             return self._value
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from processes import own_part, run_on_ranks
+from same_bits import assert_same
 from sharded_harness import SMALL_CHUNKS, assert_near, batch, mlp
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemini import GeminiDDP, GeminiOptimizer, Lion, checkpoint
 
@@ -84,3 +86,60 @@ def test_small_states_are_those_of_ranks_that_have_no_part_of_a_parameter_too(tm
             assert states[number].keys() == entry.keys()
             for name, value in entry.items():
                 assert torch.equal(states[number][name], value), (number, name)
+
+
+class ByPlace(torch.optim.Optimizer):
+    """Of a class that nobody knows: a rate by the places of groups and parameters, and by the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = list(model.named_parameters())
+        super().__init__([{"params": named[0::2]}, {"params": named[1::2]}], {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale = 1.0 if loss is None else 1.0 + loss.item()
+        for number, group in enumerate(self.param_groups):
+            for place, (param, name) in enumerate(zip(group["params"], group["param_names"], strict=True)):
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                    mean.lerp_(param.grad, 0.3)
+                    param.sub_(mean, alpha=group["lr"] * scale * 0.5**place / (1 + number) / len(name))
+        return loss
+
+
+def _by_place(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Train with batches that all ranks have; every other step has a closure."""
+    model = GeminiDDP(mlp(), **TINY)
+    optimizer = GeminiOptimizer(ByPlace(model.module), model, **options)
+    _steps(optimizer, model)
+    weights = dict(model.state_dict())
+    model.close()
+    return weights
+
+
+def _steps(optimizer: Any, model: nn.Module) -> None:
+    def loss(step: int) -> Tensor:
+        found = model(batch(step)).square().mean()
+        found.backward()
+        return found
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step % 2:
+            optimizer.step(partial(loss, step))
+        else:
+            loss(step)
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("one_thread")  # as many as a rank has
+@pytest.mark.parametrize("options", [{}, {"elementwise": True}], ids=["tried", "elementwise"])
+def test_ranks_find_parameters_in_their_places(options: dict[str, Any]) -> None:
+    plain = mlp()
+    _steps(ByPlace(plain), plain)
+    for weights in run_on_ranks(_by_place, 2, options):
+        assert_same(weights, dict(plain.state_dict()))
