@@ -374,6 +374,7 @@ def check_objects(objects: Mapping[str, Any], manifest: Mapping[str, Any]) -> No
         if name not in manifest["optimizer_steps"]:
             raise ValueError(f"{name!r} has small states and has made no step")
         table(state)
+    table(objects.get("attributes", {}))
     named = manifest["parameters"].keys() | manifest["buffers"].keys() | manifest["aliases"].keys()
     twice = table(objects["extra_states"]).keys() & named
     if twice:

@@ -374,6 +374,7 @@ def _load_once(
             _load_values(reader, model, optimizer, objects["extra_states"], rank, leave)
             _agree(rank, restore)
             _load_small(objects, optimizer)
+            optimizer.rule.take_attributes(objects.get("attributes", {}))
     optimizer.mark_complete()
     extra: dict[str, Any] = reader.manifest["extra"]
     return extra
@@ -417,6 +418,7 @@ def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> N
     """Raise ConfigError for settings of groups that no step could be made with."""
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
         optimizer.rule.hyper({**group, **saved})
+    optimizer.rule.check_attributes(objects.get("attributes", {}))
 
 
 def _check_part(checkpoint: Path, manifest: Mapping[str, Any], rank: Rank) -> None:

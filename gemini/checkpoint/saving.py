@@ -402,7 +402,10 @@ def _objects(model: ManagedModel, optimizer: GeminiOptimizer, scheduler: Schedul
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
+    attributes = optimizer.rule.attributes() if optimizer.rule.shares else {}
+    changed = {"attributes": plain_data.encode(attributes, "the optimizer")} if attributes else {}
     return {
+        **changed,
         "param_groups": plain_data.encode(groups, "a parameter group"),
         "scheduler": plain_data.encode(
             scheduler.state_dict() if scheduler is not None else None, "the scheduler's state"

@@ -50,6 +50,7 @@ from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shared_step import GivenLoss
 from gemini.optim.state_exchange import (
     TORCH_FLAGS,
+    CheckedState,
     checked_state,
     export_state,
     export_to_first,
@@ -321,7 +322,8 @@ class GeminiOptimizer(ManagedGroups):
 
         Streamed as :meth:`GeminiDDP.state_dict`. ``only_rank_0``: other ranks take part and get ``{}``.
         """
-        return self._hooked_state(partial(export_to_first if only_rank_0 else export_state, self))
+        export = partial(export_to_first if only_rank_0 else export_state, self)
+        return self._hooked_state(lambda: self.with_own_entries(export()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state in the format of torch's optimizer. After an update or a load that failed
@@ -334,9 +336,16 @@ class GeminiOptimizer(ManagedGroups):
         """
         self.model.manager.lock.refuse_all()
         rank = self.model.rank()
-        loaded = rank.together(lambda: checked_state(self, self._before_load(state_dict)))
+
+        def check() -> tuple[CheckedState, dict[str, Any]]:
+            given = self._before_load(state_dict)
+            return checked_state(self, given), self.from_own_entries(given)
+
+        loaded, attributes = rank.together(check)
         with self._completeness.load_states():
             import_together(self, loaded, rank)
+        if self._driven_optim is not None:
+            vars(self._driven_optim).update(attributes)
         self._clipping.forget()
         if self.loss_scale is not None and loaded.loss_scale is not None:
             self.loss_scale.load_state_dict(loaded.loss_scale)

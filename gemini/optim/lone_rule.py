@@ -6,7 +6,7 @@ Their code may read anything until it has run, so no update waits for what comes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,9 @@ from gemini.optim.shared_step import (
     SharedStep,
     Shown,
     StepGroups,
+    attributes_of,
     deep_copied,
+    is_own,
     left_over,
     refuse,
     refuse_marks,
@@ -55,12 +57,15 @@ class LoneRule(KeptAsNamed):
         self._is_said = is_said
         self._trials = _Trials(self._try)
         self._shared: SharedStep | None = None
+        self._written: set[str] = set()  # attributes that steps change
 
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         return GroupSettings.of(group)
 
     def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return self._trials.found(groups, dtype, tuple(len(group["params"]) for group in groups)).states
+        found = self._trials.found(groups, dtype, tuple(len(group["params"]) for group in groups))
+        self._written |= found.written
+        return found.states
 
     def _try(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss | None) -> Found:
         try:
@@ -75,9 +80,22 @@ class LoneRule(KeptAsNamed):
         shared, self._shared = self._shared, None
         assert shared is not None
         try:
-            shared.end(groups)
+            self._written |= shared.end(groups)
         except Inseparable as reason:
             raise self._late(reason) from reason
+
+    def attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in attributes_of(self._optim).items() if name in self._written}
+
+    def check_attributes(self, names: Iterable[str]) -> None:
+        kind = type(self._optim)
+        odd = [name for name in names if is_own(name) or callable(getattr(kind, name, None))]
+        if odd:
+            raise ConfigError(f"{odd[0]!r} is no attribute that a step of {kind.__name__} changes")
+
+    def take_attributes(self, values: Mapping[str, Any]) -> None:
+        vars(self._optim).update(values)
+        self._written |= values.keys()
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()

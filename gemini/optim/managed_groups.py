@@ -16,7 +16,7 @@ import torch
 
 from gemini.chunk import Chunk
 from gemini.chunk.chunk import StateSpec
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.model.handle import ManagedModel
 from gemini.optim.gradients import LossScale
 from gemini.optim.host_update import elements_per_second
@@ -470,6 +470,36 @@ class ManagedGroups(WrappedOptimizer):
             driven.zero_grad()
         elif driven is not None:
             driven.zero_grad(set_to_none)
+
+    def with_own_entries(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict with what ``state_dict()`` of the driven optimizer's class adds. Raises
+        StateError where it does something else."""
+        driven = self._own_class("state_dict")
+        if driven is None or not state:
+            return state
+        found = self._shell_without_states(driven).state_dict()
+        if found.get("state") or len(found.get("param_groups", ())) != len(self.param_groups):
+            raise StateError(
+                f"state_dict() of {type(driven).__name__} changes states or groups, which are in chunks; "
+                "gemini.checkpoint.save() keeps them"
+            )
+        return {**found, **state}
+
+    def from_own_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the attributes that ``load_state_dict()`` of the driven optimizer's class makes of entries
+        in a state dict beside those of torch."""
+        driven = self._own_class("load_state_dict")
+        if driven is None:
+            return {}
+        shell = self._shell_without_states(driven)
+        groups = [{**group, "params": []} for group in state["param_groups"]]
+        shell.load_state_dict({**state, "state": {}, "param_groups": groups})
+        return attributes_of(shell)
+
+    def _shell_without_states(self, driven: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        shell = shell_of(driven)
+        shell.param_groups = [{**group, "params": []} for group in self.param_groups]
+        return shell
 
     def _own_class(self, method: str) -> torch.optim.Optimizer | None:
         """Return the driven optimizer if its class, which is not ours, has a ``method`` of its own."""

@@ -8,7 +8,7 @@ alone, so a parameter may be updated a piece at a time, with the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -101,6 +101,15 @@ class UpdateRule(Protocol):
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         """A step has updated all parameters, or, where nothing is shared, left that for later."""
 
+    def attributes(self) -> dict[str, Any]:
+        """Return what steps change in the optimizer object, which a checkpoint keeps."""
+
+    def check_attributes(self, names: Iterable[str]) -> None:
+        """Raise ConfigError where :meth:`attributes` has never returned something of such a name."""
+
+    def take_attributes(self, values: Mapping[str, Any]) -> None:
+        """Set what :meth:`attributes` returned."""
+
     @property
     def converts(self) -> bool:
         """Whether a state dict has something else than what is kept."""
@@ -140,6 +149,16 @@ class Independent:
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
         """Nothing to be changed."""
+
+    def attributes(self) -> dict[str, Any]:
+        """Return nothing: no step changes any."""
+        return {}
+
+    def check_attributes(self, names: Iterable[str]) -> None:
+        """Nothing can be wrong with what is not set."""
+
+    def take_attributes(self, values: Mapping[str, Any]) -> None:
+        """Nothing is to be set."""
 
 
 class KeptAsNamed:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.errors import ConfigError
 from gemini.optim.marks import Gap, Marks, Placeholder, Seat, holder_of_identities
-from gemini.optim.wrapped import step_of
+from gemini.optim.wrapped import HOOKS, step_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +62,8 @@ def shell_of(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
     vars(shell).update(vars(optim))
     vars(shell).pop("_own", None)  # of one that drives itself: its shells step over plain tensors
     shell.state = defaultdict(dict)
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        setattr(shell, name, OrderedDict())  # they run around the step of all
+    for name in HOOKS:
+        setattr(shell, name, OrderedDict())  # they run around what is done for all
     return shell
 
 
@@ -279,9 +279,9 @@ class SharedStep:
             raise Inseparable("its step removes attributes")
         _merge(self._written, _difference(self._attributes, attributes), "the attribute")
 
-    def end(self, groups: Sequence[dict[str, Any]]) -> None:
+    def end(self, groups: Sequence[dict[str, Any]]) -> set[str]:
         """Take over what the parts have left; where there was none, what a step without gradients does.
-        Raises Inseparable where they disagree."""
+        Return the names of attributes that they have changed. Raises Inseparable where they disagree."""
         if not self.is_begun:  # counters go on
             self.run({}, {})
         for index, group in enumerate(groups):
@@ -298,6 +298,7 @@ class SharedStep:
                 else:
                     group[name] = value
         vars(self._optim).update(deep_copied(self._written, None, self._optim))
+        return set(self._written)
 
 
 def left_over(states: Mapping[Any, Any], given: Iterable[Any]) -> bool:
@@ -310,11 +311,12 @@ def left_over(states: Mapping[Any, Any], given: Iterable[Any]) -> bool:
 
 def attributes_of(optim: torch.optim.Optimizer) -> dict[str, Any]:
     """Return what an optimizer has beside groups, states and hooks."""
-    return {
-        name: value
-        for name, value in vars(optim).items()
-        if name not in _OWN and not name.startswith(("_optimizer_", "_patched", "_zero_grad"))
-    }
+    return {name: value for name, value in vars(optim).items() if not is_own(name)}
+
+
+def is_own(name: str) -> bool:
+    """Say whether torch or this package keeps an attribute of this name in an optimizer."""
+    return name in _OWN or name.startswith(("_optimizer_", "_patched", "_zero_grad"))
 
 
 def states_of(optim: torch.optim.Optimizer) -> Mapping[Any, Any]:

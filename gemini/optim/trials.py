@@ -116,11 +116,12 @@ def first_state(optim: torch.optim.Optimizer) -> tuple[Mapping[str, Any], frozen
 
 class Found(NamedTuple):
     """What is kept of each element, what steps are to see of other parameters, and whether each parameter
-    needs a gradient: without one, a step fails or changes it."""
+    needs a gradient: without one, a step fails or changes it. ``written``: attributes that steps change."""
 
     states: tuple[StateSpec, ...]
     shown: Shown
     needs_gradients: bool
+    written: frozenset[str] = frozenset()
 
 
 class _TrialFailed(ConfigError):
@@ -531,12 +532,12 @@ def _try_all(
     steps = _STEPS_OF_MANY if every and len(tried) > _MOST_TRIED else len(MAGNITUDES)
     draws: list[Draw] = [made_up(each.form, dtype, steps) for each in tried]
     stepped = _step_groups(groups, tried, dtype, shown, loss)
-    states, reads = _try_draws(optim, stepped, tried, draws, is_said=is_said)
-    if reads:
+    states, apart = _try_draws(optim, stepped, tried, draws, is_said=is_said)
+    if apart.reads:
         with suppress(_TrialFailed):  # plain training fails there, too
             _try_draws(optim, stepped, tried, _with_outliers(draws), is_said=is_said)
     fails = _fails(lambda: _try_draws(optim, stepped, tried, _with_gaps(draws), is_said=is_said))
-    return Found(states, shown, fails)
+    return Found(states, shown, fails, frozenset(written_by(apart.optim, attributes_of(optim))))
 
 
 def _try_draws(
@@ -546,9 +547,9 @@ def _try_draws(
     draws: Sequence[Draw],
     *,
     is_said: bool,
-) -> tuple[tuple[StateSpec, ...], bool]:
-    """Return what is kept of each element, and whether numbers that a step has read, or an operator on
-    several parameters, may decide on others. Raises Inseparable as :func:`try_one_by_one`."""
+) -> tuple[tuple[StateSpec, ...], _Side]:
+    """Return what is kept of each element, and what stepped over one parameter after another. Raises
+    Inseparable as :func:`try_one_by_one`."""
     together, apart = _Side(optim, groups, tried, draws), _Side(optim, groups, tried, draws)
     for index in range(1, len(draws[0])):
         grads = [draw[index] for draw in draws]
@@ -567,7 +568,8 @@ def _try_draws(
                 f"a trial step over made-up parameters failed with {type(error).__name__}: {in_words(error)}"
             ) from error
         _compare(together, apart, index, grads)
-    return apart.arrays(), together.reads
+    apart.reads = together.reads
+    return apart.arrays(), apart
 
 
 class _Side:

@@ -224,6 +224,97 @@ def test_it_goes_on_from_checkpoints_and_state_dicts(kind: type[Unknown], tmp_pa
         assert_same(states_of(managed), states_of(optimizer))
 
 
+class Saved(Attributes):
+    """Has its state dict keep what it counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count, "sums": self.sums}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.count, self.sums = state.pop("count"), state.pop("sums")
+        super().load_state_dict(state)
+
+
+class SavedAdam(torch.optim.AdamW):
+    """Keeps a note beside the states of torch."""
+
+    note = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "note": self.note}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = dict(state_dict)
+        self.note = state.pop("note")
+        super().load_state_dict(state)
+
+
+def resumed(kind: Any, directory: Path, how: str, then: Callable[[Any], None]) -> dict[str, Tensor]:
+    """Return the weights of six steps, by another optimizer and model from the fourth on; call ``then`` with
+    the optimizer before it is saved."""
+    weights: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
+    for steps in (range(3), range(3, 6)):
+        net = seeded(mlp)
+        with GeminiDDP(net, **tight(directory, num_bytes(net) * 2)) as model:
+            inner = kind(net.parameters())
+            managed = GeminiOptimizer(inner, model)
+            if steps.start and how == "checkpoint":
+                checkpoint.load(directory / "saved", model, managed)
+            elif steps.start:
+                model.load_state_dict(weights)
+                managed.load_state_dict(state)
+            train(model, [managed], square, steps)
+            then(inner)
+            checkpoint.save(directory / "saved", model, managed)
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            state = managed.state_dict()
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [(Attributes, "checkpoint"), (Saved, "checkpoint"), (Saved, "state")]
+)
+def test_what_its_steps_count_in_itself_goes_on(kind: type[Unknown], how: str, tmp_path: Path) -> None:
+    plain = seeded(mlp)
+    optimizer = kind(plain.parameters())
+    train_plain(plain, [optimizer], square, range(6))
+    counts: list[int] = []
+    weights = resumed(kind, tmp_path, how, lambda inner: counts.append(inner.count))
+    assert counts == [3, 6]
+    assert_same(weights, dict(plain.state_dict()))
+
+
+def test_entries_that_a_subclass_adds_to_state_dicts_are_kept(tmp_path: Path) -> None:
+    plain = seeded(mlp)
+    optimizer = SavedAdam(plain.parameters())
+    train_plain(plain, [optimizer], square, range(6))
+    notes: list[str] = []
+
+    def note(inner: Any) -> None:
+        inner.note += "x"
+        notes.append(inner.note)
+
+    weights = resumed(SavedAdam, tmp_path, "state", note)
+    assert notes == ["x", "xx"]
+    assert_same(weights, dict(plain.state_dict()))
+
+
+def test_a_checkpoint_with_an_attribute_that_no_step_sets_is_damaged(tmp_path: Path) -> None:
+    net = seeded(mlp)
+    with GeminiDDP(net) as model:
+        inner = Attributes(net.parameters())
+        managed = GeminiOptimizer(inner, model)
+        train(model, [managed], square, range(1))
+        for name in ("update", "param_groups", "_optimizer_step_pre_hooks"):
+            with pytest.raises(
+                ConfigError, match=f"'{name}' is no attribute that a step of Attributes changes"
+            ):
+                managed.rule.check_attributes([name])
+        managed.rule.check_attributes(["count", "sums"])
+
+
 def test_its_other_methods_see_states_and_write_to_parameters() -> None:
     def run(net: nn.Module, optimizer: Any, inner: Any, backward: Any) -> list[float]:
         losses = []
