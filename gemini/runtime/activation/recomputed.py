@@ -6,32 +6,119 @@ Which blocks of one process are worth it, :mod:`gemini.runtime.activation.recomp
 from __future__ import annotations
 
 import inspect
+import operator
+import random
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import ConfigError
-from gemini.runtime.activation.repeatable import CannotRepeat, Digest, digest_of
+from gemini.runtime.activation.repeatable import CannotRepeat, Digest, digest_of, set_training, training_modes
 from gemini.runtime.intercept.compiled import is_compiled
+
+_COLLECTIONS = (list, dict, set)
+_LARGEST_BYTES = 2**23  # larger tensors are taken for tables, which forward passes only read
+_LEFT_OUT = frozenset(("_parameters", "_buffers", "_modules", "forward", "training"))
+_ABSENT = object()
+
+
+class Place(NamedTuple):
+    """A buffer or an attribute of the ``part``-th module of a block."""
+
+    part: int
+    is_buffer: bool
+    name: str
+
+
+Places = frozenset[Place]
+
+
+class _State:
+    """What may differ in a block from call to call: training or not, buffers, attributes, and the generators
+    of Python and numpy. Lists, dicts and sets are copied, and buffers of up to 8 MiB.
+
+    ``places``: those that are looked at, as :meth:`changed` returns them; None: all.
+    """
+
+    def __init__(self, module: nn.Module, places: Places | None = None) -> None:
+        self._module, self._parts = module, list(module.modules())
+        self._training = training_modes(module)
+        self._random = _random_states()
+        looked_at = _all_places(self._parts) if places is None else places
+        self.held = {place: _copied(self._holder(place).get(place.name, _ABSENT)) for place in looked_at}
+        self._seen = {place: self._holder(place).get(place.name) for place in self.held if places is None}
+        self._versions = {place: _version(value) for place, value in self._seen.items()}
+
+    def changed(self) -> Places:
+        """Return the places that hold something else by now. Where one buffer of a module changed, all that
+        it has count: batch norm writes to its statistics and says so of its counter alone."""
+        found = {place for place, value in self.held.items() if self._differs(place, value)}
+        parts = {place.part for place in found if place.is_buffer}
+        found |= {place for place in self.held if place.is_buffer and place.part in parts}
+        found |= {place for place in _all_places(self._parts) if place not in self.held}
+        return frozenset(found)
+
+    def keep_only(self, places: Places) -> None:
+        """Hold these places alone; those that were not there are to be away again."""
+        self.held = {place: self.held.get(place, _ABSENT) for place in places}
+        self._seen.clear()
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Have the block be within the ``with`` what it was, and what it is now behind it."""
+        now = {place: self._holder(place).get(place.name, _ABSENT) for place in self.held}
+        modes, states = training_modes(self._module), _random_states()
+        # A second pass through the graph finds the same again.
+        self._install({place: _copied(value) for place, value in self.held.items()}, self._training)
+        _set_random_states(self._random)
+        try:
+            yield
+        finally:
+            self._install(now, modes)
+            _set_random_states(states)
+
+    def _install(self, values: dict[Place, Any], modes: list[bool]) -> None:
+        for place, value in values.items():
+            if value is _ABSENT:
+                self._holder(place).pop(place.name, None)
+            else:
+                self._holder(place)[place.name] = value
+        set_training(self._module, modes)
+
+    def _holder(self, place: Place) -> dict[str, Any]:
+        part = self._parts[place.part]
+        return part._buffers if place.is_buffer else vars(part)
+
+    def _differs(self, place: Place, value: Any) -> bool:
+        now = self._holder(place).get(place.name, _ABSENT)
+        if _is_small(value):
+            is_same = now is self._seen[place] and _version(now) == self._versions[place]
+            return not (is_same and torch.equal(value, now))
+        if type(value) in _COLLECTIONS:
+            return type(now) is not type(value) or len(now) != len(value) or not _same_members(value, now)
+        return now is not value
 
 
 class RecomputedBlock:
-    """Stands in for the ``forward`` of a module: backward runs it again, with the same random numbers.
+    """Stands in for the ``forward`` of a module: backward runs it again, as it was and with the same random
+    numbers, and leaves it as it is.
 
-    Its first call finds out whether the module changes itself, so that a second run would be another one.
+    The first call finds out what of the module changes from call to call.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.__signature__ = inspect.signature(module.forward)
         self._module = weakref.ref(module)  # which holds this
-        self._is_judged = False
+        self._changes: dict[tuple[bool, ...], Places] = {}  # by training or not, of it and all within
         module.forward = self
 
     @property
@@ -42,25 +129,37 @@ class RecomputedBlock:
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward; where autograd saves for backward, have it saved what the call was
-        given alone.
+        """Run the module's own forward; where autograd saves for backward, have it save only what the call
+        was given.
 
         Raises:
-            ConfigError: the module writes to its buffers or attributes.
+            ConfigError: the module changes something that cannot be put back.
         """
         module = self.module
         forward = partial(type(module).forward, module)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        before = None if self._is_judged else _digest(module)
-        out = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        self._is_judged = True
-        if before is not None and _digest(module) != before:
-            raise ConfigError(
-                f"block {self.name!r} cannot be computed again in backward: its forward pass changes its "
-                "attributes or buffers (running statistics, a counter), and would do so twice; leave it out "
-                "of recompute="
-            )
+        modes = tuple(training_modes(module))
+        is_known, has_run = modes in self._changes, False
+        digest = None if is_known else _digest(module)
+        before = _State(module, self._changes.get(modes))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            with before.put_back() if has_run else nullcontext():
+                has_run = True
+                return forward(*args, **kwargs)
+
+        out = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        if not is_known:
+            changes = before.changed()
+            if not changes and digest is not None and _digest(module) != digest:
+                raise ConfigError(
+                    f"block {self.name!r} cannot be computed again in backward: its forward pass changes "
+                    "something within its attributes, and would do so twice; leave it out of recompute="
+                )
+            self._changes[modes] = changes
+            before.keep_only(changes)
         return out
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -118,3 +217,50 @@ def _digest(module: nn.Module) -> Digest | None:
         return digest_of(module)
     except CannotRepeat:
         return None
+
+
+def _all_places(parts: Sequence[nn.Module]) -> Iterator[Place]:
+    """Yield where a block has its buffers and attributes; parameters change with the update of a step."""
+    for number, part in enumerate(parts):
+        for name, value in part._buffers.items():
+            if value is None or value.nbytes <= _LARGEST_BYTES:
+                yield Place(number, True, name)
+        for name in vars(part):
+            if name not in _LEFT_OUT:
+                yield Place(number, False, name)
+
+
+def _copied(value: Any) -> Any:
+    """Return what a write to ``value`` does not reach."""
+    if _is_small(value):
+        return value.clone()
+    return value.copy() if type(value) in _COLLECTIONS else value
+
+
+def _is_small(value: Any) -> bool:
+    """Say whether ``value`` is a plain tensor of which copies are made."""
+    is_plain = type(value) is torch.Tensor and not value.requires_grad and not value.is_meta
+    return is_plain and value.nbytes <= _LARGEST_BYTES
+
+
+def _version(value: Any) -> int:
+    """Return what grows where torch's operators, but a few, write to a tensor."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def _same_members(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(other[key] is value for key, value in one.items())
+    return one == other if isinstance(one, set) else all(map(operator.is_, one, other))
+
+
+def _random_states() -> tuple[Any, Any]:
+    """Return the states of Python's generator and of numpy's, if that is used; checkpoint() knows torch's."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random_states(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])

@@ -230,11 +230,11 @@ class Repeat:
         aliases = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         args, kwargs = self._given.rebuilt(aliases)
         modes = training_modes(self._module)
-        _set_training(self._module, self._training)
+        set_training(self._module, self._training)
         try:
             out = self._forward(*args, **kwargs)
         finally:
-            _set_training(self._module, modes)
+            set_training(self._module, modes)
         if _versions(self._module.buffers()) != self._buffers or _bits_of(out) != self._bits:
             raise StateError(
                 f"block {self._name!r} gave other results when it was run again in backward than in forward, "
@@ -249,7 +249,8 @@ def training_modes(module: nn.Module) -> list[bool]:
     return [part.training for part in module.modules()]
 
 
-def _set_training(root: nn.Module, modes: Sequence[bool]) -> None:
+def set_training(root: nn.Module, modes: Sequence[bool]) -> None:
+    """Set what :func:`training_modes` returned."""
     for module, mode in zip(root.modules(), modes, strict=True):
         module.training = mode
 
