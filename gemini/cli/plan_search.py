@@ -16,8 +16,8 @@ from gemini.forecast.rehearsal import ModelSource
 from gemini.memstats.collectives import KINDS
 from gemini.parallel.layout_plan import Run
 from gemini.parallel.plan import ParallelPlan
+from gemini.planner.chunks import Capacity
 from gemini.planner.plans import misfit_text, plan_of
-from gemini.planner.price import Capacity
 from gemini.planner.search import Found, Question, search
 from gemini.planner.space import Pins
 from gemini.runtime.intercept.nested import cast_floating, map_tensors

@@ -88,9 +88,9 @@ def _sent(messages: Messages) -> dict[str, float]:
     return dict(found)
 
 
-def scaled(one: Sequence[Figures], two: Sequence[Figures], samples: int) -> tuple[Figures, ...]:
-    """Return the figures for ``samples`` from those for one and for two: all grow evenly."""
-    return tuple(_between(a, b, samples - 1) for a, b in zip(one, two, strict=True))
+def scaled(less: Sequence[Figures], more: Sequence[Figures], samples: int) -> tuple[Figures, ...]:
+    """Return the figures for ``samples`` from those for two and for three: all grow evenly."""
+    return tuple(_between(a, b, samples - 2) for a, b in zip(less, more, strict=True))
 
 
 def _between(one: Figures, two: Figures, steps: int) -> Figures:

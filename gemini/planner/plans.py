@@ -19,7 +19,8 @@ from gemini.parallel.plan import (
     RunnerUp,
     fingerprint,
 )
-from gemini.planner.price import Capacity, Misfit, Price, RankPrice, recomputed_blocks
+from gemini.planner.chunks import Capacity
+from gemini.planner.price import Misfit, Price, RankPrice, recomputed_blocks
 from gemini.planner.search import Found, Question
 from gemini.system.config import format_bytes
 
@@ -118,11 +119,14 @@ def _relaxation(found: Found, question: Question) -> str:
     if nearest is None:
         reasons = "; ".join(f"{what}: {why}" for what, why in list(found.left_out.items())[:4])
         return f"no way to train this model over {question.num_ranks} ranks is left: {reasons}"
-    option = "--device-bytes" if nearest.tier == "DEVICE" else "--host-bytes or --disk-bytes"
-    lower = ""
-    if nearest.tier == "DEVICE" and not question.capacity.lower_bytes:
-        lower = "; or give tiers below DEVICE (--host-bytes, --disk-dir)"
-    return (
-        f"nothing fits; the nearest is {nearest.combination}: {misfit_text(nearest)}. Raise {option} to "
-        f"{format_bytes(nearest.needed_bytes)} ({nearest.needed_bytes} bytes) for each rank{lower}"
-    )
+    text = f"nothing fits; the nearest is {nearest.combination}: {misfit_text(nearest)}"
+    enough, given = found.enough, question.capacity
+    if enough is None:
+        return text
+    larger = []
+    if enough.device_bytes > given.device_bytes:
+        larger.append(f"--device-bytes {enough.device_bytes}")
+    if enough.disk_bytes > given.disk_bytes:
+        larger.append(f"--disk-bytes {enough.disk_bytes}")
+    lower = "" if given.lower_bytes else ", or tiers below DEVICE (--host-bytes, --disk-bytes)"
+    return f"{text}. For each rank {' and '.join(larger)} would do{lower}"

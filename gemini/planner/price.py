@@ -11,26 +11,15 @@ from math import ceil
 from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, simulate_actions
+from gemini.planner.chunks import Capacity, ChunkSizes
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import ParameterSize, Part
 from gemini.planner.space import Combination
 
+# Of a part and its parameters by name, cut over so many ranks; None: not known yet, and taken for the least.
+ChunksOf = Callable[[Part, frozenset[str], int], ChunkSizes | None]
 FiguresOf = Callable[[Part, int], tuple[Figures, ...]]
 Ranges = tuple[tuple[int, int], ...]  # the segments of each stage
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What each rank may take of every tier, in bytes."""
-
-    device_bytes: int
-    host_bytes: int = 0
-    disk_bytes: int = 0
-
-    @property
-    def lower_bytes(self) -> int:
-        """What fits below DEVICE."""
-        return self.host_bytes + self.disk_bytes
 
 
 @dataclass(frozen=True)
@@ -78,8 +67,15 @@ class Misfit:
 class Pricer:
     """Prices combinations of one model on one machine. What several have in common is computed once."""
 
-    def __init__(self, speeds: Speeds, capacity: Capacity, figures_of: FiguresOf) -> None:
+    def __init__(
+        self,
+        speeds: Speeds,
+        capacity: Capacity,
+        figures_of: FiguresOf,
+        chunks_of: ChunksOf = lambda *_: None,
+    ) -> None:
         self.speeds, self.capacity = speeds, capacity
+        self.chunks_of = cache(chunks_of)
         self.figures_of = cache(figures_of)
         self.ranges = cache(self._ranges)
         self.clock = cache(self._clock)
@@ -228,15 +224,24 @@ class _Pricing:
         cut = DataCut(self._copies, choice.zero_stage, choice.num_microbatches)
         parameters, gradients, states = model_bytes(sizes, cut)
         activations = self._activations(rank)
-        needed, lower = activations + parameters + gradients + states, 0
+        chunks = self._chunks(rank, parameters + gradients + states)
+        needed, lower = activations + chunks.total_bytes, 0
         if choice.uses_lower:
-            most = parameters + gradients + states - self._working_bytes(rank)
+            most = max(chunks.total_bytes - chunks.working_bytes, 0)
             lower = max(min(needed - capacity.device_bytes, most), 0)
             if lower > capacity.lower_bytes:
                 return Misfit(choice, rank, "HOST and DISK", lower, capacity.lower_bytes)
         if needed - lower > capacity.device_bytes:
             return Misfit(choice, rank, "DEVICE", needed - lower, capacity.device_bytes)
         return RankPrice(needed - lower, lower, parameters, gradients, states, activations)
+
+    def _chunks(self, rank: int, model_bytes: int) -> ChunkSizes:
+        """Return what a rank holds of model data: with ZeRO 3 in chunks, some of which are whole at times."""
+        found = None
+        if self._choice.zero_stage == 3:
+            names = frozenset(each.key for each in self._parameters(rank))
+            found = self._pricer.chunks_of(self._choice.part, names, self._copies)
+        return found or ChunkSizes(model_bytes, self._working_bytes(rank))
 
     def _working_bytes(self, rank: int) -> int:
         """Return the most model data that an operator, or the update of its weights, has on DEVICE at once:

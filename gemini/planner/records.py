@@ -105,9 +105,9 @@ class CutModel:
     """
 
     def __init__(self, model: nn.Module, part: Part) -> None:
-        self._part, self._model = part, trainable_outline(model)
-        self._units, self._why_one = _units_of(self._model)
-        inner = cuttable(self._model)
+        self._part, self.model = part, trainable_outline(model)
+        self._units, self._why_one = _units_of(self.model)
+        inner = cuttable(self.model)
         if part.sp > 1:
             refuse_unfit_model(inner)
         partition = outline_part(inner, part.tp)
@@ -127,11 +127,11 @@ class CutModel:
             assert isinstance(axis, OutlineAxis)
             axis.tell(partial(watch.log, name))
         with (
-            _watched(self._model, self._units, watch),
-            _repeated_stand_still(self._model, self._units, watch),
+            _watched(self.model, self._units, watch),
+            _repeated_stand_still(self.model, self._units, watch),
         ):
-            watch.run(self._model, run, self._sequences)
-        return Record(self._part, watch.segments(self._model, self._units), self._why_one, self._units)
+            watch.run(self.model, run, self._sequences)
+        return Record(self._part, watch.segments(self.model, self._units), self._why_one, self._units)
 
 
 def _units_of(model: nn.Module) -> tuple[Units | None, str | None]:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from torch import nn
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import OperationCosts, Period, sample
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import Run
+from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
 from gemini.planner.figures import Figures, Speeds, scaled
-from gemini.planner.price import Capacity, Misfit, Price, Pricer
+from gemini.planner.price import Misfit, Price, Pricer
 from gemini.planner.records import CutModel, Part, Record
 from gemini.planner.space import Combination, Pins, below, combinations, layouts
 
@@ -44,14 +46,15 @@ class Question:
 @dataclass
 class Found:
     """What a search saw. ``prices``: the fastest that fit, the best first; ``left_out``: what cannot be, with
-    the reason; ``misfits``: of what does not fit, the nearest miss of each layout; ``blocks`` of the model;
-    ``num_combinations`` in all, of which ``num_priced`` were priced: the others cannot be faster than the
-    last of ``prices``."""
+    the reason; ``misfits``: of what does not fit, the nearest miss of each layout; ``enough``: budgets that
+    would do, where nothing fits; ``blocks`` of the model; ``num_combinations`` in all, of which
+    ``num_priced`` were priced: the others cannot be faster than the last of ``prices``."""
 
     prices: list[Price] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     misfits: dict[Layout, Misfit] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    enough: Capacity | None = None
     num_combinations: int = 0
     num_priced: int = 0
 
@@ -72,12 +75,31 @@ class _Search:
         self._cut: dict[Part, CutModel] = {}
         self._refused: dict[Part, ConfigError] = {}
         self._whole = self._record(Part(), 1)
-        self._found = Found(blocks=self._whole.blocks)
-        speeds = Speeds(question.machine, self._costs())
-        self._one_by_one = Pricer(speeds, question.capacity, self._exact)
-        self._pricer = Pricer(speeds, question.capacity, self._scaled)
+        self._speeds = Speeds(question.machine, self._costs())
+        self._look(question.capacity)
+
+    def _look(self, capacity: Capacity) -> None:
+        """Begin with what each rank may take."""
+        self._capacity, self._found = capacity, Found(blocks=self._whole.blocks)
+        self._pricer = Pricer(self._speeds, capacity, self._scaled)
+        self._exact_pricer = Pricer(self._speeds, capacity, self._exact, self._chunks)
 
     def run(self) -> Found:
+        """Return what was found; where nothing fits, with what would do."""
+        found = self._prices()
+        if found.prices or not found.misfits:
+            return found
+        least = found
+        for _ in range(_MOST_TRIES):
+            nearest = min(least.misfits.values(), key=lambda each: each.missing_bytes)
+            self._look(_with(self._capacity, nearest))
+            least = self._prices()
+            if least.prices or not least.misfits:
+                break
+        found.enough = self._capacity if least.prices else None
+        return found
+
+    def _prices(self) -> Found:
         """Return what was found, the fastest first."""
         found, pricer = self._found, self._pricer
         choices = sorted(
@@ -89,14 +111,12 @@ class _Search:
         for least, _, choice in choices:
             if len(best) == _RUNNERS_UP and least >= best[-1]:
                 break
-            price = self._price(choice)
+            price = self._price(choice, at_most=best[-1] if len(best) == _RUNNERS_UP else inf)
             if price is not None:
                 insort(best, price.step_seconds)
                 del best[_RUNNERS_UP:]
                 found.prices.append(price)
-        found.prices.sort(key=_rank_of)
-        exact = [self._one_by_one.price(each.combination) for each in found.prices[:_RUNNERS_UP]]
-        found.prices = sorted((each for each in exact if isinstance(each, Price)), key=_rank_of)
+        found.prices = sorted(found.prices, key=_rank_of)[:_RUNNERS_UP]
         return found
 
     def _choices(self) -> Iterator[Combination]:
@@ -142,32 +162,48 @@ class _Search:
             return False
         return True
 
-    def _price(self, choice: Combination) -> Price | None:
-        """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit."""
+    def _price(self, choice: Combination, *, at_most: float) -> Price | None:
+        """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit, or a
+        step takes longer than ``at_most``. What does not is priced once more, from a record of its own."""
         self._found.num_priced += 1
+        priced = self._priced(self._pricer, choice)
+        if isinstance(priced, Price):
+            if priced.step_seconds > at_most:
+                return None
+            priced = self._priced(self._exact_pricer, choice)
+        if isinstance(priced, Misfit):
+            nearest = self._found.misfits.get(choice.layout)
+            if nearest is None or priced.missing_bytes < nearest.missing_bytes:
+                self._found.misfits[choice.layout] = priced
+        return priced if isinstance(priced, Price) else None
+
+    def _priced(self, pricer: Pricer, choice: Combination) -> Price | Misfit | None:
+        """Return the price, or why it does not fit; None where there is no such schedule."""
         try:
-            priced = self._pricer.price(choice)
+            priced = pricer.price(choice)
         except ConfigError:  # the schedule takes other numbers of micro-batches, which are in the space
             return None
         lower = below(choice, self._question.pins)
-        if isinstance(priced, Misfit) and self._question.capacity.lower_bytes and lower is not None:
-            priced = self._pricer.price(lower)
-        if isinstance(priced, Price):
-            return priced
-        nearest = self._found.misfits.get(choice.layout)
-        if nearest is None or priced.missing_bytes < nearest.missing_bytes:
-            self._found.misfits[choice.layout] = priced
-        return None
+        if isinstance(priced, Misfit) and self._capacity.lower_bytes and lower is not None:
+            return pricer.price(lower)
+        return priced
 
     def _leave_out(self, what: str, why: str) -> None:
         self._found.left_out.setdefault(what, why)
 
     def _exact(self, part: Part, samples: int) -> tuple[Figures, ...]:
-        return self._one_by_one.speeds.figures(self._record(part, samples))
+        return self._exact_pricer.speeds.figures(self._record(part, samples))
+
+    def _chunks(self, part: Part, names: frozenset[str], copies: int) -> ChunkSizes:
+        try:
+            return chunk_sizes(self._cut[part].model, names, copies, self._capacity)
+        except OutOfBudgetError:  # more pieces than are laid out
+            return ChunkSizes(2**62, 2**62)
 
     def _scaled(self, part: Part, samples: int) -> tuple[Figures, ...]:
-        one = self._exact(part, 1)
-        return one if samples == 1 else scaled(one, self._exact(part, 2), samples)
+        if samples <= _LARGE:
+            return self._exact(part, samples)
+        return scaled(self._exact(part, _LARGE - 1), self._exact(part, _LARGE), samples)
 
     def _record(self, part: Part, samples: int) -> Record:
         key = (part, samples)
@@ -191,6 +227,17 @@ class _Search:
 
 
 _RUNNERS_UP = 16
+_MOST_TRIES = 12  # to find out how much would do: chunks grow with DEVICE
+# From two samples on, what a micro-batch takes grows evenly; these many are looked at. One sample is something
+# else: what is transposed is still in order then, and is not copied.
+_LARGE = 3
+
+
+def _with(capacity: Capacity, misfit: Misfit) -> Capacity:
+    """Return what the combination that was nearest would need."""
+    if misfit.tier == "DEVICE":
+        return replace(capacity, device_bytes=misfit.needed_bytes)
+    return replace(capacity, disk_bytes=misfit.needed_bytes - capacity.host_bytes)
 
 
 def _rank_of(price: Price) -> tuple[float, str]:

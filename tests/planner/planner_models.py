@@ -12,7 +12,7 @@ from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
 from gemini.parallel.layout_plan import Run
 from gemini.parallel.sequence.outline import SequenceOutline
-from gemini.planner.price import Capacity
+from gemini.planner.chunks import Capacity
 from gemini.planner.search import Question
 from gemini.planner.space import Pins
 

@@ -53,8 +53,8 @@ def test_what_does_not_fit_is_exit_code_one_and_the_relaxation_it_names_does(
 ) -> None:
     assert main(asked("--ranks", "2", "--device-bytes", "20KiB", "--json", *described)) == 1
     why = json.loads(capsys.readouterr().out)["why"]
-    assert "Raise --device-bytes to" in why
-    needed = why.partition(" bytes) for each rank")[0].rpartition("(")[2]
+    assert "For each rank --device-bytes" in why
+    needed = why.partition(" would do")[0].rpartition(" ")[2]
     assert main(asked("--ranks", "2", "--device-bytes", needed, "--json", *described)) == 0
     assert main(asked("--ranks", "2", "--device-bytes", str(int(needed) - 1), "--json", *described)) == 1
 

@@ -12,8 +12,9 @@ from gemini import ConfigError
 from gemini.forecast.meter import OperationCosts
 from gemini.parallel.layout import Layout
 from gemini.planner import search as search_module
+from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
 from gemini.planner.figures import Figures, Speeds
-from gemini.planner.price import Capacity, Misfit, Price, Pricer
+from gemini.planner.price import Misfit, Price, Pricer
 from gemini.planner.records import CutModel, Part
 from gemini.planner.search import Question, search
 from gemini.planner.space import Combination, Pins, below, combinations, layouts
@@ -32,7 +33,10 @@ def exhaustive(inner: tuple[int, ...], asked: Question) -> list[Price]:
     def figures(part: Part, samples: int) -> tuple[Figures, ...]:
         return speeds.figures(CutModel(net(*inner), part).record(run_of(samples)))
 
-    pricer, found = Pricer(speeds, asked.capacity, figures), []
+    def chunks(part: Part, names: frozenset[str], copies: int) -> ChunkSizes:
+        return chunk_sizes(CutModel(net(*inner), part).model, names, copies, asked.capacity)
+
+    pricer, found = Pricer(speeds, asked.capacity, figures, chunks), []
     for layout in layouts(asked.num_ranks, asked.pins):
         if layout.tp > 1 or asked.batch % layout.dp or layout.pp > len(inner):
             continue  # the net has no plan for tp
@@ -123,10 +127,11 @@ def test_of_what_does_not_fit_the_nearest_miss_is_told_and_so_much_more_does() -
     asked = question(2, 4, capacity=Capacity(2**12))
     found = search(net(8, 8), run_of, asked)
     assert not found.prices
-    nearest = min(found.misfits.values(), key=lambda each: each.needed_bytes)
-    enough = replace(asked, capacity=Capacity(nearest.needed_bytes))
-    assert search(net(8, 8), run_of, enough).prices
-    assert not search(net(8, 8), run_of, replace(asked, capacity=Capacity(nearest.needed_bytes - 1))).prices
+    assert found.misfits
+    assert found.enough is not None
+    assert search(net(8, 8), run_of, replace(asked, capacity=found.enough)).prices
+    less = Capacity(found.enough.device_bytes - 1)
+    assert not search(net(8, 8), run_of, replace(asked, capacity=less)).prices
 
 
 def test_most_combinations_are_bounded_away() -> None:

@@ -1,0 +1,73 @@
+"""Chunks: what ZeRO 3 holds of a stage, as the runtime lays it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from gemini.comm.peers import Share
+from gemini.runtime.build import draw_blueprint
+from gemini.runtime.config import GeminiConfig
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What each rank may take of every tier, in bytes."""
+
+    device_bytes: int
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def lower_bytes(self) -> int:
+        """What fits below DEVICE."""
+        return self.host_bytes + self.disk_bytes
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """``total_bytes``: all chunks, and what is whole at times; ``working_bytes``: what must be on DEVICE at
+    once."""
+
+    total_bytes: int
+    working_bytes: int
+
+
+def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: Capacity) -> ChunkSizes:
+    """Return what a rank holds of the parameters with ``names``, cut over ``copies`` ranks.
+
+    Raises:
+        ConfigError: a parameter cannot be managed. OutOfBudgetError: DEVICE is out of all proportion.
+    """
+    narrow = {param.dtype for param in model.parameters() if param.is_floating_point()} - {torch.float32}
+    config = GeminiConfig(
+        precision=next(iter(narrow & {torch.bfloat16, torch.float16}), None),
+        device_bytes=capacity.device_bytes,
+        host_bytes=capacity.host_bytes,
+        disk_dir="DIR" if capacity.disk_bytes else None,
+        disk_bytes=capacity.disk_bytes or None,
+    )
+    with _only(model, names):
+        size = draw_blueprint(model, config, Share(0, copies) if copies > 1 else None).context.size
+    return ChunkSizes(size.total_bytes, size.working_set_bytes)
+
+
+@contextmanager
+def _only(model: nn.Module, names: frozenset[str]) -> Iterator[None]:
+    """Take the other parameters out of the model for a while."""
+    taken: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, param in module._parameters.items():
+            if param is not None and f"{prefix}.{name}".lstrip(".") not in names:
+                taken.append((module, name, param))
+    for module, name, _ in taken:
+        module._parameters[name] = None
+    try:
+        yield
+    finally:
+        for module, name, param in taken:
+            module._parameters[name] = param
