@@ -102,11 +102,10 @@ class Placeholder(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _meta: torch.Tensor
     _marks: Marks
+    _touched: list[Placeholder] | None  # where it says that a step has set an attribute of it
 
     @staticmethod
-    def __new__(
-        cls, meta: torch.Tensor, device: torch.device, requires_grad: bool, marks: Marks
-    ) -> Placeholder:
+    def __new__(cls, meta: torch.Tensor, device: torch.device, *, requires_grad: bool = False) -> Placeholder:
         made: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.shape,
@@ -117,26 +116,31 @@ class Placeholder(torch.Tensor):
         )
         return made
 
-    def __init__(self, meta: torch.Tensor, device: torch.device, requires_grad: bool, marks: Marks) -> None:
-        self._meta, self._marks = meta, marks
-        marks.put_on(self)
+    def __init__(self, meta: torch.Tensor, device: torch.device, *, requires_grad: bool = False) -> None:
+        vars(self).update(_meta=meta, _marks=_NONE, _touched=None)
 
     @classmethod
-    def of(cls, gap: Gap) -> Placeholder:
-        """Return one that looks like the parameter of ``gap``."""
+    def of(cls, gap: Gap, touched: list[Placeholder]) -> Placeholder:
+        """Return one that looks like the parameter of ``gap`` and comes into ``touched`` with every attribute
+        that is set on it."""
         meta = torch.empty_strided(gap.shape, gap.stride, dtype=gap.dtype, device="meta")
-        return cls(meta, gap.device, gap.requires_grad, gap.marks)
+        made = cls(meta, gap.device, requires_grad=gap.requires_grad)
+        vars(made).update(_marks=gap.marks, _touched=touched)
+        gap.marks.put_on(made)
+        return made
 
-    def forget(self) -> Placeholder:
-        """Drop what a step has set on it, and return it."""
-        if len(vars(self)) != 2 or self._marks.values:
-            meta, marks = self._meta, self._marks
-            vars(self).clear()
-            vars(self).update(_meta=meta, _marks=marks)
-            marks.put_on(self)
-        if self.grad is not None:
-            self.grad = None
-        return self
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._touched is not None:
+            self._touched.append(self)
+        super().__setattr__(name, value)
+
+    def forget(self) -> None:
+        """Drop what a step has set on it."""
+        kept = {name: vars(self)[name] for name in ("_meta", "_marks", "_touched")}
+        vars(self).clear()
+        vars(self).update(kept)
+        self._marks.put_on(self)
+        torch.Tensor.__setattr__(self, "grad", None)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -159,7 +163,7 @@ class Placeholder(torch.Tensor):
         def as_placeholder(item: Any) -> Any:
             if not isinstance(item, torch.Tensor) or item.device.type != "meta":
                 return item
-            return own[id(item)] if id(item) in own else cls(item, device, False, _NONE)
+            return own[id(item)] if id(item) in own else cls(item, device)
 
         return tree_map(as_placeholder, made)
 

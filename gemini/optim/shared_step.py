@@ -5,6 +5,7 @@ that step over other tensors than its parameters.
 from __future__ import annotations
 
 import copy
+import operator
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -164,7 +165,8 @@ class StepGroups:
         self._loss = loss
         self.settings = list(settings)
         self.gaps, self.names, self.shown = gaps, names, shown
-        self._others = [[Placeholder.of(gap) for gap in each] for each in gaps]
+        self._touched: list[Placeholder] = []
+        self._others = [[Placeholder.of(gap, self._touched) for gap in each] for each in gaps]
 
     @classmethod
     def of(
@@ -199,13 +201,15 @@ class StepGroups:
     ) -> list[dict[str, Any]]:
         """Return groups for a step of ``shell``, an optimizer like ``optim``, over ``tensors`` by place.
         Raises Inseparable where a setting cannot be copied."""
+        while self._touched:
+            self._touched.pop().forget()
         filled: list[dict[str, Any]] = []
         for index in self.indices(tensors):
             settings, names = self.settings[index], self.names[index]
             seats = sorted(seat for seat in tensors if seat.group == index)
             params = [tensors[seat] for seat in seats]
             if self.shown is Shown.ALL:
-                params = [other.forget() for other in self._others[index]]
+                params = list(self._others[index])
                 for seat in seats:
                     params[seat.place] = tensors[seat]
             elif names:
@@ -230,9 +234,9 @@ class StepGroups:
         found: list[dict[str, Any]] = []
         for index, before, group in zip(indices, filled, after, strict=True):
             settings = self.settings[index]
-            params = group.get("params", ())
-            is_kept = group.get("param_names") == before.get("param_names")
-            if not is_kept or list(map(id, params)) != list(map(id, before["params"])):
+            params, kept = group.get("params", ()), before["params"]
+            is_kept = group.get("param_names") == before.get("param_names") and len(params) == len(kept)
+            if not is_kept or not all(map(operator.is_, params, kept)):
                 raise Inseparable("its step changes which parameters a group has, or their order")
             now = {name: v for name, v in group.items() if name not in ("params", "param_names")}
             if not now.keys() >= settings.keys():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from training_harness import seeded
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lion, StateError
+from gemini.optim.marks import Gap, Placeholder
 
 MODES: dict[str, dict[str, Any]] = {
     "tried": {},
@@ -150,6 +151,19 @@ class Names(Scaled):
         return 0.5 if found[0].endswith("bias") else 1.0
 
 
+class Clears(Index):
+    """Takes gradients away when it is done, and first gives those that have none another look."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None if param.grad is None else param.grad * 2
+                param.mul_(1.0)
+        super().step()
+        self.zero_grad()
+
+
 class Unguarded(Scaled):
     """Takes for granted that each parameter has a gradient."""
 
@@ -166,7 +180,7 @@ def two_groups(net: nn.Module) -> list[dict[str, Any]]:
     return [{"params": named[0::2]}, {"params": named[1::2]}]
 
 
-@pairs(kind=[Index, First, Sizes, Names, Unguarded], mode=list(MODES), budget=["all", "tight"])
+@pairs(kind=[Index, First, Sizes, Names, Clears, Unguarded], mode=list(MODES), budget=["all", "tight"])
 def test_a_group_and_a_parameter_are_found_in_their_places(
     kind: type[Scaled], mode: str, budget: str, tmp_path: Path
 ) -> None:
@@ -181,6 +195,41 @@ def test_a_group_and_a_parameter_are_found_in_their_places(
             return
         train(model, [GeminiOptimizer(inner, model, **MODES[mode])], square, range(5))
         assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_placeholder_has_no_values_and_forgets_what_is_set_on_it() -> None:
+    touched: list[Placeholder] = []
+    param = nn.Parameter(torch.ones(3, 4).t())
+    param.rate = 0.5  # type: ignore[attr-defined]
+    placeholder = Placeholder.of(Gap.of(param), touched)
+    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "rate"):
+        assert getattr(placeholder, name) == getattr(param, name), name
+    assert placeholder.stride() == param.stride()
+    assert touched == []
+    with torch.no_grad():
+        assert type(placeholder.mul_(0.5).norm() + torch.tensor(1.0)) is Placeholder
+        total, other = torch.tensor(1.0), torch.ones(4, 3)
+        for joined in (
+            lambda: placeholder + other,
+            lambda: placeholder.copy_(other),
+            lambda: other.copy_(placeholder),
+            lambda: other.mul_(placeholder.norm()),
+            lambda: total.add_(placeholder.norm()),
+            lambda: torch._foreach_mul_([other, placeholder], 0.5),
+            lambda: placeholder.sum().item(),
+            lambda: bool(placeholder.abs().max() > 0),
+        ):
+            with pytest.raises(RuntimeError):
+                joined()
+        assert total == 1
+        assert bool((other == 1).all())
+    placeholder.rate, placeholder.count = 2.0, 1  # type: ignore[attr-defined]
+    placeholder.grad = torch.zeros_like(placeholder)
+    assert {id(each) for each in touched} == {id(placeholder)}
+    placeholder.forget()
+    assert placeholder.rate == 0.5  # type: ignore[attr-defined]
+    assert not hasattr(placeholder, "count")
+    assert placeholder.grad is None
 
 
 class Decays(Scaled):
