@@ -262,9 +262,9 @@ def _require_gradients(optim: torch.optim.Optimizer, groups: Sequence[Mapping[st
     missing = [p._slot.name for group in groups for p in group["params"] if not p._slot.has_grad]
     if missing:
         raise ConfigError(
-            f"{len(missing)} parameters have no gradient in this step, the first one {missing[0]!r}, and "
-            f"{type(optim).__name__} fails or updates without one: over chunks it would not. Leave out "
-            "of its groups what is not trained, or give every parameter a gradient"
+            f"{missing[0]!r} and {len(missing) - 1} more parameters have no gradient in this step, in which "
+            f"{type(optim).__name__} fails or changes them; over chunks it would not. Give every parameter "
+            "of its groups a gradient, and leave out of them what is not trained"
         )
 
 
