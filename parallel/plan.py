@@ -10,7 +10,7 @@ import json
 import os
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -275,19 +275,21 @@ class ParallelPlan(_Checked):
         return budgets if self.zero_stage == 3 else {}
 
     def managed_options(self, called: str) -> dict[str, Any]:
-        """Return the keywords of :func:`gemini.manage` that say the same, for what divides the data alone.
+        """Return the keywords of :func:`gemini.manage` that say the same, for what divides the data alone. On
+        one rank every ZeRO stage is the same: there is nothing to divide.
 
         Raises:
             ConfigError: the plan needs more than ``called`` has.
         """
         cut = [f"{name} {size}" for name in ("tp", "pp", "sp") if (size := getattr(self.layout, name)) > 1]
-        cut += [f"ZeRO {self.zero_stage}"] if self.zero_stage < 3 else []
+        cut += [f"ZeRO {self.zero_stage}"] if self.zero_stage < 3 and self.layout.dp > 1 else []
         if cut:
             raise ConfigError(
                 f"{called} has whole models in chunks (ZeRO 3), and the plan says {', '.join(cut)}: run it "
                 "with HybridParallelPlugin(plan=...)"
             )
-        return {**self.budget_options(), "mixed_precision": None if self.dtype == "fp32" else self.dtype}
+        options = replace(self, zero_stage=3).budget_options()
+        return {**options, "mixed_precision": None if self.dtype == "fp32" else self.dtype}
 
     def joined(self, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``options``, which the plan says, and those ``given`` beside it.

@@ -60,7 +60,7 @@ def _named(names: Sequence[str]) -> str:
 def _settings(plan: Document) -> Iterator[str]:
     layout, budgets = plan["layout"], plan["budgets"]
     ranks = layout["dp"] * layout["pp"] * layout["sp"] * layout["tp"]
-    yield f"Plan for {ranks} ranks: {settings_of(plan)}"
+    yield f"Plan for {ranks} rank{'' if ranks == 1 else 's'}: {settings_of(plan)}"
     count, size = plan["num_microbatches"], plan["microbatch_size"]
     yield (
         f"  batch: {count} micro-batches of {size} samples on each rank along dp, "

@@ -151,7 +151,7 @@ def run(options: argparse.Namespace) -> int:
 def _check_model(config: FineTuneConfig) -> None:
     """Raise ConfigError if the plan or the blocks to recompute are not of the model; it is built on ``meta``,
     as ``gemini plan`` does."""
-    (model,) = _source(replace(config, recompute=""), config.seq or _ANY_SEQ).example(1).module.children()
+    model = _source(replace(config, recompute=""), config.seq or _ANY_SEQ).example(1).model
     if config.plan is not None:
         from gemini.parallel.plan import ParallelPlan
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError
-from gemini.forecast.rehearsal import LossFunction, ModelSource
+from gemini.forecast.rehearsal import Example, LossFunction, ModelSource
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, Run, plan_layout
 from gemini.parallel.pipeline.orders import SCHEDULES
@@ -74,15 +74,16 @@ def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: La
     if dtype is not torch.float32:
         example.module.to(dtype)
     inputs = map_tensors(example.inputs, lambda tensor: cast_floating(tensor, dtype))
-    return plan_layout(example.module, run_on(example.module, inputs, source.loss), choices)
+    return plan_layout(example.model, run_on(example, inputs, source.loss), choices)
 
 
-def run_on(model: nn.Module, inputs: tuple[Any, ...], loss: LossFunction) -> Run:
-    """Return what runs ``model``, or a part of it, on ``inputs``, of which a rank of ``sp`` takes its
-    part."""
-    names = list(inspect.signature(model.forward).parameters)
+def run_on(example: Example, inputs: tuple[Any, ...], loss: LossFunction) -> Run:
+    """Return what runs the model of ``example``, or a part of it, on ``inputs``, of which a rank of ``sp``
+    takes its part."""
+    names = list(inspect.signature(example.module.forward).parameters)
 
     def run_once(model: nn.Module, sequence: SequenceOutline | None) -> torch.Tensor:
+        model = example.around(model)
         if sequence is None:
             return loss(model(*inputs), inputs)
         if len(inputs) == 1 and isinstance(inputs[0], Mapping):

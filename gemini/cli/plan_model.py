@@ -140,7 +140,7 @@ def hugging_face(
         with errors_of(doing):
             module = model.build()
             inputs = model.inputs(module, batch, seq)
-            return Example(_Keywords(adapted(module)), (inputs,))
+            return Example(_Keywords(adapted(module)), (inputs,), is_wrapped=True)
 
     def source(seq: int) -> ModelSource:
         return ModelSource(

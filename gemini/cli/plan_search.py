@@ -33,18 +33,18 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
     """
     question = _question(options, settings)
     example = source.example(1)
-    model = example.module.to(DTYPES[options.dtype])
+    model = source.example(1).model.to(DTYPES[options.dtype])
 
     def run_of(samples: int) -> Run:
         inputs = source.example(samples).inputs
         cast = map_tensors(inputs, lambda tensor: cast_floating(tensor, DTYPES[options.dtype]))
-        return run_on(model, cast, source.loss)
+        return run_on(example, cast, source.loss)
 
     with Console(stderr=True).status("rehearsing") as status, threads_of_a_rank(question.num_ranks):
         question = dataclasses.replace(question, tell=status.update)
         found = search(model, run_of, question)
     try:
-        plan = plan_of(found, question, model, options.dtype)
+        plan = plan_of(found, question, example.model, options.dtype)  # which a plugin is given, and casts
     except OutOfBudgetError as error:
         if options.json:
             print_json({"model": source.name, "fits": False, "why": str(error)})

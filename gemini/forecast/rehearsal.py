@@ -279,10 +279,24 @@ class _RehearsedOptimizer(GeminiOptimizer):
 
 @dataclass(frozen=True)
 class Example:
-    """A model on ``meta``, and arguments that it can be called with."""
+    """A model on ``meta``, and arguments that it can be called with.
+
+    ``is_wrapped``: ``module`` is made around the user's model, its only child, so that it can be called with
+    these.
+    """
 
     module: nn.Module
     inputs: tuple[Any, ...]
+    is_wrapped: bool = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model as the user has it, with the names that it has there."""
+        return next(self.module.children()) if self.is_wrapped else self.module
+
+    def around(self, model: nn.Module) -> nn.Module:
+        """Return what can be called with the inputs, around a model that is like the user's."""
+        return type(self.module)(model) if self.is_wrapped else model
 
 
 @dataclass(frozen=True)
@@ -323,7 +337,7 @@ class ModelSource:
                 f"{self.name} has no parameter that requires a gradient: there is nothing to train"
             )
         example.module.train()
-        return Example(example.module, map_tensors(example.inputs, lambda tensor: tensor.to("meta")))
+        return replace(example, inputs=map_tensors(example.inputs, lambda tensor: tensor.to("meta")))
 
 
 def mean_of_outputs(outputs: Any, _inputs: Any) -> torch.Tensor:
