@@ -228,7 +228,7 @@ class _Search:
 
 _RUNNERS_UP = 16
 _MOST_TRIES = 12  # to find out how much would do: chunks grow with DEVICE
-# From two samples on, what a micro-batch takes grows evenly; these many are looked at. One sample is something
+# From two samples on, what a micro-batch takes grows evenly; so many are looked at. One sample is something
 # else: what is transposed is still in order then, and is not copied.
 _LARGE = 3
 
