@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -116,7 +116,7 @@ class Pricer:
         self, part: Part, samples: int, recompute: str, order_of: tuple[str, int, int, int], copies: int
     ) -> Simulated:
         """Simulate the micro-batches. ``copies``: over how many ranks chunks are cut, which every pass
-        gathers."""
+        gathers; 0: there are no chunks."""
         order, figures = make_order(*order_of), self.figures_of(part, samples)
         again, ranges = (
             _recomputed(recompute, len(figures)),
@@ -128,20 +128,32 @@ class Pricer:
             forward = gathers + sum(each.forward_seconds for each in figures[first:last])
             backward = gathers + sum(each.backward_seconds for each in figures[first:last])
             backward += sum(figures[at].forward_seconds for at in range(first, last) if at in again)
+            # A chunk takes every gradient; without chunks the first of a step is taken as it is.
+            added = 1.0 if copies else 1 - 1 / order_of[2]
+            backward += added * self.pass_seconds(_trained(figures[first:last]))
             takes[Kind.FORWARD, stage], takes[Kind.BACKWARD, stage] = forward, backward
             takes[Kind.INPUT, stage] = takes[Kind.WEIGHT, stage] = backward / 2
         passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
         return simulate_actions(order, lambda action: takes[action.kind, action.stage], transfer)
 
+    def pass_seconds(self, numel: int) -> float:
+        """Return how long it takes to copy, or add, fp32 gradients of so many elements."""
+        return 3 * 4 * numel / self.speeds.machine.memory_bytes_per_second
+
     def _gather_seconds(self, figures: Sequence[Figures], copies: int) -> float:
         """Return how long chunks take to become whole once, each after a round in which ranks agree."""
-        if copies == 1:
+        if copies <= 1:
             return 0.0
         sizes = [sum(each.numel * each.itemsize for each in segment.parameters) for segment in figures]
         collective = self.speeds.collective
         agreed = collective("all_gather", copies, _ROUND_BYTES)
         return sum(agreed + collective("all_gather", copies, size / copies) for size in sizes if size)
+
+
+def _trained(figures: Iterable[Figures]) -> int:
+    """Return how many elements of parameters train."""
+    return sum(each.numel for segment in figures for each in segment.parameters if each.trains)
 
 
 _ROUND_BYTES = 64  # about what ranks tell each other before they gather a chunk
@@ -280,7 +292,7 @@ class _Pricing:
 
     def _timed(self, ranks: Sequence[RankPrice]) -> Price:
         choice, pricer = self._choice, self._pricer
-        gathered = self._copies if choice.zero_stage == 3 else 1
+        gathered = self._copies if choice.zero_stage == 3 else 0
         clock = pricer.clock(choice.part, choice.microbatch_size, choice.recompute, self._order_of, gathered)
         exchanges, updates = zip(
             *((self._exchange(r), self._update(r)) for r in range(len(ranks))), strict=True
@@ -338,7 +350,10 @@ class _Pricing:
             if each.trains:
                 weights = each.itemsize * (2 if each.itemsize < 4 else 1)
                 nbytes += ceil(each.numel / copies) * (24 + weights)
-        return nbytes / self._pricer.speeds.machine.adam_bytes_per_second
+        # Chunks hand their gradients over once; buckets are filled, and what comes back is copied.
+        passes = 1 if self._choice.zero_stage == 3 else 2 if self._copies > 1 else 0
+        copied = passes * self._pricer.pass_seconds(_trained(each for _, each in self._segments(rank)))
+        return copied + nbytes / self._pricer.speeds.machine.adam_bytes_per_second
 
     def _transfers(self, rank: RankPrice, hidden: float) -> float:
         """Return how long transfers take beyond the ``hidden`` seconds in which a rank computes. Weights come
