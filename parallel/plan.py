@@ -59,6 +59,11 @@ class PlanBudgets(_Checked):
     host_bytes: int = 0
     disk_bytes: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in _hints(PlanBudgets):
+            parse_bytes(getattr(self, name), name=name)  # what no machine has, none can run
+
 
 @dataclass(frozen=True)
 class RankPrediction(_Checked):

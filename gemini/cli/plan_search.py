@@ -21,6 +21,7 @@ from gemini.planner.plans import misfit_text, plan_of
 from gemini.planner.search import Found, Question, search
 from gemini.planner.space import Pins
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.system.config import MOST_BYTES
 
 _SHOWN = 5  # runners-up
 
@@ -83,7 +84,7 @@ def _disk_bytes(config: Any) -> int:
     """Return the budget of DISK: as much as anybody asks for where it has none."""
     if config.disk_dir is None:
         return 0
-    return config.disk_bytes if config.disk_bytes is not None else 2**62
+    return config.disk_bytes if config.disk_bytes is not None else MOST_BYTES
 
 
 def _render(plan: ParallelPlan, found: Found, options: argparse.Namespace, console: Console) -> None:

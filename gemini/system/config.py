@@ -11,6 +11,7 @@ from typing import Any
 
 from gemini.errors import ConfigError
 
+MOST_BYTES = 2**62 - 1  # of a size that is taken
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_UNITS)} | {
     unit.lower(): 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
@@ -43,7 +44,7 @@ def parse_bytes(value: int | str | None, *, name: str = "size") -> int | None:
 
 
 def _checked(nbytes: int, name: str) -> int:
-    if nbytes >= 2**62:
+    if nbytes > MOST_BYTES:
         raise ConfigError(f"{name} is {min(nbytes, 10**99)} bytes; no machine has that much")
     return nbytes
 

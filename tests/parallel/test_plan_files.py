@@ -32,6 +32,7 @@ from gemini.parallel import (
 )
 
 WHOLE = st.integers(0, 2**63 - 1)
+BUDGET = st.integers(0, 2**62 - 1)
 SECONDS = st.floats(0, 1e12) | st.integers(0, 10**12)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SCHEDULES = {"1f1b": (1, 1), "gpipe": (1, 1), "interleaved": (1, 3), "zbv": (2, 2)}
@@ -54,7 +55,7 @@ def plans(draw: st.DrawFn) -> ParallelPlan:
         draw(st.integers(1, 2**63 - 1)),
         tuple(draw(st.lists(TEXT, unique=True, min_size=stages - 1, max_size=stages - 1))),
         draw(st.integers(0, 3)),
-        draw(st.builds(PlanBudgets, st.none() | WHOLE, WHOLE, WHOLE)),
+        draw(st.builds(PlanBudgets, st.none() | BUDGET, BUDGET, BUDGET)),
         tuple(draw(names)),
         draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         Prediction(
@@ -139,6 +140,10 @@ CHANGES = [
     ({"layout": {"dp": 1, "pp": 1, "sp": 1, "tp": 1}, "begins": []}, "predicted.ranks are 2, and layout.pp"),
     ({"layout": 4}, "layout: it is 4 and no object"),
     ({"budgets": {"device_bytes": -1, "host_bytes": 0, "disk_bytes": 0}}, "budgets.device_bytes is -1"),
+    (
+        {"budgets": {"device_bytes": 1, "host_bytes": 0, "disk_bytes": 2**62}},
+        "budgets.disk_bytes is 4611686018427387904 bytes; no machine has that much",
+    ),
     ({"budgets": None}, "budgets: it is None"),
     ({"predicted": []}, "predicted: it is"),
     ({"runners_up": [{"settings": "x", "step_seconds": -1, "why": ""}]}, r"runners_up\[0\].step_seconds"),

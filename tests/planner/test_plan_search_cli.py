@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from planner_models import machine
+from torch import nn
 
+import gemini
 from gemini.cli.main import main
 from gemini.parallel import ParallelPlan
 
@@ -107,3 +109,26 @@ def test_a_machine_without_speeds_between_ranks_is_refused_with_how_to_measure_t
     assert main(asked("--ranks", "2", "--machine", str(path))) == 2
     assert "gemini plan --measure-ranks N --save-machine FILE" in " ".join(capsys.readouterr().err.split())
     assert main(asked("--ranks", "1", "--machine", str(path))) == 0
+
+
+def test_a_disk_without_a_budget_is_one_that_a_rank_can_be_given(
+    described: list[str], tmp_path: Path
+) -> None:
+    kept = tmp_path / "plan.json"
+    lower = [
+        "--disk-dir",
+        str(tmp_path),
+        "--pin",
+        "tiers=lower",
+        "--pin",
+        "zero=3",
+        "--device-bytes",
+        "256KiB",
+    ]
+    assert main(asked("--ranks", "1", *lower, "--save-plan", str(kept), *described)) == 0
+    plan = ParallelPlan.load(kept)
+    assert plan.budgets.disk_bytes > 0
+    options = {**plan.managed_options("manage()"), "disk_dir": tmp_path}
+    handle = gemini.manage(nn.Linear(4, 4), non_model_bytes=0, **options)
+    assert handle.stats()["disk"]["budget_bytes"] == plan.budgets.disk_bytes
+    handle.close()

@@ -273,9 +273,7 @@ def test_a_step_that_needs_every_gradient_is_refused_without_one(
         assert_same(before, dict(plain.state_dict()))
         managed.backward(square(model, 3))
         net[0][0].bias.grad = None
-        with pytest.raises(
-            ConfigError, match=r"'0\.0\.bias' and 0 more parameters have no gradient"
-        ):
+        with pytest.raises(ConfigError, match=r"'0\.0\.bias' and 0 more parameters have no gradient"):
             managed.step()
         assert_same(dict(model.state_dict()), before)
         managed.zero_grad()
