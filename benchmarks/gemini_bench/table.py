@@ -21,6 +21,7 @@ _QUICK = {
     "nvme": "--quick: everything is tiny; these figures say only that the cases run.",
     "zero": "--quick: everything is tiny; these figures say only that the cases run.",
     "parallel": "--quick: everything is tiny; these figures say only that the cases run.",
+    "plan": "--quick: everything is tiny; these figures say only that the cases run.",
     "programs": "--quick: everything is tiny; these figures say only that the cases run.",
     "gpu": "--quick or --simulated: everything is tiny; these figures say only that the cases run.",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -65,7 +65,14 @@ def search(model: nn.Module, run_of: RunOf, question: Question) -> Found:
     Raises:
         ConfigError: pins leave nothing, or a step cannot be rehearsed.
     """
-    return _Search(model, run_of, question).run()
+    return _Search(model, run_of, question).run(question.pins)
+
+
+def search_each(model: nn.Module, run_of: RunOf, question: Question, pins: Sequence[Pins]) -> list[Found]:
+    """Return what :func:`search` finds with each of ``pins`` in the place of the question's own. Operators
+    are timed once for all. Raises as :func:`search`."""
+    searching = _Search(model, run_of, question)
+    return [searching.run(each) for each in pins]
 
 
 class _Search:
@@ -76,16 +83,17 @@ class _Search:
         self._refused: dict[Part, ConfigError] = {}
         self._whole = self._record(Part(), 1)
         self._speeds = Speeds(question.machine, self._costs())
-        self._look(question.capacity)
 
     def _look(self, capacity: Capacity) -> None:
-        """Begin with what each rank may take."""
+        """Begin anew, with what each rank may take."""
         self._capacity, self._found = capacity, Found(blocks=self._whole.blocks)
         self._pricer = Pricer(self._speeds, capacity, self._scaled)
         self._exact_pricer = Pricer(self._speeds, capacity, self._exact, self._chunks)
 
-    def run(self) -> Found:
-        """Return what was found; where nothing fits, with what would do."""
+    def run(self, pins: Pins) -> Found:
+        """Return what was found with ``pins``; where nothing fits, with what would do."""
+        self._question = replace(self._question, pins=pins)
+        self._look(self._question.capacity)
         found = self._prices()
         if found.prices or not found.misfits:
             return found
@@ -150,17 +158,17 @@ class _Search:
 
     def _part_goes(self, part: Part) -> bool:
         """Say whether layers and sequences can be cut into a part."""
-        if part in self._refused:
-            return False
-        try:
-            self._record(part, 1)
-        except ConfigError as error:
-            self._refused[part] = error
-            sizes = [f"tp {part.tp}"] if part.tp > 1 else []
-            sizes += [f"sp {part.sp} ({part.sp_mode})"] if part.sp > 1 else []
-            self._leave_out(" x ".join(sizes), str(error))
-            return False
-        return True
+        if part not in self._refused:
+            try:
+                self._record(part, 1)
+            except ConfigError as error:
+                self._refused[part] = error
+        if (refused := self._refused.get(part)) is None:
+            return True
+        sizes = [f"tp {part.tp}"] if part.tp > 1 else []
+        sizes += [f"sp {part.sp} ({part.sp_mode})"] if part.sp > 1 else []
+        self._leave_out(" x ".join(sizes), str(refused))
+        return False
 
     def _price(self, choice: Combination, *, at_most: float) -> Price | None:
         """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit, or a

@@ -16,7 +16,7 @@ from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.price import Misfit, Price, Pricer
 from gemini.planner.records import CutModel, Part
-from gemini.planner.search import Question, search
+from gemini.planner.search import Question, search, search_each
 from gemini.planner.space import Combination, Pins, below, combinations, layouts
 
 
@@ -178,3 +178,13 @@ def test_every_combination_trains_the_whole_batch() -> None:
         every += combinations(layout, 16, Pins({}), blocks=8)
     assert all(each.layout.dp * each.num_microbatches * each.microbatch_size == 16 for each in every)
     assert len(set(every)) == len(every)
+
+
+def test_searching_with_several_pins_finds_what_each_alone_finds() -> None:
+    inner, asked = (4, 16, 4, 16), question()
+    pins = [Pins.parse([text]) for text in ("dp=4", "tp=4", "pp=4", "tp=2")]
+    for pin, found in zip(pins, search_each(net(*inner), run_of, asked, pins), strict=True):
+        alone = search(net(*inner), run_of, replace(asked, pins=pin))
+        assert found.prices == alone.prices
+        assert found.left_out == alone.left_out
+        assert bool(found.prices) == ("tp" not in pin.values)  # the net has no plan for tp

@@ -14,6 +14,7 @@ from gemini_bench.cli.gpu import add_gpu
 from gemini_bench.cli.output import EXIT_CODES, add_common, check_paths, command, progress, publish
 from gemini_bench.cli.parallel import add_parallel
 from gemini_bench.cli.placement import add_placement
+from gemini_bench.cli.plan import add_plan
 from gemini_bench.cli.programs import add_programs
 from gemini_bench.cli.zero import add_zero
 
@@ -87,6 +88,7 @@ def add_parser(subparsers: Any) -> None:
     add_checkpoint(kinds)
     add_zero(kinds)
     add_parallel(kinds)
+    add_plan(kinds)
     add_programs(kinds)
     add_gpu(kinds)
 
