@@ -688,7 +688,7 @@ def _chosen(
     every: bool = False,
 ) -> list[_Tried]:
     """Return a parameter of each kind and settings, two of each settings where a group has two; beyond
-    ``most``, one of each group. ``every``: all others, too, made small."""
+    ``most``, one of each group. ``every``: all others, too, made small where they are many."""
     tried: list[_Tried] = []
     kinds: set[tuple[str, Kind]] = set()
     pairs: set[str] = set()
@@ -707,7 +707,9 @@ def _chosen(
             if here:
                 pairs.add(switches)
             form, state = kind.form, states_of(optim).get(param) or {}
-            bounded = form.bounded(_NUMEL_OF_SAME if every and (is_known or is_many) else most_numel)
+            # A few keep their form: a class may be written for one alone.
+            is_small = every and (is_many or (is_known and len(tried) + len(here) >= _MOST_TRIED))
+            bounded = form.bounded(_NUMEL_OF_SAME if is_small else most_numel)
             here.append(_Tried(Seat(number, index), bounded, form.shape, state, kind.marks, switches))
         tried += here
     return tried

@@ -48,7 +48,7 @@ def job(tmp_path: Path) -> Path:
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     (tmp_path / "full.toml").write_text(
         'model = "base"\ndata = "data.jsonl"\noutput = "out"\n'
-        f'seq = 24\nbatch = 2\nsteps = {STEPS}\ndevice_bytes = "240KiB"\nplan = false\n'
+        f'seq = 24\nbatch = 2\nsteps = {STEPS}\ndevice_bytes = "240KiB"\nforecast = false\n'
     )
     (tmp_path / "bin").mkdir()
     for name, text in COMMANDS.items():

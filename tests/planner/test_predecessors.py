@@ -31,8 +31,8 @@ def test_one_rank_takes_what_the_planner_of_one_process_says(name: str) -> None:
     outlook = look(source, settings, 4)
     wanted = time_step(outlook, settings)
     asked = Question(1, 4, speeds, Capacity(2**30), Pins.parse(_PINS))
-    model = source.example(1).module
-    found = search(model, lambda n: run_on(model, source.example(n).inputs, source.loss), asked)
+    model = source.example(1).model
+    found = search(model, lambda n: run_on(source.example(1), source.example(n).inputs, source.loss), asked)
     (best,) = found.prices
     assert best.ranks[0].activation_bytes == outlook.non_model_bytes
     assert best.ranks[0].device_bytes == outlook.blueprint.context.size.total_bytes + outlook.non_model_bytes
