@@ -54,10 +54,12 @@ _ALL_MANAGED = {ManagedParameter}
 
 
 class Unfollowed:
-    """Uses of a model that are part of no step: nothing can be planned for them."""
+    """Uses of a model that are part of no step: nothing can be planned for them.
 
-    def __init__(self, module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> None:
-        self._storage, self._manager = storage, manager
+    It keeps nothing of the model: while it is known for the module, nobody else may be left to use that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
         self.in_pass = False  # of the wrapper
         self._said: set[str] = set()
         self._gradients = 0  # that had arrived when the pass before began
@@ -70,10 +72,10 @@ class Unfollowed:
         self._hook.remove()
 
     @contextmanager
-    def inside(self, training: bool) -> Iterator[None]:
-        """Be in a forward pass of the wrapper for the block."""
-        if training and self._manager.step == 0:
-            self._look_for_steps()
+    def inside(self, model: ManagedModel, training: bool) -> Iterator[None]:
+        """Be in a forward pass of ``model``, the wrapper, for the block."""
+        if training and model.manager.step == 0:
+            self._look_for_steps(model)
         outer, self.in_pass = self.in_pass, True
         try:
             yield
@@ -88,10 +90,10 @@ class Unfollowed:
                 "but nothing is recorded, planned or prefetched; call the GeminiDDP"
             )
 
-    def _look_for_steps(self) -> None:
-        gradients, before = self._manager.num_gradients, self._gradients
+    def _look_for_steps(self, model: ManagedModel) -> None:
+        gradients, before = model.manager.num_gradients, self._gradients
         self._gradients = gradients
-        used_up = gradients > before and not any(slot.has_grad for slot in self._storage.slots.values())
+        used_up = gradients > before and not any(slot.has_grad for slot in model.storage.slots.values())
         self._unseen = self._unseen + 1 if used_up else 0
         if self._unseen >= _STEPS_UNSEEN:
             self._say(
@@ -318,7 +320,7 @@ class ManagedModel:
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
-        self.unfollowed = Unfollowed(module, self.storage, self.manager)
+        self.unfollowed = Unfollowed(module)
         intercept_foreign_classes()
         self.search.report(printed=config.verbose)
         _handles.add(self)
@@ -384,7 +386,7 @@ class ManagedModel:
         self.compiled.begin_pass(training=training)
         activations = manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
-        watched = self.unfollowed.inside(training)
+        watched = self.unfollowed.inside(self, training)
         first = self._first_passes
         in_one_type = first.watched(training) if first.may_look else nullcontext()
         with manager.shortage.watched(), watched, manager.forward_pass(training), saving, in_one_type:

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -386,16 +385,17 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> None:
     param.grad = None
     param.data = slot.param_view
     if slot.grad is not None:
-        watch(param, slot)
+        watch(param)
     make_managed(param, slot.param_ref, slot, name_again)
     slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()
 
 
-def watch(param: nn.Parameter, slot: ManagedSlot) -> None:
-    """Have the gradients of ``param``, which takes some, collected."""
+def watch(param: nn.Parameter) -> None:
+    """Have the gradients of ``param``, a managed one by the time it gets some, collected."""
     with PlainTensors():
-        hook = param.register_post_accumulate_grad_hook(partial(_on_grad, slot))
+        # The hook refers to nothing: Python's collector does not see what torch keeps for these hooks.
+        hook = param.register_post_accumulate_grad_hook(_on_grad)
         # Ours goes first, so that hooks of the user find what has accumulated in ``param.grad``.
         hooks = param._post_accumulate_grad_hooks
     for key in [key for key in hooks if key != hook.id]:
@@ -411,7 +411,7 @@ def _our_hooks(param: nn.Parameter) -> list[int]:
     """Return the keys of the hooks that :func:`watch` has registered: one, or none."""
     with PlainTensors():
         hooks = param._post_accumulate_grad_hooks or {}
-    return [key for key, hook in hooks.items() if isinstance(hook, partial) and hook.func is _on_grad]
+    return [key for key, hook in hooks.items() if hook is _on_grad]
 
 
 def _release(entry: Adopted, manager: GeminiManager) -> None:
@@ -483,8 +483,9 @@ def release_all(adopted: Sequence[Adopted], manager: GeminiManager) -> bool:
     return all_read
 
 
-def _on_grad(slot: ManagedSlot, param: torch.Tensor) -> None:
+def _on_grad(param: Any) -> None:
     """Take the gradient that autograd just accumulated off the parameter and into its chunk."""
+    slot: ManagedSlot = param._slot
     with PlainTensors():
         grad = param.grad
         param.grad = None

@@ -82,7 +82,7 @@ class Growth:
         with PlainTensors():
             param.requires_grad_(True)
         if not is_watched(param):
-            watch(param, slot)
+            watch(param)
 
     def take_in(
         self, specs: Sequence[GroupSpec], operator: tuple[int, str], *, raises_disk: bool
