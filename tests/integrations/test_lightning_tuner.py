@@ -4,6 +4,7 @@ running out of memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,21 @@ from gemini.integrations.lightning import GeminiStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-OF_TORCH = RuntimeError("DefaultCPUAllocator: can't allocate memory")
-OF_OURS = OutOfBudgetError("a chunk does not fit")
+Raised = Callable[[], Exception]  # made for each raise: an exception keeps what it went through
+
+
+def of_torch() -> Exception:
+    return RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def of_ours() -> Exception:
+    return OutOfBudgetError("a chunk does not fit")
 
 
 class Sized(Classifier):
     """Has a batch size, and memory for 8 rows."""
 
-    def __init__(self, lacks: Exception) -> None:
+    def __init__(self, lacks: Raised) -> None:
         super().__init__()
         self.batch_size, self._lacks = 2, lacks
 
@@ -41,16 +49,16 @@ class Sized(Classifier):
 
     def training_step(self, batch: Any, index: int) -> torch.Tensor:
         if len(batch[0]) > 8:
-            raise self._lacks
+            raise self._lacks()
         return super().training_step(batch, index)
 
 
-@pytest.mark.parametrize(("mode", "lacks"), [("power", OF_TORCH), ("binsearch", OF_OURS), ("power", OF_OURS)])
+@pytest.mark.parametrize(("mode", "lacks"), [("power", of_torch), ("binsearch", of_ours), ("power", of_ours)])
 def test_the_batch_size_and_what_is_trained_with_it_are_those_of_an_unmanaged_run(
-    mode: str, lacks: Exception, tmp_path: Path
+    mode: str, lacks: Raised, tmp_path: Path
 ) -> None:
     found = []
-    for strategy, why in (("auto", OF_TORCH), (GeminiStrategy(**TIGHT), lacks)):
+    for strategy, why in (("auto", of_torch), (GeminiStrategy(**TIGHT), lacks)):
         torch.manual_seed(1)
         made, figures = trainer(tmp_path, strategy, max_epochs=1)
         module = Sized(why)
@@ -66,7 +74,7 @@ def test_the_batch_size_and_what_is_trained_with_it_are_those_of_an_unmanaged_ru
 def test_what_the_callback_has_tried_takes_no_memory_from_the_run(tmp_path: Path) -> None:
     finder = BatchSizeFinder(init_val=2, steps_per_trial=2)
     made, _ = trainer(tmp_path, GeminiStrategy(**TIGHT), max_epochs=1, callbacks=[finder])
-    module = Sized(OF_TORCH)
+    module = Sized(of_torch)
     made.fit(module)
     assert finder.optimal_batch_size == module.batch_size == 8
     assert made.global_step == 8

@@ -6,7 +6,7 @@ import itertools
 import logging
 import mmap
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,7 +160,9 @@ def test_a_small_disk_takes_no_more_space_than_its_budget(tmp_path: Path) -> Non
     assert options["disk_bytes"] / 2 < max(taken) <= options["disk_bytes"] + INDEX_BYTES
 
 
-@pytest.mark.parametrize("trouble", [KeyboardInterrupt, IoError(5, "cannot give back disk space of", "f", 0)])
+@pytest.mark.parametrize(
+    "trouble", [KeyboardInterrupt, partial(IoError, 5, "cannot give back disk space of", "f", 0)]
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_small_disk_keeps_its_budget_after_trouble(
     when: str, trouble: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +174,7 @@ def test_a_small_disk_keeps_its_budget_after_trouble(
         met += 1
         if armed[0] and met % 3 == 0:
             armed[0] = False
-            raise trouble
+            raise trouble()
 
     def discard_or_trip(self: AsyncFile, offset: int, nbytes: int) -> None:
         if when == "before":
