@@ -331,6 +331,10 @@ class ProcessGroupPeers(Peers):
         works += [self._receive(theirs[rank], rank) for rank in self._others()]
         return self._as_one(works, mine[0].nbytes)
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> ProcessGroupPeers:
+        """Return these ranks: a copy of what they share is of the same ones."""
+        return self
+
     def say(self, text: str) -> list[str]:
         """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
         return self._messages.text(text)

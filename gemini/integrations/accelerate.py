@@ -166,7 +166,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
 
         self._saves_lazily = True
         try:
-            with self._other_optimizers_only(), _last(self.register_save_state_pre_hook(take_out)):
+            with self._other_optimizers_only(), _removed(self.register_save_state_pre_hook(take_out)):
                 directory = super().save_state(output_dir, safe_serialization, **options)
         finally:
             self._saves_lazily = False
@@ -177,36 +177,41 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Load what :meth:`save_state` has saved.
+        """Load what :meth:`save_state` has saved, where it is not said what, the last one that Accelerate has
+        named.
 
         Raises:
-            ConfigError: there is no directory given, or Accelerate's own Accelerator has saved it.
+            ConfigError: Accelerate's own Accelerator has saved it.
             CheckpointError: it holds no complete checkpoint.
         """
-        if input_dir is None:
-            raise ConfigError("load_state() of managed models needs the directory that save_state() returned")
-        pairs = self._pairs()
-        if pairs and not _folder(input_dir, 0).is_dir() and _is_accelerates(Path(input_dir)):
-            raise ConfigError(
-                f"{input_dir} was saved by Accelerate's own Accelerator, and has no {_FOLDER}/ with the "
-                "states of managed models; give its weights (model.safetensors) to load_state_dict() of the "
-                "managed model, or make a directory of them for gemini.from_pretrained(); the optimizer "
-                "starts anew"
-            )
-        for number in range(len(pairs)):
-            checkpoint.latest(_folder(input_dir, number))  # before anything is loaded
-        given: set[int] = set()
+        pairs, given, directory = self._pairs(), set[int](), ""
+
+        def look(_models: Any, found: str) -> None:
+            nonlocal directory
+            directory = found
+            if pairs and not _folder(directory, 0).is_dir() and _is_accelerates(Path(directory)):
+                raise ConfigError(
+                    f"{directory} was saved by Accelerate's own Accelerator, and has no {_FOLDER}/ with the "
+                    "states of managed models; give its weights (model.safetensors) to load_state_dict() of "
+                    "the managed model, or make a directory of them for gemini.from_pretrained(); the "
+                    "optimizer starts anew"
+                )
+            for number in range(len(pairs)):
+                checkpoint.latest(_folder(directory, number))
 
         def take_out(models: list[Any], _directory: str) -> None:
             given.update(id(managed(model)) for model in models)
             models[:] = [model for model in models if managed(model) is None]
 
-        with self._other_optimizers_only(), _last(self.register_load_state_pre_hook(take_out)):
+        first = self.register_load_state_pre_hook(look)
+        self._load_model_state_pre_hook.move_to_end(first.id, last=False)  # before anything is loaded
+        last = self.register_load_state_pre_hook(take_out)
+        with self._other_optimizers_only(), _removed(first), _removed(last):
             super().load_state(input_dir, load_kwargs, **options)
         for number, (model, optimizer) in enumerate(pairs):
             # What a hook took out has the weights that the hook gave it.
             own = () if id(model) in given else model.module.state_dict(keep_vars=True).keys()
-            load_keeping_random(_folder(input_dir, number), model, optimizer, leave=own)
+            load_keeping_random(_folder(directory, number), model, optimizer, leave=own)
 
     def optimizer_of(self, params: Iterable[Any]) -> GeminiOptimizer | None:
         """Return the optimizer that updates managed ``params``; None where they are not managed.
@@ -261,8 +266,8 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
 
 
 @contextmanager
-def _last(hook: Any) -> Iterator[None]:
-    """Have a hook, which runs after all others, for the block."""
+def _removed(hook: Any) -> Iterator[None]:
+    """Have a hook for the block alone."""
     try:
         yield
     finally:

@@ -176,6 +176,44 @@ def test_hooks_of_saving_see_all_models_with_their_weights(tmp_path: Path) -> No
     assert torch.equal(found[0][2], found[1][2])
 
 
+def test_the_last_of_the_states_that_accelerate_names_is_loaded(tmp_path: Path) -> None:
+    """Hooks are called in the order in which they were registered, with the directory."""
+    found = []
+    for kind in (accelerate.Accelerator, GeminiAccelerator):
+        reset_state()
+        directory = tmp_path / kind.__name__
+        project = accelerate.utils.ProjectConfiguration(
+            project_dir=str(directory), automatic_checkpoint_naming=True
+        )
+        options: dict[str, Any] = {} if kind is accelerate.Accelerator else {"gemini": TIGHT}
+        accelerator = kind(cpu=True, project_config=project, **options)
+        model = net()
+        model, optimizer = accelerator.prepare(model, gemini.CPUAdam(model.parameters(), lr=1e-2))
+        calls: list[Any] = []
+        for name in ("one", "two"):
+
+            def save(models: Any, weights: Any, path: str, name: str = name, calls: Any = calls) -> None:
+                calls.append((name, len(models), [sorted(state) for state in weights], Path(path).name))
+
+            def load(models: Any, path: str, name: str = name, calls: Any = calls) -> None:
+                calls.append((name, len(models), Path(path).name))
+
+            accelerator.register_save_state_pre_hook(save)
+            accelerator.register_load_state_pre_hook(load)
+        for step in range(4):
+            accelerator.backward(model(torch.ones(2, 32)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step < 3:
+                accelerator.save_state()
+        accelerator.load_state()
+        found.append((calls, {name: value.clone() for name, value in model.state_dict().items()}))
+    assert found[0][0] == found[1][0]
+    assert [call[0] for call in found[0][0]] == ["one", "two"] * 4
+    assert found[0][0][-1] == ("two", 1, "checkpoint_2")
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
 def test_weights_that_a_hook_changes_in_the_dict_are_refused(tmp_path: Path) -> None:
     reset_state()
     accelerator = GeminiAccelerator(cpu=True, gemini=TIGHT)

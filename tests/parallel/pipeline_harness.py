@@ -99,7 +99,7 @@ def train_staged(
         optimizer.step()
         found.losses.append(float(out["loss"]))
         found.norms.append(optimizer.get_grad_norm())
-    partition = plugin.parts[id(model)].partition
+    partition = plugin.parts[model].partition
     found.weights = {
         k: v.clone() for k, v in partition.gather_state(model.state_dict(keep_vars=True)).items()
     }

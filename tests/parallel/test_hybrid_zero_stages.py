@@ -34,7 +34,7 @@ def boosted(stage: int, optimizer: Any = CPUAdam, **options: Any) -> tuple[Boost
 
 
 def whole_weights(booster: Booster, model: Any) -> dict[str, torch.Tensor]:
-    partition = booster.plugin.parts[id(model)].partition
+    partition = booster.plugin.parts[model].partition
     return {
         name: value.clone()
         for name, value in partition.gather_state(model.state_dict(keep_vars=True)).items()

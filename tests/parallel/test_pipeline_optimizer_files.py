@@ -258,7 +258,7 @@ def _most_tensors(files: Files) -> tuple[int, int]:
     boost = boosted((1, 1, 2), True)
     train(boost, range(1))
     booster, model, optimizer, _ = boost
-    partition = booster.plugin.parts[id(model)].partition
+    partition = booster.plugin.parts[model].partition
     saving, loading = _Alive(partition.gather_state), _Alive(partition.cut_state)
     partition.gather_state, partition.cut_state = saving, loading
     booster.save_optimizer(optimizer, files[1])

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.checkpoint import plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.ddp import GeminiDDP
 from gemini.parallel.booster.checkpoint.sources import (
-    EXTRA_STATE,
     OWN_METADATA,
     TensorFiles,
     config_file,
+    extra_in,
     model_contents,
     parameter_names,
     tied_names,
@@ -31,7 +30,6 @@ from gemini.parallel.booster.checkpoint.zero import take_weights
 from gemini.parallel.booster.data_parallel import ShardedData
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.zero import LowLevelZeroOptimizer
-from gemini.system.files import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -93,9 +91,7 @@ def _state_for(own: Mapping[str, Any], files: TensorFiles) -> dict[str, Any]:
         for there, lacking in ((first, alias), (alias, first)):
             if there in state:
                 state.setdefault(lacking, state[there])
-    if EXTRA_STATE in files.metadata:
-        state.update(plain_data.decode(parse_json(files.metadata[EXTRA_STATE])))
-    return state
+    return state | extra_in(files.metadata)
 
 
 def _check_fits(

@@ -15,14 +15,17 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from gemini.checkpoint import plain_data
 from gemini.checkpoint.sealed_file import making_sense_of
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.comm.peers import ModelRanks
 from gemini.errors import CheckpointError, ConfigError
 from gemini.parallel.booster.checkpoint.optimizer_files import group_members
 from gemini.parallel.booster.checkpoint.sources import (
+    ModelContents,
     TensorFiles,
     config_file,
+    extra_in,
     model_contents,
     parameter_names,
 )
@@ -37,8 +40,10 @@ from gemini.parallel.pipeline.absent import Absent
 from gemini.parallel.pipeline.passing import Form, Incoming, Passing
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer
+from gemini.system.files import parse_json
 
 _Path = str | os.PathLike[str]
+_PART = "_part_of_model"  # an attribute of modules
 
 
 @dataclass(frozen=True)
@@ -137,18 +142,25 @@ class Parts:
         for part in {boosted, module, *module.modules()}:
             holds_part = any(id(param) in cut for param in part.parameters(recurse=False))
             if holds_part or part in (boosted, module) or isinstance(part, Absent):
-                part.register_state_dict_pre_hook(_Refusal())
+                part.register_state_dict_pre_hook(_Refusal(self))
         for whole in (
             boosted,
             module,
         ):  # pickling comes to it first, before process groups in hooks and layers
             held = dict(vars(whole))
             vars(whole).clear()
-            vars(whole).update({"_part_of_model": _Refusal(), **held})
+            vars(whole).update({_PART: _Refusal(self), **held})
 
     def owner_of(self, name: str) -> int:
         """Return which rank along ``pp`` saves a tensor."""
         return self._rank_of[self.staged.owner_of(self.staged.names_of(name))]
+
+
+def parts_of(model: nn.Module) -> Parts | None:
+    """Return of what ``model`` is a part: a boosted model that is no whole one, the module in it, or a copy
+    of either; None for others."""
+    found = vars(model).get(_PART)
+    return found.parts if isinstance(found, _Refusal) else None
 
 
 def save_parts(
@@ -174,7 +186,20 @@ def save_parts(
         own = next(((each, local[each]) for each in names if each in local), None)
         spec = TensorSpec(name, like.dtype, tuple(like.shape))
         sources.append(TensorSource(spec, partial(stream, parts, passing, (name, spec), own)))
-    save_tensors(checkpoint, "model", sources, aliases, layout, ranks, parts.whole.companions)
+    extra = _extra_of_all(held.extra, parts, ranks)
+    metadata = ModelContents(sources, aliases, extra).metadata()
+    save_tensors(checkpoint, "model", sources, metadata, layout, ranks, parts.whole.companions)
+
+
+def _extra_of_all(own: Mapping[str, Any], parts: Parts, ranks: Ranks) -> dict[str, Any]:
+    """Return the extra states of all modules, each of the rank that saves it; all ranks call this."""
+
+    def say() -> str:
+        mine = {name: value for name, value in own.items() if parts.owner_of(name) == parts.place}
+        return json.dumps(plain_data.encode(mine if parts.is_first_column else {}, "a module's extra state"))
+
+    every = [plain_data.decode(parse_json(text)) for text in ranks.collect(say)]
+    return {name: value for each in every for name, value in each.items()}
 
 
 def stream(
@@ -270,8 +295,15 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
             f"{missing[:3]}, and {len(unexpected)} of its names are not in the model {unexpected[:3]}; "
             "pass strict=False to load what both have"
         )
-    own = parts.staged.module.state_dict(keep_vars=True)
-    state = {}
+    own, extra = parts.staged.module.state_dict(keep_vars=True), extra_in(files.metadata)
+    lacking = [name for name, value in own.items() if not isinstance(value, torch.Tensor)]
+    lacking = [name for name in lacking if name not in extra]
+    if strict and lacking:
+        raise CheckpointError(
+            f"{checkpoint} was made for another model: it has no extra state {lacking[0]!r}; pass "
+            "strict=False to load what both have"
+        )
+    state: dict[str, Any] = {name: value for name, value in extra.items() if name in own}
     for name in own.keys() & stored.keys():
         value, shape = files[stored[name]], tuple(parts.whole.tensors[name].shape)
         if tuple(value.shape) != shape:
@@ -285,6 +317,9 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
 
 class _Refusal:
     """The hook of a module that is part of a model. As such it is among what pickling the module writes."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
 
     def __call__(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
         """Raise ConfigError unless the parts themselves are wanted."""

@@ -30,7 +30,7 @@ from gemini.parallel.booster.data_parallel import DataParallel, ShardedData, Sin
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 from gemini.runtime import ManagedParameter, read_values
 from gemini.runtime.storage.model_storage import slot_of
-from gemini.system.files import open_regular
+from gemini.system.files import open_regular, parse_json
 from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, files_of
 
 Names = dict[torch.Tensor, str]
@@ -52,6 +52,13 @@ class ModelContents:
         """Return what the header of a file says besides the tensors."""
         extra = plain_data.encode(self.extra, "a module's extra state")
         return {**self.aliases, **({EXTRA_STATE: json.dumps(extra)} if self.extra else {})}
+
+
+def extra_in(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the extra states in the header of a file, by name. Raises CheckpointError where they are
+    damaged."""
+    text = metadata.get(EXTRA_STATE)
+    return {} if text is None else dict(plain_data.decode(parse_json(text)))
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import handle_of
 from gemini.parallel.booster import checkpoint as files
-from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, save_parts
+from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, parts_of, save_parts
 from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
     load_parts_of_optimizer,
     save_parts_of_optimizer,
@@ -184,11 +184,12 @@ class HybridParallelPlugin(Plugin):
         self._split: dict[str, Any] = {"split": split, "costs": costs}
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind, "before": before}
         self._mesh: Mesh | None = None
-        self.parts: dict[int, Parts] = {}  # by the identity of boosted models
-        self._pipelines: dict[int, Pipeline] = {}  # likewise
-        self._sequences: dict[int, SequenceParallel] = {}  # likewise
-        # Likewise, of those without chunks: what a plan expects of a step, and what measures it.
-        self._watched: dict[int, tuple[dict[str, float], StepClock]] = {}
+        # Of boosted models, of which a program may have several, one after another.
+        self.parts: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
+        self._pipelines: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
+        self._sequences: WeakKeyDictionary[nn.Module, SequenceParallel] = WeakKeyDictionary()
+        # Of those without chunks: what a plan expects of a step, and what measures it.
+        self._watched: WeakKeyDictionary[nn.Module, tuple[dict[str, float], StepClock]] = WeakKeyDictionary()
         self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
 
     @property
@@ -236,13 +237,13 @@ class HybridParallelPlugin(Plugin):
         boosted, updating, trained = wrap(model, optimizer, parts, group)
         self._watch(boosted, updating)
         parts.refuse_as_whole(boosted)
-        self.parts[id(boosted)] = parts
+        self.parts[boosted] = parts
         if updating is not None:
             self._parts_of[updating] = parts
         cut = None if sequence is None else partial(own_part, sequence)
-        self._pipelines[id(boosted)] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
+        self._pipelines[boosted] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
         if sequence is not None:
-            self._sequences[id(boosted)] = sequence
+            self._sequences[boosted] = sequence
         if mesh is not None and (shared := mesh.axis("tp")) is not None:
             boosted.register_forward_pre_hook(partial(_compare_batches, shared), with_kwargs=True)
         return Boosted(boosted, updating, criterion)
@@ -272,7 +273,7 @@ class HybridParallelPlugin(Plugin):
             handle_of(model).compare_with(predicted)
             return
         clock = StepClock()
-        self._watched[id(model)] = predicted, clock
+        self._watched[model] = predicted, clock
         model.register_forward_pre_hook(lambda *_: clock.begin() if torch.is_grad_enabled() else None)
         if optimizer is not None:
             optimizer.register_step_post_hook(lambda *_: clock.end())
@@ -283,9 +284,9 @@ class HybridParallelPlugin(Plugin):
         alone). Those of a GeminiDDP are among its own ``stats()``, which are returned."""
         if isinstance(model, GeminiDDP):
             return model.stats()
-        if id(model) not in self._watched:
+        if model not in self._watched:
             return {}
-        predicted, clock = self._watched[id(model)]
+        predicted, clock = self._watched[model]
         measured = {} if clock.seconds is None else {"step_seconds": clock.seconds}
         return {"predicted": dict(predicted), "measured": measured}
 
@@ -427,14 +428,14 @@ class HybridParallelPlugin(Plugin):
         self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
     ) -> Executed:
         """Run a batch through a boosted model; see :meth:`Booster.execute_pipeline`."""
-        if id(model) in self._watched and torch.is_grad_enabled():
-            self._watched[id(model)][1].begin()
-        if (sequence := self._sequences.get(id(model))) is not None:
+        if model in self._watched and torch.is_grad_enabled():
+            self._watched[model][1].begin()
+        if (sequence := self._sequences.get(model)) is not None:
             if criterion is not None:
                 criterion = mean_over_tokens(sequence, criterion)
             if (count := options.get("count")) is not None:
                 options["count"] = count_of_all(sequence.averaging, count)
-        return self._pipelines[id(model)].run(batch, criterion, **options)
+        return self._pipelines[model].run(batch, criterion, **options)
 
     def save_model(
         self,
@@ -444,7 +445,7 @@ class HybridParallelPlugin(Plugin):
         layout: files.Layout,
     ) -> None:
         """See :class:`Plugin`: whole tensors, under the names of the whole model."""
-        parts = self.parts.get(id(model))
+        parts = self.parts.get(model) or parts_of(model)
         if parts is None:
             super().save_model(model, optimizer, checkpoint, layout)
             return
@@ -460,7 +461,7 @@ class HybridParallelPlugin(Plugin):
         strict: bool,
     ) -> None:
         """See :class:`Plugin`: each rank reads its own part of whole tensors."""
-        parts = self.parts.get(id(model))
+        parts = self.parts.get(model) or parts_of(model)
         if parts is None:
             super().load_model(model, optimizer, checkpoint, ranks, strict=strict)
             return
