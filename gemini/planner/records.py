@@ -116,12 +116,19 @@ class CutModel:
         self._axes = {name: axis for name, axis in (("tp", partition.axis), ("sp", sp)) if axis is not None}
 
     def record(self, run: Run) -> Record:
-        """Run forward and backward of one micro-batch.
+        """Run forward and backward of one micro-batch. Where blocks do not run one after another, the whole
+        model is one segment.
 
         Raises:
-            ConfigError: a step cannot be rehearsed without values, or its blocks do not run one after
-            another.
+            ConfigError: a step cannot be rehearsed without values.
         """
+        try:
+            return self._record(run)
+        except _NotInARow as reason:
+            self._units, self._why_one = None, str(reason)
+            return self._record(run)
+
+    def _record(self, run: Run) -> Record:
         watch = _Watch(self._units)
         for name, axis in self._axes.items():
             assert isinstance(axis, OutlineAxis)
@@ -132,6 +139,10 @@ class CutModel:
         ):
             watch.run(self.model, run, self._sequences)
         return Record(self._part, watch.segments(self.model, self._units), self._why_one, self._units)
+
+
+class _NotInARow(ConfigError):
+    """Blocks did not run one after another, once each."""
 
 
 def _units_of(model: nn.Module) -> tuple[Units | None, str | None]:
@@ -173,7 +184,7 @@ class _Watch:
         """Begin a segment of forward; when the gradient of its input is there, the one before runs
         backward."""
         if segment != self._entered + 1:
-            raise ConfigError(
+            raise _NotInARow(
                 f"block {segment - 1} ran after block {self._entered - 1}: blocks run one after another, "
                 "once each"
             )
@@ -198,7 +209,7 @@ class _Watch:
             try:
                 loss = run(model, sequences)
                 if self._entered != self._count - 1:
-                    raise ConfigError(f"{self._entered} of {self._count - 2} blocks ran; each runs once")
+                    raise _NotInARow(f"{self._entered} of {self._count - 2} blocks ran; stages run each once")
                 self._entered_bytes[self._count] = self._meter.live_bytes
                 self._begin(self._backward[-1])
                 backward(

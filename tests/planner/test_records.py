@@ -105,7 +105,7 @@ def test_a_model_without_blocks_has_one_segment_and_the_reason() -> None:
     assert found.segments[0].forward.operations
 
 
-def test_blocks_that_run_twice_are_refused() -> None:
+def test_of_blocks_that_run_twice_there_is_one_segment_and_the_reason() -> None:
     class Twice(Net):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             x = self.embed(ids)
@@ -116,8 +116,22 @@ def test_blocks_that_run_twice_are_refused() -> None:
 
     with torch.device("meta"):
         model = Twice((8, 8))
-    with pytest.raises(ConfigError, match="ran after block"):
-        recorded(model)
+    found = recorded(model)
+    assert found.blocks == ()
+    assert "ran after block" in str(found.why_one)
+    ((forward, backward),) = flops(found)
+    assert backward == 2 * forward == 2 * (2 * flops(recorded(net(8, 8)))[1][0] * 2 + 2 * 2 * 8 * 16 * 32)
+
+
+def test_blocks_that_do_not_run_are_no_stages() -> None:
+    class Unused(Net):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.embed(ids))
+            return out
+
+    with torch.device("meta"):
+        model = Unused((8, 8))
+    assert recorded(model).why_one == "0 of 2 blocks ran; stages run each once"
 
 
 def test_a_value_that_is_not_there_is_named() -> None:
