@@ -223,10 +223,11 @@ class _Watch:
                 )
             except GeminiError:
                 raise
-            except RuntimeError as error:
-                raise ConfigError(
-                    f"the step cannot be rehearsed without values: {str(error).partition(chr(10))[0]}"
-                ) from error
+            except (RuntimeError, ValueError) as error:
+                what = (
+                    "cannot be rehearsed without values" if isinstance(error, RuntimeError) else "was refused"
+                )
+                raise ConfigError(f"the step {what}: {str(error).partition(chr(10))[0]}") from error
 
     def segments(self, model: nn.Module, units: Units | None) -> tuple[Segment, ...]:
         """Return what was seen."""

@@ -81,8 +81,22 @@ class _Search:
         self._records: dict[tuple[Part, int], Record] = {}
         self._cut: dict[Part, CutModel] = {}
         self._refused: dict[Part, ConfigError] = {}
-        self._whole = self._record(Part(), 1)
+        self._least, self._why_more = 1, ""  # samples of a micro-batch
+        self._whole = self._first_record()
         self._speeds = Speeds(question.machine, self._costs())
+
+    def _first_record(self) -> Record:
+        """Return the record of the whole model with one sample; with two where one is refused, as batch norm
+        does."""
+        try:
+            return self._record(Part(), 1)
+        except ConfigError as error:
+            try:
+                whole = self._record(Part(), 2)
+            except ConfigError:
+                raise error from None
+            self._least, self._why_more = 2, str(error)
+            return whole
 
     def _look(self, capacity: Capacity) -> None:
         """Begin anew, with what each rank may take."""
@@ -134,7 +148,9 @@ class _Search:
             if self._goes(layout):
                 blocks = len(self._whole.blocks)
                 for choice in combinations(layout, self._question.batch, self._question.pins, blocks=blocks):
-                    if self._part_goes(choice.part):
+                    if choice.microbatch_size < self._least:
+                        self._leave_out("micro-batches of one sample", self._why_more)
+                    elif self._part_goes(choice.part):
                         yield choice
         if not any_layout:
             raise ConfigError(
@@ -160,7 +176,7 @@ class _Search:
         """Say whether layers and sequences can be cut into a part."""
         if part not in self._refused:
             try:
-                self._record(part, 1)
+                self._record(part, self._least)
             except ConfigError as error:
                 self._refused[part] = error
         if (refused := self._refused.get(part)) is None:

@@ -6,7 +6,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from planner_models import machine, net, question, run_of
+import torch
+from planner_models import Net, machine, net, question, run_of
 
 from gemini import ConfigError
 from gemini.forecast.meter import OperationCosts
@@ -188,3 +189,21 @@ def test_searching_with_several_pins_finds_what_each_alone_finds() -> None:
         assert found.prices == alone.prices
         assert found.left_out == alone.left_out
         assert bool(found.prices) == ("tp" not in pin.values)  # the net has no plan for tp
+
+
+def test_a_model_that_refuses_one_sample_is_planned_with_more() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__((8, 8))
+            self.norm = torch.nn.BatchNorm1d(16)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = super().forward(ids)
+            return out + self.norm(self.embed(ids).mean(1)).mean()
+
+    with torch.device("meta"):
+        model = Normed().train()
+    found = search(model, run_of, question(2, 8, pins=Pins.parse(["sp=1"])))
+    assert found.prices
+    assert all(each.combination.microbatch_size > 1 for each in found.prices)
+    assert "more than 1 value" in found.left_out["micro-batches of one sample"]
