@@ -53,6 +53,7 @@ class Sized(Classifier):
         return super().training_step(batch, index)
 
 
+@pytest.mark.dear("each try of a batch size is a training of its own")
 @pytest.mark.parametrize(("mode", "lacks"), [("power", of_torch), ("binsearch", of_ours), ("power", of_ours)])
 def test_the_batch_size_and_what_is_trained_with_it_are_those_of_an_unmanaged_run(
     mode: str, lacks: Raised, tmp_path: Path

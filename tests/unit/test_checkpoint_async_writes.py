@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,9 +173,17 @@ def test_a_write_that_nobody_foresaw_ends_the_save(
     run.save(tmp_path / "run")
     monkeypatch.setattr(tensors_module, "possibly_written", lambda *_args: ())
     monkeypatch.setattr(checkpoint.SaveHandle, "_is_left", lambda *_args: True)
+    written, save = threading.Event(), checkpoint.SaveHandle._run
+
+    def save_late(handle: checkpoint.SaveHandle) -> None:
+        assert written.wait(60)
+        save(handle)
+
+    monkeypatch.setattr(checkpoint.SaveHandle, "_run", save_late)
     handle = checkpoint.save_async(tmp_path / "run", run.model, run.optimizer)
     with torch.no_grad():
         run.model.module.unused.zero_()
+    written.set()
     with pytest.raises(CheckpointError, match=r"'unused' was written to before it was saved.*wait\(\)"):
         handle.wait()
     assert len(list((tmp_path / "run").iterdir())) == 1
