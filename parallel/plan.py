@@ -1,6 +1,6 @@
 """ParallelPlan: how a model is trained over ranks and tiers, as a value and as a small JSON file.
 
-A plan is data. Whoever plans makes one; ``HybridParallelPlugin(plan=...)`` runs it.
+A plan is data. The planner makes it, and ``HybridParallelPlugin(plan=...)`` runs it.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class _Trials:
         key: Any,
         loss: GivenLoss | None = None,
     ) -> Found:
-        """Return the outcome of a trial, made anew where ``key`` is another one than before."""
+        """Return the outcome of a trial, which runs again when ``key`` changes."""
         kept = self._found.get((dtype, loss is not None))
         if kept is None or kept[0] != key:
             kept = key, self._attempt(groups, dtype, loss)

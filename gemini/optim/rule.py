@@ -404,7 +404,8 @@ class SteppedRule(KeptAsNamed, Independent):
         return partial(self._run, parts)
 
     def _run(self, parts: Sequence[Part]) -> None:
-        """Step over all parts at once. Those of equal settings are one group: torch's steps see no more."""
+        """Step over all parts at once. Parts of equal settings are one group: torch's steps read nothing
+        else."""
         shell = shell_of(self._optim)
         stepped = [SteppedPart(part, shell) for part in parts]
         groups: dict[GroupSettings, list[torch.Tensor]] = {}

@@ -213,7 +213,7 @@ _INPUTS = tuple(f"input {index}" for index in range(8))  # those of the model's 
 
 
 class _Ran:
-    """An outline that is run on a batch, with ``weights`` in the place of its parameters and copies of
+    """An outline that is run on a batch, with ``weights`` instead of its parameters and copies of
     buffers. Within the block it has these, for backward may compute blocks again."""
 
     def __init__(

@@ -111,7 +111,7 @@ class RecomputedBlock:
     """Stands in for the ``forward`` of a module: backward runs it again, as it was and with the same random
     numbers, and leaves it as it is.
 
-    The first call finds out what of the module changes from call to call.
+    The first call finds which attributes of the module change from call to call.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
