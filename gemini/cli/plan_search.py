@@ -131,7 +131,7 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
     fixed = [name for name in ("tp", "pp", "sp", "dp") if getattr(options, name) is not None]
     if fixed:
         pins = " ".join(f"--pin {name}={getattr(options, name)}" for name in fixed)
-        raise ConfigError(f"--search chooses sizes: write {pins} in the place of --{', --'.join(fixed)}")
+        raise ConfigError(f"--search chooses sizes: write {pins} instead of --{', --'.join(fixed)}")
     if options.accumulation != 1 or options.checkpointing:
         raise ConfigError(
             "--search chooses micro-batches and what recomputes: leave out --accumulation and "

@@ -88,8 +88,7 @@ class Pricer:
         return total * choice.num_microbatches / choice.layout.pp
 
     def price(self, choice: Combination) -> Price | Misfit:
-        """Return what a step takes, or why it does not fit. Raises ConfigError where its schedule cannot
-        be."""
+        """Return what a step takes, or why it does not fit."""
         return _Pricing(self, choice).result()
 
     def _total(self, part: Part, samples: int, recompute: str) -> float:
@@ -124,7 +123,7 @@ class Pricer:
         )
         takes: dict[tuple[Kind, int], float] = {}
         for stage, (first, last) in enumerate(ranges):
-            gathers = self._gather_seconds(figures[first:last], copies)
+            gathers = self.gather_seconds(figures[first:last], copies)
             forward = gathers + sum(each.forward_seconds for each in figures[first:last])
             backward = gathers + sum(each.backward_seconds for each in figures[first:last])
             backward += sum(figures[at].forward_seconds for at in range(first, last) if at in again)
@@ -141,7 +140,7 @@ class Pricer:
         """Return how long it takes to copy, or add, fp32 gradients of so many elements."""
         return 3 * 4 * numel / self.speeds.machine.memory_bytes_per_second
 
-    def _gather_seconds(self, figures: Sequence[Figures], copies: int) -> float:
+    def gather_seconds(self, figures: Sequence[Figures], copies: int) -> float:
         """Return how long chunks take to become whole once, each after a round in which ranks agree."""
         if copies <= 1:
             return 0.0
@@ -301,10 +300,11 @@ class _Pricing:
         tails = [sum(each) for each in zip(exchanges, updates, waits, strict=True)]
         busiest = max(range(len(ranks)), key=lambda rank: clock.busy[rank])
         messages = {axis: self._messages(axis, busiest) for axis in ("tp", "sp")}
+        gathers = self._gathers(busiest)
         seconds = {
-            "compute": clock.busy[busiest] - sum(messages.values()),
+            "compute": clock.busy[busiest] - sum(messages.values()) - gathers,
             **messages,
-            "dp": exchanges[busiest],
+            "dp": exchanges[busiest] + gathers,
             "Adam": updates[busiest],
             "transfers": waits[busiest],
             "idle": clock.seconds - clock.busy[busiest],
@@ -325,6 +325,12 @@ class _Pricing:
             forward = figures.forward_messages.get(axis, 0.0)
             each += forward * (2 if at in self._again else 1) + figures.backward_messages.get(axis, 0.0)
         return each * self._choice.num_microbatches
+
+    def _gathers(self, rank: int) -> float:
+        """Return how long a rank gathers chunks in a step: for every forward and backward pass."""
+        copies = self._copies if self._choice.zero_stage == 3 else 0
+        once = self._pricer.gather_seconds([each for _, each in self._segments(rank)], copies)
+        return 2 * self._choice.num_microbatches * once
 
     def _exchange(self, rank: int) -> float:
         """Return how long gradients, and updated weights, take among data ranks at the end of a step."""

@@ -69,7 +69,7 @@ def search(model: nn.Module, run_of: RunOf, question: Question) -> Found:
 
 
 def search_each(model: nn.Module, run_of: RunOf, question: Question, pins: Sequence[Pins]) -> list[Found]:
-    """Return what :func:`search` finds with each of ``pins`` in the place of the question's own. Operators
+    """Return what :func:`search` finds with each of ``pins`` instead of the question's own. Operators
     are timed once for all. Raises as :func:`search`."""
     searching = _Search(model, run_of, question)
     return [searching.run(each) for each in pins]
@@ -201,12 +201,9 @@ class _Search:
                 self._found.misfits[choice.layout] = priced
         return priced if isinstance(priced, Price) else None
 
-    def _priced(self, pricer: Pricer, choice: Combination) -> Price | Misfit | None:
-        """Return the price, or why it does not fit; None where there is no such schedule."""
-        try:
-            priced = pricer.price(choice)
-        except ConfigError:  # the schedule takes other numbers of micro-batches, which are in the space
-            return None
+    def _priced(self, pricer: Pricer, choice: Combination) -> Price | Misfit:
+        """Return the price, or why it does not fit."""
+        priced = pricer.price(choice)
         lower = below(choice, self._question.pins)
         if isinstance(priced, Misfit) and self._capacity.lower_bytes and lower is not None:
             return pricer.price(lower)
@@ -261,6 +258,8 @@ def _with(capacity: Capacity, misfit: Misfit) -> Capacity:
     """Return what the combination that was nearest would need."""
     if misfit.tier == "DEVICE":
         return replace(capacity, device_bytes=misfit.needed_bytes)
+    if not capacity.disk_bytes:  # the machine may have no disk
+        return replace(capacity, host_bytes=misfit.needed_bytes)
     return replace(capacity, disk_bytes=misfit.needed_bytes - capacity.host_bytes)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
+from gemini.parallel.pipeline.orders import make_order
 from gemini.planner.records import Part
 
 NONE, HALF, ALL = "none", "half", "all"  # of the blocks recompute
@@ -164,5 +165,14 @@ def _schedules(pp: int, micro_batches: int, blocks: int) -> Iterator[tuple[str, 
         return
     for schedule in SCHEDULES:
         for stages in (2,) if schedule in _SEVERAL_STAGES else (1,):
-            if pp * stages <= blocks:
+            if pp * stages <= blocks and _has_order(schedule, pp, micro_batches, stages):
                 yield schedule, stages
+
+
+def _has_order(schedule: str, pp: int, micro_batches: int, stages: int) -> bool:
+    """Say whether a schedule takes so many micro-batches."""
+    try:
+        make_order(schedule, pp, micro_batches, stages)
+    except ConfigError:
+        return False
+    return True

@@ -42,10 +42,7 @@ def exhaustive(inner: tuple[int, ...], asked: Question) -> list[Price]:
         if layout.tp > 1 or asked.batch % layout.dp or layout.pp > len(inner):
             continue  # the net has no plan for tp
         for choice in combinations(layout, asked.batch, asked.pins, blocks=len(inner)):
-            try:
-                priced = pricer.price(choice)
-            except ConfigError:
-                continue
+            priced = pricer.price(choice)
             lower = below(choice, asked.pins)
             if isinstance(priced, Misfit) and lower is not None and asked.capacity.lower_bytes:
                 priced = pricer.price(lower)
@@ -207,3 +204,13 @@ def test_a_model_that_refuses_one_sample_is_planned_with_more() -> None:
     assert found.prices
     assert all(each.combination.microbatch_size > 1 for each in found.prices)
     assert "more than 1 value" in found.left_out["micro-batches of one sample"]
+
+
+def test_a_machine_with_host_memory_alone_is_told_how_much_of_it_would_do() -> None:
+    only = replace(machine(), links=tuple(each for each in machine().links if each.name in ("h2d", "d2h")))
+    asked = question(1, 4, machine=only, capacity=Capacity(2**14, 2**10))
+    found = search(net(16, 16, 16, 16, 16, 16), run_of, asked)
+    assert not found.prices
+    assert found.enough is not None
+    assert found.enough.disk_bytes == 0
+    assert search(net(16, 16, 16, 16, 16, 16), run_of, replace(asked, capacity=found.enough)).prices

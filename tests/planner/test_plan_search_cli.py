@@ -80,7 +80,7 @@ def test_tiers_below_device_are_found_where_it_is_too_small(
     [
         (["--ranks", "2"], "--ranks belongs to a search: add --search"),
         (["--pin", "tp=2"], "--pin belongs to a search"),
-        (["--search", "--ranks", "2", "--tp", "2"], "write --pin tp=2 in the place of --tp"),
+        (["--search", "--ranks", "2", "--tp", "2"], "write --pin tp=2 instead of --tp"),
         (["--search", "--checkpointing"], "leave out --accumulation and --checkpointing"),
         (["--search", "--ranks", "4", "--pin", "tp=3"], "no layout of 4 ranks has what is pinned: tp=3"),
         (["--search", "--pin", "depth=3"], "the names are tp, pp, sp, dp"),
