@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -79,6 +80,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Groups(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all files without Python's collections, which find nothing and look at more each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests that need a GPU where none is seen; put first what takes long."""
     for item in items:
@@ -115,6 +126,14 @@ def _turn(item: pytest.Item) -> int:
 def interruptible() -> None:
     """Have Ctrl-C raise: a shell that starts the tests in the background leaves SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_young_objects_are_collected() -> None:
+    """Leave what was imported, and the cases of all files, out of Python's collections: a full one would look
+    at each of these millions of objects, for more than a second. What is garbage already goes before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
