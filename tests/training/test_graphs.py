@@ -233,6 +233,7 @@ def test_any_graph_gives_the_same_numbers(
     assert (moved_bytes(got.stats) > 0) == (device_bytes is not None)
 
 
+@on_a_thread_of_its_own
 @pytest.mark.parametrize("loss_fn", GRAPHS, ids=lambda loss_fn: loss_fn.__name__)
 def test_backward_may_have_a_thread_of_its_own(
     loss_fn: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
