@@ -10,8 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -133,49 +131,3 @@ def _refuse(command: list[str], said: str) -> None:
     if any(word in said for word in refusals):
         pytest.skip(f"no network namespaces here: {text}")
     raise AssertionError(text)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How torchrun ended on one host: ``returncode`` None where it was still running."""
-
-    returncode: int | None
-    seconds: float
-    output: str
-
-
-def torchrun(
-    hosts: tuple[Host, Host],
-    ranks: int,
-    program: list[str],
-    *,
-    environment: dict[str, str],
-    directory: Path,
-    timeout: float,
-) -> list[Ended]:
-    """Run ``program`` with ``ranks`` ranks on each host; return how it ended there, what has not ended within
-    ``timeout`` seconds included: that ends with its host. ``directory`` gets the outputs."""
-    begin = time.monotonic()
-    ended = []
-    with ExitStack() as stack:
-        jobs = []
-        for number, host in enumerate(hosts):
-            command = [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={number}"),
-                *(f"--nproc-per-node={ranks}", f"--master-addr={hosts[0].address}", "--master-port=29500"),
-                *program,
-            ]
-            output = directory / f"{host.name}-{time.monotonic_ns()}.txt"
-            file = stack.enter_context(output.open("w"))
-            bound = {**os.environ, **environment, "GLOO_SOCKET_IFNAME": WIRE, "TP_SOCKET_IFNAME": WIRE}
-            job = subprocess.Popen(host.command(*command), env=bound, stdout=file, stderr=subprocess.STDOUT)
-            stack.callback(job.wait)
-            stack.callback(job.kill)
-            jobs.append((job, output))
-        for job, output in jobs:
-            try:
-                code: int | None = job.wait(max(0.0, begin + timeout - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                code = None
-            ended.append(Ended(code, time.monotonic() - begin, output.read_text()))
-    return ended

@@ -1,8 +1,7 @@
-"""What each rank of ``test_hosts.py`` runs, under torchrun on hosts of their own or in the tests' workers."""
+"""What each rank of ``test_hosts.py`` runs, on hosts of their own or in the tests' workers."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -176,9 +175,8 @@ def _join(timeout: float) -> None:
     )
 
 
-def main() -> None:
-    """Train as the argument says; write what was seen, an error included, to the rank's report."""
-    order = Order(**json.loads(sys.argv[1]))
+def main(order: Order) -> None:
+    """Train as ``order`` says; write what was seen, an error included, to the rank's report."""
     seen: dict[str, Any] = {"boot_id": Path(BOOT_ID).read_text(), "synchronous": []}
 
     def note(event: str, details: Any) -> None:
@@ -201,13 +199,9 @@ def main() -> None:
 
 
 def _stay_for_neighbours(order: Order) -> None:
-    """Wait until all ranks of this host have reported: torchrun kills them when the first one has failed."""
+    """Wait until all ranks of this host have reported: they are killed when the first one has failed."""
     first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
     reports = [order.report(first + rank) for rank in range(int(os.environ["LOCAL_WORLD_SIZE"]))]
     ends = time.monotonic() + _REPORT_SECONDS
     while not all(report.exists() for report in reports) and time.monotonic() < ends:
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    main()

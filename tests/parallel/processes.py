@@ -24,6 +24,8 @@ from datetime import timedelta
 from functools import cache
 from itertools import count
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +95,14 @@ def own_part(batch: Tensor) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def start_process(target: Callable[..., None], args: tuple[Any, ...]) -> BaseProcess:
+    """Start a process that has imported torch already and has one thread; ``target`` is at the top level of a
+    module."""
+    process = _context().Process(target=target, args=args)
+    process.start()
+    return process
+
+
 def close_workers() -> None:
     """End the processes, if there are any; the next run starts new ones."""
     _WORKERS.close()
@@ -114,8 +124,7 @@ class _Worker:
     """One process and the pipe to it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context = _context()
         self.pipe, theirs = context.Pipe()
         self._last_words = Path(_stores(), f"worker-{next(_NUMBERS)}")
         serving = (theirs, self._last_words, dict(os.environ))
@@ -145,6 +154,13 @@ class _Worker:
         self.process.kill()
         self.process.join()
         self.pipe.close()
+
+
+def _context() -> ForkServerContext:
+    """Return what starts processes: a server that has imported what takes long, and forks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
 
 
 class _Workers:

@@ -1,13 +1,12 @@
-"""ZeRO over hosts that share nothing but one wire and a directory: two network namespaces, under torchrun."""
+"""ZeRO over hosts that share nothing but one wire and a directory: two network namespaces."""
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ import hosts_job
 import psutil
 import pytest
 import torch
-from hosts import Ended, Host, torchrun, two_hosts
+from host_ranks import Ended, Job, launch
+from hosts import Host, two_hosts
 from hosts_job import RECIPE, SPOILED, Order, wide
 from pairs import first
 from processes import run_on_ranks
 from sharded_harness import assert_near, assert_same, batch, train_plain, wrap
 
-import gemini
 from gemini.checkpoint import load
 from gemini.checkpoint.directory import complete_checkpoints
 
@@ -42,14 +41,13 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
 
 def _launch(hosts: tuple[Host, Host], order: Order, ranks: int) -> tuple[list[Ended], _Reports]:
     """Run a job with ``ranks`` ranks on each host; return how it ended and what each rank has seen."""
-    environment = {"PYTHONPATH": str(Path(gemini.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    program = [str(HERE / "hosts_job.py"), json.dumps(asdict(order))]
+    job = Job(hosts_job.main, (order,), ranks, {"OMP_NUM_THREADS": "1"})
     reports = [order.report(rank) for rank in range(2 * ranks)]
     for report in reports:
         report.unlink(missing_ok=True)
     directory = Path(order.directory).parent
-    ended = torchrun(hosts, ranks, program, environment=environment, directory=directory, timeout=180.0)
-    assert all(report.exists() for report in reports), "".join(job.output for job in ended)
+    ended = launch(hosts, job, directory=directory, timeout=180.0)
+    assert all(report.exists() for report in reports), "".join(host.output for host in ended)
     return ended, [torch.load(report) for report in reports]
 
 
@@ -91,7 +89,7 @@ def _go_on(hosts: tuple[Host, Host], order: Order, ranks: int, begun: _Reports) 
     return reports
 
 
-@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
+@pytest.mark.dear("ranks on two hosts train three times, started for this case")
 def test_shards_on_two_hosts_outlive_the_wire_and_load_on_one(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
@@ -109,7 +107,7 @@ def test_shards_on_two_hosts_outlive_the_wire_and_load_on_one(
     assert loss == pytest.approx(resumed[0]["losses"][3], rel=1e-5)
 
 
-@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
+@pytest.mark.dear("ranks on two hosts train three times, started for this case")
 @pytest.mark.parametrize("spoil", first(SPOILED, 2))
 def test_a_save_that_loses_the_wire_or_a_rank_leaves_checkpoints_that_load(
     hosts: tuple[Host, Host], tmp_path: Path, spoil: str
@@ -132,7 +130,7 @@ def test_a_save_that_loses_the_wire_or_a_rank_leaves_checkpoints_that_load(
     assert min(resumed[0]["losses"]) == 2 + len(whole)
 
 
-@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
+@pytest.mark.dear("ranks on two hosts train three times, started for this case")
 def test_copies_on_two_hosts_exchange_their_gradients_mean_alone(
     hosts: tuple[Host, Host], tmp_path: Path
 ) -> None:
@@ -162,7 +160,6 @@ with socket.socket(kind) as server, socket.socket(kind) as client:
 """
 
 
-@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
 @pytest.mark.parametrize(
     ("family", "address", "reached"),
     [
@@ -197,7 +194,6 @@ with two_hosts(pathlib.Path(sys.argv[1])) as hosts:
 """
 
 
-@pytest.mark.dear("ranks under torchrun on two hosts, started for this case")
 def test_hosts_end_with_the_process_that_made_them(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", _OWN, str(tmp_path)],
