@@ -10,6 +10,7 @@ from rich.table import Table
 
 from gemini.cli.console import Console, print_json
 from gemini.cli.plan_layout import DTYPES, run_on
+from gemini.cli.train import with_options
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.forecast.machine import threads_of_a_rank
 from gemini.forecast.rehearsal import ModelSource
@@ -48,9 +49,9 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
         plan = plan_of(found, question, example.model, options.dtype)  # which a plugin is given, and casts
     except OutOfBudgetError as error:
         if options.json:
-            print_json({"model": source.name, "fits": False, "why": str(error)})
+            print_json({"model": source.name, "fits": False, "why": with_options(str(error))})
         else:
-            Console().print(str(error), highlight=False)
+            Console().print(with_options(str(error)), highlight=False)
         return 1
     if options.save_plan is not None:
         plan.save(options.save_plan)

@@ -125,10 +125,10 @@ def _relaxation(found: Found, question: Question) -> str:
         return text
     larger = []
     if enough.device_bytes > given.device_bytes:
-        larger.append(f"--device-bytes {enough.device_bytes}")
+        larger.append(f"device_bytes {enough.device_bytes}")
     if enough.host_bytes > given.host_bytes:
-        larger.append(f"--host-bytes {enough.host_bytes}")
+        larger.append(f"host_bytes {enough.host_bytes}")
     if enough.disk_bytes > given.disk_bytes:
-        larger.append(f"--disk-bytes {enough.disk_bytes}")
-    lower = "" if given.lower_bytes else ", or tiers below DEVICE (--host-bytes, --disk-bytes)"
+        larger.append(f"disk_bytes {enough.disk_bytes}")
+    lower = "" if given.lower_bytes else ", or tiers below DEVICE (host_bytes, disk_bytes)"
     return f"{text}. For each rank {' and '.join(larger)} would do{lower}"

@@ -74,9 +74,9 @@ class Pins:
         for text in texts:
             name, given, value = text.partition("=")
             if not given or name not in _PINNED:
-                raise ConfigError(f"--pin {text}: write NAME=VALUE; the names are {', '.join(_PINNED)}")
+                raise ConfigError(f"pin {text}: write NAME=VALUE; the names are {', '.join(_PINNED)}")
             if name in found:
-                raise ConfigError(f"--pin {text}: {name} is pinned to {found[name]} already")
+                raise ConfigError(f"pin {text}: {name} is pinned to {found[name]} already")
             found[name] = _value(name, value)
         return cls(found)
 
@@ -97,12 +97,12 @@ _PINNED = ("tp", "pp", "sp", "dp", "zero", "microbatches", *_CHOICES)
 def _value(name: str, text: str) -> int | str:
     if name in _CHOICES:
         if text not in _CHOICES[name]:
-            raise ConfigError(f"--pin {name}={text}: {name} may be {', '.join(_CHOICES[name])}")
+            raise ConfigError(f"pin {name}={text}: {name} may be {', '.join(_CHOICES[name])}")
         return text
     if not text.isascii() or not text.isdecimal() or len(text) > 6 or (name != "zero" and int(text) == 0):
-        raise ConfigError(f"--pin {name}={text}: give a whole number")
+        raise ConfigError(f"pin {name}={text}: give a whole number")
     if name == "zero" and int(text) > 3:
-        raise ConfigError(f"--pin zero={text}: ZeRO stages are 0 to 3")
+        raise ConfigError(f"pin zero={text}: ZeRO stages are 0 to 3")
     return int(text)
 
 
