@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +27,20 @@ def new_group(ranks: list[int], timeout: timedelta | None, backend: str | None =
         dist.new_group([dist.get_rank()], timeout, "gloo", use_local_synchronization=True)
     group: dist.ProcessGroup = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
     return group
+
+
+@contextmanager
+def alone() -> Iterator[dist.ProcessGroup | None]:
+    """Yield a group of this process alone, for what must not wait for the others, who need not call this;
+    None where there are none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        yield None
+        return
+    group = dist.new_group([dist.get_rank()], None, "gloo", use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _num_groups() -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.comm.groups import alone
 from gemini.errors import ConfigError
 from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import CollectiveSpeeds
@@ -140,7 +141,8 @@ _KIB = 1024
 
 
 def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> MachineSpeeds:
-    """Measure this machine for models that compute in ``dtype``, in a second or two and 200 MB of memory."""
+    """Measure this machine for models that compute in ``dtype``, in a second or two and 200 MB of memory. One
+    rank alone may call this."""
     return MachineSpeeds(
         name=f"{platform.node() or 'this machine'}, {len(usable_processors())} cores",
         matmul_flops={
@@ -205,14 +207,18 @@ def _moment_seconds() -> float:
         *(nn.Linear(16, 16, device="cpu", dtype=torch.float32) for _ in range(_TINY_LAYERS))
     )
     total = 4 * 4 * _TINY_LAYERS * 4 * _KIB
-    with GeminiDDP(
-        model,
-        device_bytes=total // 2,
-        host_bytes=total,
-        non_model_bytes=0,
-        min_chunk_size_mb=4 * _KIB / 2**20,
-        search_range_mb=0,
-    ) as managed:
+    with (
+        alone() as group,
+        GeminiDDP(
+            model,
+            process_group=group,
+            device_bytes=total // 2,
+            host_bytes=total,
+            non_model_bytes=0,
+            min_chunk_size_mb=4 * _KIB / 2**20,
+            search_range_mb=0,
+        ) as managed,
+    ):
         optimizer = GeminiOptimizer(CPUAdam(managed.parameters()), managed)
         inputs = torch.ones(1, 16, dtype=torch.float32, device="cpu")
 
