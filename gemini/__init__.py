@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gemini.errors import (
@@ -22,6 +23,7 @@ from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
 
 if TYPE_CHECKING:
     from gemini.integrations.pretrained import from_pretrained
+    from gemini.planner.auto import autoparallelize
 
 __version__ = "0.2.0"
 
@@ -43,6 +45,7 @@ __all__ = [
     "OutOfBudgetError",
     "StateError",
     "__version__",
+    "autoparallelize",
     "from_pretrained",
     "handle_of",
     "init_on",
@@ -52,10 +55,14 @@ __all__ = [
 ]
 
 
+_LATE = {
+    "autoparallelize": "gemini.planner.auto",
+    "from_pretrained": "gemini.integrations.pretrained",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import what is there for few programs when it is asked for."""
-    if name != "from_pretrained":
+    if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from gemini.integrations.pretrained import from_pretrained
-
-    return from_pretrained
+    return getattr(import_module(_LATE[name]), name)

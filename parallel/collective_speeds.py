@@ -56,7 +56,7 @@ def measure_collectives(ranks: int) -> CollectiveSpeeds:
     Raises:
         StateError: a rank has failed.
     """
-    with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, _threads_for(ranks):
+    with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, threads_for(ranks):
         program = Program(__name__, (directory,), module=True, is_quiet=True)
         ended = run_ranks(Node(str(ranks), port=free_port()), program)
         if not ended.code:
@@ -68,8 +68,16 @@ def measure_collectives(ranks: int) -> CollectiveSpeeds:
     raise StateError(f"the collectives were not measured: {reason}")
 
 
+def measure_among(everyone: Axis) -> CollectiveSpeeds:
+    """Return what these ranks, which all call this, find for every group size that divides their number.
+    Those of rank 0 are the ones to keep."""
+    sizes = [size for size in range(2, everyone.size + 1) if everyone.size % size == 0]
+    found = [speed for size in sizes for speed in _over(everyone, size, _LIMIT_SECONDS / len(sizes))]
+    return CollectiveSpeeds(tuple(found))
+
+
 @contextmanager
-def _threads_for(ranks: int) -> Iterator[None]:
+def threads_for(ranks: int) -> Iterator[None]:
     """Have the ranks that are started meanwhile share the processors."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(max(1, len(usable_processors()) // ranks))
@@ -168,14 +176,12 @@ def _main(directory: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         join_ranks("gloo", _TIMEOUT)
-        world = dist.get_world_size()
-        sizes = [size for size in range(2, world + 1) if world % size == 0]
-        with Mesh(Layout(tp=world)) as mesh:
+        with Mesh(Layout(tp=dist.get_world_size())) as mesh:
             everyone = mesh.axis("tp")
             assert everyone is not None
-            found = [speed for size in sizes for speed in _over(everyone, size, _LIMIT_SECONDS / len(sizes))]
+            found = measure_among(everyone)
             if everyone.rank == 0:
-                speeds = json.dumps(CollectiveSpeeds(tuple(found)).to_json())
+                speeds = json.dumps(found.to_json())
                 write_text(Path(directory, _SPEEDS), speeds, "write the speeds of collectives")
             everyone.say("measured")
         dist.destroy_process_group()

@@ -213,7 +213,7 @@ class ParallelPlan(_Checked):
             raise ConfigError(FORMAT.refusal(document, where))
         del document[KEY]
         try:
-            plan: ParallelPlan = _made(cls, document)
+            plan = cls.from_json(document)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}{_newer(document.get('version'))}") from error
         return plan
@@ -223,6 +223,12 @@ class ParallelPlan(_Checked):
         document = asdict(self)
         document["layout"] = {name: getattr(self.layout, name) for name in _AXES}
         return document
+
+    @classmethod
+    def from_json(cls, document: object) -> ParallelPlan:
+        """Return the plan that :meth:`to_json` describes. Raises ConfigError for what describes none."""
+        plan: ParallelPlan = _made(cls, document)
+        return plan
 
     def explain(self) -> str:
         """Return in text the settings and the reasons for them, what each rank holds, where the seconds go,

@@ -49,6 +49,27 @@ def _imported(package: list[str], tree: ast.Module) -> Iterator[str]:
             yield from (f"{stem}.{alias.name}" for alias in node.names)
 
 
+@cache
+def _used_names(path: Path) -> tuple[str, ...]:
+    """Return the names of everything that runs with a file: a package imports what it hands on late (under
+    TYPE_CHECKING) for those alone who write ``package.name``."""
+    tree = tree_of(path)
+    late = [
+        node
+        for branch in tree.body
+        if path.name == "__init__.py" and isinstance(branch, ast.If)
+        if isinstance(branch.test, ast.Name) and branch.test.id == "TYPE_CHECKING"
+        for node in branch.body
+    ]
+    waiting = set(_imported(module_of(path)[:-1], ast.Module(late, [])))
+    written = (
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "gemini"
+    )
+    return *(name for name in imported_names(path) if name not in waiting), *written
+
+
 def imports_of_files(paths: Sequence[Path]) -> dict[str, set[str]]:
     """Return by dotted name which of these files each one imports.
 
@@ -66,6 +87,6 @@ def imports_of_files(paths: Sequence[Path]) -> dict[str, set[str]]:
         return defining(head)
 
     return {
-        module: {found for name in imported_names(path) if (found := defining(name)) not in (None, module)}
+        module: {found for name in _used_names(path) if (found := defining(name)) not in (None, module)}
         for module, path in files.items()
     }

@@ -14,12 +14,11 @@ from gemini.cli.train import with_options
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.forecast.machine import threads_of_a_rank
 from gemini.forecast.rehearsal import ModelSource
-from gemini.memstats.collectives import KINDS
 from gemini.parallel.layout_plan import Run
 from gemini.parallel.plan import ParallelPlan
 from gemini.planner.chunks import Capacity
 from gemini.planner.plans import misfit_text, plan_of
-from gemini.planner.search import Found, Question, search
+from gemini.planner.search import Found, Question, require_speeds, search
 from gemini.planner.space import Pins
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import MOST_BYTES
@@ -65,12 +64,7 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
 def _question(options: argparse.Namespace, settings: Any) -> Question:
     """Return what is asked. Raises ConfigError."""
     machine, config = settings.machine, settings.config
-    known = {each.kind for each in machine.collectives.records}
-    if (options.ranks or 1) > 1 and (missing := [kind for kind in KINDS if kind not in known]):
-        raise ConfigError(
-            f"machine {machine.name!r} has no speeds between ranks ({', '.join(missing)}): measure them "
-            "there with gemini plan --measure-ranks N --save-machine FILE, or write them (docs/plan.md)"
-        )
+    require_speeds(machine, options.ranks or 1)
     return Question(
         options.ranks or 1,
         options.batch,

@@ -134,6 +134,9 @@ NAMES: dict[str, str] = {
             *("Linear1D_Col", "Linear1D_Row", "Linear2D", "Linear2p5D", "Linear3D", "PatchEmbedding"),
         )
     },
+    # a layout that is found
+    "auto_parallel.autoparallelize": f"{_HERE}.models:autoparallelize",
+    "autoparallelize": f"{_HERE}.models:autoparallelize",  # no document says its path
     # small things
     "utils.get_current_device": "gemini.system.device:current_device",
     "utils.is_using_pp": f"{_HERE}.launching:is_using_pp",
@@ -141,7 +144,7 @@ NAMES: dict[str, str] = {
 }
 
 _EXPERTS = "it comes with mixtures of experts"
-_SEARCH = "it comes with automatic parallelism"
+_GRAPHS = "it comes with plans by operator"
 
 # What is still to come, and why.
 COMING: dict[str, str] = {
@@ -156,9 +159,7 @@ COMING: dict[str, str] = {
         )
     },
     "engine.gradient_handler.MoeGradientHandler": _EXPERTS,
-    "auto_parallel.ColoTracer": _SEARCH,
-    "auto_parallel.autoparallelize": _SEARCH,
-    "autoparallelize": _SEARCH,  # no document says its path
+    "auto_parallel.ColoTracer": _GRAPHS,
 }
 
 # What an adapter is without the documents' defaults and signatures, where that has another name.
@@ -172,6 +173,7 @@ OWN: dict[str, str] = {
     f"{_HERE}.chunks:GeminiManager": "gemini.GeminiDDP",
     f"{_HERE}.chunks:init_chunk_manager": "gemini.GeminiDDP",
     f"{_HERE}.models:ColoInitContext": f"{_COLO}.ColoInitContext",
+    f"{_HERE}.models:autoparallelize": "gemini.autoparallelize",
     f"{_HERE}.models:GeminiDDP": f"{_COLO}.GeminiDDP",
     f"{_HERE}.models:ZeroDDP": f"{_COLO}.GeminiDDP",
     f"{_HERE}.models:zero_model_wrapper": "gemini.zero_model_wrapper",

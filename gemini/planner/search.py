@@ -12,6 +12,7 @@ from torch import nn
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import OperationCosts, Period, sample
+from gemini.memstats.collectives import KINDS
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import Run
 from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
@@ -57,6 +58,16 @@ class Found:
     enough: Capacity | None = None
     num_combinations: int = 0
     num_priced: int = 0
+
+
+def require_speeds(machine: MachineSpeeds, num_ranks: int) -> None:
+    """Raise ConfigError where nothing is known of what ranks of a machine exchange, and there are several."""
+    known = {each.kind for each in machine.collectives.records}
+    if num_ranks > 1 and (missing := [kind for kind in KINDS if kind not in known]):
+        raise ConfigError(
+            f"machine {machine.name!r} has no speeds between ranks ({', '.join(missing)}): measure them "
+            "there with gemini plan --measure-ranks N --save-machine FILE, or write them (docs/plan.md)"
+        )
 
 
 def search(model: nn.Module, run_of: RunOf, question: Question) -> Found:

@@ -78,6 +78,8 @@ def test_rows_keep_the_marks_and_names_of_their_values() -> None:
         ("tests/faults/injected_faults.py", "tests/faults/test_injected_faults.py"),  # run as a program
         ("csrc/aio/async_file.cpp", "tests/unit/test_async_file.py"),
         ("gemini/compat/adapters/__init__.py", "tests/parallel/test_compat.py"),  # imported by name
+        ("gemini/planner/auto.py", "tests/planner/test_auto.py"),  # as gemini.autoparallelize
+        ("gemini/planner/auto.py", "tests/parallel/test_compat.py"),
         ("recipes/lora.toml", "tests/unit/test_finetune_recipe.py"),
     ],
 )

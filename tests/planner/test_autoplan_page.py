@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gemini.cli.main import main
 
@@ -24,6 +25,25 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     (tmp_path / "machine.json").write_text(machine[1])
     found = re.findall(r"^    gemini (plan .*--machine machine\.json.*)$", PAGE, flags=re.M)
     return [shlex.split(each) for each in found]
+
+
+def test_the_program_trains_as_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    program = re.search(r"```python\n(.*?)```", PAGE, flags=re.S)
+    assert program is not None
+    defined: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(program[1], defined)
+    assert "Plan for 1 rank: tp 1, pp 1, sp 1, dp 1" in capsys.readouterr().out
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    inputs = torch.randn(16, 64)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), inputs)
+        loss.backward()
+        optimizer.step()
+    assert float(defined["loss"]) == pytest.approx(loss.item(), rel=1e-5)
 
 
 def planned(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:

@@ -79,6 +79,15 @@ def zero_model_wrapper(
     return gemini.zero_model_wrapper(model, zero_stage, gemini_config)
 
 
+def autoparallelize(model: nn.Module, meta_input_samples: Any, **options: Any) -> nn.Module:
+    """Return the model alone, for a loop as programs write it: :func:`gemini.autoparallelize` with what such
+    a loop can run, parameters in chunks (ZeRO 3), layers cut over ranks, and no stages. Its optimizer is
+    made afterwards, such as GeminiAdamOptimizer(model)."""
+    pins = ("pp=1", "sp=1", "zero=3", *options.pop("pins", ()))
+    found: nn.Module = gemini.autoparallelize(model, meta_input_samples, pins=pins, **options).model
+    return found
+
+
 class ColoInitContext(AbstractContextManager["ColoInitContext"]):
     """:func:`gemini.parallel.colo.ColoInitContext` on the CPU and in fp32 unless told otherwise; one object
     may be entered any number of times."""
