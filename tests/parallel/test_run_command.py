@@ -161,8 +161,12 @@ if what == "stop":
     signal.signal(signal.SIGINT, stop)
 places = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
 say("place", *places, sys.argv[2:])
-if what == "fail" and rank == 1:
-    sys.exit(7)
+if what == "fail":  # when all have said so
+    open(os.path.join(sys.argv[3], str(rank)), "w").close()
+    while len(os.listdir(sys.argv[3])) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.05)
+    if rank == int(sys.argv[2]):
+        sys.exit(7)
 if what == "killed" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if what != "end":
@@ -216,7 +220,8 @@ def test_a_rank_that_dies_ends_all_with_its_code(
     what: str, code: int, said: str, program: str, tmp_path: Path
 ) -> None:
     begin = time.monotonic()
-    done = run(["--nproc-per-node=2", program, what], tmp_path)
+    (tmp_path / "said").mkdir()
+    done = run(["--nproc-per-node=2", program, what, "1", str(tmp_path / "said")], tmp_path)
     assert done.returncode == code
     assert "gemini: error: rank 1 (process " in done.stderr
     assert said in done.stderr.splitlines()[-1]
@@ -300,7 +305,7 @@ os.execvpe("nsenter", [*enter, "sh", "-c", text], {{"PATH": os.environ["PATH"]}}
 
 QUOTED = "a 'b' $HOME"
 OVER_HOSTS = """
-import os, socket, sys, time
+import os, socket, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -309,10 +314,6 @@ dist.all_reduce(total)
 where = (socket.gethostname(), os.getcwd(), os.environ.get("MINE"))
 words = ["sum", int(total), dist.get_rank(), *where, sys.argv[1:]]
 os.write(1, (" ".join(map(str, words)) + "\\n").encode())
-if "fail" in sys.argv and dist.get_rank() == 3:
-    os._exit(7)
-if "end" not in sys.argv:
-    time.sleep(100)
 dist.destroy_process_group()  # one that lives longer than the interpreter may abort the process
 """
 
@@ -324,15 +325,13 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture
-def over(hosts: tuple[Host, Host], tmp_path: Path) -> list[str]:
-    """Arguments of a run over two hosts and a third that is not there, but for the program's own."""
-    ssh, names, program = tmp_path / "ssh stand-in", tmp_path / "hostfile", tmp_path / "over hosts.py"
+def reach(hosts: tuple[Host, Host], tmp_path: Path) -> list[str]:
+    """Options of a run over two hosts and a third that is not there."""
+    ssh, names = tmp_path / "ssh stand-in", tmp_path / "hostfile"
     ssh.write_text(SSH.format(python=sys.executable, pids={host.address: host.pid for host in hosts}))
     ssh.chmod(0o755)
     names.write_text("".join(f"{host.address}\n" for host in hosts) + "10.77.7.3\n")
-    program.write_text(OVER_HOSTS)
-    reach = f"--ssh='{ssh}' -o Port=22"
-    return ["--nproc-per-node=2", reach, f"--hostfile={names}", "--env=MINE", str(program)]
+    return ["--nproc-per-node=2", f"--ssh='{ssh}' -o Port=22", f"--hostfile={names}", "--env=MINE"]
 
 
 def over_environment() -> dict[str, str]:
@@ -352,9 +351,11 @@ def inside(hosts: tuple[Host, Host]) -> list[psutil.Process]:
 
 
 @pytest.mark.dear("four ranks on two hosts, started for this case")
-def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], over: list[str], tmp_path: Path) -> None:
+def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], reach: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "over hosts.py"
+    file.write_text(OVER_HOSTS)
     done = subprocess.run(
-        command("--exclude=10.77.7.3", *over, "end", QUOTED),
+        command("--exclude=10.77.7.3", *reach, str(file), "end", QUOTED),
         env=over_environment(),
         cwd=tmp_path,
         capture_output=True,
@@ -370,16 +371,19 @@ def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], over: list[str],
 
 
 @pytest.mark.dear("four ranks on two hosts, started for this case")
-def test_a_rank_that_dies_ends_those_of_other_hosts(hosts: tuple[Host, Host], over: list[str]) -> None:
+def test_a_rank_that_dies_ends_those_of_other_hosts(
+    hosts: tuple[Host, Host], reach: list[str], program: str, tmp_path: Path
+) -> None:
+    (tmp_path / "said").mkdir()
     with subprocess.Popen(
-        command("--include=10.77.7.1,10.77.7.2", *over, "fail"),
+        command("--include=10.77.7.1,10.77.7.2", *reach, program, "fail", "3", str(tmp_path / "said")),
         env=over_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as job:
         assert job.stdout is not None
-        assert [job.stdout.readline()[:5] for _ in range(4)] == ["sum 4"] * 4
+        assert [job.stdout.readline()[:5] for _ in range(4)] == ["place"] * 4
         begin = time.monotonic()
         _, errors = job.communicate(timeout=60)
     assert time.monotonic() - begin < 30
@@ -392,25 +396,25 @@ def test_a_rank_that_dies_ends_those_of_other_hosts(hosts: tuple[Host, Host], ov
 @pytest.mark.dear("four ranks on two hosts, started for this case")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_end_of_the_command_ends_all_hosts(
-    number: int, code: int, hosts: tuple[Host, Host], over: list[str]
+    number: int, code: int, hosts: tuple[Host, Host], reach: list[str], program: str
 ) -> None:
     with subprocess.Popen(
-        command("--exclude=10.77.7.3", *over, "wait"),
+        command("--exclude=10.77.7.3", *reach, program, "wait"),
         env=over_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     ) as job:
         assert job.stdout is not None
-        assert [job.stdout.readline()[:5] for _ in range(4)] == ["sum 4"] * 4
+        assert [job.stdout.readline()[:5] for _ in range(4)] == ["place"] * 4
         job.send_signal(number)
         assert job.wait(30) == code
         assert psutil.wait_procs(inside(hosts), timeout=30)[1] == []
 
 
-def test_hosts_that_cannot_be_reached_are_named_in_a_line(over: list[str]) -> None:
+def test_hosts_that_cannot_be_reached_are_named_in_a_line(reach: list[str], program: str) -> None:
     done = subprocess.run(
-        command(*over, "end"), env=over_environment(), capture_output=True, text=True, timeout=60
+        command(*reach, program, "end"), env=over_environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode == EXIT_ERROR
     assert done.stdout == ""
