@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from booster_models import PLUGINS, TINY, boosted, mlp, tied, train
+from forked_ranks import run_program
 from processes import run_on_ranks
 from torch import distributed as dist
 from torch import nn
@@ -268,17 +269,27 @@ def test_every_rank_starts_with_the_weights_of_the_first() -> None:
     assert first == second == next(mlp(0).parameters()).sum().item()
 
 
-@pytest.mark.dear("two ranks under torchrun")
+def _identical_on_two_ranks(printed: str) -> bool:
+    """Say whether two ranks took half of the steps that one takes, and loaded what they had saved."""
+    return printed.count("identical weights") == printed.count("step 3") == 2 and "step 4" not in printed
+
+
+EXAMPLE = ROOT / "examples" / "booster_gemini.py"
+
+
 @pytest.mark.parametrize("plugin", ["gemini", "zero", "ddp"])
-def test_the_same_program_runs_under_torchrun(plugin: str, tmp_path: Path) -> None:
+def test_the_same_program_runs_on_ranks(plugin: str) -> None:
+    assert _identical_on_two_ranks(run_program(EXAMPLE, "--plugin", plugin, "--hidden", "16", ranks=2))
+
+
+@pytest.mark.dear("two ranks under torchrun")
+def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:
     path = str(Path(gemini.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    program = [str(ROOT / "examples" / "booster_gemini.py"), "--plugin", plugin, "--hidden", "16"]
+    program = [str(EXAMPLE), "--plugin", "gemini", "--hidden", "16"]
     done = subprocess.run(
         [*launch, *program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("identical weights") == 2
-    assert done.stdout.count("step 3") == 2  # half of the steps that one process takes
-    assert "step 4" not in done.stdout
+    assert _identical_on_two_ranks(done.stdout), done.stdout

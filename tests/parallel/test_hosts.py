@@ -14,7 +14,7 @@ import hosts_job
 import psutil
 import pytest
 import torch
-from host_ranks import Ended, Job, launch
+from forked_ranks import Ended, Job, launch
 from hosts import Host, two_hosts
 from hosts_job import RECIPE, SPOILED, Order, wide
 from pairs import first
