@@ -12,7 +12,7 @@ from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule, PieceRule
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
 from gemini.optim.self_managed import SelfManaged
-from gemini.optim.shared_step import refuse
+from gemini.optim.shared_step import Inseparable, refuse, refuse_kept_identities
 from gemini.optim.trials import PieceTrial
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer, step_of
 
@@ -63,12 +63,27 @@ def steps_as(optim: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) ->
     )
 
 
-def refuse_gathering(optim: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where ``optim``, whose parameters are to be cut, is of a class of which nothing is
-    known, and trial steps show that its updates are not element by element."""
-    if any(steps_as(optim, kind) for kind in (*_ELEMENT_WISE, KernelAdam, Lion)):
+def steps_by_element(optim: torch.optim.Optimizer) -> bool:
+    """Say whether ``optim`` is known to make of each element what depends on that alone."""
+    return any(steps_as(optim, kind) for kind in (*_ELEMENT_WISE, KernelAdam, Lion))
+
+
+def refuse_unlike(optim: torch.optim.Optimizer, cut_unless: str) -> None:
+    """Raise ConfigError where ``optim``, which is to step over other tensors than its parameters, is of a
+    class of which nothing is known, and would do something else: it looks them up by their identity, or they
+    are parts, and trial steps show that its updates are not element by element. ``cut_unless``: the way to
+    have whole parameters, where they are cut."""
+    if steps_by_element(optim):
         return
-    PieceTrial(optim, at_once=True).of_groups(optim.param_groups, torch.float32)
+    try:
+        refuse_kept_identities(optim)
+    except Inseparable as reason:
+        raise ConfigError(
+            f"{type(optim).__name__} is to update other tensors than the model has, and {reason}. Use "
+            "torch's DistributedDataParallel (TorchDDPPlugin): it updates the parameters themselves"
+        ) from reason
+    if cut_unless:
+        PieceTrial(optim, cut_unless=cut_unless).of_groups(optim.param_groups, torch.float32)
 
 
 def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: bool = False) -> UpdateRule:

@@ -329,22 +329,29 @@ def states_of(optim: torch.optim.Optimizer) -> Mapping[Any, Any]:
 
 
 def refuse_identities(optim: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise Inseparable where ``optim`` keeps what finds one of its parameters by its identity, or states
+    that are no parameter's: a step has other tensors, and not all at once."""
+    if not all(isinstance(param, torch.Tensor) for param in states_of(optim)):
+        raise Inseparable("its state has entries that are no parameter's")
+    refuse_kept_identities(optim, groups)
+
+
+def refuse_kept_identities(optim: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]] = ()) -> None:
     """Raise Inseparable where ``optim`` keeps what finds one of its parameters by its identity: a step has
     other tensors."""
     groups = [*optim.param_groups, *groups]
     lists = [group["params"] for group in groups]
     found = [*groups, *lists, *(param for params in lists for param in params)]
-    states = states_of(optim)
-    if not all(isinstance(param, torch.Tensor) for param in states):
-        raise Inseparable("its state has entries that are no parameter's")
-    held = [attributes_of(optim), *states.values()]
+    states = states_of(optim).items()
+    held = [attributes_of(optim), *(entry for key, entry in states if isinstance(key, torch.Tensor))]
+    held.append({str(key): entry for key, entry in states if not isinstance(key, torch.Tensor)})
     held += [{name: value for name, value in group.items() if name != "params"} for group in groups]
     for each in held:
         name = holder_of_identities(each, found, optim)
         if name:
             raise Inseparable(
                 f"its {name!r} keeps a parameter among its attributes or states, a group, or the id of one, "
-                "and its step over chunks has other ones"
+                "and its step has other tensors"
             )
 
 

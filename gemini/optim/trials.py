@@ -141,17 +141,13 @@ class PieceTrial:
     """Steps over parameters as they are, beside steps over pieces of them, each by itself: what is kept of
     each element, and ConfigError where values or states differ."""
 
-    def __init__(self, optim: torch.optim.Optimizer, *, at_once: bool = False) -> None:
-        """``at_once``: whether one step updates a piece of each parameter, so that it may also change what
-        they share."""
+    def __init__(self, optim: torch.optim.Optimizer, *, cut_unless: str = "") -> None:
+        """``cut_unless``: how to do without pieces, where one step updates a piece of each parameter, so that
+        it may also change what they share."""
         self._optim = optim
-        self._at_once = at_once
-        self._claim = "is to update parts of parameters" if at_once else "was said to be element-wise"
-        self._way_out = (
-            "Use stage=0, which cuts nothing, or GeminiOptimizer over a GeminiDDP"
-            if at_once
-            else "Leave elementwise out: it may do for whole parameters"
-        )
+        self._at_once = bool(cut_unless)
+        self._claim = "is to update parts of parameters" if cut_unless else "was said to be element-wise"
+        self._way_out = cut_unless or "Leave elementwise out: it may do for whole parameters"
         self._kind = type(optim).__name__
         self._first, self._first_arrays = first_state(optim)
 
@@ -169,7 +165,7 @@ class PieceTrial:
         try:
             refuse_identities(self._optim, ())
         except Inseparable as reason:
-            raise refuse(self._optim, reason) from reason
+            raise self._refusal(reason) from reason
         return _first_that_runs(lambda shown: self._try(groups, dtype, shown, loss))
 
     def _try(
@@ -230,6 +226,9 @@ class PieceTrial:
         whole = self._run(groups, tried, shaped)
         self._refuse_without_gradient(whole, draws)
         pieces = self._over_pieces(groups, tried, draws)
+        if self._at_once:  # which ranks without a part of a parameter do
+            nothing = [[None if row is None else row.reshape(-1)[:0] for row in draw] for draw in draws]
+            self._run(groups, tried, nothing)
         for index, (each, draw) in enumerate(zip(tried, draws, strict=True)):
             steps = [step for step, row in enumerate(draw[1:]) if row is not None or self._at_once]
             # After each step: later ones may make values so large that what came before is rounded away.
@@ -253,8 +252,9 @@ class PieceTrial:
     def _over_pieces(
         self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]
     ) -> list[list[list[dict[str, Any]]]]:
-        """Return values and states of the two pieces of each parameter, after each step that they make."""
-        cut = [_pieces_of(each.form, draw) for each, draw in zip(tried, draws, strict=True)]
+        """Return values and states of the pieces of each parameter, after each step that they make. Of one
+        element there is one, or where all parameters have a piece in a step, a second, empty one."""
+        cut = [_pieces_of(each.form, draw, self._at_once) for each, draw in zip(tried, draws, strict=True)]
         found: list[list[list[dict[str, Any]]]] = [[] for _ in tried]
         if not self._at_once:
             for index, each in enumerate(tried):
@@ -262,12 +262,10 @@ class PieceTrial:
                     run = self._run(groups, [each], [[row for row in piece if row is not None]])
                     found[index].append([states for (states,) in run])
             return found
-        for number in range(2):
-            having = [index for index, pieces in enumerate(cut) if number < len(pieces)]
-            if having:
-                run = self._run(groups, [tried[i] for i in having], [cut[i][number] for i in having])
-                for place, index in enumerate(having):
-                    found[index].append([states[place] for states in run])
+        for rows in zip(*cut, strict=True):
+            run = self._run(groups, tried, rows)
+            for index, pieces in enumerate(found):
+                pieces.append([states[index] for states in run])
         return found
 
     def _run(
@@ -290,7 +288,7 @@ class PieceTrial:
         try:
             shell.param_groups = groups.filled(seats, self._optim, shell)
         except Inseparable as reason:
-            raise refuse(self._optim, reason) from reason
+            raise self._refusal(reason) from reason
         given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
         after: list[list[dict[str, Any]]] = []
         for index in range(1, len(rows[0])):
@@ -300,28 +298,40 @@ class PieceTrial:
             try:
                 groups.step(shell, params)
             except Inseparable as reason:
-                raise refuse(self._optim, reason) from reason
+                raise self._refusal(reason) from reason
             except Exception as error:
                 raise _TrialFailed(
                     f"a trial step of {self._kind} over made-up parameters of shapes "
                     f"{[tuple(param.shape) for param in params]} failed with {type(error).__name__}: "
                     f"{in_words(error)}. {self._way_out}"
                 ) from error
-            entries = [{"values": param.detach(), **shell.state.get(param, {})} for param in params]
-            after.append([{name: copied(value) for name, value in entry.items()} for entry in entries])
+            after.append([self._entry(shell, *each) for each in zip(params, marks, tried, strict=True)])
         if not self._at_once:
-            written = {
-                name
-                for param, each, first in zip(params, marks, tried, strict=True)
-                for name in vars(param)
-                if name in each.changed_on(param) or not same(vars(param)[name], first.marks.values[name])
-            }
+            each_written = map(_written, params, marks, (first.marks for first in tried))
+            written = {name for names in each_written for name in names}
             seen = groups.indices(seats)
             changed = [*written_by(shell, before), *sorted(written), *_changed(groups, given, shell, seen)]
             if left_over(shell.state, params):
                 changed.append("state")
             self._refuse_shared(changed)
         return after
+
+    def _entry(
+        self, shell: torch.optim.Optimizer, param: torch.Tensor, given: Marks, tried: _Tried
+    ) -> dict[str, Any]:
+        """Return copies of the values and states of a parameter that was given marks."""
+        entry = {"values": param.detach(), **shell.state.get(param, {})}
+        copies = {name: copied(value) for name, value in entry.items()}
+        if self._at_once:  # pieces on all ranks share what steps set: no array
+            names = _written(param, given, tried.marks)
+            copies["its attributes"] = {name: copied(vars(param).get(name)) for name in names}
+        return copies
+
+    def _refusal(self, reason: object) -> ConfigError:
+        """Return the error of an optimizer of which no trial can be made."""
+        if self._at_once:
+            return ConfigError(f"{self._kind} {self._claim}, and {reason}. {self._way_out}")
+        return refuse(self._optim, reason)
 
     def _refuse_gathering(self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]) -> None:
         """Raise ConfigError where an operator of a step makes an element, or a number, of several elements.
@@ -382,14 +392,23 @@ def values_of(draw: Draw) -> torch.Tensor:
     return draw[0]
 
 
-def _pieces_of(form: Form, draw: Draw) -> list[Draw]:
-    """Return a draw, flat, cut in two."""
-    if form.numel < 2:
+def _written(param: torch.Tensor, given: Marks, first: Marks) -> list[str]:
+    """Return the names of the attributes of ``param`` that steps have set, or changed in place; they were
+    ``given``, which read as ``first``."""
+    changed, now = given.changed_on(param), vars(param)
+    inside = [name for name in first.values if name in now and not same(now[name], first.values[name])]
+    return list(dict.fromkeys([*changed, *inside]))
+
+
+def _pieces_of(form: Form, draw: Draw, always_two: bool) -> list[Draw]:
+    """Return a draw, flat, cut in two; the second piece of one element is empty, or left out."""
+    if form.numel < 2 and not always_two:
         return [[row if row is None else row.reshape(-1) for row in draw]]
     first = max(1, form.numel * 5 // 12)
+    flat_rows = [None if row is None else row.reshape(-1) for row in draw]
     return [
-        [None if row is None else row[:first] for row in draw],
-        [None if row is None else row[first:] for row in draw],
+        [None if row is None else row[piece] for row in flat_rows]
+        for piece in (slice(first), slice(first, None))
     ]
 
 

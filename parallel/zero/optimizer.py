@@ -1,4 +1,4 @@
-"""LowLevelZeroOptimizer: ZeRO stages 0 to 2 around any element-wise torch optimizer."""
+"""LowLevelZeroOptimizer: ZeRO stages 1 and 2 around any element-wise torch optimizer, 0 around any."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     nobody anything.
 
     Args:
-        optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...).
+        optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...); with
+            stage 0, of a model that every rank has whole, any.
         stage: 1 keeps the buffers of whole gradients from step to step; 2 gives each up once it is sent and
             keeps this rank's part. Same numbers, same traffic. ``partition_grad=True`` is another way to say
-            ``stage=2``. 0 cuts nothing: every rank has the mean gradients and all states.
+            ``stage=2``. 0 cuts nothing: every rank has the mean gradients and all states, and updates whole
+            parameters.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype: the parameters are cast to it here,
             after fp32 masters have been made from what they were. ``None`` leaves them as they are.
         keep_fp32: parameters that ``precision`` leaves as they are: they are their own masters.
@@ -80,8 +82,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             and a step is skipped on all.
 
     Raises:
-        ConfigError: an option out of range, an optimizer that is not element-wise, or ranks that differ in
-            the parameters they have.
+        ConfigError: an option out of range, an optimizer that is not element-wise and is to update parts, or
+            ranks that differ in the parameters they have.
     """
 
     # Of the gradients there are: the scale of their losses, how many had arrived when they were clipped, and
@@ -123,7 +125,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         check_wire(communication_dtype, parse_precision(precision), optimizer)
         if isinstance(optimizer, WrappedOptimizer):
             raise ConfigError("the optimizer is wrapped already")
-        check_optimizer(optimizer, cuts=stage > 0)
+        check_optimizer(optimizer, cuts=stage > 0, parted=model_ranks is not None)
         self.stage = stage
         self.clip_grad_norm = clip_grad_norm
         self.norm_type = norm_type
@@ -439,13 +441,11 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def _update(self) -> None:
         try:
             for shard, grad in self._gradients():
-                if shard.master is not None:
-                    shard.master.grad = grad
+                shard.master.grad = None if grad is None else shard.like_master(grad)
             step_within(self.optim)
         finally:
             for shard in self.sharded.shards:
-                if shard.master is not None:
-                    shard.master.grad = None
+                shard.master.grad = None
         self.sharded.gather(
             [bucket for bucket in self._reducer.buckets if not self._reducer.used.isdisjoint(bucket.shards)]
         )

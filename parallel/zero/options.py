@@ -9,12 +9,18 @@ import torch
 from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import StateFormat
-from gemini.optim.rule_choice import refuse_gathering
+from gemini.optim.rule_choice import refuse_unlike
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Their update of an element depends on others, or on the shape of the whole parameter.
-_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Lamb", "Muon", "SparseAdam")
-_BY_RANK = ("params", "param_names")  # of a group: what is this rank's own
+_OF_WHOLE = ("Adafactor", "Lamb", "Muon")
+_OF_NONE = {
+    "LBFGS": "evaluates the loss several times in a step, which has the gradients of one",
+    "SparseAdam": "takes sparse gradients, and those of elements in buckets are dense",
+}
+_UNCUT = "Use stage=0, which cuts nothing, or GeminiOptimizer over a GeminiDDP"
+_UNPARTED = "Other ranks have parts of the model: use an optimizer that updates each element by itself"
+_NO_SETTINGS = ("params", "param_names")  # of a group
 
 
 def choose_stage(stage: int | None, partition_grad: bool | None) -> int:
@@ -61,22 +67,26 @@ def check_norm(max_norm: float, norm_type: float) -> None:
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; both must be above 0")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *, cuts: bool) -> None:
-    """Raise ConfigError for an optimizer that cannot update parts of parameters. ``cuts``: whether they are
-    cut, so that a class of which nothing is known is tried."""
+def check_optimizer(optimizer: torch.optim.Optimizer, *, cuts: bool, parted: bool) -> None:
+    """Raise ConfigError for an optimizer that cannot update what it is to. ``cuts``: whether that is parts of
+    parameters; ``parted``: whether they are parts already. A class of which nothing is known is tried."""
     name = type(optimizer).__name__
-    if name in _NOT_ELEMENTWISE:
+    if name in _OF_NONE:
+        raise ConfigError(
+            f"{name} {_OF_NONE[name]}; use Adam, AdamW, SGD, CPUAdam or another element-wise optimizer"
+        )
+    cut_unless = _UNPARTED if parted else _UNCUT if cuts else ""
+    if name in _OF_WHOLE and cut_unless:
         raise ConfigError(
             f"{name} does not update each element on its own, so parts of a parameter cannot be updated on "
-            "different ranks; use Adam, AdamW, SGD, CPUAdam or another element-wise optimizer"
+            f"different ranks. {cut_unless}"
         )
     if isinstance(optimizer, KernelAdam) and optimizer.state_format != StateFormat():
         raise ConfigError(
             "compact states are scaled by blocks of a whole parameter; pass state_dtype='fp32' and no "
             "master_remainders to the optimizer"
         )
-    if cuts:
-        refuse_gathering(optimizer)
+    refuse_unlike(optimizer, cut_unless)
 
 
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
@@ -97,7 +107,7 @@ def described(groups: list[dict[str, Any]]) -> str:
     """Return what an update takes besides tensors, by group, as text: equal on ranks for which it is."""
     each = []
     for number, group in enumerate(groups):
-        settings = {name: _plain(value) for name, value in group.items() if name not in _BY_RANK}
+        settings = {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS}
         each.append(f"group {number}: " + ", ".join(f"{name}={value}" for name, value in settings.items()))
     return "; ".join(each)
 

@@ -27,9 +27,11 @@ class ParamShard:
     All parts have ``width`` elements in the row-major order of the parameter; the last ones may be short or
     empty. Where the cuts are depends on the number of ranks alone, so nothing else can change the numbers.
 
-    ``master`` is None where this rank's part is empty. It is fp32 behind a 16-bit parameter and has the
-    parameter's type otherwise. It is a view of the parameter (``aliased``) where type, device and memory
-    order allow it, and costs nothing then.
+    ``master`` has the part's elements in one dimension, none where the part is empty, so that each parameter
+    has its place in its group on every rank; of a parameter that is not cut it has the shape. It is fp32
+    behind a 16-bit parameter and has the parameter's type otherwise. It is a view of the parameter
+    (``aliased``) where type, device and memory order allow it, and costs nothing then. Attributes that were
+    or will be set on the one are set on the other.
 
     Args:
         param: changed in place: it gets ``dtype``. Must be contiguous in some order, floating-point.
@@ -53,6 +55,8 @@ class ParamShard:
         self.width = -(-self.numel // world_size)
         self.start = min(rank * self.width, self.numel)
         self.stop = min(self.start + self.width, self.numel)
+        self.own_numel = self.stop - self.start
+        self._own_shape = self.shape if world_size == 1 else torch.Size((self.own_numel,))
         self.home = home or param.device
         self.master_dtype = torch.float32 if param.dtype in _HALVES else param.dtype
         dtype = dtype or param.dtype
@@ -60,7 +64,9 @@ class ParamShard:
             param.is_contiguous() and dtype == self.master_dtype == param.dtype and param.device == self.home
         )
         # The master comes from the original weight, before the model's copy of it is rounded.
-        self.master = self._make_master() if self.start < self.stop else None
+        self.master = self._make_master()
+        # One dict: what a class reads and sets on the master are the attributes of the parameter.
+        self.master.__dict__ = vars(param)
         if param.dtype != dtype:
             param.data = param.data.to(dtype)
         self.note_param()
@@ -71,19 +77,27 @@ class ParamShard:
         return self.param.dtype != self.master_dtype
 
     def _make_master(self) -> torch.Tensor:
-        # detach(), not .data: a view that shares the parameter's version counter, so that autograd sees
-        # every update.
-        part = self.param.detach().reshape(-1)[self.start : self.stop]
+        part = self.own_part(self.param)
         if not self.aliased:
             part = part.to(self.home, self.master_dtype, copy=True)
         return part.requires_grad_()
 
     def refresh_master(self) -> None:
         """Take the parameter's present values into the master."""
-        if self.master is not None and not self.aliased:
+        if not self.aliased:
             with torch.no_grad():
-                self.master.copy_(self.param.detach().reshape(-1)[self.start : self.stop])
+                self.master.copy_(self.own_part(self.param))
         self.note_param()
+
+    def own_part(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of ``values`` (the parameter's shape), as the master has it: a view where
+        the memory order allows it."""
+        # detach(), not .data: a view shares the version counter, so that autograd sees every update.
+        return self.like_master(values.detach().reshape(-1)[self.start : self.stop])
+
+    def like_master(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return what belongs to the part, in one dimension, in the shape of the master."""
+        return flat.view(self._own_shape)
 
     def note_param(self) -> None:
         """Remember the parameter's memory and values as the ones that the master belongs to."""
@@ -129,9 +143,8 @@ class ParamShard:
 
     def fill_own(self, row: torch.Tensor) -> None:
         """Write this rank's part over ``row`` (width)."""
-        row[self.stop - self.start :].zero_()
-        if self.master is not None:
-            row[: self.stop - self.start].copy_(self.master.detach())
+        row[self.own_numel :].zero_()
+        row[: self.own_numel].copy_(self.master.detach().reshape(-1))
 
 
 class Ranks(Protocol):
@@ -211,11 +224,11 @@ class Bucket:
         self.mean = mean if self.mean is None else self.mean.add_(mean)
 
     def own_mean(self, shard: ParamShard) -> torch.Tensor | None:
-        """Return the mean gradient of a parameter's own part, a view; None where that is empty."""
-        if self.mean is None or shard.master is None:
+        """Return the mean gradient of a parameter's own part, a view in one dimension."""
+        if self.mean is None:
             return None
         start = self._starts[shard]
-        return self.mean[start : start + shard.stop - shard.start]
+        return self.mean[start : start + shard.own_numel]
 
     def set_mean(self, shard: ParamShard, values: torch.Tensor) -> None:
         """Replace the mean gradient of a parameter's own part."""
@@ -312,7 +325,6 @@ class ShardedParams:
             self._earlier_state = optimizer.state_dict() if optimizer.state else None
         optimizer.state.clear()
         self.groups: list[list[ParamShard]] = []
-        self.names: list[list[str] | None] = []
         for group in optimizer.param_groups:
             shards = []
             for param in group["params"]:
@@ -328,19 +340,9 @@ class ShardedParams:
                     )
                 )
             self.groups.append(shards)
-            self.names.append(group.get("param_names"))
-            group["params"] = [shard.master for shard in shards if shard.master is not None]
-            if "param_names" in group:
-                group["param_names"] = self.own_names(len(self.groups) - 1)
+            group["params"] = [shard.master for shard in shards]
         self.shards = [shard for group in self.groups for shard in group]
         self.home = home or (self.shards[0].home if self.shards else torch.device("cpu"))
-
-    def own_names(self, group: int) -> list[str]:
-        """Return the names of a group's parameters of which this rank has a part."""
-        names = self.names[group] or []
-        return [
-            name for name, shard in zip(names, self.groups[group], strict=False) if shard.master is not None
-        ]
 
     def shard_of(self, param: torch.Tensor) -> ParamShard:
         """Return what belongs to a parameter of the model, or to its master. Raises ConfigError."""
@@ -434,6 +436,7 @@ def _check_alike(optimizer: torch.optim.Optimizer, collectives: Collectives) -> 
 
 
 _GRAD: Any = torch.Tensor.grad  # the descriptor
+_OF_WATCHED = ("_had_class", "_is_held")
 
 
 class ShardedGradient:
@@ -483,18 +486,19 @@ class ShardedGradient:
 
 
 class _AsBefore:
-    """Have a parameter as it was before it was watched, for the block."""
+    """Have a parameter as it was before it was watched, for the block. What it has then as attributes may be
+    in what is pickled after the block."""
 
     def __init__(self, param: Any) -> None:
         self._param = param
 
     def __enter__(self) -> None:
-        self._is_held = self._param._is_held
-        unwatch(self._param)
+        self._watched, self._attributes = type(self._param), vars(self._param)
+        self._param.__class__ = self._param._had_class
+        self._param.__dict__ = {name: v for name, v in self._attributes.items() if name not in _OF_WATCHED}
 
     def __exit__(self, *_exception: object) -> None:
-        self._param.__dict__ = dict(self._param.__dict__)  # the other one may be in what is pickled next
-        watch(self._param, self._is_held)
+        self._param.__dict__, self._param.__class__ = self._attributes, self._watched
 
 
 def watch(param: torch.Tensor, is_held: Callable[[], str]) -> None:

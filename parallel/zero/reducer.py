@@ -155,7 +155,7 @@ class GradientReducer:
         one; after a reduction."""
         bucket = self._bucket_of[shard]
         own = bucket.own_mean(shard) if shard in self.used else None
-        total = torch.zeros(shard.stop - shard.start + 1, dtype=shard.master_dtype, device="cpu")
+        total = torch.zeros(shard.own_numel + 1, dtype=shard.master_dtype, device="cpu")
         total[-1] = int(shard in self.used)
         if own is not None:
             total[:-1].copy_(own)

@@ -15,6 +15,7 @@ import torch
 from gemini.comm.peers import ModelRanks, Topic
 from gemini.errors import ConfigError
 from gemini.optim.gradients import LossScale, NormOverRanks, sum_over_ranks
+from gemini.optim.rule_choice import steps_by_element
 from gemini.optim.wrapped import hooks_set_aside
 from gemini.parallel.zero.collectives import Collectives
 from gemini.parallel.zero.params import Bucket, ParamShard, ShardedParams
@@ -57,14 +58,12 @@ def state_shards(optimizer: ShardedStates) -> Iterator[StateShard]:
     """Yield this rank's part of the state; see LowLevelZeroOptimizer.state_shards."""
     with hooks_set_aside(optimizer.optim):
         states = optimizer.optim.state_dict()["state"]
-    place = 0
     for index, shard in enumerate(optimizer.sharded.shards):
-        if shard.master is None:
+        if shard.own_numel == 0:
             continue
-        state = states.get(place, {})
-        place += 1
-        tensors, values = _split(state, tuple(shard.master.shape))
-        master = shard.master.detach() if shard.has_master else None
+        arrays, values = _split(states.get(index, {}), tuple(shard.master.shape))
+        tensors = {name: array.reshape(-1) for name, array in arrays.items()}
+        master = shard.master.detach().reshape(-1) if shard.has_master else None
         yield StateShard(index, tuple(shard.shape), shard.start, shard.stop, tensors, values, master)
 
 
@@ -108,15 +107,8 @@ def export_state(optimizer: ShardedStates, only_rank_0: bool = False) -> dict[st
 
 def exported_groups(optimizer: ShardedStates) -> list[dict[str, Any]]:
     """Return the groups as a state dict has them, with the numbers of all parameters."""
-    groups, first = [], 0
     with hooks_set_aside(optimizer.optim):
-        settings = optimizer.optim.state_dict()["param_groups"]
-    for group, shards, names in zip(settings, optimizer.sharded.groups, optimizer.sharded.names, strict=True):
-        group = {**group, "params": list(range(first, first + len(shards)))}
-        if names is not None:
-            group["param_names"] = list(names)
-        groups.append(group)
-        first += len(shards)
+        groups: list[dict[str, Any]] = optimizer.optim.state_dict()["param_groups"]
     return groups
 
 
@@ -128,22 +120,17 @@ def import_state(
     lengths = [len(group) for group in optimizer.sharded.groups]
     if [len(group["params"]) for group in groups] != lengths:
         raise ConfigError(f"the state has other parameter groups than the optimizer, which has {lengths}")
-    parts = {
-        index: _OwnPart(shard)
-        for index, shard in enumerate(optimizer.sharded.shards)
-        if shard.master is not None
-    }
+    parts = [_OwnPart(shard) for shard in optimizer.sharded.shards]
     numbers = [number for group in groups for number in group["params"]]
     for saved in _whole_shards(optimizer, state_dict, numbers) if shards is None else shards:
         if not 0 <= saved.index < len(numbers):
             raise ConfigError(f"the state has a parameter number {saved.index}; there are {len(numbers)}")
-        if saved.index in parts:
-            parts[saved.index].take(saved)
-    for part in parts.values():
+        parts[saved.index].take(saved)
+    for part in parts:
         part.check()
     beside = {key: value for key, value in state_dict.get("state", {}).items() if key not in numbers}
-    _load_own(optimizer, groups, list(parts.values()), beside)
-    restored = _restore_masters(list(parts.values()))
+    _load_own(optimizer, groups, parts, beside)
+    restored = _restore_masters(parts)
     if optimizer.collectives.maximum([int(restored)], "loads a state") == [1]:
         optimizer.gather_all()
     if optimizer.loss_scale is not None and "loss_scale" in state_dict:
@@ -161,33 +148,39 @@ class _OwnPart:
         self._covered: dict[str, int] = {}
 
     def take(self, saved: StateShard) -> None:
-        """Copy what overlaps."""
+        """Copy what overlaps; of an empty part states are empty."""
         shard = self.shard
         if tuple(saved.shape) != tuple(shard.shape):
             raise ConfigError(f"the state of {shard.label} is of one of shape {tuple(saved.shape)}")
         self.values.update(saved.values)
         start, stop = max(saved.start, shard.start), min(saved.stop, shard.stop)
-        if start >= stop:
+        if start >= stop and shard.own_numel > 0:
             return
         for name, tensor in saved.tensors.items():
-            kept = self.tensors.setdefault(name, tensor.new_empty(shard.stop - shard.start))
+            kept = self.tensors.setdefault(name, tensor.new_empty(shard.own_numel))
             self._copy(name, kept, tensor, saved, start, stop)
         if saved.master is not None and shard.has_master:
             if self.master is None:
-                self.master = saved.master.new_empty(shard.stop - shard.start)
+                self.master = saved.master.new_empty(shard.own_numel)
             self._copy("master", self.master, saved.master, saved, start, stop)
 
     def _copy(
         self, name: str, kept: torch.Tensor, tensor: torch.Tensor, saved: StateShard, start: int, stop: int
     ) -> None:
+        if start >= stop:
+            return
         kept[start - self.shard.start : stop - self.shard.start].copy_(
             tensor[start - saved.start : stop - saved.start]
         )
         self._covered[name] = self._covered.get(name, 0) + stop - start
 
+    def state(self) -> dict[str, Any]:
+        """Return it as the optimizer has it."""
+        return {**self.values, **{k: self.shard.like_master(tensor) for k, tensor in self.tensors.items()}}
+
     def check(self) -> None:
         """Raise ConfigError if a part is missing."""
-        wanted = self.shard.stop - self.shard.start
+        wanted = self.shard.own_numel
         for name, covered in self._covered.items():
             if covered != wanted:
                 raise ConfigError(
@@ -201,12 +194,15 @@ def _whole_shards(
 ) -> Iterator[StateShard]:
     """Yield a state dict as parts that are whole parameters."""
     masters = state_dict.get("masters", {})
+    # What is not cut may have states of any shape, but no other master.
+    is_fixed = optimizer.collectives.num_parts > 1 or steps_by_element(optimizer.optim)
     for index, (number, shard) in enumerate(zip(numbers, optimizer.sharded.shards, strict=True)):
         shape = tuple(shard.shape)
         tensors, values = _split(state_dict["state"].get(number, {}), shape)
         master = masters.get(number)
         for name, tensor in (("master", master), *values.items()):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() != 1 and tuple(tensor.shape) != shape:
+            is_odd = isinstance(tensor, torch.Tensor) and tensor.numel() != 1 and tuple(tensor.shape) != shape
+            if is_odd and (is_fixed or name == "master"):
                 raise ConfigError(f"{name} of {shard.label} has shape {tuple(tensor.shape)} in the state")
         flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
         flat_master = None if master is None else master.reshape(-1)
@@ -225,16 +221,12 @@ def _load_own(
     beside: dict[Any, Any],
 ) -> None:
     """Give the wrapped optimizer its state, and what is beside it; it checks before it changes anything."""
-    state = {place: {**part.values, **part.tensors} for place, part in enumerate(parts)}
-    own_groups, first = [], 0
-    for number, (group, shards) in enumerate(zip(groups, optimizer.sharded.groups, strict=True)):
-        count = sum(shard.master is not None for shard in shards)
-        own = {**group, "params": list(range(first, first + count))}
-        own.pop("param_names", None)
-        if optimizer.sharded.names[number] is not None:
-            own["param_names"] = optimizer.sharded.own_names(number)
-        own_groups.append(own)
-        first += count
+    state = {index: part.state() for index, part in enumerate(parts)}
+    own_groups: list[dict[str, Any]] = []
+    for saved, own in zip(groups, exported_groups(optimizer), strict=True):  # saved names may be others
+        settings = {name: value for name, value in saved.items() if name != "param_names"}
+        settings |= {name: value for name, value in own.items() if name in ("params", "param_names")}
+        own_groups.append(settings)
     present = {**{place: entry for place, entry in state.items() if entry}, **beside}
     with hooks_set_aside(optimizer.optim):
         optimizer.optim.load_state_dict({"state": present, "param_groups": own_groups})
@@ -245,8 +237,8 @@ def _restore_masters(parts: list[_OwnPart]) -> bool:
     restored = False
     with torch.no_grad():
         for part in parts:
-            if part.master is not None and part.shard.master is not None:
-                part.shard.master.copy_(part.master)
+            if part.master is not None:
+                part.shard.master.copy_(part.shard.like_master(part.master))
                 restored = True
     return restored
 
@@ -271,7 +263,7 @@ def whole_tensor(
     """Return a copy of what belongs to a whole parameter from all ranks' parts of it."""
     padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
     if own is not None:
-        padded[: own.numel()].copy_(own)
+        padded[: shard.own_numel].copy_(own)
     rows = collectives.gather_anywhere(padded)
     return rows.reshape(-1)[: shard.numel].view(shard.shape)
 
@@ -283,7 +275,7 @@ class StatesByParam(MutableMapping[Any, Any]):
     """The states of the wrapped optimizer, whose keys are this rank's parts of the masters.
 
     ``state[param]`` of a parameter of the model is the state of this rank's part, in a new dict: tensors are
-    the optimizer's own, in the parameter's shape where the part is all of it. Of an empty part it is empty.
+    the optimizer's own, in the parameter's shape where the part is all of it.
     """
 
     def __init__(self, states: MutableMapping[Any, Any], shards: list[ParamShard]) -> None:
@@ -292,10 +284,8 @@ class StatesByParam(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         shard = self._shards.get(key)
-        if shard is None or shard.master is key:
+        if shard is None:
             return self._states[key]
-        if shard.master is None:
-            return {}
         state = self._states.get(shard.master) or {}
         return {name: _in_shape(value, shard) for name, value in state.items()}
 
@@ -330,8 +320,8 @@ class StatesByParam(MutableMapping[Any, Any]):
 
 
 def _in_shape(value: Any, shard: ParamShard) -> Any:
-    whole = isinstance(value, torch.Tensor) and value.shape == (shard.numel,) and shard.master is not None
-    return value.view(shard.shape) if whole and shard.stop - shard.start == shard.numel else value
+    is_whole = shard.own_numel == shard.numel and isinstance(value, torch.Tensor)
+    return value.view(shard.shape) if is_whole and value.shape == shard.master.shape else value
 
 
 Gradients = Sequence[tuple[ParamShard, torch.Tensor | None]]
@@ -353,7 +343,7 @@ def total_norm(
     if collectives.size > 1 or model_ranks is not None:
         norm = NormOverRanks(norm_type)
         for shard, part in gradients:
-            if part is not None and (model_ranks is None or model_ranks.counts(shard.param)):
+            if part is not None and part.numel() and (model_ranks is None or model_ranks.counts(shard.param)):
                 norm.add(part.float())
         others = [] if model_ranks is None else [model_ranks.peers]
         return norm.over([collectives, *others]).to(device)

@@ -16,7 +16,7 @@ from gemini.parallel.zero.params import ParamShard
 def master_sources(optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str]) -> list[TensorSource]:
     """Return the fp32 weights behind 16-bit parameters, by the names of those."""
     return [
-        _gathered(optimizer, names[shard.param], shard, shard.master_dtype, shard.master)
+        _gathered(optimizer, names[shard.param], shard, shard.master_dtype, shard.master.detach().reshape(-1))
         for shard in optimizer.sharded.shards
         if shard.has_master
     ]
@@ -56,9 +56,9 @@ def take_weights(
         if values is None:
             continue
         shard.refresh_master()
-        if shard.has_master and shard.master is not None:
+        if shard.has_master:
             with torch.no_grad():
-                shard.master.copy_(values.reshape(-1)[shard.start : shard.stop])
+                shard.master.copy_(shard.own_part(values))
 
 
 def _gathered(
