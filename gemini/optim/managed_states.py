@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gemini.errors import StateError
 from gemini.optim.managed_optimizer import ManagedOptimizer
@@ -63,8 +65,8 @@ class ManagedStates(MutableMapping[Any, Mapping[str, Any]]):
 
 
 class ManagedState(MutableMapping[str, Any]):
-    """The state of one parameter, by torch's names; each tensor is a copy, made when it is asked for. torch
-    refuses to write to it: an update would not see that."""
+    """The state of one parameter, by torch's names; each tensor is a copy, made when it is asked for. What
+    would write to it raises StateError: an update would not see that."""
 
     def __init__(self, optimizer: ManagedOptimizer, slot: ManagedSlot) -> None:
         self._optimizer, self._slot = optimizer, slot
@@ -95,10 +97,53 @@ class ManagedState(MutableMapping[str, Any]):
         return f"{type(self).__name__}({', '.join(self)})"
 
 
+class StateCopy(torch.Tensor):
+    """A copy of a state, which is to be read. What writes to it or to a view of it raises StateError, and
+    what operators make of it is an ordinary tensor; so are its copies and what is pickled."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator that does not write."""
+        kwargs = kwargs or {}
+        written = [kwargs.get("out"), args[0] if args and _writes_to_first(func) else None]
+        if any(isinstance(item, cls) for item in tree_leaves(written)):
+            refuse_write()
+        with torch._C.DisableTorchFunctionSubclass():
+            read = [item for item in tree_leaves((args, kwargs)) if isinstance(item, cls)]
+            owned = {item.untyped_storage()._cdata for item in read}
+            return tree_map(partial(_as_view, owned), func(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.clone().__reduce_ex__(protocol)
+
+
+def _writes_to_first(func: Any) -> bool:
+    """Say whether an operator or a method of tensors is named as one that changes its first argument."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in _WRITES or func == _SET_DATA
+    return bool(name.endswith("_"))
+
+
+_IN_PLACE = "add and div floordiv lshift matmul mod mul or pow rshift sub truediv xor"
+_WRITES = frozenset(("__setitem__", *(f"__i{name}__" for name in _IN_PLACE.split())))
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def _as_view(owned: Collection[int], item: Any) -> Any:
+    """Return ``item``, a tensor over one of the ``owned`` storages as a copy that is to be read."""
+    if not isinstance(item, torch.Tensor) or item.untyped_storage()._cdata not in owned:
+        return item
+    return item.as_subclass(StateCopy)
+
+
 def _to_be_read(value: Any) -> Any:
-    """Return a tensor's memory as an inference tensor, which torch refuses to write to; else ``value``."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with torch.inference_mode():
-        place = value.storage_offset(), value.shape, value.stride()
-        return torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage(), *place)
+    """Return a tensor as one that cannot be written to; else ``value``."""
+    return value.detach().as_subclass(StateCopy) if isinstance(value, torch.Tensor) else value

@@ -446,6 +446,7 @@ def refuse(optim: torch.optim.Optimizer, reason: object) -> ConfigError:
     """Return the error of an optimizer that cannot update chunks, with the way that works."""
     return ConfigError(
         f"{type(optim).__name__} cannot update a managed model through GeminiOptimizer: {reason}. It works "
-        "by itself, without GeminiOptimizer: loss.backward(), optimizer.step(), optimizer.zero_grad() over "
-        "managed parameters, without mixed_precision, in one process; its states are beside the budgets"
+        "by itself, without GeminiOptimizer: loss.backward(), optimizer.step(), optimizer.zero_grad(), or "
+        "optimizer.step(closure), over managed parameters, without mixed_precision, in one process; its "
+        "states are beside the budgets"
     )

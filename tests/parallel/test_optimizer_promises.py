@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import operator
 import pickle
 import warnings
 import weakref
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -240,12 +242,53 @@ def test_states_in_chunks_are_not_written_through_the_mapping() -> None:
     for write in refused:
         with pytest.raises(StateError, match="load_state_dict"):
             write()
-    for write_into in (lambda t: t.zero_(), lambda t: t.mul_(0.1), lambda t: torch._foreach_zero_([t])):
+    writes: list[Callable[[Tensor], object]] = [
+        lambda t: t.zero_(),
+        lambda t: t.mul_(0.1),
+        lambda t: operator.imul(t, 0.1),
+        lambda t: operator.setitem(t, ..., 0),
+        lambda t: setattr(t, "data", torch.zeros(())),
+        lambda t: t.data.zero_(),
+        lambda t: t.detach().view(-1)[:1].fill_(1),
+        lambda t: t.reshape(-1).chunk(1)[0].neg_(),
+        lambda t: torch.add(torch.zeros(()), 1, out=t),
+        lambda t: torch._foreach_zero_([t]),
+        lambda t: nn.init.ones_(t),
+    ]
+    for write_into in writes:
         for name in ("exp_avg", "step"):
-            with torch.no_grad(), pytest.raises(RuntimeError, match="Inplace update"):
-                write_into(optimizer.state[param][name])
+            for mode in (torch.no_grad(), torch.inference_mode()):
+                with mode, pytest.raises(StateError, match="load_state_dict"):
+                    write_into(optimizer.state[param][name])
     after = optimizer.state_dict()["state"]
     assert all(torch.equal(after[n][k], v) for n, state in before.items() for k, v in state.items())
+
+
+def test_what_is_read_of_states_in_chunks_makes_ordinary_tensors() -> None:
+    model, optimizer, _ = made(gemini)
+    one_step(model, optimizer)
+    param = next(model.parameters())
+    want = optimizer.state_dict()["state"][0]["exp_avg"]
+    read = optimizer.state[param]["exp_avg"]
+    file = io.BytesIO()
+    torch.save(read, file)
+    file.seek(0)
+    for twin in (
+        copy.deepcopy(read),
+        pickle.loads(pickle.dumps(read)),
+        torch.load(file),
+        read.clone(),
+        read + 0,
+    ):
+        assert type(twin) is torch.Tensor
+        assert torch.equal(twin, want)
+        assert torch.equal(twin.zero_(), torch.zeros_like(want))
+    other = torch.zeros_like(want)
+    assert torch.equal(other.copy_(read), want)
+    assert torch.equal(torch.mul(read, 2, out=other), want * 2)
+    assert torch.equal(read, want)
+    assert torch.from_numpy(read.numpy()).equal(want)
+    assert read.norm().item() == want.norm().item()
 
 
 def test_states_begin_anew_as_the_refusal_says() -> None:
