@@ -17,6 +17,7 @@ from cpu_times import CpuTimes
 from hypothesis import settings
 from import_graph import imported_names
 from pairs import ask_for_products
+from short_searches import SHORT_SEARCH
 
 # No deadline: how long an example takes says how busy the machine is.
 settings.register_profile("gemini", deadline=None)
@@ -134,6 +135,14 @@ def only_young_objects_are_collected() -> None:
     at each of these millions of objects, for more than a second. What is garbage already goes before."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give up looking for better plans early."""
+    from gemini.placement import local_search
+
+    monkeypatch.setattr(local_search, "_MOST", SHORT_SEARCH)
 
 
 @pytest.fixture

@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> None:
+def _quick(one_thread: None, short_searches: None) -> None:
     """Every test here."""

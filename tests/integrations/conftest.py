@@ -12,5 +12,5 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(one_thread: None) -> None:
+def _quick(one_thread: None, short_searches: None) -> None:
     """Every test here."""

@@ -13,3 +13,8 @@ def workers_end_with_the_session() -> Iterator[None]:
     """End the processes that served the tests."""
     yield
     close_workers()
+
+
+@pytest.fixture(autouse=True)
+def _quick(short_searches: None) -> None:
+    """Every test here; the processes that serve them do so by themselves."""

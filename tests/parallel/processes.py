@@ -29,6 +29,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from short_searches import SHORT_SEARCH
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -226,7 +228,10 @@ def _serve(pipe: Connection, last_words: Path, environment: dict[str, str]) -> N
 
     os.environ.clear()  # that of the server, which is as old as the first process
     os.environ.update(environment)
+    from gemini.placement import local_search
+
     torch.set_num_threads(1)
+    local_search._MOST = SHORT_SEARCH
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     pipe.send_bytes(b"started")
     with suppress(EOFError, KeyboardInterrupt), last_words.open("w") as stacks:

@@ -34,7 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _plain_numbers(one_thread: None) -> None:
+def _plain_numbers(one_thread: None, short_searches: None) -> None:
     """Every test here. Attention of torch.nn has a fast path for inference that rounds otherwise, and that is
     never taken for managed parameters (docs/limits.md)."""
     torch.backends.mha.set_fastpath_enabled(False)
