@@ -8,7 +8,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -92,8 +92,10 @@ class Passage:
     """
 
     def __init__(self, placeholders: Placeholders | None = None) -> None:
-        """``placeholders``: of which stand-ins are made, where stages share them."""
+        """``placeholders``: of which stand-ins are made, where stages share them; None: the whole model, or a
+        stage that a program has built, in which nothing is absent."""
         self.placeholders = Placeholders() if placeholders is None else placeholders
+        self._has_absent = placeholders is not None
         self.runs, self.has_entered, self.trains, self.is_training = False, False, False, True
         self._is_judged = False
         # Parameters of other stages that modules around the blocks have themselves, and what stands for each.
@@ -131,6 +133,11 @@ class Passage:
         finally:
             self._is_judged = False
 
+    def watched(self) -> AbstractContextManager[object]:
+        """Return a context in which writes of placeholders are followed: it looks at every operator, so it
+        does nothing where there can be no placeholder."""
+        return self.placeholders.watched() if self._has_absent else nullcontext()
+
     @contextmanager
     def _with_own_parameters(self) -> Iterator[None]:
         for owner, key, placeholder in self.own_parameters:
@@ -161,7 +168,7 @@ class Passage:
         try:
             with (
                 nullcontext() if draws is None else drawn(draws.around, self.device),
-                self.placeholders.watched(),
+                self.watched(),
                 self._with_own_parameters(),
                 ExitStack() as blocks,
             ):

@@ -221,7 +221,7 @@ class Stage:
             ConfigError: it is made of what another stage has.
         """
         shown = nullcontext() if self.outside is None else self.outside.judged()
-        with self.passage.placeholders.watched(), shown, _named():
+        with self.passage.watched(), shown, _named():
             loss = call()
         if loss.is_meta or self.passage.placeholders.stands_for(loss):
             raise ConfigError(
