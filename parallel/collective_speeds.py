@@ -1,4 +1,8 @@
-"""Measuring collectives within short steps: ranks compute, exchange what they have computed, and go on."""
+"""Measuring collectives within short steps: ranks compute, exchange what they have computed, and go on.
+
+A step is as long as its collectives together, so what counts is their mean, with the few that take long, and
+with the waiting for ranks that come later by chance.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
+from math import ceil
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -30,7 +37,9 @@ from gemini.system.threads import usable_processors
 
 FEWEST_RANKS, MOST_RANKS = 2, 16
 _SIZES = (4 * 1024, 64 * 1024, 512 * 1024, 4 * 2**20)  # bytes, about
-_STEPS = 8  # the first does not count
+_STEPS = 24  # the first does not count
+_CUT = 0.05  # of the slowest and fastest: what the machine did for others meanwhile
+_LONGER = 1.5  # computing beside a collective, as a multiple of its time
 _LIMIT_SECONDS = 16.0  # of all steps
 _TIMEOUT = timedelta(seconds=90)
 _SHORTEST_SECONDS = 1e-6  # no message between processes takes less
@@ -115,7 +124,7 @@ def passed_numel(kind: str, nbytes: int, ranks: int) -> int:
 def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
     """Measure within stretches of ``size`` ranks, all at the same time."""
     axis = everyone if size == everyone.size else everyone.neighbours(size)
-    passing, matrix = Passing(axis), torch.full((256, 256), 0.01, dtype=torch.float32, device="cpu")
+    passing, matrix = Passing(axis), torch.full((512, 512), 0.002, dtype=torch.float32, device="cpu")
     calls = [
         (kind, torch.ones(passed_numel(kind, nbytes, size), dtype=torch.float32, device="cpu"))
         for kind in KINDS
@@ -134,16 +143,94 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
         if late.item() and step:
             break
     every = torch.stack(everyone.all_gather(torch.tensor(taken[1:], dtype=torch.float64, device="cpu")))
+    # By stretch, rank within it, step, call: when the rank began and ended.
     groups = every.unflatten(0, (-1, size))
-    # From the moment when the last rank begins: waiting for it is no work of the collective.
-    seconds = (groups[..., 1].amax(1) - groups[..., 0].amax(1)).flatten(0, 1)
-    middle = [max(median(column.tolist()), _SHORTEST_SECONDS) for column in seconds.T]
-    points = [(base.nbytes, each) for (_, base), each in zip(calls, middle, strict=True)]
+    points = [
+        (base.nbytes, mean_seconds(kind, groups[:, :, :, number]))
+        for number, (kind, base) in enumerate(calls)
+    ]
+    shares = _computing_shares(everyone, axis)
     found = []
     for number, kind in enumerate(KINDS):
         latency, rate = fitted(points[number * len(_SIZES) : (number + 1) * len(_SIZES)])
-        found.append(CollectiveSpeed(kind, size, Figure(latency, MEASURED), Figure(rate, MEASURED)))
+        speed = CollectiveSpeed(kind, size, Figure(latency, MEASURED), Figure(rate, MEASURED))
+        if kind in shares:
+            speed = replace(speed, computing_share=Figure(shares[kind], MEASURED))
+        found.append(speed)
     return found
+
+
+def mean_seconds(kind: str, times: torch.Tensor) -> float:
+    """Return the mean seconds of a call; ``times`` (stretch, rank, step, 2): when ranks began and ended."""
+    begins, ends = times.unbind(-1)
+    # From when ranks begin on average: that some wait for the last is part of every collective. A receiver
+    # may wait for long: a message counts from when it is sent.
+    begin = begins.amax(1) if kind == "send" else begins.mean(1)
+    return max(_trimmed_mean((ends.amax(1) - begin).flatten().tolist()), _SHORTEST_SECONDS)
+
+
+def _trimmed_mean(values: Sequence[float]) -> float:
+    """Return the mean without the ``_CUT`` largest and smallest of at least twenty values."""
+    cut = int(len(values) * _CUT)
+    return fmean(sorted(values)[cut : len(values) - cut])
+
+
+def _computing_shares(everyone: Axis, axis: Axis) -> dict[str, float]:
+    """Return by kind how much of a collective's time is missing to a rank that computes meanwhile: 1 where it
+    might as well wait first."""
+    matrix = torch.full((256, 256), 0.01, dtype=torch.float32, device="cpu")
+    found = {}
+    for kind, begin in _BESIDE.items():
+        sent = torch.ones(passed_numel(kind, _SIZES[-1], axis.size), dtype=torch.float32, device="cpu")
+
+        def exchange(begin: _Begin = begin, sent: torch.Tensor = sent) -> None:
+            begin(axis, sent).wait()
+
+        longer = torch.tensor([_timed(everyone, exchange) / _timed(everyone, partial(_compute, matrix, 1))])
+        everyone.all_reduce(longer, largest=True)
+        compute = partial(_compute, matrix, ceil(_LONGER * longer.item()))
+
+        def both(begin: _Begin = begin, sent: torch.Tensor = sent, compute: _Call = compute) -> None:
+            work = begin(axis, sent)
+            compute()
+            work.wait()
+
+        rows = [[_timed(everyone, call) for call in (exchange, compute, both)] for _ in range(_STEPS)]
+        alone, computing, together = (median(column) for column in zip(*rows, strict=True))
+        found[kind] = min(max((together - computing) / alone, 0.0), 1.0)
+    return found
+
+
+def _compute(matrix: torch.Tensor, rounds: int) -> None:
+    for _ in range(rounds):
+        matrix = (matrix @ matrix).tanh()
+
+
+def _timed(everyone: Axis, call: _Call) -> float:
+    """Return the seconds of a call that all ranks begin together."""
+    everyone.all_reduce(torch.zeros(1))
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _begin_all_to_all(axis: Axis, sent: torch.Tensor) -> dist.Work:
+    work = dist.all_to_all_single(torch.empty_like(sent), sent, group=axis.group, async_op=True)
+    assert work is not None
+    return work
+
+
+def _begin_all_gather(axis: Axis, sent: torch.Tensor) -> dist.Work:
+    parts = [torch.empty_like(sent) for _ in range(axis.size)]
+    work = dist.all_gather(parts, sent, group=axis.group, async_op=True)
+    assert work is not None
+    return work
+
+
+_Call = Callable[[], None]
+_Begin = Callable[[Axis, torch.Tensor], dist.Work]
+# What ranks of dp do while they compute: they exchange gradients, and gather weights.
+_BESIDE: Mapping[str, _Begin] = {"all_gather": _begin_all_gather, "all_to_all": _begin_all_to_all}
 
 
 def _exchange(

@@ -31,20 +31,24 @@ class Figure:
     source: str = GIVEN
 
 
+_NO_OVERLAP = Figure(1.0, DEFAULT)
+
+
 @dataclass(frozen=True)
 class CollectiveSpeed:
     """A collective over ``ranks`` ranks takes ``latency_seconds + nbytes / bytes_per_second``.
 
     ``nbytes`` are those that one rank passes to the call: the tensor of an all-reduce or a message, this
     rank's part in an all-gather, the parts for all ranks in a reduce-scatter or an all-to-all.
-    ``computing_share``: the share of a rank's computing that the collective takes while it runs.
+    ``computing_share``: the share of a rank's computing that the collective takes while it runs. 1, for one
+    that was not measured: the rank might as well wait for it.
     """
 
     kind: str
     ranks: int
     latency_seconds: Figure
     bytes_per_second: Figure
-    computing_share: Figure = Figure(0.0, DEFAULT)
+    computing_share: Figure = _NO_OVERLAP
 
     def seconds(self, nbytes: float) -> float:
         """Return how long the collective takes."""
@@ -129,6 +133,8 @@ def _record(entry: object) -> CollectiveSpeed:
             "have computing_share"
         )
     figures = {name: _figure(entry[name]) for name in _BOUNDS if name in entry}
+    if figures.get("computing_share") == Figure(0.0, DEFAULT):  # as files of 0.2 have it
+        figures["computing_share"] = _NO_OVERLAP
     return CollectiveSpeed(entry["kind"], entry["ranks"], **figures)
 
 

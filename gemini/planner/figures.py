@@ -52,6 +52,13 @@ class Speeds:
         """Return the seconds of a collective to which each rank gives ``nbytes``; none on one rank."""
         return self.machine.collectives.seconds(_KIND_OF.get(name, name), ranks, nbytes)
 
+    def beside_computing(self, name: str, ranks: int, nbytes: float) -> float:
+        """Return the seconds that a collective takes from a rank that computes meanwhile."""
+        if ranks == 1:
+            return 0.0
+        speed = self.machine.collectives.speed(_KIND_OF.get(name, name), ranks)
+        return speed.computing_share.value * speed.seconds(nbytes)
+
     def figures(self, record: Record) -> tuple[Figures, ...]:
         """Return the figures of each segment."""
         sizes = {"tp": record.part.tp, "sp": record.part.sp}

@@ -123,7 +123,7 @@ class Pricer:
         )
         takes: dict[tuple[Kind, int], float] = {}
         for stage, (first, last) in enumerate(ranges):
-            gathers = self.gather_seconds(figures[first:last], copies)
+            gathers = _gathered(order_of[2]) * self.gather_seconds(figures[first:last], copies)
             forward = gathers + sum(each.forward_seconds for each in figures[first:last])
             backward = gathers + sum(each.backward_seconds for each in figures[first:last])
             backward += sum(figures[at].forward_seconds for at in range(first, last) if at in again)
@@ -141,13 +141,14 @@ class Pricer:
         return 3 * 4 * numel / self.speeds.machine.memory_bytes_per_second
 
     def gather_seconds(self, figures: Sequence[Figures], copies: int) -> float:
-        """Return how long chunks take to become whole once, each after a round in which ranks agree."""
+        """Return what a rank loses while chunks become whole once: each is gathered beside operators, after a
+        round in which ranks agree."""
         if copies <= 1:
             return 0.0
         sizes = [sum(each.numel * each.itemsize for each in segment.parameters) for segment in figures]
-        collective = self.speeds.collective
-        agreed = collective("all_gather", copies, _ROUND_BYTES)
-        return sum(agreed + collective("all_gather", copies, size / copies) for size in sizes if size)
+        agreed = self.speeds.collective("all_gather", copies, _ROUND_BYTES)
+        beside = self.speeds.beside_computing
+        return sum(agreed + beside("all_gather", copies, size / copies) for size in sizes if size)
 
 
 def _trained(figures: Iterable[Figures]) -> int:
@@ -156,6 +157,13 @@ def _trained(figures: Iterable[Figures]) -> int:
 
 
 _ROUND_BYTES = 64  # about what ranks tell each other before they gather a chunk
+_STAY_WHOLE = 0.5  # of the chunks at the end of a pass; the next pass begins with them
+
+
+def _gathered(num_microbatches: int) -> float:
+    """Return how often chunks are gathered in a pass of a step, in which the first one finds none whole."""
+    passes = 2 * num_microbatches
+    return (1 + (passes - 1) * (1 - _STAY_WHOLE)) / passes
 
 
 def _seconds(figures: Figures, *, again: bool) -> float:
@@ -330,22 +338,24 @@ class _Pricing:
         """Return how long a rank gathers chunks in a step: for every forward and backward pass."""
         copies = self._copies if self._choice.zero_stage == 3 else 0
         once = self._pricer.gather_seconds([each for _, each in self._segments(rank)], copies)
-        return 2 * self._choice.num_microbatches * once
+        passes = 2 * self._choice.num_microbatches
+        return passes * _gathered(self._choice.num_microbatches) * once
 
     def _exchange(self, rank: int) -> float:
         """Return how long gradients, and updated weights, take among data ranks at the end of a step."""
         if self._copies == 1:
             return 0.0
-        collective, stage, total = self._pricer.speeds.collective, self._choice.zero_stage, 0.0
+        speeds, stage, total = self._pricer.speeds, self._choice.zero_stage, 0.0
         for _, segment in self._segments(rank):
             trained = [each for each in segment.parameters if each.trains]
             wide = sum(each.numel * max(each.itemsize, 4) for each in trained)
             if not wide:
                 continue
-            total += collective("all_to_all", self._copies, wide)
+            # Gradients go while backward computes more of them; weights come when nothing is computed.
+            total += speeds.beside_computing("all_to_all", self._copies, wide)
             if stage < 3:
                 own = wide if stage == 0 else sum(each.numel * each.itemsize for each in trained)
-                total += collective("all_gather", self._copies, own / self._copies)
+                total += speeds.collective("all_gather", self._copies, own / self._copies)
         return total
 
     def _update(self, rank: int) -> float:

@@ -72,3 +72,15 @@ def test_a_price_says_where_all_seconds_of_its_busiest_rank_go() -> None:
     for each in search(net(8, 64, 8, 64), run_of, question(4, 8)).prices:
         assert isinstance(each, Price)
         assert sum(each.seconds.values()) == pytest.approx(each.step_seconds, rel=0.2)
+
+
+def test_a_collective_beside_computing_costs_its_share_of_the_time() -> None:
+    records = tuple(
+        replace(each, computing_share=Figure(0.25)) if each.kind == "all_to_all" else each
+        for each in machine(2).collectives.records
+    )
+    speeds = _linked(Speeds(machine(2), OperationCosts(machine(2))), records)
+    whole = speeds.collective("all_to_all", 2, 1e6)
+    assert speeds.beside_computing("all_to_all", 2, 1e6) == pytest.approx(whole / 4)
+    assert speeds.beside_computing("all_gather", 2, 1e6) == speeds.collective("all_gather", 2, 1e6)
+    assert speeds.beside_computing("all_to_all", 1, 1e6) == 0

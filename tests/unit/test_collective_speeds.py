@@ -46,14 +46,14 @@ def test_groups_of_a_ring_are_estimated_exactly_and_say_how(kind: str, ranks: in
     assert known.seconds(kind, ranks, 10**7) == pytest.approx(messages * ALPHA + sent * 10**7 / BETA)
     found = known.speed(kind, ranks)
     assert (found.latency_seconds.source, found.bytes_per_second.source) == (source, source)
-    assert found.computing_share == Figure(0.0, "default")
+    assert found.computing_share == Figure(1.0, "default")
 
 
 def test_a_group_between_two_lies_between_their_speeds_per_message() -> None:
     slow = replace(on_a_ring("send", 8), latency_seconds=Figure(3 * ALPHA), computing_share=Figure(0.5))
     between = CollectiveSpeeds((on_a_ring("send", 2), slow)).speed("send", 4)
     assert between.latency_seconds.value == pytest.approx(2 * ALPHA)
-    assert between.computing_share == Figure(pytest.approx(0.25), "interpolated")
+    assert between.computing_share == Figure(pytest.approx(0.75), "interpolated")
 
 
 def test_one_rank_alone_exchanges_nothing() -> None:

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from gemini.cli.main import main
 from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats.collectives import KINDS
-from gemini.parallel.collective_speeds import fitted, passed_numel
+from gemini.parallel.collective_speeds import fitted, mean_seconds, passed_numel
 
 SIZES = (4096, 65536, 524288, 4194304)
 
@@ -27,7 +28,9 @@ def test_two_ranks_are_measured_without_a_model_and_kept(
     assert [(each.kind, each.ranks) for each in records] == [(kind, 2) for kind in KINDS]
     for each in records:
         assert each.latency_seconds.source == each.bytes_per_second.source == "measured"
-        assert each.computing_share.source == "default"
+        beside = each.kind in ("all_gather", "all_to_all")
+        assert each.computing_share.source == ("measured" if beside else "default")
+        assert 0 <= each.computing_share.value <= 1
         assert 0 < each.seconds(SIZES[-1]) < 60
     said = capsys.readouterr().out
     assert all(kind in said for kind in KINDS)
@@ -48,6 +51,19 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
 @pytest.mark.parametrize("seconds", [(4.0, 3.0, 2.0, 1.0), (1.0, 1.0, 1.0, 1.0), (1e-6, 1e-3, 0.2, 1.0)])
 def test_times_of_no_line_give_the_rate_of_the_largest_message(seconds: tuple[float, ...]) -> None:
     assert fitted(list(zip(SIZES, seconds, strict=True))) == (0.0, pytest.approx(SIZES[-1] / seconds[-1]))
+
+
+def test_a_collective_counts_from_when_its_ranks_begin_on_average_a_message_from_when_it_is_sent() -> None:
+    one_step = [[[0.0, 5.0]], [[2.0, 4.0]]]  # of two ranks: begin and end
+    times = torch.tensor([one_step], dtype=torch.float64)
+    assert mean_seconds("all_reduce", times) == pytest.approx(4.0)
+    assert mean_seconds("send", times) == pytest.approx(3.0)
+
+
+def test_a_few_long_collectives_are_in_the_mean_and_the_longest_of_twenty_is_not() -> None:
+    ends = torch.tensor([1.0] * 17 + [0.0, 2.0, 99.0], dtype=torch.float64)
+    times = torch.stack([torch.zeros_like(ends), ends], dim=-1).expand(1, 2, 20, 2)
+    assert mean_seconds("all_gather", times) == pytest.approx((17 + 2) / 18)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7, 16])
