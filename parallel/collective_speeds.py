@@ -215,15 +215,13 @@ def _timed(everyone: Axis, call: _Call) -> float:
 
 
 def _begin_all_to_all(axis: Axis, sent: torch.Tensor) -> dist.Work:
-    work = dist.all_to_all_single(torch.empty_like(sent), sent, group=axis.group, async_op=True)
-    assert work is not None
+    work: dist.Work = dist.all_to_all_single(torch.empty_like(sent), sent, group=axis.group, async_op=True)
     return work
 
 
 def _begin_all_gather(axis: Axis, sent: torch.Tensor) -> dist.Work:
     parts = [torch.empty_like(sent) for _ in range(axis.size)]
-    work = dist.all_gather(parts, sent, group=axis.group, async_op=True)
-    assert work is not None
+    work: dist.Work = dist.all_gather(parts, sent, group=axis.group, async_op=True)
     return work
 
 
