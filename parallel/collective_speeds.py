@@ -186,7 +186,8 @@ def _computing_shares(everyone: Axis, axis: Axis) -> dict[str, float]:
         def exchange(begin: _Begin = begin, sent: torch.Tensor = sent) -> None:
             begin(axis, sent).wait()
 
-        longer = torch.tensor([_timed(everyone, exchange) / _timed(everyone, partial(_compute, matrix, 1))])
+        rounds = _timed(everyone, exchange) / _timed(everyone, partial(_compute, matrix, 1))
+        longer = torch.tensor([rounds], dtype=torch.float64, device="cpu")
         everyone.all_reduce(longer, largest=True)
         compute = partial(_compute, matrix, ceil(_LONGER * longer.item()))
 
@@ -208,7 +209,7 @@ def _compute(matrix: torch.Tensor, rounds: int) -> None:
 
 def _timed(everyone: Axis, call: _Call) -> float:
     """Return the seconds of a call that all ranks begin together."""
-    everyone.all_reduce(torch.zeros(1))
+    everyone.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,6 +12,7 @@ from torch import nn
 from gemini.comm.peers import Share
 from gemini.runtime.build import draw_blueprint
 from gemini.runtime.config import GeminiConfig
+from gemini.runtime.storage.data_sizes import GroupPlan, plan_groups
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ class Capacity:
         return self.host_bytes + self.disk_bytes
 
 
+@dataclass(frozen=True, eq=False)
+class ChunkTable:
+    """The chunks of a rank. ``place_of``: which of the ``groups`` has a parameter; ``gather_bytes``: for what
+    is whole at a time, over several ranks."""
+
+    groups: tuple[GroupPlan, ...]
+    place_of: Mapping[str, int]
+    gather_bytes: int
+
+
 @dataclass(frozen=True)
 class ChunkSizes:
     """``total_bytes``: all chunks, and what is whole at times; ``working_bytes``: what must be on DEVICE at
@@ -35,6 +46,7 @@ class ChunkSizes:
 
     total_bytes: int
     working_bytes: int
+    table: ChunkTable | None = None
 
 
 def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: Capacity) -> ChunkSizes:
@@ -51,9 +63,18 @@ def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: 
         disk_dir="DIR" if capacity.disk_bytes else None,
         disk_bytes=capacity.disk_bytes or None,
     )
+    share = Share(0, copies) if copies > 1 else None
     with _only(model, names):
-        size = draw_blueprint(model, config, Share(0, copies) if copies > 1 else None).context.size
-    return ChunkSizes(size.total_bytes, size.working_set_bytes)
+        blueprint = draw_blueprint(model, config, share)
+    size = blueprint.context.size
+    groups = plan_groups(blueprint.groups, blueprint.search.chunk_numel, share)
+    place_of: dict[str, int] = {}
+    first = 0
+    for spec in blueprint.groups:
+        place_of |= {slot.name: first + slot.chunk for slot in spec.layout.slots}
+        first += len(spec.layout.chunk_numels)
+    table = ChunkTable(tuple(groups), place_of, blueprint.gather_bytes)
+    return ChunkSizes(size.total_bytes, size.working_set_bytes, table)
 
 
 @contextmanager

@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import OperationCosts
-from gemini.planner.records import Messages, ParameterSize, Pass, Record
+from gemini.planner.records import Messages, ParameterSize, Record, Segment, Use
 
 # A collective by the name that a rank gives to it, where machine files have another.
 _KIND_OF = {"pass_on": "send", "broadcast": "all_gather", "reduce": "reduce_scatter"}
+
+
+class Moment(NamedTuple):
+    """A :class:`Use` in seconds."""
+
+    keys: tuple[str, ...]
+    seconds: float
+    peak_bytes: int
+    left_bytes: int
+    is_lookup: bool
 
 
 @dataclass(frozen=True)
 class Figures:
     """A segment for one micro-batch. ``forward`` and ``backward``: seconds of computing; ``*_messages``:
     seconds by axis; ``kept_bytes`` and the like as :class:`Segment` has them, ``peak_bytes`` of both
-    directions; ``sent_bytes`` by axis."""
+    directions; ``sent_bytes`` by axis. ``uses`` and ``gradients``: where the computing lies between uses of
+    parameters, with the times of fewer samples where so many were not looked at."""
 
     forward: float
     backward: float
@@ -29,6 +41,15 @@ class Figures:
     peak_bytes: float
     sent_bytes: Mapping[str, float]
     parameters: tuple[ParameterSize, ...] = field(repr=False, default=())
+    uses: tuple[Moment, ...] = field(repr=False, default=())
+    gradients: tuple[Moment, ...] = field(repr=False, default=())
+
+    @property
+    def num_moments(self) -> tuple[int, int]:
+        """How often forward, and backward, touch chunks: backward reads parameters and writes gradients."""
+        uses = [each for each in self.uses if each.keys]
+        reads = sum(not each.is_lookup for each in uses)
+        return len(uses), reads + sum(bool(each.keys) for each in self.gradients)
 
     @property
     def forward_seconds(self) -> float:
@@ -62,24 +83,32 @@ class Speeds:
     def figures(self, record: Record) -> tuple[Figures, ...]:
         """Return the figures of each segment."""
         sizes = {"tp": record.part.tp, "sp": record.part.sp}
-        return tuple(
-            Figures(
-                self._computing(each.forward, len(each.parameters)),
-                self._computing(each.backward, len(each.parameters)),
-                self._messages(each.forward.messages, sizes),
-                self._messages(each.backward.messages, sizes),
-                each.kept_bytes,
-                each.input_bytes,
-                max(each.forward.peak_bytes, each.backward.peak_bytes),
-                _sent(each.forward.messages + each.backward.messages),
-                each.parameters,
-            )
-            for each in record.segments
+        return tuple(self._segment(each, sizes) for each in record.segments)
+
+    def _segment(self, segment: Segment, sizes: Mapping[str, int]) -> Figures:
+        uses, gradients = self._moments(segment.uses), self._moments(segment.gradients)
+        return Figures(
+            sum(each.seconds for each in uses),
+            sum(each.seconds for each in gradients),
+            self._messages(segment.forward.messages, sizes),
+            self._messages(segment.backward.messages, sizes),
+            segment.kept_bytes,
+            segment.input_bytes,
+            max(segment.forward.peak_bytes, segment.backward.peak_bytes),
+            _sent(segment.forward.messages + segment.backward.messages),
+            segment.parameters,
+            uses,
+            gradients,
         )
 
-    def _computing(self, work: Pass, num_moments: int) -> float:
-        calls = sum(self.costs.seconds(each) * count for each, count in work.operations.items())
-        return calls + num_moments * self.machine.moment_seconds
+    def _moments(self, uses: Sequence[Use]) -> tuple[Moment, ...]:
+        return tuple(
+            Moment(each.keys, self._computing(each), each.peak_bytes, each.left_bytes, each.is_lookup)
+            for each in uses
+        )
+
+    def _computing(self, work: Use) -> float:
+        return sum(self.costs.seconds(each) * count for each, count in work.operations.items())
 
     def _messages(self, messages: Messages, sizes: Mapping[str, int]) -> dict[str, float]:
         found: defaultdict[str, float] = defaultdict(float)
@@ -122,4 +151,6 @@ def _between(one: Figures, two: Figures, steps: int) -> Figures:
         number("peak_bytes"),
         numbers("sent_bytes"),
         one.parameters,
+        one.uses,
+        one.gradients,
     )

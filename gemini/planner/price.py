@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
+from gemini.errors import OutOfBudgetError
+from gemini.memstats.trace import Trace
 from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, simulate_actions
-from gemini.planner.chunks import Capacity, ChunkSizes
+from gemini.planner.chunks import Capacity, ChunkSizes, ChunkTable
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import ParameterSize, Part
 from gemini.planner.space import Combination
+from gemini.planner.tiers import (
+    StagePasses,
+    Transfers,
+    least_busy_seconds,
+    least_device_bytes,
+    trace_of,
+)
 
 # Of a part and its parameters by name, cut over so many ranks; None: not known yet, and taken for the least.
 ChunksOf = Callable[[Part, frozenset[str], int], ChunkSizes | None]
@@ -78,23 +87,35 @@ class Pricer:
         self.chunks_of = cache(chunks_of)
         self.figures_of = cache(figures_of)
         self.ranges = cache(self._ranges)
-        self.clock = cache(self._clock)
-        self.total = cache(self._total)
+        self.parameters, self.update = cache(self._parameters), cache(self._update)
+        self.model_bytes = cache(self._model_bytes)
+        self.activations: dict[Hashable, int] = {}  # of a rank, whatever the ZeRO stage
+        self.takes, self.clock = cache(self._takes), cache(self._clock)
+        self.total, self.tail = cache(self._total), cache(self._tail)
 
     def least_seconds(self, choice: Combination) -> float:
-        """Return what a step takes at least: with ranks that are never idle and exchange nothing."""
-        recompute = choice.recompute
-        total = self.total(choice.part, choice.microbatch_size, recompute)
-        return total * choice.num_microbatches / choice.layout.pp
+        """Return what a step takes at least: with ranks along pp that are never idle and have equal work."""
+        copies, zero, pp = choice.layout.dp * choice.layout.sp, choice.zero_stage, choice.layout.pp
+        total = self.total(choice.part, choice.microbatch_size, choice.recompute, zero == 3)
+        tail = self.tail(choice.part, choice.microbatch_size, copies, zero)
+        return (total * choice.num_microbatches + tail) / pp
 
     def price(self, choice: Combination) -> Price | Misfit:
         """Return what a step takes, or why it does not fit."""
         return _Pricing(self, choice).result()
 
-    def _total(self, part: Part, samples: int, recompute: str) -> float:
+    def _total(self, part: Part, samples: int, recompute: str, has_chunks: bool) -> float:
+        """Return how long one micro-batch is computed, on all stages together."""
         figures = self.figures_of(part, samples)
         again = _recomputed(recompute, len(figures))
-        return sum(_seconds(each, again=at in again) for at, each in enumerate(figures))
+        looks = sum(self.look_seconds(figures, int(has_chunks)))
+        return looks + sum(_seconds(each, again=at in again) for at, each in enumerate(figures))
+
+    def _tail(self, part: Part, samples: int, copies: int, zero_stage: int) -> float:
+        """Return how long gradients are exchanged and weights updated, on all stages together."""
+        figures = self.figures_of(part, samples)
+        updating = self.update(part, samples, ((0, len(figures)),), copies, zero_stage)
+        return self.exchange_seconds(figures, copies, zero_stage) + updating
 
     def _ranges(self, part: Part, samples: int, recompute: str, num_stages: int) -> Ranges:
         """Return the segments of each stage such that the longest takes as little as can be."""
@@ -111,34 +132,94 @@ class Pricer:
             for a, b in partition_balanced(blocks, num_stages)
         )
 
+    def _takes(
+        self, part: Part, samples: int, recompute: str, order_of: tuple[str, int, int, int], copies: int
+    ) -> dict[tuple[Kind, int], float]:
+        """Return how long an action of each stage takes. ``copies`` as in :meth:`_clock`."""
+        figures = self.figures_of(part, samples)
+        again = _recomputed(recompute, len(figures))
+        takes: dict[tuple[Kind, int], float] = {}
+        for stage, (first, last) in enumerate(
+            self.ranges(part, samples, recompute, order_of[1] * order_of[3])
+        ):
+            own = figures[first:last]
+            gathers = _gathered(order_of[2]) * self.gather_seconds(own, copies)
+            looks = self.look_seconds(own, copies)
+            forward = gathers + looks[0] + sum(each.forward_seconds for each in own)
+            backward = gathers + looks[1] + sum(each.backward_seconds for each in own)
+            backward += sum(figures[at].forward_seconds for at in range(first, last) if at in again)
+            # A chunk takes every gradient; without chunks the first of a step is taken as it is.
+            added = 1.0 if copies else 1 - 1 / order_of[2]
+            backward += added * self.pass_seconds(_trained(own))
+            takes[Kind.FORWARD, stage], takes[Kind.BACKWARD, stage] = forward, backward
+            takes[Kind.INPUT, stage] = takes[Kind.WEIGHT, stage] = backward / 2
+        return takes
+
     def _clock(
         self, part: Part, samples: int, recompute: str, order_of: tuple[str, int, int, int], copies: int
     ) -> Simulated:
         """Simulate the micro-batches. ``copies``: over how many ranks chunks are cut, which every pass
         gathers; 0: there are no chunks."""
-        order, figures = make_order(*order_of), self.figures_of(part, samples)
-        again, ranges = (
-            _recomputed(recompute, len(figures)),
-            self.ranges(part, samples, recompute, order_of[1] * order_of[3]),
+        figures, takes = (
+            self.figures_of(part, samples),
+            self.takes(part, samples, recompute, order_of, copies),
         )
-        takes: dict[tuple[Kind, int], float] = {}
-        for stage, (first, last) in enumerate(ranges):
-            gathers = _gathered(order_of[2]) * self.gather_seconds(figures[first:last], copies)
-            forward = gathers + sum(each.forward_seconds for each in figures[first:last])
-            backward = gathers + sum(each.backward_seconds for each in figures[first:last])
-            backward += sum(figures[at].forward_seconds for at in range(first, last) if at in again)
-            # A chunk takes every gradient; without chunks the first of a step is taken as it is.
-            added = 1.0 if copies else 1 - 1 / order_of[2]
-            backward += added * self.pass_seconds(_trained(figures[first:last]))
-            takes[Kind.FORWARD, stage], takes[Kind.BACKWARD, stage] = forward, backward
-            takes[Kind.INPUT, stage] = takes[Kind.WEIGHT, stage] = backward / 2
+        ranges = self.ranges(part, samples, recompute, order_of[1] * order_of[3])
         passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
-        return simulate_actions(order, lambda action: takes[action.kind, action.stage], transfer)
+        return simulate_actions(
+            make_order(*order_of), lambda action: takes[action.kind, action.stage], transfer
+        )
 
     def pass_seconds(self, numel: int) -> float:
         """Return how long it takes to copy, or add, fp32 gradients of so many elements."""
         return 3 * 4 * numel / self.speeds.machine.memory_bytes_per_second
+
+    def look_seconds(self, figures: Sequence[Figures], copies: int) -> tuple[float, float]:
+        """Return what the chunk table costs before operators, in forward and backward."""
+        if not copies:
+            return 0.0, 0.0
+        each = self.speeds.machine.moment_seconds
+        forward, backward = zip(*(segment.num_moments for segment in figures), strict=True)
+        return each * sum(forward), each * sum(backward)
+
+    def _parameters(self, part: Part, samples: int, ranges: Ranges) -> tuple[ParameterSize, ...]:
+        figures = self.figures_of(part, samples)
+        own = (figures[at] for first, last in ranges for at in range(first, last))
+        return tuple({each.key: each for segment in own for each in segment.parameters}.values())
+
+    def _model_bytes(self, part: Part, samples: int, ranges: Ranges, cut: DataCut) -> tuple[int, int, int]:
+        sizes = self.parameters(part, samples, ranges)
+        return model_bytes(((each.numel, each.itemsize, each.trains) for each in sizes), cut)
+
+    def _update(self, part: Part, samples: int, ranges: Ranges, copies: int, zero_stage: int) -> float:
+        """Return how long Adam takes over the states of a rank that has some ranges of segments."""
+        parts, nbytes, numel = 1 if zero_stage == 0 else copies, 0, 0
+        for each in self.parameters(part, samples, ranges):
+            if each.trains:
+                weights = each.itemsize * (2 if each.itemsize < 4 else 1)
+                nbytes += ceil(each.numel / parts) * (24 + weights)
+                numel += each.numel
+        # Over ranks chunks hand their gradients over once; buckets are filled, and what comes back is copied.
+        passes = 0 if copies == 1 else 1 if zero_stage == 3 else 2
+        return passes * self.pass_seconds(numel) + nbytes / self.speeds.machine.adam_bytes_per_second
+
+    def exchange_seconds(self, figures: Iterable[Figures], copies: int, zero_stage: int) -> float:
+        """Return how long gradients, and updated weights, take among data ranks at the end of a step."""
+        if copies == 1:
+            return 0.0
+        speeds, total = self.speeds, 0.0
+        for segment in figures:
+            trained = [each for each in segment.parameters if each.trains]
+            wide = sum(each.numel * max(each.itemsize, 4) for each in trained)
+            if not wide:
+                continue
+            # Gradients go while backward computes more of them; weights come when nothing is computed.
+            total += speeds.beside_computing("all_to_all", copies, wide)
+            if zero_stage < 3:
+                own = wide if zero_stage == 0 else sum(each.numel * each.itemsize for each in trained)
+                total += speeds.collective("all_gather", copies, own / copies)
+        return total
 
     def gather_seconds(self, figures: Sequence[Figures], copies: int) -> float:
         """Return what a rank loses while chunks become whole once: each is gathered beside operators, after a
@@ -216,6 +297,9 @@ class _Pricing:
         self._ranges = pricer.ranges(*key, choice.recompute, self._order.num_stages)
         self._again = _recomputed(choice.recompute, len(self._figures))
         self._copies = choice.layout.dp * choice.layout.sp
+        chunked = self._copies if choice.zero_stage == 3 else 0  # over how many ranks chunks are cut
+        self._traces: dict[int, Trace] = {}
+        self._passes_of = choice.part, choice.microbatch_size, choice.recompute, self._order_of, chunked
 
     def result(self) -> Price | Misfit:
         """Return the price, or the rank that lacks most."""
@@ -230,37 +314,46 @@ class _Pricing:
             for at in range(*self._ranges[stage]):
                 yield at, self._figures[at]
 
-    def _parameters(self, rank: int) -> list[ParameterSize]:
+    def _parameters(self, rank: int) -> tuple[ParameterSize, ...]:
         """Return the parameters of a rank, tied ones once."""
-        return list({p.key: p for _, segment in self._segments(rank) for p in segment.parameters}.values())
+        return self._pricer.parameters(*self._own(rank))
+
+    def _own(self, rank: int) -> tuple[Part, int, Ranges]:
+        """Return what says which segments a rank has."""
+        ranges = tuple(self._ranges[stage] for stage in self._order.stages_of(rank))
+        return self._choice.part, self._choice.microbatch_size, ranges
 
     # -- bytes -----------------------------------------------------------------------------------
 
     def _rank(self, rank: int) -> RankPrice | Misfit:
         """Return what a rank holds. Chunks of ZeRO 3 lie below DEVICE as far as they must and may."""
         choice, capacity = self._choice, self._pricer.capacity
-        sizes = ((each.numel, each.itemsize, each.trains) for each in self._parameters(rank))
         cut = DataCut(self._copies, choice.zero_stage, choice.num_microbatches)
-        parameters, gradients, states = model_bytes(sizes, cut)
+        parameters, gradients, states = self._pricer.model_bytes(*self._own(rank), cut)
         activations = self._activations(rank)
         chunks = self._chunks(rank, parameters + gradients + states)
-        needed, lower = activations + chunks.total_bytes, 0
-        if choice.uses_lower:
-            most = max(chunks.total_bytes - chunks.working_bytes, 0)
-            lower = max(min(needed - capacity.device_bytes, most), 0)
-            if lower > capacity.lower_bytes:
-                return Misfit(choice, rank, "HOST and DISK", lower, capacity.lower_bytes)
-        if needed - lower > capacity.device_bytes:
-            return Misfit(choice, rank, "DEVICE", needed - lower, capacity.device_bytes)
+        needed = least = activations + chunks.total_bytes
+        if choice.uses_lower and needed > capacity.device_bytes:
+            least = activations + chunks.working_bytes
+            if chunks.table is not None and self._copies == 1:
+                least = least_device_bytes(self._trace(rank, chunks.table))
+        if least > capacity.device_bytes:
+            return Misfit(choice, rank, "DEVICE", least, capacity.device_bytes)
+        lower = max(needed - capacity.device_bytes, 0)
+        if lower > capacity.lower_bytes:
+            return Misfit(choice, rank, "HOST and DISK", lower, capacity.lower_bytes)
         return RankPrice(needed - lower, lower, parameters, gradients, states, activations)
 
     def _chunks(self, rank: int, model_bytes: int) -> ChunkSizes:
         """Return what a rank holds of model data: with ZeRO 3 in chunks, some of which are whole at times."""
-        found = None
-        if self._choice.zero_stage == 3:
-            names = frozenset(each.key for each in self._parameters(rank))
-            found = self._pricer.chunks_of(self._choice.part, names, self._copies)
-        return found or ChunkSizes(model_bytes, self._working_bytes(rank))
+        return self._laid_out(rank) or ChunkSizes(model_bytes, self._working_bytes(rank))
+
+    def _laid_out(self, rank: int) -> ChunkSizes | None:
+        """Return the chunks of a rank as the runtime lays them out; None: it has none, or nobody knows."""
+        if self._choice.zero_stage < 3:
+            return None
+        names = frozenset(each.key for each in self._parameters(rank))
+        return self._pricer.chunks_of(self._choice.part, names, self._copies)
 
     def _working_bytes(self, rank: int) -> int:
         """Return the most model data that an operator, or the update of its weights, has on DEVICE at once:
@@ -269,6 +362,12 @@ class _Pricing:
 
     def _activations(self, rank: int) -> int:
         """Return the most non-model data: of micro-batches under way, and of what runs."""
+        known, key = self._pricer.activations, (*self._passes_of[:-1], rank)
+        if key not in known:
+            known[key] = self._most_activations(rank)
+        return known[key]
+
+    def _most_activations(self, rank: int) -> int:
         ranges = [self._ranges[stage] for stage in self._order.stages_of(rank)]
         kept = [self._kept(*each) for each in ranges]
         inner = [self._inner(*each) for each in ranges]
@@ -297,15 +396,22 @@ class _Pricing:
 
     # -- seconds ---------------------------------------------------------------------------------
 
-    def _timed(self, ranks: Sequence[RankPrice]) -> Price:
+    def _timed(self, ranks: Sequence[RankPrice]) -> Price | Misfit:
         choice, pricer = self._choice, self._pricer
-        gathered = self._copies if choice.zero_stage == 3 else 0
-        clock = pricer.clock(choice.part, choice.microbatch_size, choice.recompute, self._order_of, gathered)
-        exchanges, updates = zip(
-            *((self._exchange(r), self._update(r)) for r in range(len(ranks))), strict=True
+        clock = pricer.clock(*self._passes_of)
+        updates = [self._update(rank) for rank in range(len(ranks))]
+        exchanges = [
+            pricer.exchange_seconds(
+                (each for _, each in self._segments(rank)), self._copies, choice.zero_stage
+            )
+            for rank in range(len(ranks))
+        ]
+        rests = [exchange + update for exchange, update in zip(exchanges, updates, strict=True)]
+        waits = self._waits(
+            ranks, [busy + update for busy, update in zip(clock.busy, updates, strict=True)], rests
         )
-        waits = [self._transfers(each, clock.busy[rank] + updates[rank]) for rank, each in enumerate(ranks)]
-        tails = [sum(each) for each in zip(exchanges, updates, waits, strict=True)]
+        if isinstance(waits, Misfit):
+            return waits
         busiest = max(range(len(ranks)), key=lambda rank: clock.busy[rank])
         messages = {axis: self._messages(axis, busiest) for axis in ("tp", "sp")}
         gathers = self._gathers(busiest)
@@ -319,7 +425,7 @@ class _Pricing:
         }
         return Price(
             choice,
-            clock.seconds + max(tails),
+            clock.seconds + max(wait + rest for wait, rest in zip(waits, rests, strict=True)),
             {name: value for name, value in seconds.items() if value > 0},
             tuple(ranks),
             tuple(first - 1 for first, _ in self._ranges[1:]),
@@ -341,55 +447,54 @@ class _Pricing:
         passes = 2 * self._choice.num_microbatches
         return passes * _gathered(self._choice.num_microbatches) * once
 
-    def _exchange(self, rank: int) -> float:
-        """Return how long gradients, and updated weights, take among data ranks at the end of a step."""
-        if self._copies == 1:
-            return 0.0
-        speeds, stage, total = self._pricer.speeds, self._choice.zero_stage, 0.0
-        for _, segment in self._segments(rank):
-            trained = [each for each in segment.parameters if each.trains]
-            wide = sum(each.numel * max(each.itemsize, 4) for each in trained)
-            if not wide:
+    def _waits(
+        self, ranks: Sequence[RankPrice], computing: Sequence[float], rests: Sequence[float]
+    ) -> list[float] | Misfit:
+        """Return how long each rank waits for transfers in a step beyond the seconds of ``computing``:
+        simulated where its chunks are known, else the least that it can be. Transfers are planned for the
+        ranks that end last with these and the ``rests`` behind all passes."""
+        machine, capacity = self._pricer.speeds.machine, self._pricer.capacity
+        waits, transfers = [0.0] * len(ranks), {}
+        for rank, each in enumerate(ranks):
+            laid_out = self._laid_out(rank) if each.lower_bytes else None
+            if not each.lower_bytes:
                 continue
-            # Gradients go while backward computes more of them; weights come when nothing is computed.
-            total += speeds.beside_computing("all_to_all", self._copies, wide)
-            if stage < 3:
-                own = wide if stage == 0 else sum(each.numel * each.itemsize for each in trained)
-                total += speeds.collective("all_gather", self._copies, own / self._copies)
-        return total
+            if laid_out is None or laid_out.table is None:
+                below = max(each.parameter_bytes + each.state_bytes - capacity.device_bytes, 0)
+                least = least_busy_seconds(below, machine, capacity)
+                waits[rank] = max(0.0, least - computing[rank])
+                continue
+            trace = self._trace(rank, laid_out.table)
+            try:
+                transfers[rank] = Transfers(trace, machine, capacity)
+            except OutOfBudgetError:  # chunks may have no place though their bytes have
+                given = capacity.lower_bytes
+                return Misfit(self._choice, rank, "HOST and DISK", given + max(trace.chunk_bytes), given)
+            waits[rank] = transfers[rank].waits
+        while True:
+            last = max(range(len(ranks)), key=lambda rank: waits[rank] + rests[rank])
+            if last not in transfers or transfers[last].is_planned:
+                return waits
+            transfers[last].plan()
+            waits[last] = transfers[last].waits
 
     def _update(self, rank: int) -> float:
-        """Return how long Adam takes over a rank's states."""
-        copies = 1 if self._choice.zero_stage == 0 else self._copies
-        nbytes = 0
-        for each in self._parameters(rank):
-            if each.trains:
-                weights = each.itemsize * (2 if each.itemsize < 4 else 1)
-                nbytes += ceil(each.numel / copies) * (24 + weights)
-        # Chunks hand their gradients over once; buckets are filled, and what comes back is copied.
-        passes = 1 if self._choice.zero_stage == 3 else 2 if self._copies > 1 else 0
-        copied = passes * self._pricer.pass_seconds(_trained(each for _, each in self._segments(rank)))
-        return copied + nbytes / self._pricer.speeds.machine.adam_bytes_per_second
+        return self._pricer.update(*self._own(rank), self._copies, self._choice.zero_stage)
 
-    def _transfers(self, rank: RankPrice, hidden: float) -> float:
-        """Return how long transfers take beyond the ``hidden`` seconds in which a rank computes. Weights come
-        for every pass; states and gradients come and go once. The busiest link counts."""
-        if rank.lower_bytes == 0:
-            return 0.0
-        links = {each.name: each for each in self._pricer.speeds.machine.links}
-        once = rank.state_bytes + rank.gradient_bytes
-        share = rank.lower_bytes / (rank.parameter_bytes + once)
-        up = share * (2 * self._choice.num_microbatches * rank.parameter_bytes + once)
-        down = share * (rank.parameter_bytes + once)
-        on_disk = max(rank.lower_bytes - self._pricer.capacity.host_bytes, 0) / rank.lower_bytes
-        moved = {
-            "h2d": up * (1 - on_disk),
-            "d2h": down * (1 - on_disk),
-            "disk_read": up * on_disk,
-            "disk_write": down * on_disk,
-        }
-        busy = [links[name].seconds(ceil(nbytes)) for name, nbytes in moved.items() if nbytes]
-        return max(0.0, max(busy) - hidden)
+    def _trace(self, rank: int, table: ChunkTable) -> Trace:
+        """Return the step of a rank as its chunks see it."""
+        if rank in self._traces:
+            return self._traces[rank]
+        stages = StagePasses(
+            self._figures,
+            self._ranges,
+            self._again,
+            self._kept_of,
+            self._pricer.takes(*self._passes_of),
+            self._pricer.clock(*self._passes_of),
+        )
+        self._traces[rank] = trace_of(stages.of_rank(self._order, rank), self._update(rank), table)
+        return self._traces[rank]
 
     def _sent(self, rank: int) -> dict[str, int]:
         """Return what a rank sends along tp and sp in a step."""

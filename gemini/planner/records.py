@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,9 +69,23 @@ class Pass:
 
 
 @dataclass(frozen=True)
+class Use:
+    """What runs from one use of parameters to the next: in forward of those of a module, in backward until
+    the gradient of one is there. ``keys``: empty before the first. ``peak_bytes`` as in :class:`Pass`, and
+    ``left_bytes`` at the end. ``is_lookup``: backward does not read them, as of an embedding."""
+
+    keys: tuple[str, ...]
+    operations: Counter[Operation]
+    peak_bytes: int
+    left_bytes: int
+    is_lookup: bool = False
+
+
+@dataclass(frozen=True)
 class Segment:
     """Some layers. ``name``: of the block, empty for what runs before and behind all blocks. ``kept_bytes``:
-    what forward leaves for backward; ``input_bytes``: of the tensor that it begins with."""
+    what forward leaves for backward; ``input_bytes``: of the tensor that it begins with. ``uses`` of its
+    ``parameters`` in forward, and ``gradients``, in the order in which they are complete."""
 
     name: str
     forward: Pass
@@ -79,6 +93,8 @@ class Segment:
     kept_bytes: int
     input_bytes: int
     parameters: tuple[ParameterSize, ...]
+    uses: tuple[Use, ...] = ()
+    gradients: tuple[Use, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,24 @@ class _Stretch:
 
     periods: list[Period] = field(default_factory=list)
     messages: Messages = field(default_factory=Counter)
+    keys: list[tuple[str, ...]] = field(default_factory=list)  # of parameters, by period
+    left_bytes: dict[int, int] = field(
+        default_factory=dict
+    )  # at the end of a period, where a gradient is there
+    lookups: set[int] = field(default_factory=set)  # periods whose parameters backward does not read
+
+    def uses(self, before: int) -> tuple[Use, ...]:
+        """Return the periods; ``before``: the bytes that there were when forward entered the segment."""
+        return tuple(
+            Use(
+                keys,
+                period.operations,
+                max(period.peak_bytes - before, 0),
+                max(self.left_bytes.get(at, period.peak_bytes) - before, 0),
+                at in self.lookups,
+            )
+            for at, (keys, period) in enumerate(zip(self.keys, self.periods, strict=True))
+        )
 
 
 class _Watch:
@@ -196,10 +230,23 @@ class _Watch:
         if passed:
             passed[0].register_hook(lambda _grad: self._begin(self._backward[segment - 1]))
 
-    def _begin(self, stretch: _Stretch) -> None:
+    def _begin(self, stretch: _Stretch, keys: tuple[str, ...] = ()) -> None:
         self._now = stretch
         self._meter.open_period()
         stretch.periods.append(self._meter.periods[-1])
+        stretch.keys.append(keys)
+
+    def use(self, keys: tuple[str, ...], *, is_lookup: bool) -> None:
+        """Begin the operators of a module with parameters of its own."""
+        self._begin(self._now, keys)
+        if is_lookup:
+            self._now.lookups.add(len(self._now.periods) - 1)
+
+    def complete(self, key: str) -> None:
+        """Note that what ran until now made the gradient of a parameter."""
+        self._now.keys[-1] = (key,)
+        self._now.left_bytes[len(self._now.periods) - 1] = self._meter.live_bytes
+        self._begin(self._now)
 
     def run(self, model: nn.Module, run: Run, sequences: SequenceOutline | None) -> None:
         """Run forward and backward."""
@@ -233,19 +280,32 @@ class _Watch:
         """Return what was seen."""
         owned = _parameters_of(model, units)
         names = ("",) if units is None else ("", *units.blocks, "")
-        return tuple(self._segment(at, names[at], owned[at]) for at in range(self._count))
+        return tuple(self._segment(at, names[at], owned) for at in range(self._count))
 
-    def _segment(self, at: int, name: str, owned: tuple[ParameterSize, ...]) -> Segment:
+    def _segment(self, at: int, name: str, owned: Sequence[tuple[ParameterSize, ...]]) -> Segment:
         seen = self.stands_for.get(at, at)
         before, after = self._entered_bytes[seen : seen + 2]
+        forward, backward = self._forward[seen], self._backward[seen]
         return Segment(
             name,
-            _pass(self._forward[seen], before),
-            _pass(self._backward[seen], before),
+            _pass(forward, before),
+            _pass(backward, before),
             max(after - before, 0),
             self._input_bytes[seen],
-            owned,
+            owned[at],
+            _named_as(owned[at], owned[seen], forward.uses(before)),
+            _named_as(owned[at], owned[seen], backward.uses(before)),
         )
+
+
+def _named_as(
+    own: Sequence[ParameterSize], seen: Sequence[ParameterSize], uses: tuple[Use, ...]
+) -> tuple[Use, ...]:
+    """Return the uses of a segment's ``own`` parameters, which were ``seen`` in another one like it."""
+    if own is seen:
+        return uses
+    names = {old.key: new.key for old, new in zip(seen, own, strict=True)}
+    return tuple(replace(each, keys=tuple(names.get(key, key) for key in each.keys)) for each in uses)
 
 
 def _pass(stretch: _Stretch, before: int) -> Pass:
@@ -258,9 +318,12 @@ def _pass(stretch: _Stretch, before: int) -> Pass:
 
 @contextmanager
 def _watched(model: nn.Module, units: Units | None, watch: _Watch) -> Iterator[None]:
-    """Tell ``watch`` of blocks that begin and of the end of the last one; give gradients of weights back as
-    soon as they are complete, as chunks take them."""
+    """Tell ``watch`` of blocks that begin, of the end of the last one, and of modules with parameters; give
+    gradients of weights back as soon as they are complete, as chunks take them."""
     hooks: list[Any] = []
+    keys: dict[int, str] = {}
+    for name, each in model.named_parameters(remove_duplicate=False):
+        keys.setdefault(id(each), name)
 
     def begin(segment: int, _module: nn.Module, args: Any, kwargs: Any) -> None:
         watch.enter(segment, _tensors((args, kwargs)))
@@ -268,14 +331,21 @@ def _watched(model: nn.Module, units: Units | None, watch: _Watch) -> Iterator[N
     def end(segment: int, _module: nn.Module, _args: Any, out: Any) -> None:
         watch.enter(segment, _tensors(out))
 
+    def use(own: tuple[str, ...], module: nn.Module, _args: Any) -> None:
+        watch.use(own, is_lookup=isinstance(module, nn.Embedding))
+
     def drop(param: torch.Tensor) -> None:
         param.grad = None
+        watch.complete(keys[id(param)])
 
     for at, name in enumerate(() if units is None else units.blocks, 1):
         block = model.get_submodule(name)
         hooks.append(block.register_forward_pre_hook(partial(begin, at), with_kwargs=True))
         if units is not None and at == len(units.blocks):
             hooks.append(block.register_forward_hook(partial(end, at + 1)))
+    for module in model.modules():
+        if own := tuple(keys[id(param)] for param in module.parameters(recurse=False)):
+            hooks.append(module.register_forward_pre_hook(partial(use, own)))
     hooks += [p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad]
     try:
         yield

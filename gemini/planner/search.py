@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from heapq import heapify, heappop, heappush
 
 from torch import nn
 
@@ -133,23 +132,27 @@ class _Search:
         return found
 
     def _prices(self) -> Found:
-        """Return what was found, the fastest first."""
+        """Return what was found, the fastest first.
+
+        Every combination lies in one queue: with its bound, then with a price from figures that grow evenly,
+        then with that from a record of its own. Whichever is first goes one step on. Bounds are below prices,
+        so what arrives at the end comes in the order of its time, and what stays in the queue is slower.
+        """
         found, pricer = self._found, self._pricer
-        choices = sorted(
-            ((pricer.least_seconds(each), str(each), each) for each in self._choices()),
-            key=lambda each: each[:2],
-        )
-        found.num_combinations = len(choices)
-        best: list[float] = []  # the step times of the best that fit, ascending
-        for least, _, choice in choices:
-            if len(best) == _RUNNERS_UP and least >= best[-1]:
-                break
-            price = self._price(choice, at_most=best[-1] if len(best) == _RUNNERS_UP else inf)
-            if price is not None:
-                insort(best, price.step_seconds)
-                del best[_RUNNERS_UP:]
-                found.prices.append(price)
-        found.prices = sorted(found.prices, key=_rank_of)[:_RUNNERS_UP]
+        queue = [(pricer.least_seconds(each), str(each), _BOUND, each) for each in self._choices()]
+        found.num_combinations = len(queue)
+        heapify(queue)
+        prices: dict[str, Price] = {}
+        while queue and len(found.prices) < _RUNNERS_UP:
+            _, name, step, choice = heappop(queue)
+            if step == _EXACT:
+                found.prices.append(prices[name])
+                continue
+            found.num_priced += step == _BOUND
+            priced = self._price(self._pricer if step == _BOUND else self._exact_pricer, choice)
+            if priced is not None:
+                prices[name] = priced
+                heappush(queue, (priced.step_seconds, name, step + 1, choice))
         return found
 
     def _choices(self) -> Iterator[Combination]:
@@ -197,20 +200,15 @@ class _Search:
         self._leave_out(" x ".join(sizes), str(refused))
         return False
 
-    def _price(self, choice: Combination, *, at_most: float) -> Price | None:
-        """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit, or a
-        step takes longer than ``at_most``. What does not is priced once more, from a record of its own."""
-        self._found.num_priced += 1
-        priced = self._priced(self._pricer, choice)
+    def _price(self, pricer: Pricer, choice: Combination) -> Price | None:
+        """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit."""
+        priced = self._priced(pricer, choice)
         if isinstance(priced, Price):
-            if priced.step_seconds > at_most:
-                return None
-            priced = self._priced(self._exact_pricer, choice)
-        if isinstance(priced, Misfit):
-            nearest = self._found.misfits.get(choice.layout)
-            if nearest is None or priced.missing_bytes < nearest.missing_bytes:
-                self._found.misfits[choice.layout] = priced
-        return priced if isinstance(priced, Price) else None
+            return priced
+        nearest = self._found.misfits.get(choice.layout)
+        if nearest is None or priced.missing_bytes < nearest.missing_bytes:
+            self._found.misfits[choice.layout] = priced
+        return None
 
     def _priced(self, pricer: Pricer, choice: Combination) -> Price | Misfit:
         """Return the price, or why it does not fit."""
@@ -259,7 +257,8 @@ class _Search:
 
 
 _RUNNERS_UP = 16
-_MOST_TRIES = 12  # to find out how much would do: chunks grow with DEVICE
+_BOUND, _EVEN, _EXACT = range(3)  # what is known of a combination
+_MOST_TRIES = 32  # to find out how much would do: chunks grow with DEVICE
 # From two samples on, what a micro-batch takes grows evenly; so many are looked at. One sample is something
 # else: what is transposed is still in order then, and is not copied.
 _LARGE = 3
@@ -272,7 +271,3 @@ def _with(capacity: Capacity, misfit: Misfit) -> Capacity:
     if not capacity.disk_bytes:  # the machine may have no disk
         return replace(capacity, host_bytes=misfit.needed_bytes)
     return replace(capacity, disk_bytes=misfit.needed_bytes - capacity.host_bytes)
-
-
-def _rank_of(price: Price) -> tuple[float, str]:
-    return price.step_seconds, str(price.combination)

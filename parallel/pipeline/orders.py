@@ -6,7 +6,7 @@ Orders of several stages per rank are torch's (torch.distributed.pipelining); no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -214,11 +214,12 @@ class Costs:
 @dataclass(frozen=True)
 class Simulated:
     """``idle`` and ``busy``: time by rank; ``peak_activations`` by rank: of how many micro-batches it holds
-    the activations, counted in all stages of a rank."""
+    the activations, counted in all stages of a rank; ``waits``: how long a rank is idle before an action."""
 
     seconds: float
     busy: tuple[float, ...]
     peak_activations: tuple[float, ...]
+    waits: Mapping[Action, float]
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -248,6 +249,7 @@ def simulate_actions(
     next rank."""
     shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
     ends: dict[Action, float] = {}
+    waits: dict[Action, float] = {}
     places, clocks = [0] * len(order.by_rank), [0.0] * len(order.by_rank)
     busy = [0.0] * len(order.by_rank)
     advances = True
@@ -260,7 +262,8 @@ def simulate_actions(
                 if ready is None:
                     break
                 seconds = takes(action)
-                clocks[rank] = ends[action] = max(clocks[rank], ready) + seconds
+                waits[action] = max(ready - clocks[rank], 0.0)
+                clocks[rank] = ends[action] = clocks[rank] + waits[action] + seconds
                 busy[rank] += seconds
                 places[rank] += 1
                 advances = True
@@ -271,7 +274,8 @@ def simulate_actions(
     ]
     if stuck:
         raise ValueError(f"the order of {order.schedule} waits for itself: {stuck}")
-    return Simulated(max(clocks), tuple(busy), tuple(_peak(actions, shares) for actions in order.by_rank))
+    peaks = tuple(_peak(actions, shares) for actions in order.by_rank)
+    return Simulated(max(clocks), tuple(busy), peaks, waits)
 
 
 def _ready_at(action: Action, order: Order, ends: dict[Action, float], transfer: float) -> float | None:

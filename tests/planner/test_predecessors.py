@@ -11,6 +11,7 @@ from gemini.cli.plan_layout import run_on
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.forecast.forecast import Settings, look, time_step
 from gemini.forecast.meter import OperationCosts
+from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
 from gemini.parallel.pipeline.orders import Costs, make_order, simulate
 from gemini.planner.chunks import Capacity
@@ -40,6 +41,40 @@ def test_one_rank_takes_what_the_planner_of_one_process_says(name: str) -> None:
     assert best.seconds["Adam"] == pytest.approx(wanted.busy_seconds["Adam"], rel=0.02)
 
 
+@pytest.mark.parametrize(("share", "accumulation"), [(0.25, 1), (0.15, 2), (0.1, 4)])
+def test_one_rank_below_device_waits_as_the_planner_of_one_process_says(
+    share: float, accumulation: int
+) -> None:
+    source = find_model("gpt:layers=4,hidden=64,heads=4", ModelOptions(32, False, seq_is_asked=True))
+    speeds = replace(machine(1), links=_slow_links())
+    samples = 4 * accumulation
+    pins = Pins.parse(["zero=3", "recompute=none", f"microbatches={accumulation}"])
+    model = source.example(1).model
+
+    def planned(capacity: Capacity) -> Price:
+        asked = Question(1, samples, speeds, capacity, pins)
+        found = search(
+            model, lambda n: run_on(source.example(1), source.example(n).inputs, source.loss), asked
+        )
+        return found.prices[0]
+
+    whole = planned(Capacity(2**30)).ranks[0]
+    chunks = whole.device_bytes - whole.activation_bytes
+    budget = int(whole.activation_bytes + share * chunks)
+    config = GeminiConfig(device_bytes=budget, disk_dir="DIR", disk_bytes=2**30)
+    settings = Settings(4, config, speeds, accumulation=accumulation, clips_norm=False)
+    outlook = look(source, settings, 4)
+    assert not outlook.obstacles
+    wanted, best = time_step(outlook, settings), planned(Capacity(budget, 0, 2**30))
+    assert best.combination.uses_lower
+    assert best.seconds["transfers"] > 0.1 * best.step_seconds
+    assert best.step_seconds == pytest.approx(wanted.seconds, rel=0.08)
+
+
+def _slow_links() -> tuple[LinkSpeed, ...]:
+    return tuple(LinkSpeed(name, 3e7, 1e-4) for name in ("disk_read", "disk_write"))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble", "zbv"])
 def test_ranks_are_idle_as_the_simulator_of_schedules_says(schedule: str) -> None:
     """Equal blocks, and links that take next to no time."""
@@ -53,7 +88,7 @@ def test_ranks_are_idle_as_the_simulator_of_schedules_says(schedule: str) -> Non
     stages = 1 if schedule in ("1f1b", "gpipe") else 2
     order = make_order(schedule, 2, 4, stages)
     clock = pricer.clock(Part(), 2, "none", (schedule, 2, 4, stages), 1)
-    forward, backward = (4 * each for each in (figures[1].forward, _backward(pricer, figures[1])))
+    forward, backward = (4 * each for each in _of_a_block(pricer, figures[1]))
     wanted = simulate(order, Costs(forward, backward / 2, backward / 2))
     assert clock.seconds == pytest.approx(wanted.seconds, rel=1e-6)
     assert clock.idle == pytest.approx(wanted.idle, rel=1e-4, abs=1e-9)
@@ -63,9 +98,11 @@ def _linked(speeds: Speeds, records: tuple[CollectiveSpeed, ...]) -> Speeds:
     return replace(speeds, machine=replace(speeds.machine, collectives=CollectiveSpeeds(records)))
 
 
-def _backward(pricer: Pricer, block: Figures) -> float:
-    """Return what backward of a block takes, which hands its gradients to chunks."""
-    return block.backward + pricer.pass_seconds(sum(each.numel for each in block.parameters))
+def _of_a_block(pricer: Pricer, block: Figures) -> tuple[float, float]:
+    """Return what forward and backward of a block take that looks at chunks and gives them its gradients."""
+    looks = pricer.look_seconds([block], 1)
+    copied = pricer.pass_seconds(sum(each.numel for each in block.parameters))
+    return block.forward + looks[0], block.backward + looks[1] + copied
 
 
 def test_a_price_says_where_all_seconds_of_its_busiest_rank_go() -> None:

@@ -1,0 +1,437 @@
+"""Tiers: a rank's step as the chunk table sees it, for the simulator of transfers.
+
+The moments of a step follow from the order of the pipeline, from where a record says that parameters are
+used, and from the chunks that the runtime would lay out. Their times are those of the price, so what the
+simulated step takes longer is waiting for transfers. Over several ranks chunks are whole only for a while:
+those with the furthest next use are given up where there is no room (Belady's rule, as the runtime's).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import ceil, inf
+
+from gemini.chunk import ChunkKind, ChunkSpec
+from gemini.forecast.machine import MachineSpeeds
+from gemini.memstats.trace import BACKWARD, FORWARD, MODIFIED, OPTIMIZER, READ, WRITTEN, Trace
+from gemini.parallel.pipeline.orders import Kind, Order, Simulated
+from gemini.placement.planner import choose_plan
+from gemini.placement.problem import Iteration, Machine
+from gemini.placement.simulator import simulate
+from gemini.planner.chunks import Capacity, ChunkTable
+from gemini.planner.figures import Figures
+from gemini.runtime.config import STATES_OF_RULES
+from gemini.runtime.storage.data_sizes import GroupPlan
+
+_STATES = STATES_OF_RULES["adam"]
+_WORTH_IT = 1e-3  # of a step; for less the planner changes nothing
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A moment of a pass: an operator reads parameters, or, ``completes``, their gradients are there.
+    ``seconds``: until the next one; ``reserve_bytes``: the most non-model data until then."""
+
+    keys: tuple[str, ...]
+    completes: bool
+    seconds: float
+    reserve_bytes: int
+
+    def joined(self, other: Touch) -> Touch:
+        """Return one for both, of which only one has parameters."""
+        return Touch(
+            self.keys or other.keys,
+            self.completes or other.completes,
+            self.seconds + other.seconds,
+            max(self.reserve_bytes, other.reserve_bytes),
+        )
+
+
+_NOTHING = Touch((), False, 0.0, 0)
+
+
+@dataclass(frozen=True)
+class RankPass:
+    """A forward or backward pass of a stage with one micro-batch. ``base_bytes``: what the rank holds of
+    others meanwhile; ``idle_seconds``: until its next pass."""
+
+    phase: str
+    touches: tuple[Touch, ...]
+    base_bytes: int
+    idle_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StagePasses:
+    """What a rank of the pipeline does in a step. ``ranges``: the segments of each stage; ``again``: those
+    that recompute; ``kept_of``: what one leaves of a micro-batch; ``takes``: how long an action of a kind and
+    stage takes; ``clock``: the orders of all ranks, simulated."""
+
+    figures: Sequence[Figures]
+    ranges: Sequence[tuple[int, int]]
+    again: frozenset[int]
+    kept_of: Callable[[int], float]
+    takes: Mapping[tuple[Kind, int], float]
+    clock: Simulated
+
+    def of_rank(self, order: Order, rank: int) -> list[RankPass]:
+        """Return the passes of a rank, in their order."""
+        stages, actions = order.stages_of(rank), order.by_rank[rank]
+        kept = {stage: self._kept(*self.ranges[stage]) for stage in stages}
+        touches_of = cache(self._touches)
+        held = dict.fromkeys(stages, 0)  # micro-batches under way
+        idle = [self.clock.waits[each] for each in actions]
+        # Behind the last action, and before the first one of the next step.
+        idle.append(idle[0] + max(self.clock.idle[rank] - sum(idle), 0.0))
+        passes: list[RankPass] = []
+        for place, action in enumerate(actions, 1):
+            forward = action.kind is Kind.FORWARD
+            held[action.stage] -= 0 if forward else 1
+            base = ceil(sum(count * kept[stage] for stage, count in held.items()))
+            touches = touches_of(action.kind, action.stage)
+            passes.append(RankPass(FORWARD if forward else BACKWARD, touches, base, idle[place]))
+            held[action.stage] += 1 if action.kind in (Kind.FORWARD, Kind.INPUT) else 0
+        return passes
+
+    def _kept(self, first: int, last: int) -> float:
+        received = self.figures[first].input_bytes if first else 0.0
+        return received + sum(map(self.kept_of, range(first, last)))
+
+    def _touches(self, kind: Kind, stage: int) -> tuple[Touch, ...]:
+        """Return the touches of an action; what runs without a new use of parameters belongs to the one
+        before. Their times add up to that of the action."""
+        touches: list[Touch] = []
+        for each in self._all_touches(kind, stage):
+            if touches and not (each.keys and touches[-1].keys):
+                touches[-1] = touches[-1].joined(each)
+            else:
+                touches.append(each)
+        touches = touches or [_NOTHING]
+        total, takes = sum(each.seconds for each in touches), self.takes[kind, stage]
+        if total == 0:
+            return (replace(touches[0], seconds=takes), *touches[1:])
+        return tuple(replace(each, seconds=each.seconds * takes / total) for each in touches)
+
+    def _all_touches(self, kind: Kind, stage: int) -> Iterator[Touch]:
+        first, last = self.ranges[stage]
+        segments = range(first, last) if kind is Kind.FORWARD else range(last - 1, first - 1, -1)
+        for at in segments:
+            base = self._kept(first, at)
+            if kind is Kind.FORWARD or at in self.again:
+                for use in self.figures[at].uses:
+                    yield Touch(use.keys, False, use.seconds, ceil(base + use.peak_bytes))
+            if kind is not Kind.FORWARD:
+                yield from _backward(self.figures[at], base, kind)
+
+
+def _backward(figures: Figures, base: float, kind: Kind) -> Iterator[Touch]:
+    """Yield the reads of parameters, last use first, and their gradients as they are complete. Halves of a
+    backward pass have the reads or the gradients."""
+    arriving = {each.keys[0]: each for each in figures.gradients if each.keys}
+    reserve = ceil(base)
+    for use in reversed(figures.uses):
+        own = [arriving.pop(key) for key in use.keys if key in arriving]
+        reserve = max((ceil(base + each.peak_bytes) for each in own), default=reserve)
+        seconds = sum(each.seconds for each in own)
+        if kind is not Kind.WEIGHT and use.keys and not use.is_lookup:
+            yield Touch(use.keys, False, seconds, reserve)
+            seconds = 0.0
+        if kind is not Kind.INPUT:
+            for each in own:
+                yield Touch(each.keys, True, seconds / len(own), ceil(base + each.left_bytes))
+    for each in arriving.values() if kind is not Kind.INPUT else ():
+        yield Touch(each.keys, True, each.seconds, ceil(base + each.left_bytes))
+
+
+def trace_of(passes: Sequence[RankPass], update_seconds: float, table: ChunkTable) -> Trace:
+    """Return the trace of a rank that runs ``passes`` and updates its weights."""
+    return _Writer(table).written(passes, update_seconds)
+
+
+def least_device_bytes(trace: Trace) -> int:
+    """Return what DEVICE must hold: the chunks of a moment beside the non-model data of its period."""
+    return max(
+        sum(trace.chunk_bytes[chunk] for chunk in chunks) + reserve
+        for chunks, reserve in zip(trace.accesses, trace.non_model_bytes, strict=True)
+    )
+
+
+class Transfers:
+    """The transfers of a rank in a step. ``waits``: how long it waits for them, at most: as the order alone
+    has it until :meth:`plan` has placed chunks better.
+
+    Raises:
+        OutOfBudgetError: a moment's chunks do not fit.
+    """
+
+    def __init__(self, trace: Trace, machine: MachineSpeeds, capacity: Capacity) -> None:
+        self._budgets = Machine(
+            capacity.device_bytes,
+            capacity.host_bytes,
+            capacity.disk_bytes,
+            machine.links,
+            transfers_take=machine.transfers_take,
+        )
+        self._iteration, self._computing = Iteration.of_trace(trace, overlap=True), sum(trace.seconds)
+        seconds = simulate(self._iteration, self._budgets).step_seconds
+        self.waits = max(seconds - self._computing, 0.0)
+        self.is_planned = self.waits <= _WORTH_IT * seconds
+
+    def plan(self) -> None:
+        """Place chunks as the planner would."""
+        seconds = choose_plan(self._iteration, self._budgets).simulation.step_seconds
+        self.waits, self.is_planned = max(seconds - self._computing, 0.0), True
+
+
+def least_busy_seconds(below_bytes: int, machine: MachineSpeeds, capacity: Capacity) -> float:
+    """Return how long the busiest link works in a step at least, if so much of what an update changes has no
+    room on DEVICE: it comes, and goes, once. The directions of a disk share a channel."""
+    speeds = {each.name: each for each in machine.links}
+    on_disk = max(below_bytes - capacity.host_bytes, 0)
+    on_host = below_bytes - on_disk
+    host = max(on_host / speeds[name].bytes_per_second for name in ("h2d", "d2h")) if on_host else 0.0
+    disk = sum(on_disk / speeds[name].bytes_per_second for name in ("disk_read", "disk_write") if on_disk)
+    return max(host, disk)
+
+
+@dataclass
+class _Chunks:
+    """The ids of the chunks of a group."""
+
+    whole: int
+    shard: int | None = None
+    grad: int | None = None
+    grad_shard: int | None = None
+    pieces: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def updated(self) -> int:
+        """The chunk of parameters that an update changes."""
+        return self.whole if self.shard is None else self.shard
+
+
+@dataclass(slots=True)
+class _Moment:
+    phase: str
+    modes: dict[int, str]
+    seconds: float = 0.0
+    reserve_bytes: int = 0
+    frees: set[int] = field(default_factory=set)
+
+
+class _Writer:
+    """Writes the trace of a step over the chunks of a ``table``."""
+
+    def __init__(self, table: ChunkTable) -> None:
+        self._table = table
+        self._specs: list[ChunkSpec] = []
+        self._groups = [self._numbered(plan) for plan in table.groups]
+        self._exchange = self._number_exchange()
+        self._moments: list[_Moment] = []
+        self._has_content: set[int] = set()
+
+    def written(self, passes: Sequence[RankPass], update_seconds: float) -> Trace:
+        """Return the trace of these passes and the update behind them."""
+        places_of = {id(each.touches): [self._places(t.keys) for t in each.touches] for each in passes}
+        whole = None
+        if self._exchange is not None:
+            whole = _Whole(self, _uses_of(passes, places_of))
+        number = 0
+        for each in passes:
+            missing = self._trained_in(each) if whole is not None else {}
+            for touch, places in zip(each.touches, places_of[id(each.touches)], strict=True):
+                number += 1
+                if whole is not None and not touch.completes:
+                    whole.gather(number, places, self._moments)
+                modes = self._modes(touch, places, () if whole is None else whole.arriving)
+                reserve = each.base_bytes + touch.reserve_bytes
+                self._moments.append(_Moment(each.phase, modes, touch.seconds, reserve))
+                if whole is not None and touch.completes:
+                    self._exchange_complete(missing, touch.keys)
+            self._moments[-1].seconds += each.idle_seconds
+        if whole is not None:
+            whole.give_up(self._moments)
+        self._update(update_seconds)
+        return self._trace()
+
+    # -- chunks ----------------------------------------------------------------------------------
+
+    def _numbered(self, plan: GroupPlan) -> _Chunks:
+        whole, *shards = [self._number(each) for each in plan.params()]
+        found = _Chunks(whole, shards[0] if shards else None)
+        if not plan.trainable:
+            return found
+        found.grad, *shards = [self._number(each) for each in plan.gradients()]
+        found.grad_shard = shards[0] if shards else None
+        masters = [self._number(each) for each in plan.masters()]
+        states = [self._number(each) for each in plan.states(_STATES)]
+        count = len(_STATES)
+        found.pieces = [
+            (*masters[at : at + 1], *states[at * count : (at + 1) * count]) for at in range(len(plan.pieces))
+        ]
+        return found
+
+    def _number(self, spec: ChunkSpec) -> int:
+        self._specs.append(spec)
+        return len(self._specs) - 1
+
+    def _number_exchange(self) -> int | None:
+        """Return the chunk in which gradients arrive from other ranks; None on one rank."""
+        grads = [self._specs[each.grad] for each in self._groups if each.grad is not None]
+        if all(each.shard is None for each in self._groups) or not grads:
+            return None
+        largest = max(grads, key=lambda each: each.nbytes)
+        return self._number(replace(largest, kind=ChunkKind.EXCHANGE))
+
+    def nbytes(self, chunk: int) -> int:
+        """Return the bytes of a chunk."""
+        return self._specs[chunk].nbytes
+
+    def group(self, place: int) -> _Chunks:
+        """Return the chunks of a group."""
+        return self._groups[place]
+
+    @property
+    def gather_bytes(self) -> int:
+        """What chunks that are whole may take."""
+        return self._table.gather_bytes
+
+    def _places(self, keys: Iterable[str]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self._table.place_of[key] for key in keys))
+
+    # -- moments ---------------------------------------------------------------------------------
+
+    def _modes(self, touch: Touch, places: Iterable[int], arriving: Container[int]) -> dict[int, str]:
+        """Return which chunks a touch needs, and how."""
+        modes: dict[int, str] = {}
+        for place in places:
+            group = self._groups[place]
+            if touch.completes:
+                assert group.grad is not None
+                modes[group.grad] = self._written(group.grad)
+            elif place in arriving:
+                assert group.shard is not None
+                modes |= {group.whole: WRITTEN, group.shard: READ}
+            else:
+                modes[group.whole] = READ
+        return modes
+
+    def _written(self, chunk: int) -> str:
+        """Return the mode of a write to a chunk, which may have content."""
+        mode = MODIFIED if chunk in self._has_content else WRITTEN
+        self._has_content.add(chunk)
+        return mode
+
+    def _trained_in(self, each: RankPass) -> dict[int, set[str]]:
+        """Return by group the parameters whose gradients come in a pass."""
+        found: defaultdict[int, set[str]] = defaultdict(set)
+        for touch in each.touches:
+            for key in touch.keys if touch.completes else ():
+                found[self._table.place_of[key]].add(key)
+        return found
+
+    def _exchange_complete(self, missing: Mapping[int, set[str]], keys: Iterable[str]) -> None:
+        """Exchange the gradients of groups that are complete with ``keys``."""
+        for key in keys:
+            place = self._table.place_of[key]
+            missing[place].discard(key)
+            if not missing[place]:
+                self._exchanged(self._groups[place])
+
+    def _exchanged(self, group: _Chunks) -> None:
+        assert self._exchange is not None
+        assert group.grad is not None
+        assert group.grad_shard is not None
+        last = self._moments[-1]
+        arrived = _Moment(last.phase, {group.grad: MODIFIED, self._exchange: WRITTEN})
+        summed = _Moment(
+            last.phase, {group.grad_shard: self._written(group.grad_shard), self._exchange: READ}
+        )
+        summed.frees = {self._exchange, group.grad}
+        arrived.reserve_bytes = summed.reserve_bytes = last.reserve_bytes
+        summed.seconds, last.seconds = last.seconds, 0.0
+        self._has_content.discard(group.grad)
+        self._moments += [arrived, summed]
+
+    def _update(self, seconds: float) -> None:
+        """Add the update of every piece."""
+        numels = [b - a for plan in self._table.groups if plan.trainable for a, b in plan.pieces]
+        each_takes = iter([seconds * numel / max(sum(numels), 1) for numel in numels])
+        for group in self._groups:
+            grad = group.grad if group.grad_shard is None else group.grad_shard
+            for piece in group.pieces:
+                assert grad is not None
+                modes = {group.updated: MODIFIED, grad: READ, **dict.fromkeys(piece, MODIFIED)}
+                self._moments.append(_Moment(OPTIMIZER, modes, next(each_takes)))
+            if grad is not None and group.pieces:
+                self._moments[-1].frees.add(grad)
+
+    def _trace(self) -> Trace:
+        moments = self._moments
+        return Trace(
+            kind="train",
+            accesses=tuple(tuple(sorted(each.modes)) for each in moments),
+            modes=tuple("".join(each.modes[chunk] for chunk in sorted(each.modes)) for each in moments),
+            frees=tuple(tuple(sorted(each.frees)) for each in moments),
+            seconds=tuple(each.seconds for each in moments),
+            non_model_bytes=tuple(each.reserve_bytes for each in moments),
+            phases=tuple(each.phase for each in moments),
+            chunk_bytes=tuple(each.nbytes for each in self._specs),
+            chunk_kinds=tuple(each.label for each in self._specs),
+            links=(),
+            param_order=(),
+            chunk_signature="",
+        )
+
+
+def _uses_of(
+    passes: Iterable[RankPass], places_of: Mapping[int, Sequence[Sequence[int]]]
+) -> dict[int, list[int]]:
+    """Return by group at which of all touches its parameters are read."""
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    number = 0
+    for each in passes:
+        for touch, places in zip(each.touches, places_of[id(each.touches)], strict=True):
+            number += 1
+            for place in () if touch.completes else places:
+                found[place].append(number)
+    return found
+
+
+class _Whole:
+    """Which groups are whole, over several ranks."""
+
+    def __init__(self, writer: _Writer, uses: Mapping[int, Sequence[int]]) -> None:
+        self._writer, self._uses = writer, uses
+        self._places: set[int] = set()
+        self.arriving: frozenset[int] = frozenset()  # with the moment that comes
+
+    def gather(self, number: int, places: Sequence[int], moments: Sequence[_Moment]) -> None:
+        """Make ``places`` whole for the touch ``number``; give up others, behind the last of ``moments``,
+        where there is no room."""
+        self.arriving = frozenset(places) - self._places
+        room = self._writer.gather_bytes - sum(map(self._nbytes, self._places | self.arriving))
+        for victim in sorted(self._places - set(places), key=lambda place: -self._next_use(place, number)):
+            if room >= 0:
+                break
+            room += self._nbytes(victim)
+            self._places.discard(victim)
+            moments[-1].frees.add(self._writer.group(victim).whole)
+        self._places |= self.arriving
+
+    def give_up(self, moments: Sequence[_Moment]) -> None:
+        """Give all up behind the last pass: weights are updated."""
+        moments[-1].frees |= {self._writer.group(place).whole for place in self._places}
+        self._places.clear()
+
+    def _nbytes(self, place: int) -> int:
+        return self._writer.nbytes(self._writer.group(place).whole)
+
+    def _next_use(self, place: int, number: int) -> float:
+        uses = self._uses[place]
+        following = bisect_right(uses, number)
+        return uses[following] if following < len(uses) else inf

@@ -1,0 +1,144 @@
+"""Steps of ranks as their chunks see them: what a trace may say of chunks holds for any pipeline."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from planner_models import machine, net, run_of
+
+from gemini.forecast.meter import OperationCosts
+from gemini.memstats import LinkSpeed
+from gemini.memstats.trace import OPTIMIZER, WRITTEN, Trace
+from gemini.parallel.pipeline.orders import Kind, Order, make_order, simulate_actions
+from gemini.planner.chunks import Capacity, ChunkTable, chunk_sizes
+from gemini.planner.figures import Figures, Speeds
+from gemini.planner.records import CutModel, Part
+from gemini.planner.tiers import StagePasses, Transfers, least_busy_seconds, least_device_bytes, trace_of
+
+_INNER = (16, 64, 16, 64)
+_CAPACITY = Capacity(2**18, 0, 2**24)
+
+
+class Case:
+    """A rank of a pipeline over a net, with chunks that are cut over ``copies`` ranks."""
+
+    def __init__(self, schedule: str, pp: int, rank: int, copies: int, microbatches: int = 4) -> None:
+        self.cut = CutModel(net(*_INNER), Part())
+        speeds = Speeds(machine(1), OperationCosts(machine(1)))
+        self.figures = speeds.figures(self.cut.record(run_of(2)))
+        stages = 2 if schedule in ("interleaved", "zero_bubble", "zbv") else 1
+        self.order: Order = make_order(schedule, pp, microbatches, stages)
+        ends = [
+            round(i * len(self.figures) / self.order.num_stages) for i in range(self.order.num_stages + 1)
+        ]
+        self.ranges = tuple(pairwise(ends))
+        self.rank, self.copies = rank, copies
+
+    @property
+    def segments(self) -> list[Figures]:
+        """What the rank has."""
+        own = (self.ranges[stage] for stage in self.order.stages_of(self.rank))
+        return [self.figures[at] for first, last in own for at in range(first, last)]
+
+    @property
+    def table(self) -> ChunkTable:
+        """The chunks of the rank."""
+        names = frozenset(each.key for segment in self.segments for each in segment.parameters)
+        found = chunk_sizes(self.cut.model, names, self.copies, _CAPACITY).table
+        assert found is not None
+        return found
+
+    def trace(self, again: frozenset[int] = frozenset()) -> Trace:
+        """Return the step of the rank."""
+        takes = {(kind, stage): 1.0 + stage for kind in Kind for stage in range(self.order.num_stages)}
+        clock = simulate_actions(self.order, lambda action: takes[action.kind, action.stage])
+        passes = StagePasses(
+            self.figures, self.ranges, again, lambda at: self.figures[at].kept_bytes, takes, clock
+        ).of_rank(self.order, self.rank)
+        trace = trace_of(passes, 2.0, self.table)
+        assert sum(trace.seconds) == pytest.approx(clock.seconds + 2.0)
+        return trace
+
+
+def contents_of(trace: Trace) -> set[int]:
+    """Return which chunks have content behind the step; what has none is written before it is read, and what
+    has some is not written anew."""
+    content = {
+        chunk
+        for chunk, kind in enumerate(trace.chunk_kinds)
+        if kind not in ("grad", "grad_shard", "exchange")
+        and not (kind == "param" and "shard" in trace.chunk_kinds)
+    }
+    before = set(content)
+    for chunks, modes, frees in zip(trace.accesses, trace.modes, trace.frees, strict=True):
+        for chunk, mode in zip(chunks, modes, strict=True):
+            assert (chunk in content) == (mode != WRITTEN), (chunk, trace.chunk_kinds[chunk], mode)
+            content.add(chunk)
+        assert set(frees) <= content
+        content -= set(frees)
+    assert content == before, "a step does not end as it begins"
+    return content
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "pp"),
+    [("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("interleaved", 2), ("zero_bubble", 2), ("zbv", 2)],
+)
+def test_chunks_are_written_before_they_are_read_and_given_up_once(
+    schedule: str, pp: int, copies: int
+) -> None:
+    draw = random.Random(f"{schedule} {copies}")
+    for rank in range(pp):
+        again = frozenset(at for at in range(1, len(_INNER) + 1) if draw.random() < 0.5)
+        contents_of(Case(schedule, pp, rank, copies).trace(again))
+
+
+@pytest.mark.parametrize("copies", [2, 4])
+def test_over_ranks_no_more_is_whole_than_may_be(copies: int) -> None:
+    case = Case("1f1b", 1, 0, copies)
+    trace, table = case.trace(), case.table
+    whole: set[int] = set()
+    for chunks, frees in zip(trace.accesses, trace.frees, strict=True):
+        whole |= {chunk for chunk in chunks if trace.chunk_kinds[chunk] == "param"}
+        used = sum(trace.chunk_bytes[chunk] for chunk in whole)
+        needed = sum(trace.chunk_bytes[c] for c in chunks if trace.chunk_kinds[c] == "param")
+        assert used <= max(table.gather_bytes, needed)
+        whole -= set(frees)
+    assert not whole
+
+
+def test_every_parameter_that_trains_is_updated_once_with_all_of_its_states() -> None:
+    trace = Case("1f1b", 1, 0, 1).trace()
+    updated = [
+        chunks for chunks, phase in zip(trace.accesses, trace.phases, strict=True) if phase == OPTIMIZER
+    ]
+    states = [c for chunks in updated for c in chunks if trace.chunk_kinds[c].startswith("exp_avg")]
+    assert sorted(states) == [c for c, kind in enumerate(trace.chunk_kinds) if kind.startswith("exp_avg")]
+
+
+def test_device_must_hold_the_chunks_of_a_moment_beside_its_activations() -> None:
+    trace = Case("1f1b", 1, 0, 1).trace()
+    least = least_device_bytes(trace)
+    total = sum(trace.chunk_bytes)
+    assert max(trace.non_model_bytes) < least < max(trace.non_model_bytes) + total
+
+
+def test_what_fits_waits_for_nothing_and_what_does_not_waits_at_least_for_what_is_below() -> None:
+    trace = Case("1f1b", 1, 0, 1).trace()
+    peak, total = max(trace.non_model_bytes), sum(trace.chunk_bytes)
+    assert Transfers(trace, machine(1), Capacity(peak + total)).waits == pytest.approx(0, abs=1e-9)
+    kept = sum(
+        nbytes for nbytes, kind in zip(trace.chunk_bytes, trace.chunk_kinds, strict=True) if kind != "grad"
+    )
+    links = tuple(LinkSpeed(name, 2e3, 0.0) for name in ("disk_read", "disk_write"))
+    slow, capacity = replace(machine(1), links=links), Capacity(least_device_bytes(trace), 0, 2 * total)
+    transfers = Transfers(trace, slow, capacity)
+    by_order = transfers.waits
+    transfers.plan()
+    busy = least_busy_seconds(kept - capacity.device_bytes, slow, capacity)
+    assert busy > sum(trace.seconds)
+    assert busy - sum(trace.seconds) < transfers.waits <= by_order
