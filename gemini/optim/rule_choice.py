@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import optim as torch_optim
 
@@ -12,7 +15,7 @@ from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule, PieceRule
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
 from gemini.optim.self_managed import SelfManaged
-from gemini.optim.shared_step import Inseparable, refuse, refuse_kept_identities
+from gemini.optim.shared_step import GivenLoss, Inseparable, refuse, refuse_kept_identities
 from gemini.optim.trials import PieceTrial
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer, step_of
 
@@ -84,6 +87,21 @@ def refuse_unlike(optim: torch.optim.Optimizer, cut_unless: str) -> None:
         ) from reason
     if cut_unless:
         PieceTrial(optim, cut_unless=cut_unless).of_groups(optim.param_groups, torch.float32)
+
+
+def refuse_closure(
+    optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], cut_unless: str
+) -> None:
+    """Raise ConfigError where a step of ``optim`` with a closure, which has run before and returns again what
+    it did, would do something else. ``groups``: with the parameters of the model; ``cut_unless``: as of
+    :func:`refuse_unlike`."""
+    loss = GivenLoss(torch.tensor(0.7, dtype=torch.float32, device="cpu"))
+    if cut_unless:
+        PieceTrial(optim, cut_unless=cut_unless).of_groups(groups, torch.float32, loss)
+        return
+    way = "Use torch's DistributedDataParallel (TorchDDPPlugin), under which it runs the closure as it likes"
+    trial = PieceTrial(optim, cut_unless=way, claim="is to step over gradients that the closure has left")
+    trial.of_closure(groups, torch.float32, loss)
 
 
 def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: bool = False) -> UpdateRule:

@@ -141,12 +141,18 @@ class PieceTrial:
     """Steps over parameters as they are, beside steps over pieces of them, each by itself: what is kept of
     each element, and ConfigError where values or states differ."""
 
-    def __init__(self, optim: torch.optim.Optimizer, *, cut_unless: str = "") -> None:
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        *,
+        cut_unless: str = "",
+        claim: str = "is to update parts of parameters",
+    ) -> None:
         """``cut_unless``: how to do without pieces, where one step updates a piece of each parameter, so that
-        it may also change what they share."""
+        it may also change what they share; ``claim``: what it is to do then, in errors."""
         self._optim = optim
         self._at_once = bool(cut_unless)
-        self._claim = "is to update parts of parameters" if cut_unless else "was said to be element-wise"
+        self._claim = claim if cut_unless else "was said to be element-wise"
         self._way_out = cut_unless or "Leave elementwise out: it may do for whole parameters"
         self._kind = type(optim).__name__
         self._first, self._first_arrays = first_state(optim)
@@ -167,6 +173,19 @@ class PieceTrial:
         except Inseparable as reason:
             raise self._refusal(reason) from reason
         return _first_that_runs(lambda shown: self._try(groups, dtype, shown, loss))
+
+    def of_closure(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss) -> None:
+        """Raise ConfigError where a step over whole parameters runs its closure not once, or after it has
+        changed something."""
+
+        def attempt(shown: Shown) -> Found:
+            tried = _chosen(self._optim, groups, _NUMEL_TOGETHER, every=shown is not Shown.ALL)
+            draws = [made_up(each.form, dtype, _STEPS_OF_KNOWN) for each in tried]
+            rows = [[each.form.tensor(row) for row in draw] for each, draw in zip(tried, draws, strict=True)]
+            self._run(_step_groups(groups, tried, dtype, shown, loss), tried, rows)
+            return Found((), shown, False)
+
+        _first_that_runs(attempt)
 
     def _try(
         self,

@@ -125,15 +125,17 @@ def hooks_set_aside(optim: torch.optim.Optimizer) -> Iterator[None]:
             setattr(optim, name, hooks)
 
 
-def step_within(optim: torch.optim.Optimizer) -> None:
-    """Run the step of ``optim`` as a part of its wrapper's, around which all hooks run.
+def step_within(optim: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
+    """Run the step of ``optim`` as a part of its wrapper's, around which all hooks run; with ``closure``
+    where it has one.
 
     What others have put in place of its ``step`` runs as it is, with torch's hooks for all optimizers where
     it calls the original; that of a scheduler only counts.
     """
+    given = () if closure is None else (closure,)
     replaced = vars(optim).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         with hooks_set_aside(optim):
-            replaced()
+            replaced(*given)
         return
-    step_of(type(optim))(optim)
+    step_of(type(optim))(optim, *given)

@@ -13,6 +13,8 @@ from torch import distributed as dist
 from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
+from gemini.optim.rule_choice import refuse_closure, steps_by_element
+from gemini.optim.shared_step import GivenLoss, Inseparable
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 from gemini.parallel.zero.collectives import Collectives, Traffic
 from gemini.parallel.zero.options import (
@@ -24,6 +26,7 @@ from gemini.parallel.zero.options import (
     described,
     device_of,
     parse_precision,
+    whole_unless,
 )
 from gemini.parallel.zero.params import ParamShard, ShardedParams
 from gemini.parallel.zero.reducer import GradientReducer
@@ -125,13 +128,15 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         check_wire(communication_dtype, parse_precision(precision), optimizer)
         if isinstance(optimizer, WrappedOptimizer):
             raise ConfigError("the optimizer is wrapped already")
-        check_optimizer(optimizer, cuts=stage > 0, parted=model_ranks is not None)
+        self._cut_unless = whole_unless(cuts=stage > 0, parted=model_ranks is not None)
+        check_optimizer(optimizer, self._cut_unless)
         self.stage = stage
         self.clip_grad_norm = clip_grad_norm
         self.norm_type = norm_type
         self._counts_zeros = log_num_zeros_in_grad
         self.collectives = Collectives(dp_process_group, device_of(optimizer), cuts=stage > 0)
         self._model_ranks = model_ranks
+        self._has_tried_closure = False
         self._copies: list[tuple[ParamShard, Peers]] = []
         self.collectives.attend()
         self.sharded = ShardedParams(
@@ -260,11 +265,15 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the own parts of all parameters that have a gradient on any rank, and gather the whole.
 
+        ``closure`` runs once, before. The class of the wrapped optimizer, where it is not known, gets one
+        that returns the mean over the ranks of what it returned.
+
         Under fp16 a step with an infinity or NaN on any rank is skipped on all: nothing but the loss scale
         changes.
 
         Raises:
-            ConfigError: the wrapped optimizer was given more parameters.
+            ConfigError: the wrapped optimizer was given more parameters, or its class runs the closure more
+                than once, not at all, or after it has changed weights.
             StateError: gradients arrived after they were clipped, 16-bit weights were changed behind their
                 masters, or hyper-parameters are not the same on all ranks; nothing was updated.
         """
@@ -276,7 +285,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         scale = self.loss_scale and self.loss_scale.scale
         settings = f"{described(self.param_groups)}, clip_grad_norm={self.clip_grad_norm}, loss scale {scale}"
         settings += ", zeros counted" if self._counts_zeros else ""
+        settings += "" if closure is None else ", a closure"
         self._require_same(f"step with {settings}")
+        given = None if closure is None else self._given_loss(loss)
         self._settle()
         self.sharded.check_as_noted()
         if self.clip_grad_norm > 0 and not self._clipped:
@@ -286,7 +297,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         if not overflowed:
             if self._counts_zeros:
                 self._num_zeros_in_grad = count_zeros(self._gradients(), self.collectives, self._model_ranks)
-            self._update()
+            self._update(given)
         self.zero_grad()
         if self.loss_scale is not None:
             self.loss_scale.update(overflowed)
@@ -438,11 +449,41 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             if shard in self._reducer.used
         ]
 
-    def _update(self) -> None:
+    def _given_loss(self, loss: Any) -> GivenLoss | None:
+        """Return what a closure of the wrapped optimizer's step is to return: the mean of ``loss``; None
+        where its class is known to make nothing of it."""
+        if steps_by_element(self.optim):
+            return None
+        if not self._has_tried_closure:
+            groups = zip(self.param_groups, self.sharded.groups, strict=True)
+            of_model = [{**group, "params": [shard.param for shard in shards]} for group, shards in groups]
+            refuse_closure(self.optim, of_model, self._cut_unless)
+            self._has_tried_closure = True
+        is_number = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
+        every = self.collectives.objects(float(loss) if is_number else None)
+        if len(every) > 1 and None not in every:
+            mean = sum(every) / len(every)
+            loss = torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+        return GivenLoss(loss)
+
+    def _step_inner(self, given: GivenLoss | None) -> None:
+        if given is None:
+            step_within(self.optim)
+            return
+        try:
+            with given.closure([shard.master for shard in self.sharded.shards]) as closure:
+                step_within(self.optim, closure)
+        except Inseparable as reason:
+            raise StateError(
+                f"{type(self.optim).__name__} is to step over gradients that the closure has left, and "
+                f"{reason}; weights may have changed: load a checkpoint before going on"
+            ) from reason
+
+    def _update(self, given: GivenLoss | None) -> None:
         try:
             for shard, grad in self._gradients():
                 shard.master.grad = None if grad is None else shard.like_master(grad)
-            step_within(self.optim)
+            self._step_inner(given)
         finally:
             for shard in self.sharded.shards:
                 shard.master.grad = None

@@ -67,15 +67,20 @@ def check_norm(max_norm: float, norm_type: float) -> None:
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; both must be above 0")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, *, cuts: bool, parted: bool) -> None:
-    """Raise ConfigError for an optimizer that cannot update what it is to. ``cuts``: whether that is parts of
-    parameters; ``parted``: whether they are parts already. A class of which nothing is known is tried."""
+def whole_unless(*, cuts: bool, parted: bool) -> str:
+    """Return how an optimizer could update whole parameters, empty where it does. ``cuts``: whether they are
+    cut here; ``parted``: whether they are parts already."""
+    return _UNPARTED if parted else _UNCUT if cuts else ""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, cut_unless: str) -> None:
+    """Raise ConfigError for an optimizer that cannot update what it is to. ``cut_unless``: what
+    :func:`whole_unless` says. A class of which nothing is known is tried."""
     name = type(optimizer).__name__
     if name in _OF_NONE:
         raise ConfigError(
             f"{name} {_OF_NONE[name]}; use Adam, AdamW, SGD, CPUAdam or another element-wise optimizer"
         )
-    cut_unless = _UNPARTED if parted else _UNCUT if cuts else ""
     if name in _OF_WHOLE and cut_unless:
         raise ConfigError(
             f"{name} does not update each element on its own, so parts of a parameter cannot be updated on "

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from zero_models import assert_same, loss_of, odd_net, row_major_net, tokens_of,
 from gemini import ConfigError, CPUAdam
 from gemini.optim.lamb import Lamb
 from gemini.parallel.zero import LowLevelZeroOptimizer
-from gemini.parallel.zero.options import check_optimizer
+from gemini.parallel.zero.options import check_optimizer, whole_unless
 
 # As in test_low_level_zero: ranks sum gradients of parts of the batch, one process those of all of it.
 TOLERANCE = 2e-6
@@ -96,6 +97,36 @@ class ByIdentity(OwnStep):
     def step(self, closure: Any = None) -> None:
         for _, _, param, grad in self.updated():
             param.sub_(grad, alpha=self.rates.get(id(param), 0.0))
+
+
+class ByLoss(OwnStep):
+    """Has the loss decide on the rate, where there is a closure."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = 1.0 if closure is None else closure()
+        with torch.no_grad():
+            for group, _, param, grad in self.updated():
+                param.sub_(grad, alpha=group["lr"] * float(loss) * 1e-3)
+        return loss
+
+
+class NeedsTheLoss(ByLoss):
+    """Makes no step without a closure."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class Ascends(OwnStep):
+    """Runs the closure at other weights than it found."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for _, _, param, grad in self.updated():
+            param.add_(grad, alpha=0.05)
+        if closure is not None:
+            closure()
 
 
 class NoneEmpty(OwnStep):
@@ -246,7 +277,7 @@ def test_what_would_train_otherwise_in_parts_is_refused(make: Make, message: str
     with pytest.raises(
         ConfigError, match=message.replace("Use stage=0", "Other ranks have parts of the model")
     ):
-        check_optimizer(make(odd_net().parameters()), cuts=False, parted=True)
+        check_optimizer(make(odd_net().parameters()), whole_unless(cuts=False, parted=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -265,3 +296,52 @@ def test_all_else_is_as_in_plain_training_where_nothing_is_cut() -> None:
     ]
     assert len(totals[1]) > 5
     assert_same(*totals)
+
+
+# -- closures ------------------------------------------------------------------------------------
+
+
+def _with_closures(model: nn.Module, optimizer: Any, part: Callable[[Tensor], Tensor]) -> list[float]:
+    backward = getattr(optimizer, "backward", Tensor.backward)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, part(tokens_of(step)))
+        backward(loss)
+        return loss.detach()
+
+    return [float(optimizer.step(partial(closure, step))) for step in range(3)]
+
+
+def _close(make: Make, stage: int) -> tuple[dict[str, Tensor], list[float]]:
+    model = odd_net()
+    optimizer = LowLevelZeroOptimizer(make(model.parameters()), stage=stage)
+    returned = _with_closures(model, optimizer, own_part)
+    return weights(model), returned
+
+
+@pytest.mark.parametrize(("make", "stage"), [(ByLoss, 0), (ByLoss, 1), (ByLoss, 2), (NeedsTheLoss, 0)])
+def test_a_class_gets_the_loss_of_the_whole_batch_from_its_closure(make: Make, stage: int) -> None:
+    plain = odd_net()
+    losses = _with_closures(plain, make(plain.parameters()), lambda tokens: tokens)
+    every = run_on_ranks(_close, 2, make, stage)
+    for got, _ in every:
+        for name, weight in weights(plain).items():
+            torch.testing.assert_close(got[name], weight, rtol=0, atol=TOLERANCE, msg=name)
+    for want, *own in zip(losses, *(returned for _, returned in every), strict=True):
+        assert own[0] != own[1]
+        assert sum(own) / 2 == pytest.approx(want, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_closure_that_is_to_run_at_other_weights_is_refused(stage: int) -> None:
+    model, before = odd_net(), weights(odd_net())
+    optimizer = LowLevelZeroOptimizer(Ascends(model.parameters()), stage=stage)
+    with pytest.raises(ConfigError, match="runs the closure after it has changed parameters or gradients"):
+        _with_closures(model, optimizer, lambda tokens: tokens)
+    assert_same(weights(model), before)
+
+
+def test_a_class_that_needs_a_closure_is_sent_to_stage_0() -> None:
+    with pytest.raises(ConfigError, match=r"missing 1 required positional argument: 'closure'.*Use stage=0"):
+        LowLevelZeroOptimizer(NeedsTheLoss(odd_net().parameters()))
