@@ -38,7 +38,7 @@ from gemini.compat.amp import AMP_TYPE
 BATCH_SIZE = 16
 LEARNING_RATE = 3e-3
 WEIGHT_DECAY = 0.3
-NUM_EPOCHS = 8
+NUM_EPOCHS = 4
 WARMUP_EPOCHS = 1
 
 # model config
