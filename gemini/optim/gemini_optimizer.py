@@ -47,7 +47,7 @@ from gemini.optim.managed_groups import (
 )
 from gemini.optim.rule import UpdateStep
 from gemini.optim.self_managed import SelfManaged
-from gemini.optim.shared_step import GivenLoss
+from gemini.optim.shared_step import GivenLoss, mean_like, number_of
 from gemini.optim.state_exchange import (
     TORCH_FLAGS,
     CheckedState,
@@ -287,7 +287,9 @@ class GeminiOptimizer(ManagedGroups):
         self.model.manager.raw.settle()  # what was written by address comes before the update
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step")
-        self._finish_gradients("step")
+        mean = self._finish_gradients("step", number_of(loss) if self.model.peers is not None else None)
+        if mean is not None:  # ranks are to decide alike, by the loss of the whole batch
+            given = GivenLoss(mean_like(loss, mean))
         self._clipping.check()
         if self.max_norm > 0 and not self._clipping.done:
             self.clip_grad_by_norm(self.max_norm)
@@ -429,7 +431,8 @@ class GeminiOptimizer(ManagedGroups):
         self._clipping.check()
         self.model.manager.shortage.twice(self.model.make_zeros)
 
-    def _finish_gradients(self, call: str, **arguments: Any) -> None:
+    def _finish_gradients(self, call: str, loss: float | None = None, **arguments: Any) -> float | None:
+        """Have all gradients complete; return the mean ``loss`` of several ranks, where any has one."""
         sharding, add_up = self.model.manager.sharding, self.model.add_up
         if sharding is None and add_up is not None:
             add_up()
@@ -440,7 +443,8 @@ class GeminiOptimizer(ManagedGroups):
                 doing = f"step with {self.settings}, max_norm={self.max_norm}, loss scale {scale}"
                 doing += ", zeros counted" if self._counts_zeros else ""
             described = json.dumps([call, arguments, self.exported_settings()], default=float)
-            sharding.finish_gradients(doing, described, add_up)
+            return sharding.finish_gradients(doing, described, add_up, loss)
+        return None
 
     def _follow(self, described: str) -> None:
         """Make a call with gradients as other ranks make it, whose settings are taken over."""

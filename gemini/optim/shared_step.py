@@ -149,6 +149,21 @@ class GivenLoss:
             raise Inseparable(f"its step runs the closure {calls} times")
 
 
+def number_of(loss: Any) -> float | None:
+    """Return what a closure has returned as a number; None where it is none."""
+    is_number = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
+    return float(loss) if is_number else None
+
+
+def mean_like(loss: Any, mean: float) -> Any:
+    """Return the ``mean`` of several ranks' losses in the form of this rank's, a tensor where it has none."""
+    if isinstance(loss, (int, float)):
+        return mean
+    if isinstance(loss, torch.Tensor):
+        return torch.full_like(loss.detach(), mean)
+    return torch.tensor(mean, dtype=torch.float32, device="cpu")
+
+
 class StepGroups:
     """Parameter groups as they are before a step that updates some parameters at a time, and its closure."""
 

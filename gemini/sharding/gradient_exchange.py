@@ -265,21 +265,24 @@ class GradientExchange:
             gate.chunks.free((self._room_tensor,))
         self._unequal.clear()
 
-    def finish(self, doing: str = "") -> None:
-        """Exchange what is left; then a gradient is there on all ranks if it was on one. ``doing``: what for.
-        Raises StateError, on all ranks, where that differs; nothing was exchanged."""
+    def finish(self, doing: str = "", loss: float | None = None) -> float | None:
+        """Exchange what is left; then a gradient is there on all ranks if it was on one. Return the mean of
+        the losses of the ranks that give one. ``doing``: what for. Raises StateError, on all ranks, where
+        that differs; nothing was exchanged."""
         self.settle()
         left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
         words = to_bits(left, len(self._groups))
         had_here = to_bits(sorted(self._had), len(self._gradients))
         scale = _bits_of(self._gate.gradient_scale.value)
         doing = f"{doing}, {len(self._gradients)} parameters that train"
-        said = self._peers.exchange(Topic.GRADIENTS, [digest_of(doing), scale, *words, *had_here])
+        head = [digest_of(doing), scale, int(loss is not None), _bits_of(loss or 0.0)]
+        said = self._peers.exchange(Topic.GRADIENTS, [*head, *words, *had_here])
         scales = {message[1] for message in said} - {_NO_SCALE}
         if any(message[0] != said[0][0] for message in said) or len(scales) > 1:
             _refuse_different(self._peers.say(f"{doing}, gradients scaled by {_scale_of(scale)}"))
         self._gate.gradient_scale.agree(_scale_of(max(scales, default=_NO_SCALE)))
-        said = [message[2:] for message in said]
+        losses = [_scale_of(message[3]) or 0.0 for message in said if message[2]]
+        said = [message[len(head) :] for message in said]
         for index in _union(message[: len(words)] for message in said):
             self.exchange(index)
         self.settle()
@@ -289,6 +292,7 @@ class GradientExchange:
         for place, grad in enumerate(self._gradients):
             if place not in had and grad.exists:
                 grad.give_up_shard()
+        return sum(losses) / len(losses) if losses else None
 
     def forget(self, *, keep: bool) -> None:
         """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""

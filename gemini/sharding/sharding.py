@@ -199,10 +199,15 @@ class Sharding:
         self._gradients.keep(grad)
 
     def finish_gradients(
-        self, doing: str = "", call: str = "", add_up: Callable[[], None] | None = None
-    ) -> None:
-        """Exchange what is left of all gradients, when every rank has come here. ``call``: what ranks that
-        have no batches left are to do; ``add_up``: what comes to gradients before they are exchanged.
+        self,
+        doing: str = "",
+        call: str = "",
+        add_up: Callable[[], None] | None = None,
+        loss: float | None = None,
+    ) -> float | None:
+        """Exchange what is left of all gradients, when every rank has come here; return the mean of the
+        losses of the ranks that give one. ``call``: what ranks that have no batches left are to do;
+        ``add_up``: what comes to gradients before they are exchanged.
 
         Raises:
             StateError: on all ranks: they are not ``doing`` the same with them. Nothing was exchanged.
@@ -214,7 +219,7 @@ class Sharding:
         self._is_told = False
         if add_up is not None:
             add_up()
-        self._gradients.finish(doing)
+        return self._gradients.finish(doing, loss)
 
     def give_up_passes(self) -> None:
         """Wait until every rank has come here, however its forward and backward passes have ended, and make

@@ -14,7 +14,7 @@ from gemini.comm.peers import ModelRanks, Peers, Topic, digest_of
 from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.rule_choice import refuse_closure, steps_by_element
-from gemini.optim.shared_step import GivenLoss, Inseparable
+from gemini.optim.shared_step import GivenLoss, Inseparable, mean_like, number_of
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 from gemini.parallel.zero.collectives import Collectives, Traffic
 from gemini.parallel.zero.options import (
@@ -459,11 +459,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             of_model = [{**group, "params": [shard.param for shard in shards]} for group, shards in groups]
             refuse_closure(self.optim, of_model, self._cut_unless)
             self._has_tried_closure = True
-        is_number = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
-        every = self.collectives.objects(float(loss) if is_number else None)
+        every = self.collectives.objects(number_of(loss))
         if len(every) > 1 and None not in every:
-            mean = sum(every) / len(every)
-            loss = torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
+            loss = mean_like(loss, sum(every) / len(every))
         return GivenLoss(loss)
 
     def _step_inner(self, given: GivenLoss | None) -> None:

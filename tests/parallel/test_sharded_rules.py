@@ -143,3 +143,53 @@ def test_ranks_find_parameters_in_their_places(options: dict[str, Any]) -> None:
     _steps(ByPlace(plain), plain)
     for weights in run_on_ranks(_by_place, 2, options):
         assert_same(weights, dict(plain.state_dict()))
+
+
+class ByLoss(torch.optim.Optimizer):
+    """Has the loss decide on the rate; of a class that is not known."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = torch.ones(()) if closure is None else closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.sub_(param.grad, alpha=group["lr"] * loss.item())
+        return loss
+
+
+def _step_by_loss(model: nn.Module, optimizer: Any, inputs: list[Tensor]) -> list[float]:
+    backward = getattr(optimizer, "backward", Tensor.backward)
+
+    def closure(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        backward(loss)
+        return loss.detach()
+
+    return [float(optimizer.step(partial(closure, x))) for x in inputs]
+
+
+def _train_by_loss(options: dict[str, bool]) -> tuple[dict[str, Tensor], list[float]]:
+    model = GeminiDDP(mlp(), **TINY)
+    optimizer = GeminiOptimizer(ByLoss(model.parameters()), model, **options)
+    losses = _step_by_loss(model, optimizer, [own_part(batch(step)) for step in range(STEPS)])
+    weights = dict(model.state_dict())
+    model.close()
+    return weights, losses
+
+
+@pytest.mark.parametrize("options", [{}, {"elementwise": True}, {"whole": True}], ids=str)
+def test_a_class_gets_the_loss_of_the_whole_batch_from_its_closure(options: dict[str, bool]) -> None:
+    plain = mlp()
+    want = _step_by_loss(plain, ByLoss(plain.parameters()), [batch(step) for step in range(STEPS)])
+    every = run_on_ranks(_train_by_loss, 2, options)
+    for weights, _ in every:
+        assert_near(weights, {name: value.detach() for name, value in plain.state_dict().items()}, 2e-6)
+    for whole, *own in zip(want, *(losses for _, losses in every), strict=True):
+        assert own[0] != own[1]
+        assert sum(own) / 2 == pytest.approx(whole, abs=2e-6)
