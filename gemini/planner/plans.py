@@ -20,7 +20,7 @@ from gemini.parallel.plan import (
     fingerprint,
 )
 from gemini.planner.chunks import Capacity
-from gemini.planner.price import Misfit, Price, RankPrice, recomputed_blocks
+from gemini.planner.price import Misfit, Price, RankPrice
 from gemini.planner.search import Found, Question
 from gemini.system.config import format_bytes
 
@@ -48,7 +48,7 @@ def plan_of(found: Found, question: Question, model: nn.Module, dtype: str) -> P
         begins=tuple(blocks[at] for at in best.begins),
         zero_stage=choice.zero_stage,
         budgets=_budgets(best, capacity),
-        recompute=tuple(blocks[at] for at in recomputed_blocks(choice.recompute, len(blocks))),
+        recompute=tuple(blocks[at] for at in best.recompute),
         dtype=dtype,
         predicted=Prediction(
             best.step_seconds,

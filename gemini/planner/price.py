@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, 
 from gemini.planner.chunks import Capacity, ChunkSizes, ChunkTable
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import ParameterSize, Part
-from gemini.planner.space import Combination
+from gemini.planner.space import ALL, FIT, HALF, NONE, Combination
 from gemini.planner.tiers import (
     StagePasses,
     Transfers,
@@ -29,6 +30,8 @@ from gemini.planner.tiers import (
 ChunksOf = Callable[[Part, frozenset[str], int], ChunkSizes | None]
 FiguresOf = Callable[[Part, int], tuple[Figures, ...]]
 Ranges = tuple[tuple[int, int], ...]  # the segments of each stage
+Segments = frozenset[int]
+OrderOf = tuple[str, int, int, int]  # the arguments of make_order
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,8 @@ class RankPrice:
 @dataclass(frozen=True)
 class Price:
     """A step of ``step_seconds``. ``seconds``: of the busiest rank, by resource: computing, Adam, idle, each
-    axis, transfers. ``begins``: blocks with which stages begin, but the first."""
+    axis, transfers. ``begins``: blocks with which stages begin, but the first; ``recompute``: blocks that
+    do."""
 
     combination: Combination
     step_seconds: float
@@ -55,6 +59,7 @@ class Price:
     ranks: tuple[RankPrice, ...]
     begins: tuple[int, ...]
     sent_bytes: dict[str, int]
+    recompute: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,8 @@ class Pricer:
     def least_seconds(self, choice: Combination) -> float:
         """Return what a step takes at least: with ranks along pp that are never idle and have equal work."""
         copies, zero, pp = choice.layout.dp * choice.layout.sp, choice.zero_stage, choice.layout.pp
-        total = self.total(choice.part, choice.microbatch_size, choice.recompute, zero == 3)
+        again = recomputed(choice.recompute, len(self.figures_of(choice.part, choice.microbatch_size)))
+        total = self.total(choice.part, choice.microbatch_size, again, zero == 3)
         tail = self.tail(choice.part, choice.microbatch_size, copies, zero)
         return (total * choice.num_microbatches + tail) / pp
 
@@ -104,10 +110,9 @@ class Pricer:
         """Return what a step takes, or why it does not fit."""
         return _Pricing(self, choice).result()
 
-    def _total(self, part: Part, samples: int, recompute: str, has_chunks: bool) -> float:
+    def _total(self, part: Part, samples: int, again: Segments, has_chunks: bool) -> float:
         """Return how long one micro-batch is computed, on all stages together."""
         figures = self.figures_of(part, samples)
-        again = _recomputed(recompute, len(figures))
         looks = sum(self.look_seconds(figures, int(has_chunks)))
         return looks + sum(_seconds(each, again=at in again) for at, each in enumerate(figures))
 
@@ -117,12 +122,11 @@ class Pricer:
         updating = self.update(part, samples, ((0, len(figures)),), copies, zero_stage)
         return self.exchange_seconds(figures, copies, zero_stage) + updating
 
-    def _ranges(self, part: Part, samples: int, recompute: str, num_stages: int) -> Ranges:
+    def _ranges(self, part: Part, samples: int, again: Segments, num_stages: int) -> Ranges:
         """Return the segments of each stage such that the longest takes as little as can be."""
         figures = self.figures_of(part, samples)
         if num_stages == 1:
             return ((0, len(figures)),)
-        again = _recomputed(recompute, len(figures))
         takes = [_seconds(each, again=at in again) for at, each in enumerate(figures)]
         blocks = takes[1:-1]
         blocks[0] += takes[0]
@@ -133,15 +137,12 @@ class Pricer:
         )
 
     def _takes(
-        self, part: Part, samples: int, recompute: str, order_of: tuple[str, int, int, int], copies: int
+        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, copies: int
     ) -> dict[tuple[Kind, int], float]:
         """Return how long an action of each stage takes. ``copies`` as in :meth:`_clock`."""
         figures = self.figures_of(part, samples)
-        again = _recomputed(recompute, len(figures))
         takes: dict[tuple[Kind, int], float] = {}
-        for stage, (first, last) in enumerate(
-            self.ranges(part, samples, recompute, order_of[1] * order_of[3])
-        ):
+        for stage, (first, last) in enumerate(ranges):
             own = figures[first:last]
             gathers = _gathered(order_of[2]) * self.gather_seconds(own, copies)
             looks = self.look_seconds(own, copies)
@@ -156,15 +157,14 @@ class Pricer:
         return takes
 
     def _clock(
-        self, part: Part, samples: int, recompute: str, order_of: tuple[str, int, int, int], copies: int
+        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, copies: int
     ) -> Simulated:
         """Simulate the micro-batches. ``copies``: over how many ranks chunks are cut, which every pass
         gathers; 0: there are no chunks."""
         figures, takes = (
             self.figures_of(part, samples),
-            self.takes(part, samples, recompute, order_of, copies),
+            self.takes(part, samples, ranges, again, order_of, copies),
         )
-        ranges = self.ranges(part, samples, recompute, order_of[1] * order_of[3])
         passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
         return simulate_actions(
@@ -252,19 +252,14 @@ def _seconds(figures: Figures, *, again: bool) -> float:
 
 
 @cache
-def _recomputed(recompute: str, num_segments: int) -> frozenset[int]:
-    """Return which segments compute their forward again."""
-    return frozenset(at + 1 for at in recomputed_blocks(recompute, num_segments - 2))
-
-
-def recomputed_blocks(recompute: str, count: int) -> tuple[int, ...]:
-    """Return which of ``count`` blocks recompute: every second one for a half."""
-    steps = {"none": 0, "half": 2, "all": 1}[recompute]
-    return tuple(range(0, count, steps)) if steps else ()
+def recomputed(recompute: str, num_segments: int) -> Segments:
+    """Return which segments compute their forward again in any case: every second block for a half."""
+    steps = {NONE: 0, FIT: 0, HALF: 2, ALL: 1}[recompute]
+    return frozenset(range(1, num_segments - 1, steps) if steps else ())
 
 
 @cache
-def _under_way(order_of: tuple[str, int, int, int], rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def _under_way(order_of: OrderOf, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Return what a rank holds at the moments at which that is most: which of its stages runs, and of how
     many other micro-batches it holds the activations, by stage."""
     order = make_order(*order_of)
@@ -294,20 +289,52 @@ class _Pricing:
         self._figures = pricer.figures_of(*key)
         self._order_of = choice.schedule, choice.layout.pp, choice.num_microbatches, choice.stages_per_rank
         self._order: Order = make_order(*self._order_of)
-        self._ranges = pricer.ranges(*key, choice.recompute, self._order.num_stages)
-        self._again = _recomputed(choice.recompute, len(self._figures))
+        again = recomputed(choice.recompute, len(self._figures))
+        self._ranges = pricer.ranges(*key, again, self._order.num_stages)
         self._copies = choice.layout.dp * choice.layout.sp
+        self._recompute(again)
+
+    def _recompute(self, again: Segments) -> None:
+        """Take it that these segments compute their forward again."""
+        choice = self._choice
         chunked = self._copies if choice.zero_stage == 3 else 0  # over how many ranks chunks are cut
-        self._traces: dict[int, Trace] = {}
-        self._passes_of = choice.part, choice.microbatch_size, choice.recompute, self._order_of, chunked
+        self._again, self._traces = again, dict[int, Trace]()
+        stages = choice.part, choice.microbatch_size, self._ranges, again, self._order_of
+        self._passes_of = (*stages, chunked)
 
     def result(self) -> Price | Misfit:
         """Return the price, or the rank that lacks most."""
+        if self._choice.recompute == FIT:
+            self._fit()
         held = [self._rank(rank) for rank in range(self._choice.layout.pp)]
         misfits = [each for each in held if isinstance(each, Misfit)]
         if misfits:
             return max(misfits, key=lambda each: each.missing_bytes)
         return self._timed([each for each in held if isinstance(each, RankPrice)])
+
+    def _fit(self) -> None:
+        """Recompute as few blocks of each rank as its memory asks for, first those that free most for each
+        second that they take."""
+
+        def freed(at: int) -> float:
+            figures = self._figures[at]
+            return (figures.kept_bytes - figures.input_bytes) / max(figures.forward_seconds, 1e-12)
+
+        for rank in range(self._choice.layout.pp):
+            before = self._again
+            blocks = [at for at, _ in self._segments(rank) if 0 < at < len(self._figures) - 1]
+            blocks.sort(key=freed, reverse=True)
+
+            def misfits(
+                count: int, rank: int = rank, before: Segments = before, blocks: list[int] = blocks
+            ) -> bool:
+                self._recompute(before | frozenset(blocks[:count]))
+                return isinstance(self._rank(rank), Misfit)
+
+            counts = range(len(blocks) + 1)
+            self._recompute(
+                before | frozenset(blocks[: bisect_left(counts, True, key=lambda n: not misfits(n))])
+            )
 
     def _segments(self, rank: int) -> Iterator[tuple[int, Figures]]:
         for stage in self._order.stages_of(rank):
@@ -430,6 +457,7 @@ class _Pricing:
             tuple(ranks),
             tuple(first - 1 for first, _ in self._ranges[1:]),
             self._sent(busiest),
+            tuple(at - 1 for at in sorted(self._again)),
         )
 
     def _messages(self, axis: str, rank: int) -> float:

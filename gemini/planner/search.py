@@ -18,7 +18,7 @@ from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
 from gemini.planner.figures import Figures, Speeds, scaled
 from gemini.planner.price import Misfit, Price, Pricer
 from gemini.planner.records import CutModel, Part, Record
-from gemini.planner.space import Combination, Pins, below, combinations, layouts
+from gemini.planner.space import FIT, NONE, Combination, Pins, below, combinations, layouts
 
 # Makes the function that runs a model on a micro-batch of so many samples.
 RunOf = Callable[[int], Run]
@@ -204,7 +204,8 @@ class _Search:
         """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit."""
         priced = self._priced(pricer, choice)
         if isinstance(priced, Price):
-            return priced
+            is_known = priced.combination.recompute == FIT and not priced.recompute  # as NONE
+            return None if is_known and self._question.pins.allow("recompute", NONE) else priced
         nearest = self._found.misfits.get(choice.layout)
         if nearest is None or priced.missing_bytes < nearest.missing_bytes:
             self._found.misfits[choice.layout] = priced

@@ -12,8 +12,10 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.pipeline.orders import make_order
 from gemini.planner.records import Part
 
-NONE, HALF, ALL = "none", "half", "all"  # of the blocks recompute
-RECOMPUTES = (NONE, HALF, ALL)
+# Of the blocks recompute; FIT: of each rank as few as its memory asks for.
+NONE, FIT, HALF, ALL = "none", "fit", "half", "all"
+RECOMPUTES = (NONE, FIT, HALF, ALL)
+_SAID = {FIT: "as few blocks recompute as fit", HALF: "half blocks recompute", ALL: "all blocks recompute"}
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 _SP_MODES = ("ulysses", "ring")
 _TWO_STAGES = ("zbv", "dualpipev")
@@ -51,7 +53,7 @@ class Combination:
         parts.append(f"{self.num_microbatches} x {self.microbatch_size} samples")
         parts.append(f"ZeRO {self.zero_stage}")
         if self.recompute != NONE:
-            parts.append(f"{self.recompute} blocks recompute")
+            parts.append(_SAID[self.recompute])
         if self.uses_lower:
             parts.append("tiers below DEVICE")
         return ", ".join(parts)
@@ -147,9 +149,9 @@ def _is_allowed(choice: Combination, pins: Pins) -> bool:
 
 
 def below(choice: Combination, pins: Pins) -> Combination | None:
-    """Return the same with chunks below DEVICE. None: ZeRO 0 to 2 have no chunks to place, or pins forbid
-    it."""
-    if choice.zero_stage != 3 or not pins.allow("tiers", "lower"):
+    """Return the same with chunks below DEVICE. None: ZeRO 0 to 2 have no chunks to place, pins forbid it, or
+    blocks recompute only as far as DEVICE asks for it: chunks below it leave room at any price."""
+    if choice.zero_stage != 3 or choice.recompute == FIT or not pins.allow("tiers", "lower"):
         return None
     return replace(choice, uses_lower=True)
 

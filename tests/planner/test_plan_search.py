@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planner_models import Net, machine, net, question, run_of
+from planner_models import GIB, Net, machine, net, question, run_of
 
 from gemini import ConfigError
 from gemini.forecast.meter import OperationCosts
@@ -104,6 +104,45 @@ def test_a_pin_is_kept_and_one_less_is_never_slower(seed: int) -> None:
             "schedule": choice.schedule,
         }
         assert str(said[name]) == value
+
+
+def priced(pins: str, capacity: Capacity) -> Price | None:
+    asked = question(4, 16, capacity=capacity, pins=Pins.parse(pins.split()))
+    found = search(net(*(64,) * 8), run_of, asked)
+    return found.prices[0] if found.prices else None
+
+
+def test_as_few_blocks_recompute_as_memory_asks_for_and_more_on_early_stages() -> None:
+    layout = "pp=4 schedule=1f1b microbatches=8 zero=0 recompute="
+    none, every = (priced(layout + name, Capacity(GIB)) for name in ("none", "all"))
+    assert none is not None
+    assert every is not None
+    most, least = (max(rank.device_bytes for rank in each.ranks) for each in (none, every))
+    assert most > least
+    recomputed: list[int] = []
+    for budget in range(least, most + 1, (most - least) // 6):
+        found = priced(layout + "fit", Capacity(budget))
+        assert found is not None
+        assert all(rank.device_bytes <= budget for rank in found.ranks)
+        assert none.step_seconds <= found.step_seconds <= every.step_seconds * (1 + 1e-12)
+        recomputed.append(len(found.recompute))
+        by_stage = [sum(first <= at < first + 2 for at in found.recompute) for first in range(0, 8, 2)]
+        assert by_stage == sorted(by_stage, reverse=True)
+    assert recomputed == sorted(recomputed, reverse=True)
+    assert len(set(recomputed)) > 2
+
+
+def test_fewer_blocks_recompute_where_that_is_left_open() -> None:
+    layout = "pp=4 schedule=1f1b microbatches=8 zero=0"
+    every = priced(f"{layout} recompute=all", Capacity(GIB))
+    none = priced(f"{layout} recompute=none", Capacity(GIB))
+    assert every is not None
+    assert none is not None
+    budget = Capacity(max(rank.device_bytes for rank in none.ranks) - 1)
+    free = priced(layout, budget)
+    assert free is not None
+    assert 0 < len(free.recompute) < 8
+    assert free.step_seconds < every.step_seconds
 
 
 def test_equal_questions_have_equal_answers() -> None:

@@ -87,7 +87,8 @@ def test_ranks_are_idle_as_the_simulator_of_schedules_says(schedule: str) -> Non
     pricer = Pricer(_linked(links, at_once), Capacity(2**30), lambda _part, _samples: blocks)
     stages = 1 if schedule in ("1f1b", "gpipe") else 2
     order = make_order(schedule, 2, 4, stages)
-    clock = pricer.clock(Part(), 2, "none", (schedule, 2, 4, stages), 1)
+    ranges = pricer.ranges(Part(), 2, frozenset(), 2 * stages)
+    clock = pricer.clock(Part(), 2, ranges, frozenset(), (schedule, 2, 4, stages), 1)
     forward, backward = (4 * each for each in _of_a_block(pricer, figures[1]))
     wanted = simulate(order, Costs(forward, backward / 2, backward / 2))
     assert clock.seconds == pytest.approx(wanted.seconds, rel=1e-6)
