@@ -298,7 +298,7 @@ def settings_from(options: argparse.Namespace, *, ranks: int = 1) -> Any:
     if options.disk_dir is not None:
         checked_directory(options.disk_dir)
     if here:
-        links = probe_links(disk_dir=options.disk_dir, host=bool(options.host_bytes))
+        links = probe_links(disk_dir=options.disk_dir, host=bool(options.host_bytes), ranks=ranks)
         with threads_of_a_rank(ranks):
             machine = measure_machine(config.precision, links)
     else:

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -100,8 +101,11 @@ _known: dict[object, tuple[LinkSpeed, ...]] = {}
 _Start = Callable[[int], int]
 
 
-def probe_links(*, disk_dir: str | None, host: bool, device: ComputeDevice = CPU) -> tuple[LinkSpeed, ...]:
-    """Return the speeds of a device's links to DISK in ``disk_dir``, if given, and to HOST, if ``host``.
+def probe_links(
+    *, disk_dir: str | None, host: bool, device: ComputeDevice = CPU, ranks: int = 1
+) -> tuple[LinkSpeed, ...]:
+    """Return the speeds of a device's links to DISK in ``disk_dir``, if given, and to HOST, if ``host``. Of
+    several ``ranks`` here, which use them at the same time, each has its part.
 
     Each link is tried by the transfer engine for 0.15 s with transfers of two sizes, or with one of each
     where that takes longer. That needs 16 MiB of memory and 8 MiB of disk; the file is private and has no
@@ -120,7 +124,7 @@ def probe_links(*, disk_dir: str | None, host: bool, device: ComputeDevice = CPU
             speeds += _remembered(key, lambda: _probe(device, disk_dir, ("disk_write", "disk_read")))
         except (OSError, ConfigError, OutOfBudgetError) as error:  # IoError is an OSError
             logger.info("the links to %s were not measured: %s", disk_dir, error)
-    return speeds
+    return tuple(replace(each, bytes_per_second=each.bytes_per_second / ranks) for each in speeds)
 
 
 def _remembered(key: object, measure: Callable[[], tuple[LinkSpeed, ...]]) -> tuple[LinkSpeed, ...]:

@@ -103,7 +103,8 @@ class _Asked:
         """Return the fastest plan. ``speeds``: what ``world`` ranks exchange, where that was measured."""
         machine, seconds = self.machine, 0.0
         if machine is None:
-            links = probe_links(disk_dir=self.config.disk_dir, host=bool(self.config.host_bytes))
+            host = bool(self.config.host_bytes)
+            links = probe_links(disk_dir=self.config.disk_dir, host=host, ranks=_ranks_here(world))
             measured = measure_machine(_TYPES[self.dtype], links)
             machine, seconds = dataclasses.replace(measured, collectives=speeds), _SAMPLE_SECONDS
         require_speeds(machine, world)
@@ -149,15 +150,19 @@ def _plan_of_all(read: Callable[[], _Asked]) -> ParallelPlan:
 
 def _capacity(config: GeminiConfig, world: int) -> Capacity:
     """Return what each rank may take; of what is not said, its part of what is free on this machine."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    here = int(said) if said.isdecimal() and int(said) else world
-    device_bytes = config.device_bytes
+    here, device_bytes = _ranks_here(world), config.device_bytes
     if device_bytes is None:
         device_bytes = default_budget_bytes() // here
     disk_bytes = config.disk_bytes or 0
     if config.disk_dir is not None and config.disk_bytes is None:
         disk_bytes = shutil.disk_usage(checked_directory(config.disk_dir)).free // here
     return Capacity(device_bytes, config.host_bytes or 0, disk_bytes)
+
+
+def _ranks_here(world: int) -> int:
+    """Return how many of the ranks are on this machine."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdecimal() and int(said) else world
 
 
 def _num_samples(samples: Any) -> int:

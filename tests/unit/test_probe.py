@@ -67,6 +67,13 @@ def test_a_drive_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert probe.probe_links(disk_dir=str(tmp_path / "other"), host=True) == first
 
 
+def test_each_of_several_ranks_has_its_part_of_a_drive(tmp_path: Path) -> None:
+    alone = probe.probe_links(disk_dir=str(tmp_path), host=False)
+    four = probe.probe_links(disk_dir=str(tmp_path), host=False, ranks=4)
+    assert [each.bytes_per_second for each in four] == [each.bytes_per_second / 4 for each in alone]
+    assert [each.latency_seconds for each in four] == [each.latency_seconds for each in alone]
+
+
 def test_a_directory_that_takes_no_file_has_no_links_and_may_have_some_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
