@@ -7,13 +7,9 @@ with the waiting for ranks that come later by chance.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,13 +23,11 @@ import torch.distributed as dist
 from gemini.comm.ranks import join_ranks
 from gemini.errors import ConfigError, StateError
 from gemini.memstats.collectives import KINDS, MEASURED, CollectiveSpeed, CollectiveSpeeds, Figure
-from gemini.parallel.launch.launching import free_port
-from gemini.parallel.launch.torchrun import Node, Program, run_ranks
+from gemini.parallel.launch.here import as_rank, directory_of_job, run_here
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.pipeline.passing import Passing
 from gemini.system.durable import write_text
-from gemini.system.threads import usable_processors
 
 FEWEST_RANKS, MOST_RANKS = 2, 16
 _SIZES = (4 * 1024, 64 * 1024, 512 * 1024, 4 * 2**20)  # bytes, about
@@ -44,7 +38,7 @@ _LIMIT_SECONDS = 16.0  # of all steps
 _TIMEOUT = timedelta(seconds=90)
 _SHORTEST_SECONDS = 1e-6  # no message between processes takes less
 _FASTEST = 1e13  # bytes per second; keeps a fit through noise finite
-_SPEEDS, _ERROR = "speeds", "error"
+_SPEEDS = "speeds"
 
 
 def parse_ranks(text: str) -> int:
@@ -65,16 +59,12 @@ def measure_collectives(ranks: int) -> CollectiveSpeeds:
     Raises:
         StateError: a rank has failed.
     """
-    with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, threads_for(ranks):
-        program = Program(__name__, (directory,), module=True, is_quiet=True)
-        ended = run_ranks(Node(str(ranks), port=free_port()), program)
-        if not ended.code:
-            return CollectiveSpeeds.from_json(json.loads(Path(directory, _SPEEDS).read_text()))
-        said = [path.read_text() for path in sorted(Path(directory).glob(f"{_ERROR}-*"))]
-        reason = ": ".join([ended.reason, *said[:1]])
-    if ended.code > 128 and not ended.reason:
-        signal.raise_signal(ended.code - 128)
-    raise StateError(f"the collectives were not measured: {reason}")
+    with directory_of_job() as directory:
+        try:
+            run_here(__name__, directory, ranks)
+        except (ConfigError, StateError) as error:
+            raise StateError(f"the collectives were not measured: {error}") from error
+        return CollectiveSpeeds.from_json(json.loads((directory / _SPEEDS).read_text()))
 
 
 def measure_among(everyone: Axis) -> CollectiveSpeeds:
@@ -83,20 +73,6 @@ def measure_among(everyone: Axis) -> CollectiveSpeeds:
     sizes = [size for size in range(2, everyone.size + 1) if everyone.size % size == 0]
     found = [speed for size in sizes for speed in _over(everyone, size, _LIMIT_SECONDS / len(sizes))]
     return CollectiveSpeeds(tuple(found))
-
-
-@contextmanager
-def threads_for(ranks: int) -> Iterator[None]:
-    """Have the ranks that are started meanwhile share the processors."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(max(1, len(usable_processors()) // ranks))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
 def fitted(times: list[tuple[int, float]]) -> tuple[float, float]:
@@ -256,26 +232,20 @@ def _exchange(
     return begin, time.perf_counter()
 
 
-def _main(directory: str) -> None:
+def _main(directory: Path) -> None:
     """What each rank runs."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
+    with as_rank(directory):
         join_ranks("gloo", _TIMEOUT)
         with Mesh(Layout(tp=dist.get_world_size())) as mesh:
             everyone = mesh.axis("tp")
             assert everyone is not None
             found = measure_among(everyone)
             if everyone.rank == 0:
-                speeds = json.dumps(found.to_json())
-                write_text(Path(directory, _SPEEDS), speeds, "write the speeds of collectives")
+                write_text(
+                    directory / _SPEEDS, json.dumps(found.to_json()), "write the speeds of collectives"
+                )
             everyone.say("measured")
-        dist.destroy_process_group()
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        write_text(Path(directory, f"{_ERROR}-{os.environ['RANK']}"), why, "write why a rank has failed")
-        raise
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(Path(sys.argv[1]))

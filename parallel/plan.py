@@ -96,11 +96,13 @@ class Prediction(_Checked):
 
 @dataclass(frozen=True)
 class RunnerUp(_Checked):
-    """Other settings that would do, how long a step takes with them, and why they were not chosen."""
+    """Other settings that would do, how long a step is predicted to take with them, why they were not chosen,
+    and how long steps took where some were run."""
 
     settings: str
     step_seconds: float
     why: str
+    measured_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ class ParallelPlan(_Checked):
     but the first. ``microbatch_size`` is in samples. ``recompute``: the names of the blocks that compute
     their activations again in backward. ``dtype``: ``fp32`` (parameters keep their type), ``bf16`` or
     ``fp16``. ``model``: the :func:`fingerprint`. ``machine``: of the speeds that were planned with.
-    ``version``: of the gemini-runtime that planned.
+    ``version``: of the gemini-runtime that planned. ``measured_seconds``: of a step, where some were run
+    before the plan was chosen.
 
     Raises:
         ConfigError: a field that no plan can have, or fields that contradict each other.
@@ -146,6 +149,7 @@ class ParallelPlan(_Checked):
     model: str
     machine: str
     version: str = field(default_factory=_own_version)
+    measured_seconds: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -380,7 +384,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return {_text(key, where): _read(inner, each, f"{where}.{key:.80}") for key, each in value.items()}
     if kind is str:
         return _text(value, where)
-    if kind is float:
+    if kind is float or (kind == float | None and value is not None):
         if type(value) not in (int, float) or not 0 <= value <= _MOST_SECONDS:
             _refuse(where, value, f"a number from 0 to {_MOST_SECONDS:g}")
         return float(value)
@@ -401,13 +405,15 @@ def _inner(kind: Any, value: object, where: str) -> Any:
 
 
 def _made(kind: Any, value: object) -> Any:
-    """Return the dataclass that an object of JSON describes: it has all of its fields, and no others."""
+    """Return the dataclass that an object of JSON describes: it has all of its fields, but for those that may
+    be None by default, and no others."""
     names = _AXES if kind is Layout else tuple(_hints(kind))
     if not isinstance(value, dict):
         raise ConfigError(f"it is {_repr(value)} and no object with {', '.join(names)}")
     if unknown := [name for name in value if name not in names]:
         raise ConfigError(f"it has the unknown field {_repr(unknown[0])}; its fields are {', '.join(names)}")
-    if missing := [name for name in names if name not in value]:
+    optional = [each.name for each in fields(kind) if each.default is None]
+    if missing := [name for name in names if name not in value and name not in optional]:
         raise ConfigError(f"{missing[0]} is missing")
     if kind is Layout:
         for name in names:

@@ -78,14 +78,22 @@ def _settings(plan: Document) -> Iterator[str]:
 
 
 def _reason(plan: Document) -> Iterator[str]:
-    seconds = plan["predicted"]["step_seconds"]
-    yield f"Why: a step is predicted to take {seconds:.4g} s"
-    others = sorted(plan["runners_up"], key=lambda each: float(each["step_seconds"]))
+    seconds, measured = plan["predicted"]["step_seconds"], plan["measured_seconds"]
+    key = "step_seconds"
+    if measured is None:
+        yield f"Why: a step is predicted to take {seconds:.4g} s"
+    else:
+        key = "measured_seconds"
+        yield f"Why: a step took {measured:.4g} s when plans were run; {seconds:.4g} s were predicted"
+        seconds = measured
+    others = sorted(
+        (each for each in plan["runners_up"] if each[key] is not None), key=lambda each: float(each[key])
+    )
     if others and seconds > 0:
-        next_best = others[0]["step_seconds"]
-        more = next_best / seconds - 1
-        yield f"  the next best, {others[0]['settings']}, takes {next_best:.4g} s ({more:+.1%})"
-    elif not others:
+        next_best = others[0][key]
+        more, verb = next_best / seconds - 1, "takes" if measured is None else "took"
+        yield f"  the next best, {others[0]['settings']}, {verb} {next_best:.4g} s ({more:+.1%})"
+    elif not plan["runners_up"]:
         yield "  no other settings were found that would do"
 
 
@@ -118,7 +126,8 @@ def _runners_up(plan: Document) -> Iterator[str]:
     if plan["runners_up"]:
         yield "Runners-up:"
     for each in plan["runners_up"]:
-        yield f"  {each['settings']}: {each['step_seconds']:.4g} s a step; {each['why']}"
+        took = "" if each["measured_seconds"] is None else f", {each['measured_seconds']:.4g} s when run"
+        yield f"  {each['settings']}: {each['step_seconds']:.4g} s a step{took}; {each['why']}"
 
 
 def _left_out(plan: Document) -> Iterator[str]:

@@ -35,6 +35,8 @@ examples:
       the same, where every sequence is cut
   gemini plan ./llama-8b --ranks 4 --search --batch 32 --machine server.json --save-plan plan.json
       the fastest way to train 32 samples a step over 4 ranks, and a file that plugins run
+  gemini plan gpt2 --ranks 2 --search --batch 8 --seq 128 --measure 3
+      the same on this machine, where three steps of each of the three best plans decide
   gemini plan gpt2 --save-machine here.json
       keep what was measured, to edit it or to plan elsewhere for this machine
   gemini plan --measure-ranks 4 --save-machine here.json
@@ -159,6 +161,13 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         help="what must be, such as tp=2, pp=1, zero=3, microbatches=4, schedule=1f1b, sp_mode=ring, "
         "recompute=none, fit, half or all, tiers=device; give it several times",
     )
+    group.add_argument(
+        "--measure",
+        type=_count,
+        metavar="N",
+        help="run three steps of each of the N best plans on ranks of this machine, and keep the fastest; a "
+        "plan that does not run is left out with the reason, and the next one runs",
+    )
     group.add_argument("--save-plan", type=Path, metavar="FILE", help="write the plan, which plugins run")
 
 
@@ -224,7 +233,7 @@ def run(options: argparse.Namespace) -> int:
     if report is None:
         from gemini.cli.plan_search import run as run_search
 
-        return run_search(options, source, settings)
+        return run_search(options, asked, source, settings)
     if options.json:
         print_json(report.to_dict())
     else:

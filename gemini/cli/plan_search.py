@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 
 from gemini.cli.console import Console, print_json
 from gemini.cli.plan_layout import DTYPES, run_on
+from gemini.cli.plan_model import ModelOptions
 from gemini.cli.train import with_options
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.forecast.machine import threads_of_a_rank
@@ -18,7 +21,7 @@ from gemini.parallel.layout_plan import Run
 from gemini.parallel.plan import ParallelPlan
 from gemini.planner.chunks import Capacity
 from gemini.planner.plans import misfit_text, plan_of
-from gemini.planner.search import Found, Question, require_speeds, search
+from gemini.planner.search import Found, Question, Search, require_speeds
 from gemini.planner.space import Pins
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import MOST_BYTES
@@ -26,11 +29,12 @@ from gemini.system.config import MOST_BYTES
 _SHOWN = 5  # runners-up
 
 
-def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
+def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, settings: Any) -> int:
     """Print the best plan and keep it where that is asked; return 0, or 1 where nothing fits.
 
     Raises:
         ConfigError: pins leave nothing, or the machine has no speeds between ranks.
+        StateError: plans were to be run, and none could be.
     """
     question = _question(options, settings)
     example = source.example(1)
@@ -43,9 +47,17 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
 
     with Console(stderr=True).status("rehearsing") as status, threads_of_a_rank(question.num_ranks):
         question = dataclasses.replace(question, tell=status.update)
-        found = search(model, run_of, question)
+        searching = Search(model, run_of, question)
+        found = searching.run()
+
+    def make(found: Found, place: int = 0) -> ParallelPlan:
+        """Return a plan of the model that a plugin is given, and casts."""
+        return plan_of(found, question, example.model, options.dtype, place=place)
+
     try:
-        plan = plan_of(found, question, example.model, options.dtype)  # which a plugin is given, and casts
+        plan = make(found)
+        if options.measure is not None:
+            found, plan = _measured(searching, found, make, options, asked)
     except OutOfBudgetError as error:
         if options.json:
             print_json({"model": source.name, "fits": False, "why": with_options(str(error))})
@@ -59,6 +71,22 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
     else:
         _render(plan, found, options, Console())
     return 0
+
+
+def _measured(
+    searching: Search,
+    found: Found,
+    make: Callable[[Found, int], ParallelPlan],
+    options: argparse.Namespace,
+    asked: ModelOptions,
+) -> tuple[Found, ParallelPlan]:
+    """Return the fastest of the plans that are run, and what was found. Raises StateError."""
+    from gemini.cli.plan_measure import Job, Trials, run_on_ranks
+
+    job = Job(options.model, asked.seq, asked.seq_is_asked, options.disk_dir)
+    with Console(stderr=True).status("running plans") as status:
+        trials = Trials(options.measure, make, partial(run_on_ranks, job=job), status.update)
+        return trials.fastest(searching, found)
 
 
 def _question(options: argparse.Namespace, settings: Any) -> Question:
@@ -97,7 +125,7 @@ def _render(plan: ParallelPlan, found: Found, options: argparse.Namespace, conso
     else:
         console.print(
             f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r}) in a program that "
-            f"{plan.world_size} processes run.",
+            f"{'one process runs' if plan.world_size == 1 else f'{plan.world_size} processes run'}.",
             highlight=False,
         )
 
@@ -118,10 +146,11 @@ def _render_left_out(found: Found, console: Console) -> None:
 def refuse_contradictions(options: argparse.Namespace) -> None:
     """Raise ConfigError where options say what a search decides, or belong to one and there is none."""
     if not options.search:
-        given = [name for name in ("ranks", "pin", "save_plan") if getattr(options, name)]
+        given = [name for name in ("ranks", "pin", "save_plan", "measure") if getattr(options, name)]
         if given:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ConfigError(f"{named} belongs to a search: add --search")
+            verb = "belongs" if len(given) == 1 else "belong"
+            raise ConfigError(f"{named} {verb} to a search: add --search")
         return
     fixed = [name for name in ("tp", "pp", "sp", "dp") if getattr(options, name) is not None]
     if fixed:
@@ -132,3 +161,7 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
             "--search chooses micro-batches and what recomputes: leave out --accumulation and "
             "--checkpointing, and give --batch the samples of a step of all ranks"
         )
+    if options.measure is not None:
+        from gemini.cli.plan_measure import refuse_unmeasurable
+
+        refuse_unmeasurable(options)

@@ -140,11 +140,16 @@ _TINY_LAYERS = 24
 _KIB = 1024
 
 
+def own_name() -> str:
+    """Return the name that a description of this machine has."""
+    return f"{platform.node() or 'this machine'}, {len(usable_processors())} cores"
+
+
 def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> MachineSpeeds:
     """Measure this machine for models that compute in ``dtype``, in a second or two and 200 MB of memory. One
     rank alone may call this."""
     return MachineSpeeds(
-        name=f"{platform.node() or 'this machine'}, {len(usable_processors())} cores",
+        name=own_name(),
         matmul_flops={
             DTYPE_NAMES[kind]: _matmul_flops(kind) for kind in {torch.float32, dtype or torch.float32}
         },

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
@@ -27,15 +28,18 @@ from gemini.system.config import format_bytes
 _HASH_DIGITS = 16
 
 
-def plan_of(found: Found, question: Question, model: nn.Module, dtype: str) -> ParallelPlan:
-    """Return the fastest of what was found.
+def plan_of(
+    found: Found, question: Question, model: nn.Module, dtype: str, *, place: int = 0
+) -> ParallelPlan:
+    """Return the fastest of what was found, or that in another ``place``.
 
     Raises:
         OutOfBudgetError: nothing fits; the message has the smallest budget that would do.
     """
     if not found.prices:
         raise OutOfBudgetError(_relaxation(found, question))
-    best, *others = found.prices
+    best = found.prices[place]
+    others = [each for each in found.prices if each is not best]
     choice, capacity = best.combination, question.capacity
     blocks = found.blocks
     return ParallelPlan(
@@ -65,6 +69,33 @@ def plan_of(found: Found, question: Question, model: nn.Module, dtype: str) -> P
         ),
         model=fingerprint(model),
         machine=machine_fingerprint(question.machine),
+    )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How long a step took with a plan; None: it did not run, and ``why``."""
+
+    predicted_seconds: float
+    seconds: float | None
+    why: str = ""
+
+
+def after_trials(plan: ParallelPlan, settings: str, trials: Mapping[str, Trial]) -> ParallelPlan:
+    """Return a plan, which was run with others by their ``settings``, with what was measured: those are the
+    first of its runners-up, but for those that did not run and are left out."""
+    ran = {name: each.seconds for name, each in trials.items() if each.seconds is not None}
+    own = ran.pop(settings)
+    behind = (
+        RunnerUp(name, trials[name].predicted_seconds, f"took {ran[name] / own - 1:.1%} longer", ran[name])
+        for name in sorted(ran, key=lambda name: ran[name])
+    )
+    failed = (LeftOut(name, each.why) for name, each in trials.items() if each.seconds is None)
+    return replace(
+        plan,
+        runners_up=(*behind, *(each for each in plan.runners_up if each.settings not in trials)),
+        left_out=(*failed, *plan.left_out),
+        measured_seconds=own,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
@@ -18,7 +18,7 @@ from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
 from gemini.planner.figures import Figures, Speeds, scaled
 from gemini.planner.price import Misfit, Price, Pricer
 from gemini.planner.records import CutModel, Part, Record
-from gemini.planner.space import FIT, NONE, Combination, Pins, below, combinations, layouts
+from gemini.planner.space import FIT, NONE, Combination, Pins, below, combinations, layouts, named
 
 # Makes the function that runs a model on a micro-batch of so many samples.
 RunOf = Callable[[int], Run]
@@ -75,19 +75,22 @@ def search(model: nn.Module, run_of: RunOf, question: Question) -> Found:
     Raises:
         ConfigError: pins leave nothing, or a step cannot be rehearsed.
     """
-    return _Search(model, run_of, question).run(question.pins)
+    return Search(model, run_of, question).run()
 
 
 def search_each(model: nn.Module, run_of: RunOf, question: Question, pins: Sequence[Pins]) -> list[Found]:
     """Return what :func:`search` finds with each of ``pins`` instead of the question's own. Operators
     are timed once for all. Raises as :func:`search`."""
-    searching = _Search(model, run_of, question)
+    searching = Search(model, run_of, question)
     return [searching.run(each) for each in pins]
 
 
-class _Search:
+class Search:
+    """What :func:`search` does, any number of times; what it learns of the model is kept. Raises as it."""
+
     def __init__(self, model: nn.Module, run_of: RunOf, question: Question) -> None:
         self._model, self._run_of, self._question = model, run_of, question
+        self._impossible: Mapping[Layout, str] = {}
         self._records: dict[tuple[Part, int], Record] = {}
         self._cut: dict[Part, CutModel] = {}
         self._refused: dict[Part, ConfigError] = {}
@@ -114,9 +117,12 @@ class _Search:
         self._pricer = Pricer(self._speeds, capacity, self._scaled)
         self._exact_pricer = Pricer(self._speeds, capacity, self._exact, self._chunks)
 
-    def run(self, pins: Pins) -> Found:
-        """Return what was found with ``pins``; where nothing fits, with what would do."""
-        self._question = replace(self._question, pins=pins)
+    def run(self, pins: Pins | None = None, impossible: Mapping[Layout, str] | None = None) -> Found:
+        """Return what was found with other ``pins``, and without layouts that are ``impossible``, for which
+        reasons; where nothing fits, with what would do."""
+        if pins is not None:
+            self._question = replace(self._question, pins=pins)
+        self._impossible = impossible or {}
         self._look(self._question.capacity)
         found = self._prices()
         if found.prices or not found.misfits:
@@ -174,7 +180,9 @@ class _Search:
 
     def _goes(self, layout: Layout) -> bool:
         whole, batch = self._whole, self._question.batch
-        if batch % layout.dp:
+        if layout in self._impossible:
+            self._leave_out(named(layout), self._impossible[layout])
+        elif batch % layout.dp:
             self._leave_out(f"dp {layout.dp}", f"{batch} samples do not divide among {layout.dp} ranks")
         elif layout.pp > 1 and whole.why_one is not None:
             self._leave_out(f"pp {layout.pp}", whole.why_one)

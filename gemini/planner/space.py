@@ -17,9 +17,16 @@ NONE, FIT, HALF, ALL = "none", "fit", "half", "all"
 RECOMPUTES = (NONE, FIT, HALF, ALL)
 _SAID = {FIT: "as few blocks recompute as fit", HALF: "half blocks recompute", ALL: "all blocks recompute"}
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
+AXES = ("tp", "pp", "sp", "dp")
 _SP_MODES = ("ulysses", "ring")
 _TWO_STAGES = ("zbv", "dualpipev")
 _SEVERAL_STAGES = ("interleaved", "zero_bubble", *_TWO_STAGES)
+
+
+def named(layout: Layout) -> str:
+    """Return the sizes of a layout that are above 1."""
+    sizes = (f"{name} {size}" for name in AXES if (size := getattr(layout, name)) > 1)
+    return " x ".join(sizes) or "one rank"
 
 
 @dataclass(frozen=True)
@@ -43,8 +50,7 @@ class Combination:
         return Part(self.layout.tp, self.layout.sp, self.sp_mode)
 
     def __str__(self) -> str:
-        sizes = (f"{name} {getattr(self.layout, name)}" for name in ("tp", "pp", "sp", "dp"))
-        parts = [" x ".join(each for each in sizes if not each.endswith(" 1")) or "one rank"]
+        parts = [named(self.layout)]
         if self.layout.sp > 1:
             parts.append(self.sp_mode)
         if self.layout.pp > 1:
@@ -93,7 +99,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": RECOMPUTES,
     "tiers": ("device", "lower"),
 }
-_PINNED = ("tp", "pp", "sp", "dp", "zero", "microbatches", *_CHOICES)
+_PINNED = (*AXES, "zero", "microbatches", *_CHOICES)
 
 
 def _value(name: str, text: str) -> int | str:
@@ -115,7 +121,7 @@ def layouts(num_ranks: int, pins: Pins) -> Iterator[Layout]:
         if num_ranks % (tp * pp * sp):
             continue
         layout = Layout(dp=num_ranks // (tp * pp * sp), pp=pp, sp=sp, tp=tp)
-        if all(pins.allow(name, getattr(layout, name)) for name in ("tp", "pp", "sp", "dp")):
+        if all(pins.allow(name, getattr(layout, name)) for name in AXES):
             yield layout
 
 

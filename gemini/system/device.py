@@ -97,6 +97,11 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def gpu_count() -> int:
+    """Return how many GPUs torch can use in this process."""
+    return torch.cuda.device_count() if cuda_available() else 0
+
+
 @contextmanager
 def repeatable_operators(device: torch.device) -> Iterator[None]:
     """Have torch's operators on a GPU give the same bits whenever they are given the same values, inside.

@@ -1,0 +1,220 @@
+"""``gemini plan MODEL --search --measure N``: steps of the best plans, run on ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.cli.plan_model import ModelOptions, find_model
+from gemini.errors import ConfigError, GeminiError, StateError, in_words
+from gemini.forecast.machine import MachineSpeeds, own_name
+from gemini.forecast.rehearsal import Example, ModelSource
+from gemini.optim import CPUAdam
+from gemini.parallel.booster.booster import Booster
+from gemini.parallel.booster.plugin.hybrid import HybridParallelPlugin
+from gemini.parallel.booster.ranks import Ranks, join_launched_group
+from gemini.parallel.launch.here import as_rank, directory_of_job, run_here
+from gemini.parallel.layout import Layout
+from gemini.parallel.plan import ParallelPlan
+from gemini.planner.plans import Trial, after_trials
+from gemini.planner.search import Found, Search
+from gemini.planner.space import named
+from gemini.runtime.intercept.nested import map_tensors
+from gemini.system.device import gpu_count
+from gemini.system.durable import write_text
+from gemini.system.threads import usable_processors
+
+STEPS = 3  # that count
+_PLAN, _JOB, _SECONDS = "plan.json", "job.json", "seconds"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What ranks train: the model as the command line names it, and the directory of DISK."""
+
+    model: str
+    seq: int
+    seq_is_asked: bool
+    disk_dir: str | None = None
+
+    def source(self) -> ModelSource:
+        """Return the model."""
+        return find_model(self.model, ModelOptions(self.seq, False, seq_is_asked=self.seq_is_asked))
+
+
+def refuse_unmeasurable(options: argparse.Namespace) -> None:
+    """Raise ConfigError where plans cannot be run here, before anything takes time."""
+    ranks = options.ranks or 1
+    if options.machine is not None and (other := MachineSpeeds.load(options.machine).name) != own_name():
+        raise ConfigError(
+            f"--measure runs plans on this machine ({own_name()}), and --machine {options.machine} describes "
+            f"{other!r}: leave one out, or measure there"
+        )
+    what, most = ("GPUs", gpu_count()) if gpu_count() else ("processors", len(usable_processors()))
+    if ranks > most:
+        raise ConfigError(
+            f"--measure runs {ranks} ranks on this machine, which has {most} {what}: ranks that share "
+            "one say little of a step; plan without --measure, or measure on a larger machine"
+        )
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What is run: ``count`` of the best plans. ``plan_at`` makes the plan in a place of what was found;
+    ``run``: how long a step takes; ``tell`` hears which plan runs."""
+
+    count: int
+    plan_at: Callable[[Found, int], ParallelPlan]
+    run: Callable[[ParallelPlan], float]
+    tell: Callable[[str], object]
+    _runnable: set[Layout] = field(default_factory=set, init=False)
+
+    def fastest(self, searching: Search, found: Found) -> tuple[Found, ParallelPlan]:
+        """Return the plan whose steps took the shortest time, and what was found at last, by ``found`` first.
+        Where the library does not take a layout for this model, it searches without; a plan that fails
+        otherwise is left out.
+
+        Raises:
+            StateError: no plan could be run.
+        """
+        trials: dict[str, Trial] = {}
+        impossible: dict[Layout, str] = {}
+        self._try(found, trials, impossible)
+        known = 0
+        while known < len(impossible):
+            known = len(impossible)
+            found = searching.run(impossible=impossible)
+            self._try(found, trials, impossible)
+        ran = {name: each.seconds for name, each in trials.items() if each.seconds is not None}
+        if not ran:
+            reasons = {name: each.why for name, each in trials.items()}
+            reasons |= {named(layout): why for layout, why in impossible.items()}
+            said = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+            raise StateError(f"no plan could be run: {said}")
+        best = min(ran, key=lambda name: ran[name])
+        place = [str(each.combination) for each in found.prices].index(best)
+        return found, after_trials(self.plan_at(found, place), best, trials)
+
+    def _try(self, found: Found, trials: dict[str, Trial], impossible: dict[Layout, str]) -> None:
+        """Run the best of what was found until enough have run."""
+        for place, price in enumerate(found.prices):
+            ran, name = sum(each.seconds is not None for each in trials.values()), str(price.combination)
+            layout = price.combination.layout
+            if ran == self.count:
+                return
+            if name in trials or layout in impossible:
+                continue
+            self.tell(f"running plan {ran + 1} of {self.count}: {name}")
+            try:
+                trials[name] = Trial(price.step_seconds, self.run(self.plan_at(found, place)))
+                self._runnable.add(layout)
+            except GeminiError as error:
+                why = f"when run: {in_words(error)}"
+                if isinstance(error, ConfigError) and layout not in self._runnable:
+                    impossible[layout] = why
+                else:
+                    trials[name] = Trial(price.step_seconds, None, why)
+
+
+def run_on_ranks(plan: ParallelPlan, job: Job) -> float:
+    """Return the median seconds of a step, of the slowest rank in each. Raises StateError where a rank has
+    failed."""
+    with directory_of_job() as directory:
+        plan.save(directory / _PLAN)
+        write_text(directory / _JOB, json.dumps(asdict(job)), "write what ranks train")
+        run_here(__name__, directory, plan.world_size)
+        taken = [json.loads(path.read_text()) for path in directory.glob(f"{_SECONDS}-*")]
+    seconds: float = median(max(each) for each in zip(*taken, strict=True))
+    return seconds
+
+
+# -- on a rank ---------------------------------------------------------------------------------------------
+
+
+def seconds_of_steps(plan: ParallelPlan, job: Job) -> list[float]:
+    """Train as this rank of a plan; return how long each step took, but for the first one."""
+    source, samples = job.source(), plan.num_microbatches * plan.microbatch_size
+    # Chunks get their first values where they lie; below ZeRO 3 the whole model has them before it is cut.
+    example = source.example(samples) if plan.zero_stage == 3 else source.build(samples)
+    example.module.train()
+    torch.manual_seed(0)  # ranks along tp, pp and sp take the same samples; those along dp may
+    batch, inputs_of = _batch(example)
+
+    def loss_of(outputs: Any, own: Any) -> torch.Tensor:
+        return source.loss(outputs, inputs_of(own))
+
+    options: dict[str, Any] = {"disk_dir": job.disk_dir} if plan.budgets.disk_bytes else {}
+    booster, model = Booster(plugin=HybridParallelPlugin(plan=plan, **options)), example.model
+    model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters()), loss_of)
+    seconds, ranks = [], Ranks()
+    for _ in range(1 + STEPS):
+        optimizer.zero_grad()
+        ranks.agree(None)  # all are here
+        begin = time.perf_counter()
+        booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[1:]
+
+
+def _batch(example: Example) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+    """Return a batch with values, as a dict of the model's keywords, and what makes of one the inputs that a
+    loss is given."""
+    inputs: tuple[Any, ...] = map_tensors(example.inputs, _with_values)
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        return dict(inputs[0]), lambda batch: (batch,)
+    names = _names(example.model, len(inputs))
+    return dict(zip(names, inputs, strict=True)), lambda batch: tuple(batch[name] for name in names)
+
+
+def _names(model: nn.Module, count: int) -> Sequence[str]:
+    """Return the names of the first ``count`` arguments of a model."""
+    names = [
+        name
+        for name, each in inspect.signature(model.forward).parameters.items()
+        if each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    if len(names) < count:
+        raise ConfigError(
+            f"{type(model).__name__} is called with {count} inputs, and its forward() names "
+            f"{len(names)}: give them names to have it measured"
+        )
+    return names[:count]
+
+
+def _with_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return random numbers for one that has none, or 0 and 1: tokens and classes of almost every model."""
+    if not tensor.is_meta:
+        return tensor
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, dtype=tensor.dtype, device="cpu")
+    if tensor.dtype is torch.bool:
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return torch.randint(0, 2, tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _main(directory: Path) -> None:
+    """What each rank runs."""
+    with as_rank(directory):
+        join_launched_group()
+        job = Job(**json.loads((directory / _JOB).read_text()))
+        seconds = seconds_of_steps(ParallelPlan.load(directory / _PLAN), job)
+        text, rank = json.dumps(seconds), os.environ["RANK"]
+        write_text(directory / f"{_SECONDS}-{rank}", text, "write how long steps took")
+        Ranks().agree(None)  # nobody waits for one that has gone
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]))
