@@ -372,8 +372,9 @@ class _Pricing:
         return RankPrice(needed - lower, lower, parameters, gradients, states, activations)
 
     def _chunks(self, rank: int, model_bytes: int) -> ChunkSizes:
-        """Return what a rank holds of model data: with ZeRO 3 in chunks, some of which are whole at times."""
-        return self._laid_out(rank) or ChunkSizes(model_bytes, self._working_bytes(rank))
+        """Return what a rank holds of model data: with ZeRO 3 in chunks, some of which are whole at times; at
+        least where those are not known, so that nothing that may fit is left out."""
+        return self._laid_out(rank) or ChunkSizes(model_bytes, 0)
 
     def _laid_out(self, rank: int) -> ChunkSizes | None:
         """Return the chunks of a rank as the runtime lays them out; None: it has none, or nobody knows."""
@@ -381,11 +382,6 @@ class _Pricing:
             return None
         names = frozenset(each.key for each in self._parameters(rank))
         return self._pricer.chunks_of(self._choice.part, names, self._copies)
-
-    def _working_bytes(self, rank: int) -> int:
-        """Return the most model data that an operator, or the update of its weights, has on DEVICE at once:
-        weight, gradient and two moments of the largest parameter."""
-        return max((4 * each.numel * max(each.itemsize, 4) for each in self._parameters(rank)), default=0)
 
     def _activations(self, rank: int) -> int:
         """Return the most non-model data: of micro-batches under way, and of what runs."""
