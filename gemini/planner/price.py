@@ -6,8 +6,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import ceil
+from typing import NamedTuple
 
 from gemini.errors import OutOfBudgetError
 from gemini.memstats.trace import Trace
@@ -32,6 +33,16 @@ FiguresOf = Callable[[Part, int], tuple[Figures, ...]]
 Ranges = tuple[tuple[int, int], ...]  # the segments of each stage
 Segments = frozenset[int]
 OrderOf = tuple[str, int, int, int]  # the arguments of make_order
+# Over how many ranks chunks are cut (0: there are none), and the sizes of those that each stage gathers.
+CutChunks = tuple[int, tuple[tuple[int, ...], ...]]
+BUCKET_NUMEL = 2**20  # LowLevelZeroOptimizer's, unless it is told another
+
+
+class Message(NamedTuple):
+    """Gradients that go at a time: their bytes when they are summed, and those of their weights."""
+
+    wide_bytes: int
+    own_bytes: int
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class Pricer:
         self.figures_of = cache(figures_of)
         self.ranges = cache(self._ranges)
         self.parameters, self.update = cache(self._parameters), cache(self._update)
-        self.model_bytes = cache(self._model_bytes)
+        self.model_bytes, self.buckets = cache(self._model_bytes), cache(self._buckets)
         self.activations: dict[Hashable, int] = {}  # of a rank, whatever the ZeRO stage
         self.takes, self.clock = cache(self._takes), cache(self._clock)
         self.total, self.tail = cache(self._total), cache(self._tail)
@@ -119,8 +130,10 @@ class Pricer:
     def _tail(self, part: Part, samples: int, copies: int, zero_stage: int) -> float:
         """Return how long gradients are exchanged and weights updated, on all stages together."""
         figures = self.figures_of(part, samples)
-        updating = self.update(part, samples, ((0, len(figures)),), copies, zero_stage)
-        return self.exchange_seconds(figures, copies, zero_stage) + updating
+        whole = ((0, len(figures)),)
+        updating = self.update(part, samples, whole, copies, zero_stage)
+        messages = self.buckets(part, samples, whole) if zero_stage < 3 else ()
+        return self.exchange_seconds(messages, copies, zero_stage) + updating
 
     def _ranges(self, part: Part, samples: int, again: Segments, num_stages: int) -> Ranges:
         """Return the segments of each stage such that the longest takes as little as can be."""
@@ -137,14 +150,17 @@ class Pricer:
         )
 
     def _takes(
-        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, copies: int
+        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, cut: CutChunks
     ) -> dict[tuple[Kind, int], float]:
-        """Return how long an action of each stage takes. ``copies`` as in :meth:`_clock`."""
+        """Return how long an action of each stage takes."""
+        copies, whole_bytes = cut
         figures = self.figures_of(part, samples)
         takes: dict[tuple[Kind, int], float] = {}
         for stage, (first, last) in enumerate(ranges):
             own = figures[first:last]
-            gathers = _gathered(order_of[2]) * self.gather_seconds(own, copies)
+            gathers = 0.0
+            if whole_bytes:
+                gathers = _gathered(order_of[2]) * self.gather_seconds(whole_bytes[stage], copies)
             looks = self.look_seconds(own, copies)
             forward = gathers + looks[0] + sum(each.forward_seconds for each in own)
             backward = gathers + looks[1] + sum(each.backward_seconds for each in own)
@@ -157,14 +173,11 @@ class Pricer:
         return takes
 
     def _clock(
-        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, copies: int
+        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, cut: CutChunks
     ) -> Simulated:
-        """Simulate the micro-batches. ``copies``: over how many ranks chunks are cut, which every pass
-        gathers; 0: there are no chunks."""
-        figures, takes = (
-            self.figures_of(part, samples),
-            self.takes(part, samples, ranges, again, order_of, copies),
-        )
+        """Simulate the micro-batches."""
+        figures = self.figures_of(part, samples)
+        takes = self.takes(part, samples, ranges, again, order_of, cut)
         passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
         return simulate_actions(
@@ -204,32 +217,41 @@ class Pricer:
         passes = 0 if copies == 1 else 1 if zero_stage == 3 else 2
         return passes * self.pass_seconds(numel) + nbytes / self.speeds.machine.adam_bytes_per_second
 
-    def exchange_seconds(self, figures: Iterable[Figures], copies: int, zero_stage: int) -> float:
-        """Return how long gradients, and updated weights, take among data ranks at the end of a step."""
-        if copies == 1:
-            return 0.0
-        speeds, total = self.speeds, 0.0
-        for segment in figures:
-            trained = [each for each in segment.parameters if each.trains]
-            wide = sum(each.numel * max(each.itemsize, 4) for each in trained)
-            if not wide:
+    def _buckets(self, part: Part, samples: int, ranges: Ranges) -> tuple[Message, ...]:
+        """Return the buckets of gradients of a rank that has some ranges of segments."""
+        found: list[tuple[int, int, int]] = []
+        for each in reversed(self.parameters(part, samples, ranges)):
+            if not each.trains:
                 continue
-            # Gradients go while backward computes more of them; weights come when nothing is computed.
-            total += speeds.beside_computing("all_to_all", copies, wide)
-            if zero_stage < 3:
-                own = wide if zero_stage == 0 else sum(each.numel * each.itemsize for each in trained)
-                total += speeds.collective("all_gather", copies, own / copies)
+            if not found or found[-1][0] + each.numel > BUCKET_NUMEL:
+                found.append((0, 0, 0))
+            numel, wide, own = found[-1]
+            nbytes = each.numel * each.itemsize
+            found[-1] = numel + each.numel, wide + max(nbytes, 4 * each.numel), own + nbytes
+        return tuple(Message(wide, own) for _, wide, own in found)
+
+    def exchange_seconds(self, messages: Sequence[Message], copies: int, zero_stage: int) -> float:
+        """Return how long gradients, and updated weights, take among data ranks at the end of a step."""
+        if copies == 1 or not messages:
+            return 0.0
+        # Gradients go while backward computes more of them, but for the last ones; weights come when nothing
+        # is computed.
+        speeds = self.speeds
+        total = speeds.collective("all_to_all", copies, messages[-1].wide_bytes)
+        total += sum(speeds.beside_computing("all_to_all", copies, each.wide_bytes) for each in messages[:-1])
+        if zero_stage < 3:
+            own = [each.wide_bytes if zero_stage == 0 else each.own_bytes for each in messages]
+            total += sum(speeds.collective("all_gather", copies, each / copies) for each in own)
         return total
 
-    def gather_seconds(self, figures: Sequence[Figures], copies: int) -> float:
-        """Return what a rank loses while chunks become whole once: each is gathered beside operators, after a
-        round in which ranks agree."""
+    def gather_seconds(self, sizes: Iterable[int], copies: int) -> float:
+        """Return what a rank loses while chunks of these sizes become whole once: each is gathered beside
+        operators, after a round in which ranks agree."""
         if copies <= 1:
             return 0.0
-        sizes = [sum(each.numel * each.itemsize for each in segment.parameters) for segment in figures]
         agreed = self.speeds.collective("all_gather", copies, _ROUND_BYTES)
         beside = self.speeds.beside_computing
-        return sum(agreed + beside("all_gather", copies, size / copies) for size in sizes if size)
+        return sum(agreed + beside("all_gather", copies, size / copies) for size in sizes)
 
 
 def _trained(figures: Iterable[Figures]) -> int:
@@ -297,10 +319,38 @@ class _Pricing:
     def _recompute(self, again: Segments) -> None:
         """Take it that these segments compute their forward again."""
         choice = self._choice
-        chunked = self._copies if choice.zero_stage == 3 else 0  # over how many ranks chunks are cut
         self._again, self._traces = again, dict[int, Trace]()
         stages = choice.part, choice.microbatch_size, self._ranges, again, self._order_of
-        self._passes_of = (*stages, chunked)
+        self._passes_of = (*stages, self._cut_chunks)
+
+    @cached_property
+    def _cut_chunks(self) -> CutChunks:
+        if self._choice.zero_stage < 3:
+            return 0, ()
+        sizes = [self._whole_bytes(stage) for stage in range(len(self._ranges))] if self._copies > 1 else []
+        return self._copies, tuple(sizes)
+
+    def _whole_bytes(self, stage: int) -> tuple[int, ...]:
+        """Return the bytes of the chunks that a stage gathers; one of all, where nobody knows them."""
+        own = [p for at in range(*self._ranges[stage]) for p in self._figures[at].parameters]
+        laid_out = self._laid_out(self._order.rank_of[stage])
+        if laid_out is None or laid_out.table is None:
+            return (sum(each.numel * each.itemsize for each in own),)
+        groups, place_of = laid_out.table.groups, laid_out.table.place_of
+        places = dict.fromkeys(place_of[each.key] for each in own)
+        return tuple(groups[place].numel * groups[place].dtype.itemsize for place in places)
+
+    def _exchanged(self, rank: int) -> tuple[Message, ...]:
+        """Return the messages in which a rank exchanges gradients: buckets, or chunks."""
+        if self._choice.zero_stage < 3 or self._copies == 1:
+            return self._pricer.buckets(*self._own(rank))
+        laid_out = self._laid_out(rank)
+        if laid_out is None or laid_out.table is None:
+            trained = [each for each in self._parameters(rank) if each.trains]
+            own = sum(each.numel * each.itemsize for each in trained)
+            return (Message(sum(each.numel * 4 for each in trained), own),) if trained else ()
+        groups = [each for each in laid_out.table.groups if each.trainable]
+        return tuple(Message(4 * each.numel, each.numel * each.dtype.itemsize) for each in groups)
 
     def result(self) -> Price | Misfit:
         """Return the price, or the rank that lacks most."""
@@ -424,9 +474,7 @@ class _Pricing:
         clock = pricer.clock(*self._passes_of)
         updates = [self._update(rank) for rank in range(len(ranks))]
         exchanges = [
-            pricer.exchange_seconds(
-                (each for _, each in self._segments(rank)), self._copies, choice.zero_stage
-            )
+            pricer.exchange_seconds(self._exchanged(rank), self._copies, choice.zero_stage)
             for rank in range(len(ranks))
         ]
         rests = [exchange + update for exchange, update in zip(exchanges, updates, strict=True)]
@@ -466,10 +514,12 @@ class _Pricing:
 
     def _gathers(self, rank: int) -> float:
         """Return how long a rank gathers chunks in a step: for every forward and backward pass."""
-        copies = self._copies if self._choice.zero_stage == 3 else 0
-        once = self._pricer.gather_seconds([each for _, each in self._segments(rank)], copies)
+        copies, whole_bytes = self._cut_chunks
+        if copies <= 1:
+            return 0.0
+        sizes = [size for stage in self._order.stages_of(rank) for size in whole_bytes[stage]]
         passes = 2 * self._choice.num_microbatches
-        return passes * _gathered(self._choice.num_microbatches) * once
+        return passes * _gathered(self._choice.num_microbatches) * self._pricer.gather_seconds(sizes, copies)
 
     def _waits(
         self, ranks: Sequence[RankPrice], computing: Sequence[float], rests: Sequence[float]

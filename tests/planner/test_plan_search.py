@@ -70,7 +70,7 @@ def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
     assert found.step_seconds == pytest.approx(min(each.step_seconds for each in wanted), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_more_room_and_faster_links_are_never_slower(seed: int) -> None:
     inner = drawn(seed)
     times = []

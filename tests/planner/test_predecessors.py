@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -14,10 +15,11 @@ from gemini.forecast.meter import OperationCosts
 from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
 from gemini.parallel.pipeline.orders import Costs, make_order, simulate
+from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.planner.chunks import Capacity
 from gemini.planner.figures import Figures, Speeds
-from gemini.planner.price import Price, Pricer
-from gemini.planner.records import CutModel, Part
+from gemini.planner.price import BUCKET_NUMEL, Price, Pricer
+from gemini.planner.records import CutModel, ParameterSize, Part
 from gemini.planner.search import Question, search
 from gemini.planner.space import Pins
 from gemini.runtime.config import GeminiConfig
@@ -88,7 +90,7 @@ def test_ranks_are_idle_as_the_simulator_of_schedules_says(schedule: str) -> Non
     stages = 1 if schedule in ("1f1b", "gpipe") else 2
     order = make_order(schedule, 2, 4, stages)
     ranges = pricer.ranges(Part(), 2, frozenset(), 2 * stages)
-    clock = pricer.clock(Part(), 2, ranges, frozenset(), (schedule, 2, 4, stages), 1)
+    clock = pricer.clock(Part(), 2, ranges, frozenset(), (schedule, 2, 4, stages), (1, ()))
     forward, backward = (4 * each for each in _of_a_block(pricer, figures[1]))
     wanted = simulate(order, Costs(forward, backward / 2, backward / 2))
     assert clock.seconds == pytest.approx(wanted.seconds, rel=1e-6)
@@ -110,6 +112,26 @@ def test_a_price_says_where_all_seconds_of_its_busiest_rank_go() -> None:
     for each in search(net(8, 64, 8, 64), run_of, question(4, 8)).prices:
         assert isinstance(each, Price)
         assert sum(each.seconds.values()) == pytest.approx(each.step_seconds, rel=0.2)
+
+
+def test_gradients_go_in_the_buckets_of_the_optimizer_and_the_last_one_beside_nothing() -> None:
+    assert inspect.signature(LowLevelZeroOptimizer).parameters["reduce_bucket_size"].default == BUCKET_NUMEL
+    speeds = _linked(Speeds(machine(2), OperationCosts(machine(2))), _half_beside())
+    sizes = [BUCKET_NUMEL // 2, BUCKET_NUMEL // 4, BUCKET_NUMEL // 2, BUCKET_NUMEL * 3]
+    params = tuple(ParameterSize(str(at), numel, 4, True) for at, numel in enumerate(sizes))
+    figures = (Figures(0.0, 0.0, {}, {}, 0, 0, 0, {}, params),)
+    pricer = Pricer(speeds, Capacity(2**30), lambda _part, _samples: figures)
+    buckets = pricer.buckets(Part(), 1, ((0, 1),))
+    assert [each.wide_bytes for each in buckets] == [12 * BUCKET_NUMEL, 3 * BUCKET_NUMEL, 2 * BUCKET_NUMEL]
+    first, second, last = (speeds.collective("all_to_all", 2, each.wide_bytes) for each in buckets)
+    assert pricer.exchange_seconds(buckets, 2, 3) == pytest.approx(first / 2 + second / 2 + last)
+    weights = sum(speeds.collective("all_gather", 2, each.own_bytes / 2) for each in buckets)
+    assert pricer.exchange_seconds(buckets, 2, 2) == pytest.approx(first / 2 + second / 2 + last + weights)
+    assert pricer.exchange_seconds(buckets, 1, 2) == 0
+
+
+def _half_beside() -> tuple[CollectiveSpeed, ...]:
+    return tuple(replace(each, computing_share=Figure(0.5)) for each in machine(2).collectives.records)
 
 
 def test_a_collective_beside_computing_costs_its_share_of_the_time() -> None:
