@@ -34,7 +34,7 @@ _SIZES = (4 * 1024, 64 * 1024, 512 * 1024, 4 * 2**20)  # bytes, about
 _STEPS = 24  # the first does not count
 _CUT = 0.05  # of the slowest and fastest: what the machine did for others meanwhile
 _LONGER = 1.5  # computing beside a collective, as a multiple of its time
-_LIMIT_SECONDS = 16.0  # of all steps
+_LIMIT_SECONDS = 32.0  # of all steps
 _TIMEOUT = timedelta(seconds=90)
 _SHORTEST_SECONDS = 1e-6  # no message between processes takes less
 _FASTEST = 1e13  # bytes per second; keeps a fit through noise finite
@@ -71,7 +71,8 @@ def measure_among(everyone: Axis) -> CollectiveSpeeds:
     """Return what these ranks, which all call this, find for every group size that divides their number.
     Those of rank 0 are the ones to keep."""
     sizes = [size for size in range(2, everyone.size + 1) if everyone.size % size == 0]
-    found = [speed for size in sizes for speed in _over(everyone, size, _LIMIT_SECONDS / len(sizes))]
+    limit = _LIMIT_SECONDS / (2 * len(sizes))  # one for exchanges alone, one for those beside computing
+    found = [speed for size in sizes for speed in _over(everyone, size, limit)]
     return CollectiveSpeeds(tuple(found))
 
 
@@ -114,9 +115,7 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
             matrix = (matrix @ matrix).tanh()
             row.append(_exchange(axis, passing, kind, base * 0.5, step))
         taken.append(row)
-        late = torch.tensor([float(time.perf_counter() - began > limit)], dtype=torch.float32, device="cpu")
-        everyone.all_reduce(late, largest=True)
-        if late.item() and step:
+        if _is_late(everyone, began, limit) and step:
             break
     every = torch.stack(everyone.all_gather(torch.tensor(taken[1:], dtype=torch.float64, device="cpu")))
     # By stretch, rank within it, step, call: when the rank began and ended.
@@ -125,7 +124,7 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
         (base.nbytes, mean_seconds(kind, groups[:, :, :, number]))
         for number, (kind, base) in enumerate(calls)
     ]
-    shares = _computing_shares(everyone, axis)
+    shares = _computing_shares(everyone, axis, limit)
     found = []
     for number, kind in enumerate(KINDS):
         latency, rate = fitted(points[number * len(_SIZES) : (number + 1) * len(_SIZES)])
@@ -145,15 +144,23 @@ def mean_seconds(kind: str, times: torch.Tensor) -> float:
     return max(_trimmed_mean((ends.amax(1) - begin).flatten().tolist()), _SHORTEST_SECONDS)
 
 
+def _is_late(everyone: Axis, began: float, limit: float) -> bool:
+    """Say whether any rank has measured for longer than ``limit`` seconds; all ranks say the same."""
+    late = torch.tensor([float(time.perf_counter() - began > limit)], dtype=torch.float32, device="cpu")
+    everyone.all_reduce(late, largest=True)
+    return bool(late.item())
+
+
 def _trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean without the ``_CUT`` largest and smallest of at least twenty values."""
+    """Return the mean without a ``_CUT`` of the largest and of the smallest values, none of fewer than
+    twenty."""
     cut = int(len(values) * _CUT)
     return fmean(sorted(values)[cut : len(values) - cut])
 
 
-def _computing_shares(everyone: Axis, axis: Axis) -> dict[str, float]:
+def _computing_shares(everyone: Axis, axis: Axis, limit: float) -> dict[str, float]:
     """Return by kind how much of a collective's time is missing to a rank that computes meanwhile: 1 where it
-    might as well wait first."""
+    might as well wait first. Each kind gets its part of ``limit`` seconds."""
     matrix = torch.full((256, 256), 0.01, dtype=torch.float32, device="cpu")
     found = {}
     for kind, begin in _BESIDE.items():
@@ -172,7 +179,10 @@ def _computing_shares(everyone: Axis, axis: Axis) -> dict[str, float]:
             compute()
             work.wait()
 
-        rows = [[_timed(everyone, call) for call in (exchange, compute, both)] for _ in range(_STEPS)]
+        rows: list[list[float]] = []
+        began = time.perf_counter()
+        while len(rows) < _STEPS and not (rows and _is_late(everyone, began, limit / len(_BESIDE))):
+            rows.append([_timed(everyone, call) for call in (exchange, compute, both)])
         alone, computing, together = (median(column) for column in zip(*rows, strict=True))
         found[kind] = min(max((together - computing) / alone, 0.0), 1.0)
     return found
