@@ -225,8 +225,7 @@ def gpu_generator_states() -> list[bytes]:
 
 def set_gpu_generator_states(states: list[bytes]) -> None:
     """Set the generators of the CUDA devices here, as many as there are."""
-    count = torch.cuda.device_count() if cuda_available() else 0
-    for index, state in enumerate(states[:count]):
+    for index, state in enumerate(states[: gpu_count()]):
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), index)
 
 
