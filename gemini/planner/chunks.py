@@ -31,8 +31,8 @@ class Capacity:
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """The chunks of a rank. ``place_of``: which of the ``groups`` has a parameter; ``gather_bytes``: for what
-    is whole at a time, over several ranks."""
+    """The chunks of a rank. ``place_of`` maps the name of a parameter to its place in ``groups``. Over
+    several ranks the whole chunks take up to ``gather_bytes`` at a time."""
 
     groups: tuple[GroupPlan, ...]
     place_of: Mapping[str, int]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import ceil
-from typing import NamedTuple
 
 from gemini.errors import OutOfBudgetError
 from gemini.memstats.trace import Trace
@@ -16,6 +15,15 @@ from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, simulate_actions
 from gemini.planner.chunks import Capacity, ChunkSizes, ChunkTable
+from gemini.planner.exchanges import (
+    Gathers,
+    Message,
+    buckets_of,
+    chunks_of,
+    exchange_seconds,
+    kept_share,
+    whole_sizes,
+)
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import ParameterSize, Part
 from gemini.planner.space import ALL, FIT, HALF, NONE, Combination
@@ -33,16 +41,6 @@ FiguresOf = Callable[[Part, int], tuple[Figures, ...]]
 Ranges = tuple[tuple[int, int], ...]  # the segments of each stage
 Segments = frozenset[int]
 OrderOf = tuple[str, int, int, int]  # the arguments of make_order
-# Over how many ranks chunks are cut (0: there are none), and the sizes of those that each stage gathers.
-CutChunks = tuple[int, tuple[tuple[int, ...], ...]]
-BUCKET_NUMEL = 2**20  # LowLevelZeroOptimizer's, unless it is told another
-
-
-class Message(NamedTuple):
-    """Gradients that go at a time: their bytes when they are summed, and those of their weights."""
-
-    wide_bytes: int
-    own_bytes: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class Pricer:
     def _total(self, part: Part, samples: int, again: Segments, has_chunks: bool) -> float:
         """Return how long one micro-batch is computed, on all stages together."""
         figures = self.figures_of(part, samples)
-        looks = sum(self.look_seconds(figures, int(has_chunks)))
+        looks = sum(self.look_seconds(figures)) if has_chunks else 0.0
         return looks + sum(_seconds(each, again=at in again) for at, each in enumerate(figures))
 
     def _tail(self, part: Part, samples: int, copies: int, zero_stage: int) -> float:
@@ -133,7 +131,7 @@ class Pricer:
         whole = ((0, len(figures)),)
         updating = self.update(part, samples, whole, copies, zero_stage)
         messages = self.buckets(part, samples, whole) if zero_stage < 3 else ()
-        return self.exchange_seconds(messages, copies, zero_stage) + updating
+        return exchange_seconds(messages, copies, zero_stage, self.speeds) + updating
 
     def _ranges(self, part: Part, samples: int, again: Segments, num_stages: int) -> Ranges:
         """Return the segments of each stage such that the longest takes as little as can be."""
@@ -150,34 +148,43 @@ class Pricer:
         )
 
     def _takes(
-        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, cut: CutChunks
+        self,
+        part: Part,
+        samples: int,
+        ranges: Ranges,
+        again: Segments,
+        order_of: OrderOf,
+        gathers: Gathers | None,
     ) -> dict[tuple[Kind, int], float]:
-        """Return how long an action of each stage takes."""
-        copies, whole_bytes = cut
+        """Return how long an action of each stage takes. ``gathers`` None: there are no chunks."""
         figures = self.figures_of(part, samples)
         takes: dict[tuple[Kind, int], float] = {}
         for stage, (first, last) in enumerate(ranges):
             own = figures[first:last]
-            gathers = 0.0
-            if whole_bytes:
-                gathers = _gathered(order_of[2]) * self.gather_seconds(whole_bytes[stage], copies)
-            looks = self.look_seconds(own, copies)
-            forward = gathers + looks[0] + sum(each.forward_seconds for each in own)
-            backward = gathers + looks[1] + sum(each.backward_seconds for each in own)
+            gathering = gathers.seconds(stage, order_of[2], self.speeds) if gathers else 0.0
+            looks = self.look_seconds(own) if gathers else (0.0, 0.0)
+            forward = gathering + looks[0] + sum(each.forward_seconds for each in own)
+            backward = gathering + looks[1] + sum(each.backward_seconds for each in own)
             backward += sum(figures[at].forward_seconds for at in range(first, last) if at in again)
             # A chunk takes every gradient; without chunks the first of a step is taken as it is.
-            added = 1.0 if copies else 1 - 1 / order_of[2]
+            added = 1.0 if gathers else 1 - 1 / order_of[2]
             backward += added * self.pass_seconds(_trained(own))
             takes[Kind.FORWARD, stage], takes[Kind.BACKWARD, stage] = forward, backward
             takes[Kind.INPUT, stage] = takes[Kind.WEIGHT, stage] = backward / 2
         return takes
 
     def _clock(
-        self, part: Part, samples: int, ranges: Ranges, again: Segments, order_of: OrderOf, cut: CutChunks
+        self,
+        part: Part,
+        samples: int,
+        ranges: Ranges,
+        again: Segments,
+        order_of: OrderOf,
+        gathers: Gathers | None,
     ) -> Simulated:
         """Simulate the micro-batches."""
         figures = self.figures_of(part, samples)
-        takes = self.takes(part, samples, ranges, again, order_of, cut)
+        takes = self.takes(part, samples, ranges, again, order_of, gathers)
         passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
         return simulate_actions(
@@ -188,10 +195,8 @@ class Pricer:
         """Return how long it takes to copy, or add, fp32 gradients of so many elements."""
         return 3 * 4 * numel / self.speeds.machine.memory_bytes_per_second
 
-    def look_seconds(self, figures: Sequence[Figures], copies: int) -> tuple[float, float]:
+    def look_seconds(self, figures: Sequence[Figures]) -> tuple[float, float]:
         """Return what the chunk table costs before operators, in forward and backward."""
-        if not copies:
-            return 0.0, 0.0
         each = self.speeds.machine.moment_seconds
         forward, backward = zip(*(segment.num_moments for segment in figures), strict=True)
         return each * sum(forward), each * sum(backward)
@@ -218,55 +223,12 @@ class Pricer:
         return passes * self.pass_seconds(numel) + nbytes / self.speeds.machine.adam_bytes_per_second
 
     def _buckets(self, part: Part, samples: int, ranges: Ranges) -> tuple[Message, ...]:
-        """Return the buckets of gradients of a rank that has some ranges of segments."""
-        found: list[tuple[int, int, int]] = []
-        for each in reversed(self.parameters(part, samples, ranges)):
-            if not each.trains:
-                continue
-            if not found or found[-1][0] + each.numel > BUCKET_NUMEL:
-                found.append((0, 0, 0))
-            numel, wide, own = found[-1]
-            nbytes = each.numel * each.itemsize
-            found[-1] = numel + each.numel, wide + max(nbytes, 4 * each.numel), own + nbytes
-        return tuple(Message(wide, own) for _, wide, own in found)
-
-    def exchange_seconds(self, messages: Sequence[Message], copies: int, zero_stage: int) -> float:
-        """Return how long gradients, and updated weights, take among data ranks at the end of a step."""
-        if copies == 1 or not messages:
-            return 0.0
-        # Gradients go while backward computes more of them, but for the last ones; weights come when nothing
-        # is computed.
-        speeds = self.speeds
-        total = speeds.collective("all_to_all", copies, messages[-1].wide_bytes)
-        total += sum(speeds.beside_computing("all_to_all", copies, each.wide_bytes) for each in messages[:-1])
-        if zero_stage < 3:
-            own = [each.wide_bytes if zero_stage == 0 else each.own_bytes for each in messages]
-            total += sum(speeds.collective("all_gather", copies, each / copies) for each in own)
-        return total
-
-    def gather_seconds(self, sizes: Iterable[int], copies: int) -> float:
-        """Return what a rank loses while chunks of these sizes become whole once: each is gathered beside
-        operators, after a round in which ranks agree."""
-        if copies <= 1:
-            return 0.0
-        agreed = self.speeds.collective("all_gather", copies, _ROUND_BYTES)
-        beside = self.speeds.beside_computing
-        return sum(agreed + beside("all_gather", copies, size / copies) for size in sizes)
+        return buckets_of(self.parameters(part, samples, ranges))
 
 
 def _trained(figures: Iterable[Figures]) -> int:
     """Return how many elements of parameters train."""
     return sum(each.numel for segment in figures for each in segment.parameters if each.trains)
-
-
-_ROUND_BYTES = 64  # about what ranks tell each other before they gather a chunk
-_STAY_WHOLE = 0.5  # of the chunks at the end of a pass; the next pass begins with them
-
-
-def _gathered(num_microbatches: int) -> float:
-    """Return how often chunks are gathered in a pass of a step, in which the first one finds none whole."""
-    passes = 2 * num_microbatches
-    return (1 + (passes - 1) * (1 - _STAY_WHOLE)) / passes
 
 
 def _seconds(figures: Figures, *, again: bool) -> float:
@@ -321,36 +283,28 @@ class _Pricing:
         choice = self._choice
         self._again, self._traces = again, dict[int, Trace]()
         stages = choice.part, choice.microbatch_size, self._ranges, again, self._order_of
-        self._passes_of = (*stages, self._cut_chunks)
+        self._passes_of = (*stages, self._gathers)
 
     @cached_property
-    def _cut_chunks(self) -> CutChunks:
+    def _gathers(self) -> Gathers | None:
+        """What passes gather; None without chunks."""
         if self._choice.zero_stage < 3:
-            return 0, ()
-        sizes = [self._whole_bytes(stage) for stage in range(len(self._ranges))] if self._copies > 1 else []
-        return self._copies, tuple(sizes)
-
-    def _whole_bytes(self, stage: int) -> tuple[int, ...]:
-        """Return the bytes of the chunks that a stage gathers; one of all, where nobody knows them."""
-        own = [p for at in range(*self._ranges[stage]) for p in self._figures[at].parameters]
-        laid_out = self._laid_out(self._order.rank_of[stage])
-        if laid_out is None or laid_out.table is None:
-            return (sum(each.numel * each.itemsize for each in own),)
-        groups, place_of = laid_out.table.groups, laid_out.table.place_of
-        places = dict.fromkeys(place_of[each.key] for each in own)
-        return tuple(groups[place].numel * groups[place].dtype.itemsize for place in places)
+            return None
+        if self._copies == 1:
+            return Gathers(1)
+        tables = [self._table(self._order.rank_of[stage]) for stage in range(len(self._ranges))]
+        segments = [self._figures[first:last] for first, last in self._ranges]
+        sizes = tuple(
+            whole_sizes((p for each in own for p in each.parameters), table)
+            for own, table in zip(segments, tables, strict=True)
+        )
+        return Gathers(self._copies, sizes, min(map(kept_share, tables)))
 
     def _exchanged(self, rank: int) -> tuple[Message, ...]:
-        """Return the messages in which a rank exchanges gradients: buckets, or chunks."""
-        if self._choice.zero_stage < 3 or self._copies == 1:
+        """Return the messages in which a rank exchanges gradients."""
+        if self._choice.zero_stage < 3:
             return self._pricer.buckets(*self._own(rank))
-        laid_out = self._laid_out(rank)
-        if laid_out is None or laid_out.table is None:
-            trained = [each for each in self._parameters(rank) if each.trains]
-            own = sum(each.numel * each.itemsize for each in trained)
-            return (Message(sum(each.numel * 4 for each in trained), own),) if trained else ()
-        groups = [each for each in laid_out.table.groups if each.trainable]
-        return tuple(Message(4 * each.numel, each.numel * each.dtype.itemsize) for each in groups)
+        return chunks_of(self._parameters(rank), self._table(rank))
 
     def result(self) -> Price | Misfit:
         """Return the price, or the rank that lacks most."""
@@ -371,20 +325,19 @@ class _Pricing:
             return (figures.kept_bytes - figures.input_bytes) / max(figures.forward_seconds, 1e-12)
 
         for rank in range(self._choice.layout.pp):
-            before = self._again
             blocks = [at for at, _ in self._segments(rank) if 0 < at < len(self._figures) - 1]
-            blocks.sort(key=freed, reverse=True)
+            self._fit_rank(rank, sorted(blocks, key=freed, reverse=True))
 
-            def misfits(
-                count: int, rank: int = rank, before: Segments = before, blocks: list[int] = blocks
-            ) -> bool:
-                self._recompute(before | frozenset(blocks[:count]))
-                return isinstance(self._rank(rank), Misfit)
+    def _fit_rank(self, rank: int, blocks: Sequence[int]) -> None:
+        """Recompute the first of a rank's ``blocks``, as few as make it fit; all where that is too few."""
+        others = self._again
 
-            counts = range(len(blocks) + 1)
-            self._recompute(
-                before | frozenset(blocks[: bisect_left(counts, True, key=lambda n: not misfits(n))])
-            )
+        def fits(count: int) -> bool:
+            self._recompute(others | frozenset(blocks[:count]))
+            return isinstance(self._rank(rank), RankPrice)
+
+        count = bisect_left(range(len(blocks)), True, key=fits)
+        self._recompute(others | frozenset(blocks[:count]))
 
     def _segments(self, rank: int) -> Iterator[tuple[int, Figures]]:
         for stage in self._order.stages_of(rank):
@@ -433,6 +386,11 @@ class _Pricing:
         names = frozenset(each.key for each in self._parameters(rank))
         return self._pricer.chunks_of(self._choice.part, names, self._copies)
 
+    def _table(self, rank: int) -> ChunkTable | None:
+        """Return where the chunks of a rank are; None as of :meth:`_laid_out`."""
+        laid_out = self._laid_out(rank)
+        return None if laid_out is None else laid_out.table
+
     def _activations(self, rank: int) -> int:
         """Return the most non-model data: of micro-batches under way, and of what runs."""
         known, key = self._pricer.activations, (*self._passes_of[:-1], rank)
@@ -474,7 +432,7 @@ class _Pricing:
         clock = pricer.clock(*self._passes_of)
         updates = [self._update(rank) for rank in range(len(ranks))]
         exchanges = [
-            pricer.exchange_seconds(self._exchanged(rank), self._copies, choice.zero_stage)
+            exchange_seconds(self._exchanged(rank), self._copies, choice.zero_stage, pricer.speeds)
             for rank in range(len(ranks))
         ]
         rests = [exchange + update for exchange, update in zip(exchanges, updates, strict=True)]
@@ -485,7 +443,7 @@ class _Pricing:
             return waits
         busiest = max(range(len(ranks)), key=lambda rank: clock.busy[rank])
         messages = {axis: self._messages(axis, busiest) for axis in ("tp", "sp")}
-        gathers = self._gathers(busiest)
+        gathers = self._gathering(busiest)
         seconds = {
             "compute": clock.busy[busiest] - sum(messages.values()) - gathers,
             **messages,
@@ -512,14 +470,13 @@ class _Pricing:
             each += forward * (2 if at in self._again else 1) + figures.backward_messages.get(axis, 0.0)
         return each * self._choice.num_microbatches
 
-    def _gathers(self, rank: int) -> float:
+    def _gathering(self, rank: int) -> float:
         """Return how long a rank gathers chunks in a step: for every forward and backward pass."""
-        copies, whole_bytes = self._cut_chunks
-        if copies <= 1:
+        count, gathers = self._choice.num_microbatches, self._gathers
+        if gathers is None:
             return 0.0
-        sizes = [size for stage in self._order.stages_of(rank) for size in whole_bytes[stage]]
-        passes = 2 * self._choice.num_microbatches
-        return passes * _gathered(self._choice.num_microbatches) * self._pricer.gather_seconds(sizes, copies)
+        stages = self._order.stages_of(rank)
+        return 2 * count * sum(gathers.seconds(stage, count, self._pricer.speeds) for stage in stages)
 
     def _waits(
         self, ranks: Sequence[RankPrice], computing: Sequence[float], rests: Sequence[float]
@@ -530,15 +487,15 @@ class _Pricing:
         machine, capacity = self._pricer.speeds.machine, self._pricer.capacity
         waits, transfers = [0.0] * len(ranks), {}
         for rank, each in enumerate(ranks):
-            laid_out = self._laid_out(rank) if each.lower_bytes else None
             if not each.lower_bytes:
                 continue
-            if laid_out is None or laid_out.table is None:
+            table = self._table(rank)
+            if table is None:
                 below = max(each.parameter_bytes + each.state_bytes - capacity.device_bytes, 0)
                 least = least_busy_seconds(below, machine, capacity)
                 waits[rank] = max(0.0, least - computing[rank])
                 continue
-            trace = self._trace(rank, laid_out.table)
+            trace = self._trace(rank, table)
             try:
                 transfers[rank] = Transfers(trace, machine, capacity)
             except OutOfBudgetError:  # chunks may have no place though their bytes have

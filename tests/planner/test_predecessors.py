@@ -17,8 +17,9 @@ from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds
 from gemini.parallel.pipeline.orders import Costs, make_order, simulate
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.planner.chunks import Capacity
+from gemini.planner.exchanges import BUCKET_NUMEL, Gathers, buckets_of, exchange_seconds
 from gemini.planner.figures import Figures, Speeds
-from gemini.planner.price import BUCKET_NUMEL, Price, Pricer
+from gemini.planner.price import Price, Pricer
 from gemini.planner.records import CutModel, ParameterSize, Part
 from gemini.planner.search import Question, search
 from gemini.planner.space import Pins
@@ -90,7 +91,7 @@ def test_ranks_are_idle_as_the_simulator_of_schedules_says(schedule: str) -> Non
     stages = 1 if schedule in ("1f1b", "gpipe") else 2
     order = make_order(schedule, 2, 4, stages)
     ranges = pricer.ranges(Part(), 2, frozenset(), 2 * stages)
-    clock = pricer.clock(Part(), 2, ranges, frozenset(), (schedule, 2, 4, stages), (1, ()))
+    clock = pricer.clock(Part(), 2, ranges, frozenset(), (schedule, 2, 4, stages), Gathers(1))
     forward, backward = (4 * each for each in _of_a_block(pricer, figures[1]))
     wanted = simulate(order, Costs(forward, backward / 2, backward / 2))
     assert clock.seconds == pytest.approx(wanted.seconds, rel=1e-6)
@@ -103,7 +104,7 @@ def _linked(speeds: Speeds, records: tuple[CollectiveSpeed, ...]) -> Speeds:
 
 def _of_a_block(pricer: Pricer, block: Figures) -> tuple[float, float]:
     """Return what forward and backward of a block take that looks at chunks and gives them its gradients."""
-    looks = pricer.look_seconds([block], 1)
+    looks = pricer.look_seconds([block])
     copied = pricer.pass_seconds(sum(each.numel for each in block.parameters))
     return block.forward + looks[0], block.backward + looks[1] + copied
 
@@ -118,16 +119,24 @@ def test_gradients_go_in_the_buckets_of_the_optimizer_and_the_last_one_beside_no
     assert inspect.signature(LowLevelZeroOptimizer).parameters["reduce_bucket_size"].default == BUCKET_NUMEL
     speeds = _linked(Speeds(machine(2), OperationCosts(machine(2))), _half_beside())
     sizes = [BUCKET_NUMEL // 2, BUCKET_NUMEL // 4, BUCKET_NUMEL // 2, BUCKET_NUMEL * 3]
-    params = tuple(ParameterSize(str(at), numel, 4, True) for at, numel in enumerate(sizes))
-    figures = (Figures(0.0, 0.0, {}, {}, 0, 0, 0, {}, params),)
-    pricer = Pricer(speeds, Capacity(2**30), lambda _part, _samples: figures)
-    buckets = pricer.buckets(Part(), 1, ((0, 1),))
+    buckets = buckets_of([ParameterSize(str(at), numel, 4, True) for at, numel in enumerate(sizes)])
     assert [each.wide_bytes for each in buckets] == [12 * BUCKET_NUMEL, 3 * BUCKET_NUMEL, 2 * BUCKET_NUMEL]
     first, second, last = (speeds.collective("all_to_all", 2, each.wide_bytes) for each in buckets)
-    assert pricer.exchange_seconds(buckets, 2, 3) == pytest.approx(first / 2 + second / 2 + last)
+    assert exchange_seconds(buckets, 2, 3, speeds) == pytest.approx(first / 2 + second / 2 + last)
     weights = sum(speeds.collective("all_gather", 2, each.own_bytes / 2) for each in buckets)
-    assert pricer.exchange_seconds(buckets, 2, 2) == pytest.approx(first / 2 + second / 2 + last + weights)
-    assert pricer.exchange_seconds(buckets, 1, 2) == 0
+    assert exchange_seconds(buckets, 2, 2, speeds) == pytest.approx(first / 2 + second / 2 + last + weights)
+    assert exchange_seconds(buckets, 1, 2, speeds) == 0
+
+
+def test_what_stays_whole_is_gathered_once_a_step_and_the_rest_in_every_pass() -> None:
+    speeds = _linked(Speeds(machine(2), OperationCosts(machine(2))), _half_beside())
+    sizes = (((2**20, 2**18)),)
+    none, half, every = (Gathers(2, sizes, share).seconds(0, 4, speeds) for share in (0.0, 0.5, 1.0))
+    assert every == pytest.approx(none / 8)
+    assert half == pytest.approx((none + every) / 2)
+    beside = sum(speeds.beside_computing("all_gather", 2, each / 2) for each in sizes[0])
+    assert none == pytest.approx(beside + 2 * speeds.collective("all_gather", 2, 64))
+    assert Gathers(1).seconds(0, 4, speeds) == 0
 
 
 def _half_beside() -> tuple[CollectiveSpeed, ...]:
