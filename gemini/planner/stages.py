@@ -1,0 +1,91 @@
+"""Stages: where a chain of blocks is cut so that a pipeline's step takes least.
+
+Alpa's dynamic program between operators: a step of m micro-batches takes what all stages take for one, and
+m - 1 times what the slowest takes. The slowest is tried from the fastest that can be; with each the least sum
+is found. What does not fit takes forever: so every stage may have its own memory, and its own recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Seconds = NDArray[np.float64]  # [stage, first, last]: of one micro-batch in a stage with blocks [first, last)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Blocks ``[first, last)`` of each stage, and the seconds of a step."""
+
+    ranges: tuple[tuple[int, int], ...]
+    step_seconds: float
+
+
+def best_cut(seconds: Seconds, num_microbatches: int) -> Cut | None:
+    """Return the cut with the shortest step; each stage has a block or more. None: no cut fits.
+
+    ``seconds[stage, first, last]``: what a stage takes for a micro-batch with blocks ``[first, last)``;
+    infinite where they do not fit.
+    """
+    _, count, _ = seconds.shape
+    first, last = np.arange(count)[:, None], np.arange(count)[None, :]
+    table = np.where(first < last, seconds, np.inf)
+    slowest = np.unique(table[np.isfinite(table)])
+    free = _least_sum(table)
+    if not np.isfinite(free):
+        return None
+    best, limit = np.inf, np.inf
+    for each in slowest[_fastest(table, slowest) :]:
+        more = (num_microbatches - 1) * float(each)
+        if more + free >= best:
+            break
+        total = _least_sum(np.where(table <= each, table, np.inf)) + more
+        if total < best:
+            best, limit = total, float(each)
+    ranges = _ranges(np.where(table <= limit, table, np.inf))
+    took = [float(table[stage, a, b]) for stage, (a, b) in enumerate(ranges)]
+    return Cut(ranges, sum(took) + (num_microbatches - 1) * max(took))
+
+
+def _fastest(table: Seconds, slowest: NDArray[np.float64]) -> int:
+    """Return the place of the fastest slowest stage with which there is a cut."""
+    low, high = 0, len(slowest) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if np.isfinite(_least_sum(np.where(table <= slowest[middle], table, np.inf))):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _rows(table: Seconds) -> list[NDArray[np.float64]]:
+    """Return for every number of stages the least sum, by the number of blocks that they have."""
+    rows = [np.full(table.shape[1], np.inf)]
+    rows[0][0] = 0.0
+    for own in table:
+        rows.append(np.min(rows[-1][:, None] + own, axis=0))
+    return rows
+
+
+def _least_sum(table: Seconds) -> float:
+    return float(_rows(table)[-1][-1])
+
+
+def _ranges(table: Seconds) -> tuple[tuple[int, int], ...]:
+    rows, last = _rows(table), table.shape[1] - 1
+    found: list[tuple[int, int]] = []
+    for before, own in zip(reversed(rows[:-1]), table[::-1], strict=True):
+        first = int(np.argmin(before + own[:, last]))
+        found.append((first, last))
+        last = first
+    return tuple(reversed(found))
+
+
+def sums_between(values: Sequence[float]) -> NDArray[np.float64]:
+    """Return ``[first, last]``: the sum of the values ``[first, last)``."""
+    sums = np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
+    return sums[None, :] - sums[:, None]
