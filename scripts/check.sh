@@ -111,10 +111,11 @@ readonly CPU_TIMES=build/cpu-times.json
 
 spread() { env OMP_NUM_THREADS=1 "$BIN/python" -m pytest "${SPREAD[@]}" "$@"; }
 
-# Whether a commit of the last day changed what intercepts, stores or casts.
+# Whether a commit of the last three days changed what intercepts, stores or casts. On each of these days another third
+# of the models is run.
 changed_how_models_run() {
   local base
-  base=$(git rev-list -1 --before="$(($(git log -1 --format=%ct) - 86400))" HEAD 2> /dev/null)
+  base=$(git rev-list -1 --before="$(($(git log -1 --format=%ct) - 3 * 86400))" HEAD 2> /dev/null)
   [ -z "$base" ] || ! git diff --quiet "$base" -- gemini/runtime gemini/model gemini/chunk
 }
 
@@ -124,7 +125,7 @@ py() {
     check "pytest" "$BIN/python" -m pytest "$@"
   else
     local models=()
-    if changed_how_models_run; then models=(--all-models); fi
+    if changed_how_models_run; then models=("--models-of-day=$(($(git log -1 --format=%ct) / 86400))"); fi
     check "pytest" spread "--cpu-times=$CPU_TIMES" "${models[@]}"
   fi
 }

@@ -31,7 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--stop-after", type=float, metavar="SECONDS", help="leave out the cases after this time"
     )
-    parser.addoption("--all-models", action="store_true", help="all models of tests/zoo")
+    parser.addoption(
+        "--models-of-day", type=int, metavar="DAY", help="also the third of tests/zoo that is for this day"
+    )
     parser.addoption(
         "--full", action="store_true", help="make products of parameters where pairs are the rule"
     )

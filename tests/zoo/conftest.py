@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from catalogue import rows, rows_of_every_run
+from catalogue import rows, rows_of_run
 from page import WRITE, PageWriter
 
 # Nothing is looked up in a network.
@@ -26,10 +26,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Take the models of every run, or all of them."""
+    """Take all models, or those of every run, with a third of the others if a day is given."""
     if "row" in metafunc.fixturenames:
         options = metafunc.config.option
-        chosen = rows() if options.full or options.all_models else rows_of_every_run()
+        chosen = rows() if options.full else rows_of_run(options.models_of_day)
         metafunc.parametrize("row", chosen, ids=lambda row: row.name)
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from catalogue import Row, rows
+from catalogue import Row, rows, rows_of_run
 from page import PAGE, WRITE, line, lines_of_page, page
 from zoo_runs import conform
 
@@ -31,3 +31,9 @@ def test_the_page_has_the_models_of_the_table(request: pytest.FixtureRequest) ->
     names = [row.name for row in rows()]
     assert len(set(names)) == len(names) >= 70
     assert page(lines_of_page()) == PAGE.read_text(), "docs/zoo.md is old; run scripts/check.sh zoo"
+
+
+def test_three_days_in_a_row_run_every_model() -> None:
+    every, days = rows_of_run(), [rows_of_run(day) for day in range(20000, 20003)]
+    assert {row.name for day in days for row in day} == {row.name for row in rows()}
+    assert sum(map(len, days)) == len(rows()) + 2 * len(every)
