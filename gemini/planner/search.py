@@ -96,7 +96,12 @@ class Search:
         self._refused: dict[Part, ConfigError] = {}
         self._least, self._why_more = 1, ""  # samples of a micro-batch
         self._whole = self._first_record()
-        self._speeds = Speeds(question.machine, self._costs())
+        self.speeds = Speeds(question.machine, self._costs())
+
+    @property
+    def whole(self) -> Record:
+        """The record of the whole model."""
+        return self._whole
 
     def _first_record(self) -> Record:
         """Return the record of the whole model with one sample; with two where one is refused, as batch norm
@@ -114,8 +119,8 @@ class Search:
     def _look(self, capacity: Capacity) -> None:
         """Begin anew, with what each rank may take."""
         self._capacity, self._found = capacity, Found(blocks=self._whole.blocks)
-        self._pricer = Pricer(self._speeds, capacity, self._scaled)
-        self._exact_pricer = Pricer(self._speeds, capacity, self._exact, self._chunks)
+        self._pricer = Pricer(self.speeds, capacity, self.figures_of)
+        self._exact_pricer = Pricer(self.speeds, capacity, self._exact, self._chunks)
 
     def run(self, pins: Pins | None = None, impossible: Mapping[Layout, str] | None = None) -> Found:
         """Return what was found with other ``pins``, and without layouts that are ``impossible``, for which
@@ -231,7 +236,7 @@ class Search:
         self._found.left_out.setdefault(what, why)
 
     def _exact(self, part: Part, samples: int) -> tuple[Figures, ...]:
-        return self._exact_pricer.speeds.figures(self._record(part, samples))
+        return self.speeds.figures(self._record(part, samples))
 
     def _chunks(self, part: Part, names: frozenset[str], copies: int) -> ChunkSizes:
         try:
@@ -239,7 +244,9 @@ class Search:
         except OutOfBudgetError:  # more pieces than are laid out
             return ChunkSizes(2**62, 2**62)
 
-    def _scaled(self, part: Part, samples: int) -> tuple[Figures, ...]:
+    def figures_of(self, part: Part, samples: int) -> tuple[Figures, ...]:
+        """Return the figures of each segment; they grow evenly from three samples on. Raises ConfigError
+        where the model cannot be cut so."""
         if samples <= _LARGE:
             return self._exact(part, samples)
         return scaled(self._exact(part, _LARGE - 1), self._exact(part, _LARGE), samples)

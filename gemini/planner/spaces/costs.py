@@ -45,8 +45,8 @@ class LayerCosts:
             between = np.broadcast_to(between, (layers, *between.shape))
         if between.shape != (layers, strategies, strategies):
             raise ConfigError(
-                f"transitions have the shape {between.shape}; {layers} layers of {strategies} strategies need "
-                f"{layers} x {strategies} x {strategies}"
+                f"transitions have the shape {between.shape}; they must have {layers} x {strategies} x "
+                f"{strategies}"
             )
         object.__setattr__(self, "seconds", seconds)
         object.__setattr__(self, "units", units.astype(np.int64))
