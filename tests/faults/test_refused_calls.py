@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from fault_training import adam, assert_sound, file_size_limit, managed, train_step, undisturbed
+from programs import run_python
 from refused_calls import NEW_THREAD
 
 from gemini import _C, checkpoint
@@ -32,8 +33,7 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.pop("GEMINI_IO_BACKEND", None)
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return run_python(["-c", script, *map(str, arguments)], env=environment)
 
 
 TRAIN_WITHOUT_URING = """

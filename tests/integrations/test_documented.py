@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 import gemini
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
+LIBRARIES = ["transformers", "peft", "trl", "lightning"]  # which take long to import
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -97,9 +97,6 @@ def run(program: str, directory: Path) -> str:
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_python(["-c", program], cwd=directory, env=environment, imports=LIBRARIES)
     assert done.returncode == 0, done.stderr
     return done.stdout

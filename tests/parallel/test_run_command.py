@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hosts import WIRE, Host, two_hosts
+from programs import run_python
 
 import gemini
 from gemini.cli.main import EXIT_ERROR, main
@@ -193,14 +194,8 @@ def program(tmp_path: Path) -> str:
 def run(arguments: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
     scratch = directory / "scratch"
     scratch.mkdir(exist_ok=True)
-    done = subprocess.run(
-        command(*arguments),
-        env={**environment(), "TMPDIR": str(scratch)},
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    environ = {**environment(), "TMPDIR": str(scratch)}
+    done = run_python(command(*arguments)[1:], env=environ, cwd=directory, timeout=90)
     assert list(scratch.iterdir()) == [], "files were left"
     return done
 
@@ -354,14 +349,8 @@ def inside(hosts: tuple[Host, Host]) -> list[psutil.Process]:
 def test_two_hosts_run_two_ranks_each(hosts: tuple[Host, Host], reach: list[str], tmp_path: Path) -> None:
     file = tmp_path / "over hosts.py"
     file.write_text(OVER_HOSTS)
-    done = subprocess.run(
-        command("--exclude=10.77.7.3", *reach, str(file), "end", QUOTED),
-        env=over_environment(),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    told = command("--exclude=10.77.7.3", *reach, str(file), "end", QUOTED)[1:]
+    done = run_python(told, env=over_environment(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     said = f"{tmp_path} it's mine {['end', QUOTED]}"
     assert sorted(done.stdout.splitlines()) == [
@@ -413,9 +402,7 @@ def test_an_end_of_the_command_ends_all_hosts(
 
 
 def test_hosts_that_cannot_be_reached_are_named_in_a_line(reach: list[str], program: str) -> None:
-    done = subprocess.run(
-        command(*reach, program, "end"), env=over_environment(), capture_output=True, text=True, timeout=60
-    )
+    done = run_python(command(*reach, program, "end")[1:], env=over_environment(), timeout=60)
     assert done.returncode == EXIT_ERROR
     assert done.stdout == ""
     assert done.stderr == (

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from programs import run_python
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_harness import KIB, Recipe, assert_trains_alike, random_batch, seeded, tight
@@ -175,5 +174,5 @@ print("as before")
 
 
 def test_classes_are_what_they_were_once_no_managed_tensor_is_left() -> None:
-    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True)
+    done = run_python(["-c", AFTERWARDS])
     assert done.stdout.strip() == "as before", done.stderr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from programs import run_python
 
 from gemini import _C
 from gemini.errors import ConfigError, GeminiError, StateError
@@ -271,9 +271,7 @@ print(_C.adam_isa(), digest.hexdigest())
 
 def run_with_isa(isa: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "GEMINI_ISA": isa}
-    return subprocess.run(
-        [sys.executable, "-c", DIGEST], env=environment, capture_output=True, text=True, check=False
-    )
+    return run_python(["-c", DIGEST], env=environment)
 
 
 def test_gemini_isa_chooses_the_kernel_and_not_the_bits() -> None:

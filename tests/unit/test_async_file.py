@@ -5,12 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import run_python
 
 from gemini import _C
 from gemini.errors import ConfigError, IoError, StateError
@@ -110,7 +109,7 @@ file = _C.AsyncFile([{str(tmp_path)!r}], 2**20)
 print("ready", flush=True)
 os.kill(os.getpid(), 9)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = run_python(["-c", script])
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "ready\n")
     assert list(tmp_path.iterdir()) == []
 

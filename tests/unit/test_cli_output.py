@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
+from programs import run_python
 
 from gemini.cli.console import Console
 from gemini.cli.main import EXIT_ERROR, main
@@ -78,22 +79,13 @@ def test_progress_that_nobody_reads_does_not_stop_the_work(
 def test_a_full_disk_under_the_progress_does_not_stop_the_work(tmp_path: Path) -> None:
     text, run = tmp_path / "text", tmp_path / "run"
     text.write_text("all work and no play " * 100)
-    command = [
-        sys.executable,
-        "-m",
-        "gemini.cli.main",
-        "train",
-        "--data",
-        str(text),
-        "--checkpoint",
-        str(run),
-    ]
+    command = ["-m", "gemini.cli.main", "train", "--data", str(text), "--checkpoint", str(run)]
     with Path("/dev/full").open("w") as full:
         options = ["--steps", "3", "--layers", "1", "--hidden", "16"]
-        ended = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=full, text=True)
+        ended = run_python([*command, *options], stderr=full)
         assert ended.returncode == 0
         assert "loss, first to last" in ended.stdout
-        refused = subprocess.run([*command, *options], stdout=subprocess.PIPE, stderr=full)
+        refused = run_python([*command, *options], stderr=full)
     assert refused.returncode == EXIT_ERROR  # it already holds a run
 
 
