@@ -37,6 +37,8 @@ examples:
       the fastest way to train 32 samples a step over 4 ranks, and a file that plugins run
   gemini plan gpt2 --ranks 2 --search --batch 8 --seq 128 --measure 3
       the same on this machine, where three steps of each of the three best plans decide
+  gemini plan ./llama-8b --ranks 8 --space galvatron --batch 32 --machine server.json
+      the plan of another system, whether it runs, and if not why; --space list prints all systems
   gemini plan gpt2 --save-machine here.json
       keep what was measured, to edit it or to plan elsewhere for this machine
   gemini plan --measure-ranks 4 --save-machine here.json
@@ -169,6 +171,18 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         "plan that does not run is left out with the reason, and the next one runs",
     )
     group.add_argument("--save-plan", type=Path, metavar="FILE", help="write the plan, which plugins run")
+    group.add_argument(
+        "--space",
+        metavar="NAME",
+        help="plan as another system does, such as galvatron or alpa; list prints all of them, what each "
+        "decides and which of its plans run",
+    )
+    group.add_argument(
+        "--import-plan", type=Path, metavar="FILE", help="price a plan file of Galvatron instead of searching"
+    )
+    group.add_argument(
+        "--export-plan", type=Path, metavar="FILE", help="write the plan of a space as Galvatron's plan file"
+    )
 
 
 def _add_machine_options(group: argparse._ArgumentGroup) -> None:
@@ -215,6 +229,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.measure_ranks is not None:
         _require_measurable(options)
+    if options.model is None and options.space is not None:
+        from gemini.cli.plan_space import run_without_model
+
+        return run_without_model(options)
     if options.model is None:
         return _run_without_model(options)
     refuse_contradictions(options)
@@ -229,7 +247,12 @@ def run(options: argparse.Namespace) -> int:
         settings = dataclasses.replace(settings_from(options, ranks=options.ranks or 1), tell=status.update)
         machine = _kept(options, settings.machine, status.update)
         settings = dataclasses.replace(settings, machine=machine)
-        report = None if options.search else make_report(source, settings, tbw_bytes=options.tbw)
+        searches = options.search or options.space is not None
+        report = None if searches else make_report(source, settings, tbw_bytes=options.tbw)
+    if options.space is not None:
+        from gemini.cli.plan_space import run as run_space
+
+        return run_space(options, source, settings)
     if report is None:
         from gemini.cli.plan_search import run as run_search
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rich.table import Table
+from torch import nn
 
 from gemini.cli.console import Console, print_json
 from gemini.cli.plan_layout import DTYPES, run_on
@@ -21,7 +22,7 @@ from gemini.parallel.layout_plan import Run
 from gemini.parallel.plan import ParallelPlan
 from gemini.planner.chunks import Capacity
 from gemini.planner.plans import misfit_text, plan_of
-from gemini.planner.search import Found, Question, Search, require_speeds
+from gemini.planner.search import Found, Question, RunOf, Search, require_speeds
 from gemini.planner.space import Pins
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import MOST_BYTES
@@ -36,15 +37,9 @@ def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, s
         ConfigError: pins leave nothing, or the machine has no speeds between ranks.
         StateError: plans were to be run, and none could be.
     """
-    question = _question(options, settings)
+    question = question_of(options, settings)
     example = source.example(1)
-    model = source.example(1).model.to(DTYPES[options.dtype])
-
-    def run_of(samples: int) -> Run:
-        inputs = source.example(samples).inputs
-        cast = map_tensors(inputs, lambda tensor: cast_floating(tensor, DTYPES[options.dtype]))
-        return run_on(example, cast, source.loss)
-
+    model, run_of = runner_of(options, source)
     with Console(stderr=True).status("rehearsing") as status, threads_of_a_rank(question.num_ranks):
         question = dataclasses.replace(question, tell=status.update)
         searching = Search(model, run_of, question)
@@ -73,6 +68,18 @@ def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, s
     return 0
 
 
+def runner_of(options: argparse.Namespace, source: ModelSource) -> tuple[nn.Module, RunOf]:
+    """Return the model in the type that is asked for, and what runs it on so many samples."""
+    example, dtype = source.example(1), DTYPES[options.dtype]
+
+    def run_of(samples: int) -> Run:
+        inputs = source.example(samples).inputs
+        cast = map_tensors(inputs, lambda tensor: cast_floating(tensor, dtype))
+        return run_on(example, cast, source.loss)
+
+    return source.example(1).model.to(dtype), run_of
+
+
 def _measured(
     searching: Search,
     found: Found,
@@ -89,7 +96,7 @@ def _measured(
         return trials.fastest(searching, found)
 
 
-def _question(options: argparse.Namespace, settings: Any) -> Question:
+def question_of(options: argparse.Namespace, settings: Any) -> Question:
     """Return what is asked. Raises ConfigError."""
     machine, config = settings.machine, settings.config
     require_speeds(machine, options.ranks or 1)
@@ -145,6 +152,13 @@ def _render_left_out(found: Found, console: Console) -> None:
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
     """Raise ConfigError where options say what a search decides, or belong to one and there is none."""
+    if options.space is not None:
+        from gemini.cli.plan_space import refuse_contradictions as refuse
+
+        refuse(options)
+        return
+    if options.import_plan is not None or options.export_plan is not None:
+        raise ConfigError("--import-plan and --export-plan belong to a space: add --space galvatron")
     if not options.search:
         given = [name for name in ("ranks", "pin", "save_plan", "measure") if getattr(options, name)]
         if given:

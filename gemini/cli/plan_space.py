@@ -1,0 +1,172 @@
+"""``gemini plan MODEL --ranks N --space NAME``: the plan of another system, and whether it runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from rich.table import Table
+
+from gemini.cli.console import Console, print_json
+from gemini.cli.plan_search import question_of, runner_of
+from gemini.errors import ConfigError
+from gemini.forecast.machine import threads_of_a_rank
+from gemini.forecast.rehearsal import ModelSource
+from gemini.planner.search import Search
+from gemini.planner.spaces.galvatron_files import GalvatronFile, exported
+from gemini.planner.spaces.table import SYSTEMS, Answer, Asked, answer_of, system
+from gemini.planner.spaces.tree import candidates, counts
+from gemini.system.config import format_bytes
+
+LIST = "list"
+
+
+def run_without_model(options: argparse.Namespace) -> int:
+    """Print the table of systems, or the candidates of Galvatron's trees. Raises ConfigError."""
+    if options.space == LIST:
+        _print_systems(options)
+    elif options.space == "galvatron" and options.ranks is not None:
+        _print_trees(options)
+    else:
+        system(options.space)
+        raise ConfigError(f"--space {options.space} plans a model: give a MODEL, such as gpt2")
+    return 0
+
+
+def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
+    """Print what a system finds for a model, and keep it where that is asked; return 0, or 1 where nothing
+    fits.
+
+    Raises:
+        ConfigError: the system does not plan such a model or so many ranks, or what was to be kept is not
+            uniform.
+    """
+    question = question_of(options, settings)
+    model, run_of = runner_of(options, source)
+    with Console(stderr=True).status("rehearsing") as status, threads_of_a_rank(question.num_ranks):
+        searching = Search(model, run_of, dataclasses.replace(question, tell=status.update))
+        asked = Asked(searching, model, run_of, question.num_ranks, question.batch, question.capacity)
+        found = _imported(options, asked) if options.import_plan else system(options.space).plan(asked)
+    if found is None:
+        why = f"no plan of {options.space} fits in {format_bytes(asked.capacity.device_bytes)} of a rank"
+        if options.json:
+            print_json({"model": source.name, "space": options.space, "fits": False, "why": why})
+        else:
+            Console().print(f"{why}; give more with --device-bytes", highlight=False)
+        return 1
+    _keep(options, asked, found, source)
+    if options.json:
+        print_json({"model": source.name, "space": options.space, **_document(found, asked)})
+    else:
+        _render(options, asked, found)
+    return 0 if _fits(found, asked) else 1
+
+
+def _imported(options: argparse.Namespace, asked: Asked) -> Answer:
+    """Return the price of a plan of Galvatron's."""
+    file = GalvatronFile.load(options.import_plan)
+    plan = file.layerwise(asked.ranks)
+    return dataclasses.replace(
+        answer_of(plan, asked.blocks.priced(plan)), differs=file.not_runnable(asked.ranks)
+    )
+
+
+def _keep(options: argparse.Namespace, asked: Asked, found: Answer, source: ModelSource) -> None:
+    if options.export_plan is not None:
+        if found.plan is None:
+            raise ConfigError(f"--export-plan: {options.space} gives blocks no strategies of Galvatron")
+        exported(found.plan).save(options.export_plan)
+    if options.save_plan is not None:
+        if found.plan is None or found.differs:
+            raise ConfigError(f"--save-plan: the plan does not run: {'; '.join(found.differs)}")
+        runnable = asked.blocks.runnable(found.plan, source.example(1).model, options.dtype)
+        runnable.save(options.save_plan)
+
+
+def _fits(found: Answer, asked: Asked) -> bool:
+    return found.device_bytes is None or found.device_bytes <= asked.capacity.device_bytes
+
+
+def _document(found: Answer, asked: Asked) -> dict[str, Any]:
+    return {
+        "fits": _fits(found, asked),
+        "step_seconds": found.step_seconds,
+        "seconds": dict(found.seconds),
+        "device_bytes": found.device_bytes,
+        "plan": [{"what": what, "strategy": how} for what, how in found.rows],
+        "runs": not found.differs,
+        "would_have_to_be_uniform": list(found.differs),
+    }
+
+
+def _render(options: argparse.Namespace, asked: Asked, found: Answer) -> None:
+    console, title = Console(), system(options.space).title
+    console.print(
+        f"{title} on {asked.ranks} ranks: a step is predicted to take {found.step_seconds:.4g} s",
+        highlight=False,
+    )
+    spent = ", ".join(f"{name} {value:.3g} s" for name, value in found.seconds.items())
+    console.print(f"Of that: {spent}", highlight=False)
+    if found.device_bytes is not None:
+        has = format_bytes(asked.capacity.device_bytes)
+        verb = "holds" if _fits(found, asked) else "would hold"
+        console.print(
+            f"A rank {verb} {format_bytes(found.device_bytes)} of the {has} it has", highlight=False
+        )
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in found.rows:
+        table.add_row(*row)
+    console.print(table)
+    if found.differs:
+        console.print("It does not run here as it is. It would if it were uniform:", highlight=False)
+        for reason in found.differs:
+            console.print(f"  {reason}", highlight=False, markup=False)
+    elif options.save_plan is None:
+        console.print("It runs: keep it with --save-plan FILE.", highlight=False)
+    else:
+        console.print(f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r})", highlight=False)
+
+
+def _print_systems(options: argparse.Namespace) -> None:
+    if options.json:
+        print_json(
+            {name: {"title": e.title, "decides": e.decides, "runs": e.runs} for name, e in SYSTEMS.items()}
+        )
+        return
+    table = Table("space", "system", "decides", "runs here", box=None, pad_edge=False)
+    for name, each in SYSTEMS.items():
+        table.add_row(name, each.title, each.decides, each.runs)
+    Console().print(table)
+
+
+def _print_trees(options: argparse.Namespace) -> None:
+    """Print the candidates of Galvatron's trees for a number of ranks."""
+    every, pruned = counts(options.ranks, pruned=False), counts(options.ranks)
+    found = candidates(options.ranks)
+    if options.json:
+        names = [str(each) for each in found]
+        print_json({"ranks": options.ranks, "all": every, "pruned": pruned, "candidates": names})
+        return
+    table = Table("pp", "all", "pruned", "candidates", box=None, pad_edge=False)
+    for pp, count in every.items():
+        own = ("; ".join(str(each).removeprefix(f"pp {pp}, ") for each in found if each.pp == pp)) or "-"
+        table.add_row(str(pp), str(count), str(pruned[pp]), own)
+    table.add_row("sum", str(sum(every.values())), str(len(found)), "with recomputation twice as many")
+    Console().print(table)
+
+
+def refuse_contradictions(options: argparse.Namespace) -> None:
+    """Raise ConfigError where options say what a space decides, or belong to another way of planning."""
+    if options.space == LIST:
+        raise ConfigError("--space list takes no MODEL")
+    system(options.space)
+    fixed = [name for name in ("tp", "pp", "sp", "dp", "pin", "measure", "search") if getattr(options, name)]
+    if fixed:
+        raise ConfigError(f"--space {options.space} decides by itself: leave out --{', --'.join(fixed)}")
+    if options.accumulation != 1 or options.checkpointing:
+        raise ConfigError(
+            "--space chooses micro-batches and what recomputes: leave out --accumulation and --checkpointing"
+        )
+    if options.import_plan is not None and options.space != "galvatron":
+        raise ConfigError("--import-plan reads plan files of Galvatron: add --space galvatron")
