@@ -13,6 +13,7 @@ import torch
 from gemini.checkpoint import CheckpointReader, Rank, latest, new_checkpoint
 from gemini.checkpoint.contents import optimizer_file, range_name, weights_file
 from gemini.checkpoint.directory import complete_checkpoints, found_in, publish
+from gemini.checkpoint.loading import _newest_of_all
 from gemini.checkpoint.saving import CheckpointWriter
 from gemini.checkpoint.tensor_file import TensorSpec
 from gemini.errors import CheckpointError
@@ -22,6 +23,19 @@ WEIGHTS = {
     name: torch.arange(15.0 * index, 15.0 * index + 60)[: torch.Size(shape).numel()].reshape(shape)
     for index, (name, shape) in enumerate(SHAPES.items())
 }
+
+
+def test_of_parts_whose_newest_saves_differ_the_newest_that_all_have_is_taken_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    two, one = ("dir/step-2", "save 2"), ("dir/step-1", "save 1")
+    first = Rank(0, 1, lambda text: [text])
+    assert _newest_of_all([[two, one], [two, one]], first) == Path("dir/step-2")
+    assert caplog.messages == []
+    assert _newest_of_all([[two, one], [one]], first) == Path("dir/step-1")
+    (said,) = caplog.messages
+    assert "part 0 dir/step-2, part 1 dir/step-1" in said
+    assert said.endswith("the newest that all of them have, dir/step-1")
 
 
 class Exchange:

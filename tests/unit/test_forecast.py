@@ -19,7 +19,7 @@ from gemini.errors import ConfigError, IoError
 from gemini.forecast import meter as meter_module
 from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
 from gemini.forecast.machine import MachineSpeeds, measure_machine
-from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, prepare, sample
+from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, TensorSpec, prepare, sample
 from gemini.forecast.report import make_report
 
 
@@ -153,6 +153,17 @@ def test_operations_of_a_step_can_be_called_on_real_memory() -> None:
     periods = look(source(), given, 2).rehearsal.periods
     kinds = {each for period in periods for each in period.operations if not each.is_update}
     assert [str(each.function) for each in kinds if prepare(each) is None] == []
+
+
+def test_values_to_time_with_are_rows_that_a_table_of_one_row_has_and_masks_that_let_all_pass() -> None:
+    row, ids = (TensorSpec.of(torch.empty(1, size, device="meta")) for size in (4, 3))
+    arguments = ((row, replace(ids, dtype=torch.int64)), {})
+    look_up = Operation(torch.ops.aten.embedding.default, (), 0, 0, torch.float32, arguments)
+    assert prepare(look_up) is not None
+    seen: list[torch.Tensor] = []
+    mask = replace(ids, dtype=torch.bool)
+    assert prepare(Operation(seen.append, (), 0, 0, torch.float32, ((mask,), {}))) is not None
+    assert bool(seen[0].all())
 
 
 def test_what_a_step_spends_most_on_is_timed_first() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer
 from gemini.forecast.rehearsal import Recipe, Rehearsal, rehearse
 from gemini.memstats import Trace
-from gemini.runtime.build import draw_blueprint
+from gemini.runtime.build import Outline, draw_blueprint
 from gemini.runtime.config import GeminiConfig
 
 MEASURED = {"seconds", "non_model_bytes", "links"}
@@ -86,6 +86,25 @@ def test_non_model_bytes_grow_with_the_batch_and_shrink_with_checkpointing() -> 
 
     assert peak(4, False) > 1.8 * peak(2, False)
     assert peak(4, True) < peak(4, False)
+
+
+class Unlike(nn.Module):
+    """Layers of torch, and parameters whose use only a forward pass shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(3))
+        self.each = nn.ParameterList([torch.zeros(3), torch.zeros(3)])
+        self.attention = nn.MultiheadAttention(4, 2, bias=False)
+        self.layer = nn.Linear(4, 4)
+
+
+def test_operators_that_are_known_before_a_step_are_those_of_torchs_layers() -> None:
+    assert Outline.of(Unlike(), config(MIB)).operators == (
+        ("attention", ("attention.in_proj_weight", "attention.out_proj.weight")),
+        ("attention.out_proj", ("attention.out_proj.weight",)),
+        ("layer", ("layer.weight", "layer.bias")),
+    )
 
 
 def test_rehearsing_seventy_billion_parameters_takes_less_than_a_gigabyte_and_a_half() -> None:

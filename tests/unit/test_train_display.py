@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 from gemini.jobs.run.display import LineDisplay, LiveDisplay, SilentDisplay, duration_text, make_display
-from gemini.jobs.run.outcome import draw_timeline, phase_spans
+from gemini.jobs.run.outcome import _draw_device, draw_timeline, phase_spans
 from gemini.jobs.run.report import StepReport, TierUse, model_data_ratio, over_budget_note, steady_speed
 
 MIB = 2**20
@@ -136,6 +137,13 @@ def test_picture_is_a_png(tmp_path: Path, length: int) -> None:
     assert draw_timeline(path, timeline()[:length], {"device": 4 * MIB, "host": 3 * MIB, "disk": None})
     assert path.read_bytes().startswith(b"\x89PNG\r\n")
     assert [entry.name for entry in tmp_path.iterdir()] == ["memory.png"]
+
+
+@pytest.mark.parametrize("budget", [None, 4 * MIB])
+def test_a_line_is_drawn_at_the_budget_that_there_is(budget: int | None) -> None:
+    axes = Mock()
+    _draw_device(axes, timeline(), budget)
+    assert [line.args for line in axes.axhline.call_args_list] == ([] if budget is None else [(4.0,)])
 
 
 def test_nothing_to_draw_writes_nothing(tmp_path: Path) -> None:

@@ -239,6 +239,17 @@ def test_weights_that_cannot_be_set_aside_are_an_io_error(tmp_path: Path) -> Non
         file.write(weights)
 
 
+def test_weights_that_are_set_aside_and_cut_short_are_an_io_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with WeightFile(tmp_path) as file:
+        file.write([("a", torch.ones(1000))])
+        ends = iter([4000 - 8, 0])  # it raises if it is asked a third time
+        monkeypatch.setattr("os.preadv", lambda *_: next(ends))
+        with pytest.raises(IoError, match=r"read back the weights for --verify.*the file ends early"):
+            list(file.read())
+
+
 def test_weights_that_are_set_aside_come_back_in_order_and_in_fp32(tmp_path: Path) -> None:
     weights = [
         ("turned", torch.arange(6.0).view(2, 3).t()),
