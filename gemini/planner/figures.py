@@ -29,8 +29,9 @@ class Moment(NamedTuple):
 class Figures:
     """A segment for one micro-batch. ``forward`` and ``backward``: seconds of computing; ``*_messages``:
     seconds by axis; ``kept_bytes`` and the like as :class:`Segment` has them, ``peak_bytes`` of both
-    directions; ``sent_bytes`` by axis. ``uses`` and ``gradients``: where the computing lies between uses of
-    parameters, with the times of fewer samples where so many were not looked at."""
+    directions, ``forward_peak_bytes`` of forward; ``sent_bytes`` by axis. ``uses`` and ``gradients``: where
+    the computing lies between uses of parameters, with the times of fewer samples where so many were not
+    looked at."""
 
     forward: float
     backward: float
@@ -43,6 +44,7 @@ class Figures:
     parameters: tuple[ParameterSize, ...] = field(repr=False, default=())
     uses: tuple[Moment, ...] = field(repr=False, default=())
     gradients: tuple[Moment, ...] = field(repr=False, default=())
+    forward_peak_bytes: float = 0.0
 
     @property
     def num_moments(self) -> tuple[int, int]:
@@ -83,10 +85,11 @@ class Speeds:
     def figures(self, record: Record) -> tuple[Figures, ...]:
         """Return the figures of each segment."""
         sizes = {"tp": record.part.tp, "sp": record.part.sp}
-        return tuple(self._segment(each, sizes) for each in record.segments)
+        known: dict[int, float] = {}  # equal blocks have the same operators
+        return tuple(self._segment(each, sizes, known) for each in record.segments)
 
-    def _segment(self, segment: Segment, sizes: Mapping[str, int]) -> Figures:
-        uses, gradients = self._moments(segment.uses), self._moments(segment.gradients)
+    def _segment(self, segment: Segment, sizes: Mapping[str, int], known: dict[int, float]) -> Figures:
+        uses, gradients = self._moments(segment.uses, known), self._moments(segment.gradients, known)
         return Figures(
             sum(each.seconds for each in uses),
             sum(each.seconds for each in gradients),
@@ -99,11 +102,15 @@ class Speeds:
             segment.parameters,
             uses,
             gradients,
+            segment.forward.peak_bytes,
         )
 
-    def _moments(self, uses: Sequence[Use]) -> tuple[Moment, ...]:
+    def _moments(self, uses: Sequence[Use], known: dict[int, float]) -> tuple[Moment, ...]:
+        for each in uses:
+            if id(each.operations) not in known:
+                known[id(each.operations)] = self._computing(each)
         return tuple(
-            Moment(each.keys, self._computing(each), each.peak_bytes, each.left_bytes, each.is_lookup)
+            Moment(each.keys, known[id(each.operations)], each.peak_bytes, each.left_bytes, each.is_lookup)
             for each in uses
         )
 
@@ -153,4 +160,5 @@ def _between(one: Figures, two: Figures, steps: int) -> Figures:
         one.parameters,
         one.uses,
         one.gradients,
+        number("forward_peak_bytes"),
     )

@@ -21,7 +21,7 @@ from gemini.parallel.plan import (
     fingerprint,
 )
 from gemini.planner.chunks import Capacity
-from gemini.planner.price import Misfit, Price, RankPrice
+from gemini.planner.prices import Misfit, Price, RankPrice
 from gemini.planner.search import Found, Question
 from gemini.system.config import format_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache, cached_property
 from math import ceil
 
@@ -15,6 +15,7 @@ from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, simulate_actions
 from gemini.planner.chunks import Capacity, ChunkSizes, ChunkTable
+from gemini.planner.cuts import Ranges, StageRooms, fitting_ranges
 from gemini.planner.exchanges import (
     Gathers,
     Message,
@@ -25,8 +26,21 @@ from gemini.planner.exchanges import (
     whole_sizes,
 )
 from gemini.planner.figures import Figures, Speeds
+from gemini.planner.prices import Misfit, Price, RankPrice, is_better
+from gemini.planner.recomputation import (
+    Groups,
+    Held,
+    OrderOf,
+    again,
+    alone,
+    groups_of,
+    least_again,
+    rotor_of,
+    under_way,
+)
 from gemini.planner.records import ParameterSize, Part
-from gemini.planner.space import ALL, FIT, HALF, NONE, Combination
+from gemini.planner.rotor import Rotor, blocks_of
+from gemini.planner.space import ALL, AS_NEEDED, FIT, HALF, NONE, ROTOR, Combination
 from gemini.planner.tiers import (
     StagePasses,
     Transfers,
@@ -38,53 +52,7 @@ from gemini.planner.tiers import (
 # Of a part and its parameters by name, cut over so many ranks; None: not known yet, and taken for the least.
 ChunksOf = Callable[[Part, frozenset[str], int], ChunkSizes | None]
 FiguresOf = Callable[[Part, int], tuple[Figures, ...]]
-Ranges = tuple[tuple[int, int], ...]  # the segments of each stage
 Segments = frozenset[int]
-OrderOf = tuple[str, int, int, int]  # the arguments of make_order
-
-
-@dataclass(frozen=True)
-class RankPrice:
-    """A rank along ``pp``. ``device_bytes``: the most at a time; ``lower_bytes``: of model data below
-    DEVICE."""
-
-    device_bytes: int
-    lower_bytes: int
-    parameter_bytes: int
-    gradient_bytes: int
-    state_bytes: int
-    activation_bytes: int
-
-
-@dataclass(frozen=True)
-class Price:
-    """A step of ``step_seconds``. ``seconds``: of the busiest rank, by resource: computing, Adam, idle, each
-    axis, transfers. ``begins``: blocks with which stages begin, but the first; ``recompute``: blocks that
-    do."""
-
-    combination: Combination
-    step_seconds: float
-    seconds: dict[str, float]
-    ranks: tuple[RankPrice, ...]
-    begins: tuple[int, ...]
-    sent_bytes: dict[str, int]
-    recompute: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """A combination that does not fit: a rank needs ``needed_bytes`` of ``tier``, and has ``given_bytes``."""
-
-    combination: Combination
-    rank: int
-    tier: str
-    needed_bytes: int
-    given_bytes: int
-
-    @property
-    def missing_bytes(self) -> int:
-        """How much more would do."""
-        return self.needed_bytes - self.given_bytes
 
 
 class Pricer:
@@ -104,7 +72,9 @@ class Pricer:
         self.parameters, self.update = cache(self._parameters), cache(self._update)
         self.model_bytes, self.buckets = cache(self._model_bytes), cache(self._buckets)
         self.activations: dict[Hashable, int] = {}  # of a rank, whatever the ZeRO stage
+        self.fitted: dict[tuple[Combination, Ranges], Groups] = {}  # what recomputes as memory asks for
         self.takes, self.clock = cache(self._takes), cache(self._clock)
+        self.cuts, self.rotor = cache(self._cuts), cache(self._rotor)
         self.total, self.tail = cache(self._total), cache(self._tail)
 
     def least_seconds(self, choice: Combination) -> float:
@@ -147,17 +117,25 @@ class Pricer:
             for a, b in partition_balanced(blocks, num_stages)
         )
 
+    def _cuts(
+        self, part: Part, samples: int, again: Segments, recompute: str, rooms: StageRooms
+    ) -> Ranges | None:
+        return fitting_ranges(self.figures_of(part, samples), again, recompute, rooms)
+
+    def _rotor(self, part: Part, samples: int, first: int, last: int) -> Rotor:
+        return rotor_of(self.figures_of(part, samples), first, last)
+
     def _takes(
         self,
         part: Part,
         samples: int,
         ranges: Ranges,
-        again: Segments,
+        groups: Groups,
         order_of: OrderOf,
         gathers: Gathers | None,
     ) -> dict[tuple[Kind, int], float]:
         """Return how long an action of each stage takes. ``gathers`` None: there are no chunks."""
-        figures = self.figures_of(part, samples)
+        figures, times = self.figures_of(part, samples), again(groups)
         takes: dict[tuple[Kind, int], float] = {}
         for stage, (first, last) in enumerate(ranges):
             own = figures[first:last]
@@ -165,7 +143,7 @@ class Pricer:
             looks = self.look_seconds(own) if gathers else (0.0, 0.0)
             forward = gathering + looks[0] + sum(each.forward_seconds for each in own)
             backward = gathering + looks[1] + sum(each.backward_seconds for each in own)
-            backward += sum(figures[at].forward_seconds for at in range(first, last) if at in again)
+            backward += sum(times.get(at, 0) * figures[at].forward_seconds for at in range(first, last))
             # A chunk takes every gradient; without chunks the first of a step is taken as it is.
             added = 1.0 if gathers else 1 - 1 / order_of[2]
             backward += added * self.pass_seconds(_trained(own))
@@ -178,13 +156,13 @@ class Pricer:
         part: Part,
         samples: int,
         ranges: Ranges,
-        again: Segments,
+        groups: Groups,
         order_of: OrderOf,
         gathers: Gathers | None,
     ) -> Simulated:
         """Simulate the micro-batches."""
         figures = self.figures_of(part, samples)
-        takes = self.takes(part, samples, ranges, again, order_of, gathers)
+        takes = self.takes(part, samples, ranges, groups, order_of, gathers)
         passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
         return simulate_actions(
@@ -238,30 +216,11 @@ def _seconds(figures: Figures, *, again: bool) -> float:
 @cache
 def recomputed(recompute: str, num_segments: int) -> Segments:
     """Return which segments compute their forward again in any case: every second block for a half."""
-    steps = {NONE: 0, FIT: 0, HALF: 2, ALL: 1}[recompute]
+    steps = {NONE: 0, FIT: 0, ROTOR: 0, HALF: 2, ALL: 1}[recompute]
     return frozenset(range(1, num_segments - 1, steps) if steps else ())
 
 
-@cache
-def _under_way(order_of: OrderOf, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return what a rank holds at the moments at which that is most: which of its stages runs, and of how
-    many other micro-batches it holds the activations, by stage."""
-    order = make_order(*order_of)
-    stages = order.stages_of(rank)
-    counts = [0] * len(stages)
-    seen = set()
-    for action in order.by_rank[rank]:
-        at = stages.index(action.stage)
-        if action.kind is not Kind.FORWARD:
-            counts[at] -= 1
-        seen.add((at, tuple(counts)))
-        if action.kind in (Kind.FORWARD, Kind.INPUT):
-            counts[at] += 1
-    return tuple(one for one in seen if not any(one != other and _is_more(other, one) for other in seen))
-
-
-def _is_more(one: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]]) -> bool:
-    return one[0] == other[0] and all(a >= b for a, b in zip(one[1], other[1], strict=True))
+_MOST_CUTS = 3  # that are priced for their memory, beside that into equally long stages
 
 
 class _Pricing:
@@ -273,16 +232,21 @@ class _Pricing:
         self._figures = pricer.figures_of(*key)
         self._order_of = choice.schedule, choice.layout.pp, choice.num_microbatches, choice.stages_per_rank
         self._order: Order = make_order(*self._order_of)
-        again = recomputed(choice.recompute, len(self._figures))
-        self._ranges = pricer.ranges(*key, again, self._order.num_stages)
+        self._anyway = recomputed(choice.recompute, len(self._figures))
         self._copies = choice.layout.dp * choice.layout.sp
-        self._recompute(again)
+        self._take(pricer.ranges(*key, self._anyway, self._order.num_stages))
 
-    def _recompute(self, again: Segments) -> None:
-        """Take it that these segments compute their forward again."""
+    def _take(self, ranges: Ranges) -> None:
+        """Take it that stages have these segments."""
+        self._ranges = ranges
+        self.__dict__.pop("_gathers", None)
+        self._recompute(alone(self._anyway))
+
+    def _recompute(self, groups: Groups) -> None:
+        """Take it that these groups compute their forward again."""
         choice = self._choice
-        self._again, self._traces = again, dict[int, Trace]()
-        stages = choice.part, choice.microbatch_size, self._ranges, again, self._order_of
+        self._held, self._traces = Held(self._figures, groups), dict[int, Trace]()
+        stages = choice.part, choice.microbatch_size, self._ranges, groups, self._order_of
         self._passes_of = (*stages, self._gathers)
 
     @cached_property
@@ -307,14 +271,62 @@ class _Pricing:
         return chunks_of(self._parameters(rank), self._table(rank))
 
     def result(self) -> Price | Misfit:
-        """Return the price, or the rank that lacks most."""
-        if self._choice.recompute == FIT:
+        """Return the price, or the rank that lacks most. Stages take equally long; where their memory makes
+        those misfit or recompute, they are cut for their memory, if that is better."""
+        found = last = self._of_ranges()
+        lacks = [0] * self._order.num_stages
+        for _ in range(_MOST_CUTS):
+            ranges = self._cut_for(lacks) if self._may_be_cut(last) else None
+            if ranges is None:
+                break
+            if ranges != self._ranges:
+                self._take(ranges)
+                last = self._of_ranges()
+                found = last if is_better(last, found) else found
+            elif isinstance(last, Misfit):
+                lacks[last.rank] += last.missing_bytes
+            else:
+                break
+        return found
+
+    def _of_ranges(self) -> Price | Misfit:
+        """Return the price with the stages as they are cut now."""
+        if self._choice.recompute in AS_NEEDED:
             self._fit()
+        if self._choice.recompute == ROTOR:
+            self._group()
         held = [self._rank(rank) for rank in range(self._choice.layout.pp)]
         misfits = [each for each in held if isinstance(each, Misfit)]
         if misfits:
             return max(misfits, key=lambda each: each.missing_bytes)
         return self._timed([each for each in held if isinstance(each, RankPrice)])
+
+    # -- stages ----------------------------------------------------------------------------------
+
+    def _may_be_cut(self, found: Price | Misfit) -> bool:
+        """Say whether other stages may be better for their memory: each rank has one, of several blocks."""
+        stages, blocks = self._order.num_stages, len(self._figures) - 2
+        has_one = stages == self._choice.layout.pp and 1 < stages < blocks
+        recomputes = self._choice.recompute in AS_NEEDED and bool(self._held.groups)
+        return has_one and not self._choice.uses_lower and (isinstance(found, Misfit) or recomputes)
+
+    def _cut_for(self, lacks: Sequence[int]) -> Ranges | None:
+        """Return the segments of stages that fit where each has so much less room than its rank."""
+        choice, pricer = self._choice, self._pricer
+        key = choice.part, choice.microbatch_size
+        cut = DataCut(self._copies, choice.zero_stage, choice.num_microbatches)
+        rooms = StageRooms(
+            tuple(pricer.capacity.device_bytes - each for each in lacks),
+            tuple(
+                max(counts[0] for _, counts in under_way(self._order_of, rank))
+                for rank in range(choice.layout.pp)
+            ),
+            tuple(sum(pricer.model_bytes(*key, ((at, at + 1),), cut)) for at in range(len(self._figures))),
+            choice.num_microbatches,
+        )
+        return pricer.cuts(*key, self._anyway, choice.recompute, rooms)
+
+    # -- recomputation ---------------------------------------------------------------------------
 
     def _fit(self) -> None:
         """Recompute as few blocks of each rank as its memory asks for, first those that free most for each
@@ -324,20 +336,67 @@ class _Pricing:
             figures = self._figures[at]
             return (figures.kept_bytes - figures.input_bytes) / max(figures.forward_seconds, 1e-12)
 
+        known, key = self._pricer.fitted, (replace(self._choice, recompute=FIT), self._ranges)
+        if key in known:
+            self._recompute(known[key])
+            return
         for rank in range(self._choice.layout.pp):
-            blocks = [at for at, _ in self._segments(rank) if 0 < at < len(self._figures) - 1]
-            self._fit_rank(rank, sorted(blocks, key=freed, reverse=True))
+            self._fit_rank(rank, sorted(self._blocks(rank), key=freed, reverse=True))
+        known[key] = self._held.groups
 
     def _fit_rank(self, rank: int, blocks: Sequence[int]) -> None:
         """Recompute the first of a rank's ``blocks``, as few as make it fit; all where that is too few."""
-        others = self._again
+        others = frozenset(self._held.times)
 
         def fits(count: int) -> bool:
-            self._recompute(others | frozenset(blocks[:count]))
+            self._recompute(alone(others | frozenset(blocks[:count])))
             return isinstance(self._rank(rank), RankPrice)
 
         count = bisect_left(range(len(blocks)), True, key=fits)
-        self._recompute(others | frozenset(blocks[:count]))
+        self._recompute(alone(others | frozenset(blocks[:count])))
+
+    def _group(self) -> None:
+        """Recompute blocks in groups where that is faster, or fits at all."""
+        for rank in range(self._choice.layout.pp):
+            self._group_rank(rank)
+
+    def _group_rank(self, rank: int) -> None:
+        figures, before = self._figures, self._held.groups
+        blocks = self._blocks(rank)
+        own = [group for group in before if blocks_of(group)[0] in blocks]
+        if not own:
+            return
+        rest = tuple(group for group in before if group not in own)
+        fitted = self._rank(rank)
+        took = sum(figures[at].forward_seconds for group in own for at in blocks_of(group))
+        others = max(counts[0] for _, counts in under_way(self._order_of, rank))
+        room = self._pricer.capacity.device_bytes - self._chunks(rank).total_bytes
+        first, last = self._ranges[rank]
+        if isinstance(fitted, Misfit):
+            everywhere = Held(figures, alone(blocks)).kept(first, last) - sum(
+                figures[at].input_bytes for at in blocks
+            )
+            if (others + 1) * everywhere + max(figures[at].peak_bytes for at in blocks) > room:
+                return  # groups keep more than that
+        else:
+            lacks = Held(figures, ()).kept(first, last) - room / (others + 1)
+            fastest = min(figures[at].forward_seconds for at in blocks)
+            if took - least_again(figures, blocks, lacks) < fastest:
+                return  # one block less is too few
+        key = self._choice.part, self._choice.microbatch_size
+        found = self._pricer.rotor(*key, first, last).spread(room, others)
+        if found is None:
+            return
+        groups = tuple(groups_of(found.items, first))
+        self._recompute(tuple(sorted((*rest, *groups), key=blocks_of)))
+        grouped = self._rank(rank)
+        again_takes = sum(count * figures[at].forward_seconds for at, count in again(groups).items())
+        if isinstance(grouped, Misfit) or (isinstance(fitted, RankPrice) and again_takes >= took):
+            self._recompute(before)
+
+    def _blocks(self, rank: int) -> list[int]:
+        """Return the segments of a rank that are blocks."""
+        return [at for at, _ in self._segments(rank) if 0 < at < len(self._figures) - 1]
 
     def _segments(self, rank: int) -> Iterator[tuple[int, Figures]]:
         for stage in self._order.stages_of(rank):
@@ -358,10 +417,9 @@ class _Pricing:
     def _rank(self, rank: int) -> RankPrice | Misfit:
         """Return what a rank holds. Chunks of ZeRO 3 lie below DEVICE as far as they must and may."""
         choice, capacity = self._choice, self._pricer.capacity
-        cut = DataCut(self._copies, choice.zero_stage, choice.num_microbatches)
-        parameters, gradients, states = self._pricer.model_bytes(*self._own(rank), cut)
+        parameters, gradients, states = self._model_bytes(rank)
         activations = self._activations(rank)
-        chunks = self._chunks(rank, parameters + gradients + states)
+        chunks = self._chunks(rank)
         needed = least = activations + chunks.total_bytes
         if choice.uses_lower and needed > capacity.device_bytes:
             least = activations + chunks.working_bytes
@@ -374,10 +432,15 @@ class _Pricing:
             return Misfit(choice, rank, "HOST and DISK", lower, capacity.lower_bytes)
         return RankPrice(needed - lower, lower, parameters, gradients, states, activations)
 
-    def _chunks(self, rank: int, model_bytes: int) -> ChunkSizes:
+    def _model_bytes(self, rank: int) -> tuple[int, int, int]:
+        """Return the bytes of parameters, gradients and states of a rank."""
+        cut = DataCut(self._copies, self._choice.zero_stage, self._choice.num_microbatches)
+        return self._pricer.model_bytes(*self._own(rank), cut)
+
+    def _chunks(self, rank: int) -> ChunkSizes:
         """Return what a rank holds of model data: with ZeRO 3 in chunks, some of which are whole at times; at
         least where those are not known, so that nothing that may fit is left out."""
-        return self._laid_out(rank) or ChunkSizes(model_bytes, 0)
+        return self._laid_out(rank) or ChunkSizes(sum(self._model_bytes(rank)), 0)
 
     def _laid_out(self, rank: int) -> ChunkSizes | None:
         """Return the chunks of a rank as the runtime lays them out; None: it has none, or nobody knows."""
@@ -400,30 +463,14 @@ class _Pricing:
 
     def _most_activations(self, rank: int) -> int:
         ranges = [self._ranges[stage] for stage in self._order.stages_of(rank)]
-        kept = [self._kept(*each) for each in ranges]
-        inner = [self._inner(*each) for each in ranges]
+        kept = [self._held.kept(*each) for each in ranges]
+        inner = [self._held.most(*each) for each in ranges]
         return ceil(
             max(
                 inner[at] + sum(a * b for a, b in zip(counts, kept, strict=True))
-                for at, counts in _under_way(self._order_of, rank)
+                for at, counts in under_way(self._order_of, rank)
             )
         )
-
-    def _kept_of(self, at: int) -> float:
-        return self._figures[at].input_bytes if at in self._again else self._figures[at].kept_bytes
-
-    def _kept(self, first: int, last: int) -> float:
-        """Return what a stage leaves of one micro-batch, its input from another rank included."""
-        received = self._figures[first].input_bytes if first else 0
-        return received + sum(self._kept_of(at) for at in range(first, last))
-
-    def _inner(self, first: int, last: int) -> float:
-        """Return the most that a stage holds while it runs one micro-batch."""
-        held, most = self._figures[first].input_bytes if first else 0, 0.0
-        for at in range(first, last):
-            most = max(most, held + self._figures[at].peak_bytes)
-            held += self._kept_of(at)
-        return most
 
     # -- seconds ---------------------------------------------------------------------------------
 
@@ -442,6 +489,7 @@ class _Pricing:
         if isinstance(waits, Misfit):
             return waits
         busiest = max(range(len(ranks)), key=lambda rank: clock.busy[rank])
+        groups = self._held.groups
         messages = {axis: self._messages(axis, busiest) for axis in ("tp", "sp")}
         gathers = self._gathering(busiest)
         seconds = {
@@ -459,7 +507,8 @@ class _Pricing:
             tuple(ranks),
             tuple(first - 1 for first, _ in self._ranges[1:]),
             self._sent(busiest),
-            tuple(at - 1 for at in sorted(self._again)),
+            tuple(group[0] - 1 for group in groups if len(group) == 1 and isinstance(group[0], int)),
+            tuple(groups_of((group for group in groups if len(blocks_of(group)) > 1), -1)),
         )
 
     def _messages(self, axis: str, rank: int) -> float:
@@ -467,7 +516,7 @@ class _Pricing:
         each = 0.0
         for at, figures in self._segments(rank):
             forward = figures.forward_messages.get(axis, 0.0)
-            each += forward * (2 if at in self._again else 1) + figures.backward_messages.get(axis, 0.0)
+            each += forward * (1 + self._held.times.get(at, 0)) + figures.backward_messages.get(axis, 0.0)
         return each * self._choice.num_microbatches
 
     def _gathering(self, rank: int) -> float:
@@ -519,8 +568,8 @@ class _Pricing:
         stages = StagePasses(
             self._figures,
             self._ranges,
-            self._again,
-            self._kept_of,
+            frozenset(self._held.times),
+            self._held.kept_of,
             self._pricer.takes(*self._passes_of),
             self._pricer.clock(*self._passes_of),
         )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 Item: TypeAlias = Union[int, "tuple[Item, ...]"]
 SLOTS = 500  # the most points of memory at which a part of the chain is looked at
-_STEPS = 24  # what forward may leave of a micro-batch is tried in so many
+_STEPS = 12  # what forward may leave of a micro-batch is tried in so many
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class ChainBlock:
     """A block of a chain. ``output_bytes``: what it passes on, and the gradient of that; ``kept_bytes``: what
     a forward pass leaves for backward, output included. What passes take at times comes on top: ``extra``
     beside input and output of a forward pass that keeps nothing, ``keep_extra`` beside ``kept_bytes`` (None:
-    as much), ``backward_extra`` beside ``kept_bytes`` and the gradient of the output."""
+    as much), ``backward_extra`` beside ``kept_bytes`` and the gradient of the output. ``stays``: it is in no
+    group."""
 
     forward_seconds: float
     backward_seconds: float
@@ -36,6 +37,7 @@ class ChainBlock:
     extra: int = 0
     backward_extra: int = 0
     keep_extra: int | None = None
+    stays: bool = False
 
     @property
     def keeping_bytes(self) -> int:
@@ -167,12 +169,6 @@ class Rotor:
         numbers: dict[ChainBlock, int] = {}
         self._kinds = tuple(numbers.setdefault(each, len(numbers)) for each in chain.blocks)
         self._fronts: dict[tuple[int, ...], _Front] = {}
-        count = len(chain.blocks)
-        for length in range(1, count + 1):
-            for first in range(count - length + 1):
-                key = self._kinds[first : first + length]
-                if key not in self._fronts:
-                    self._fronts[key] = self._made(first, first + length)
 
     def schedule(self, budget_bytes: int) -> Schedule | None:
         """Return the fastest schedule within a budget, in which the input counts; None: none fits."""
@@ -190,6 +186,12 @@ class Rotor:
         return int(self._front(0, len(self.chain.blocks)).nbytes[0]) + self.chain.input_bytes
 
     def _front(self, first: int, last: int) -> _Front:
+        if self._kinds[first:last] not in self._fronts:
+            for length in range(1, last - first + 1):  # from the shortest parts on
+                for begin in range(first, last - length + 1):
+                    key = self._kinds[begin : begin + length]
+                    if key not in self._fronts:
+                        self._fronts[key] = self._made(begin, begin + length)
         return self._fronts[self._kinds[first:last]]
 
     def _made(self, first: int, last: int) -> _Front:
@@ -204,6 +206,8 @@ class Rotor:
         found = [(np.maximum(least, own.kept_bytes + rest.nbytes), took + rest.seconds)]
         needed, forward, given = 0, 0.0, 0
         for count, block in enumerate(blocks[first : last - 1], 1):
+            if block.stays:
+                break
             needed = max(needed, gradient + given + block.output_bytes + block.extra)
             forward, given = forward + block.forward_seconds, block.output_bytes
             again, behind = self._front(first, first + count), self._front(first + count, last)
@@ -309,6 +313,8 @@ class Rotor:
         yield 0, own.kept_bytes, np.where(room >= least, took, np.inf)
         needed, forward, given = 0, 0.0, 0
         for size, block in enumerate(blocks[first:], 1):
+            if block.stays:
+                break
             needed = max(needed, given + block.output_bytes + block.extra)
             forward, given = forward + block.forward_seconds, block.output_bytes
             again = self._front(first, first + size).at(room)

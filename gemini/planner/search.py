@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 
 from torch import nn
@@ -16,7 +17,8 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import Run
 from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
 from gemini.planner.figures import Figures, Speeds, scaled
-from gemini.planner.price import Misfit, Price, Pricer
+from gemini.planner.price import Pricer
+from gemini.planner.prices import Misfit, Price
 from gemini.planner.records import CutModel, Part, Record
 from gemini.planner.space import FIT, NONE, Combination, Pins, below, combinations, layouts, named
 
@@ -89,7 +91,8 @@ class Search:
     """What :func:`search` does, any number of times; what it learns of the model is kept. Raises as it."""
 
     def __init__(self, model: nn.Module, run_of: RunOf, question: Question) -> None:
-        self._model, self._run_of, self._question = model, run_of, question
+        self._model, self._question = model, question
+        self._run_of = cache(run_of)  # for all parts
         self._impossible: Mapping[Layout, str] = {}
         self._records: dict[tuple[Part, int], Record] = {}
         self._cut: dict[Part, CutModel] = {}

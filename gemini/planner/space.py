@@ -12,10 +12,17 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.pipeline.orders import make_order
 from gemini.planner.records import Part
 
-# Of the blocks recompute; FIT: of each rank as few as its memory asks for.
-NONE, FIT, HALF, ALL = "none", "fit", "half", "all"
+# Of the blocks recompute; FIT: of each rank as few as its memory asks for; ROTOR: the same in groups, which
+# keep one input each.
+NONE, FIT, ROTOR, HALF, ALL = "none", "fit", "rotor", "half", "all"
 RECOMPUTES = (NONE, FIT, HALF, ALL)
-_SAID = {FIT: "as few blocks recompute as fit", HALF: "half blocks recompute", ALL: "all blocks recompute"}
+AS_NEEDED = (FIT, ROTOR)
+_SAID = {
+    FIT: "as few blocks recompute as fit",
+    ROTOR: "groups of blocks recompute as they fit",
+    HALF: "half blocks recompute",
+    ALL: "all blocks recompute",
+}
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 AXES = ("tp", "pp", "sp", "dp")
 _SP_MODES = ("ulysses", "ring")
@@ -127,7 +134,8 @@ def layouts(num_ranks: int, pins: Pins) -> Iterator[Layout]:
 
 def combinations(layout: Layout, batch: int, pins: Pins, *, blocks: int) -> Iterator[Combination]:
     """Yield what can be chosen with a layout, for ``batch`` samples in a step of all ranks, on DEVICE alone.
-    ``blocks``: how many a model has that can be recomputed, or be a stage."""
+    ``blocks``: how many a model has that can be recomputed, or be a stage. Groups recompute where each rank
+    has one stage."""
     if batch % layout.dp:
         return
     modes = _SP_MODES if layout.sp > 1 else _SP_MODES[:1]
@@ -139,7 +147,7 @@ def combinations(layout: Layout, batch: int, pins: Pins, *, blocks: int) -> Iter
                 found = Combination(
                     layout, mode, schedule, stages, micro, batch // layout.dp // micro, zero, recompute
                 )
-                if _is_allowed(found, pins):
+                if _is_allowed(found, pins) and (recompute != ROTOR or stages == 1):
                     yield found
 
 
@@ -157,7 +165,7 @@ def _is_allowed(choice: Combination, pins: Pins) -> bool:
 def below(choice: Combination, pins: Pins) -> Combination | None:
     """Return the same with chunks below DEVICE. None: ZeRO 0 to 2 have no chunks to place, pins forbid it, or
     blocks recompute only as far as DEVICE asks for it: chunks below it leave room at any price."""
-    if choice.zero_stage != 3 or choice.recompute == FIT or not pins.allow("tiers", "lower"):
+    if choice.zero_stage != 3 or choice.recompute in AS_NEEDED or not pins.allow("tiers", "lower"):
         return None
     return replace(choice, uses_lower=True)
 

@@ -2,7 +2,7 @@
 
 Alpa's dynamic program between operators: a step of m micro-batches takes what all stages take for one, and
 m - 1 times what the slowest takes. The slowest is tried from the fastest that can be; with each the least sum
-is found. What does not fit takes forever: so every stage may have its own memory, and its own recomputation.
+is found. What does not fit takes infinitely long, so every stage may have its own memory and recomputation.
 """
 
 from __future__ import annotations

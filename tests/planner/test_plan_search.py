@@ -12,10 +12,12 @@ from planner_models import GIB, Net, machine, net, question, run_of
 from gemini import ConfigError
 from gemini.forecast.meter import OperationCosts
 from gemini.parallel.layout import Layout
+from gemini.planner import price as pricing
 from gemini.planner import search as search_module
 from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
 from gemini.planner.figures import Figures, Speeds
-from gemini.planner.price import Misfit, Price, Pricer
+from gemini.planner.price import Pricer
+from gemini.planner.prices import Misfit, Price
 from gemini.planner.records import CutModel, Part
 from gemini.planner.search import Question, search, search_each
 from gemini.planner.space import Combination, Pins, below, combinations, layouts
@@ -143,6 +145,45 @@ def test_fewer_blocks_recompute_where_that_is_left_open() -> None:
     assert free is not None
     assert 0 < len(free.recompute) < 8
     assert free.step_seconds < every.step_seconds
+
+
+def test_stages_are_cut_for_their_memory_where_equal_ones_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first stage of 1F1B holds most micro-batches: it gets fewer blocks, the last one more.
+    pins = Pins.parse(["pp=4", "schedule=1f1b", "microbatches=8", "zero=0", "recompute=none"])
+
+    def found(capacity: Capacity) -> list[Price]:
+        return search(net(*(64,) * 12), run_of, question(4, 16, capacity=capacity, pins=pins)).prices
+
+    even = found(Capacity(GIB))[0]
+    assert even.begins == (3, 6, 9)
+    less = Capacity(max(rank.device_bytes for rank in even.ranks) - 1)
+    cut = found(less)[0]
+    assert cut.begins[0] < 3
+    assert cut.begins[2] < 9
+    assert all(rank.device_bytes <= less.device_bytes for rank in cut.ranks)
+    monkeypatch.setattr(pricing._Pricing, "_may_be_cut", lambda *_: False)
+    assert not found(less)
+
+
+def test_stages_that_are_cut_for_their_memory_are_faster_than_equal_ones_that_recompute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Five blocks on two stages: the first has three of them, as the head is behind the others.
+    slow = replace(machine(), matmul_flops={"fp32": 1e9}, memory_bytes_per_second=1e9)
+
+    def found(recompute: str, capacity: Capacity) -> Price:
+        pins = Pins.parse(f"pp=2 schedule=1f1b microbatches=8 zero=0 recompute={recompute}".split())
+        asked = question(2, 16, machine=slow, capacity=capacity, pins=pins)
+        return search(net(*(256,) * 5), run_of, asked).prices[0]
+
+    even = found("none", Capacity(GIB))
+    assert even.begins == (3,)
+    less = Capacity(max(rank.device_bytes for rank in even.ranks) - 1)
+    cut = found("fit", less)
+    assert cut.begins == (2,)
+    monkeypatch.setattr(pricing._Pricing, "_may_be_cut", lambda *_: False)
+    assert found("fit", less).recompute
+    assert cut.step_seconds < 0.98 * found("fit", less).step_seconds
 
 
 def test_equal_questions_have_equal_answers() -> None:

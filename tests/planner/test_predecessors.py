@@ -19,7 +19,8 @@ from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.planner.chunks import Capacity
 from gemini.planner.exchanges import BUCKET_NUMEL, Gathers, buckets_of, exchange_seconds
 from gemini.planner.figures import Figures, Speeds
-from gemini.planner.price import Price, Pricer
+from gemini.planner.price import Pricer
+from gemini.planner.prices import Price
 from gemini.planner.records import CutModel, ParameterSize, Part
 from gemini.planner.search import Question, search
 from gemini.planner.space import Pins

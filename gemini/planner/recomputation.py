@@ -1,0 +1,167 @@
+"""Recomputation: which segments of a stage run forward again in backward, and what a stage then holds.
+
+Segments that are recomputed lie in groups (:mod:`gemini.planner.rotor`): a group keeps its input alone, and
+what is a group within it is computed once more. All others keep what backward needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from math import ceil
+
+from gemini.parallel.pipeline.orders import Kind, make_order
+from gemini.planner.figures import Figures
+from gemini.planner.rotor import Chain, ChainBlock, Item, Rotor, blocks_of
+
+Group = tuple[Item, ...]
+Groups = tuple[Group, ...]  # of segments, in their order
+OrderOf = tuple[str, int, int, int]  # the arguments of make_order
+_SLOTS = 64
+
+
+def alone(segments: Iterable[int]) -> Groups:
+    """Return groups of one segment each."""
+    return tuple((each,) for each in sorted(segments))
+
+
+@lru_cache(maxsize=4096)
+def again(groups: Groups) -> dict[int, int]:
+    """Return how often each segment of some groups runs forward again."""
+    found: Counter[int] = Counter()
+    for group in groups:
+        found.update(blocks_of(group))
+        for item in group:
+            if not isinstance(item, int):
+                found.update(again((item,)))
+    return dict(found)
+
+
+class Held:
+    """What stages hold of a micro-batch, with segments of which ``groups`` are recomputed."""
+
+    def __init__(self, figures: Sequence[Figures], groups: Groups) -> None:
+        self._figures, self.groups = figures, groups
+        self.times = again(groups)
+        self._group_at = {blocks_of(group)[0]: group for group in groups}
+
+    def kept_of(self, at: int) -> float:
+        """Return what forward leaves of a segment: of a group its input alone."""
+        if at not in self.times:
+            return self._figures[at].kept_bytes
+        return self._figures[at].input_bytes if at in self._group_at else 0.0
+
+    def kept(self, first: int, last: int) -> float:
+        """Return what a stage leaves of one micro-batch, its input from another rank included."""
+        received = self._figures[first].input_bytes if first else 0
+        return received + sum(self.kept_of(at) for at in range(first, last))
+
+    def most(self, first: int, last: int) -> float:
+        """Return the most that a stage holds while it runs one micro-batch."""
+        items: list[Item] = []
+        for at in range(first, last):
+            if at not in self.times:
+                items.append(at)
+            elif at in self._group_at:
+                items.append(self._group_at[at])
+        received = self._figures[first].input_bytes if first else 0
+        return self._most(items, received, 0.0)
+
+    def _most(self, items: Sequence[Item], held: float, gradient: float) -> float:
+        """Return the most in a pass over ``items``, forward and backward, beside what is ``held``, with a
+        ``gradient`` that waits."""
+        figures, most, before = self._figures, 0.0, []
+        for item in items:
+            before.append(held)
+            if isinstance(item, int):
+                most = max(most, held + gradient + figures[item].forward_peak_bytes)
+                held += figures[item].kept_bytes
+                continue
+            given = 0.0
+            for at in blocks_of(item):
+                most = max(most, held + gradient + given + figures[at].forward_peak_bytes)
+                given = self._output(at)
+            held += figures[blocks_of(item)[0]].input_bytes
+        for item, under in zip(items, before, strict=True):
+            if isinstance(item, int):
+                most = max(most, under + figures[item].peak_bytes)
+            else:
+                most = max(most, self._most(item, under, self._output(blocks_of(item)[-1])))
+        return most
+
+    def _output(self, at: int) -> float:
+        """Return the bytes of what a segment passes on, and of its gradient."""
+        return self._figures[at + 1].input_bytes if at + 1 < len(self._figures) else 0.0
+
+
+def rotor_of(figures: Sequence[Figures], first: int, last: int) -> Rotor:
+    """Return the schedules of a stage. The segments before and behind all blocks are not recomputed."""
+    blocks = []
+    for at in range(first, last):
+        own = figures[at]
+        given = figures[at + 1].input_bytes if at + 1 < len(figures) else 0.0
+        blocks.append(
+            ChainBlock(
+                own.forward_seconds,
+                own.backward_seconds,
+                ceil(given),
+                ceil(own.kept_bytes),
+                ceil(max(own.forward_peak_bytes - given, 0)),
+                ceil(max(own.peak_bytes - own.kept_bytes - given, 0)),
+                ceil(max(own.forward_peak_bytes - own.kept_bytes, 0)),
+                stays=at in (0, len(figures) - 1),
+            )
+        )
+    received = figures[first].input_bytes if first else 0.0
+    return Rotor(Chain(tuple(blocks), ceil(received)), slots=_SLOTS)
+
+
+def groups_of(items: Iterable[Item], first: int) -> Iterator[Group]:
+    """Yield the groups among the items of a stage whose first segment is ``first``."""
+    for item in items:
+        if not isinstance(item, int):
+            yield _moved(item, first)
+
+
+def _moved(items: Group, by: int) -> Group:
+    return tuple(each + by if isinstance(each, int) else _moved(each, by) for each in items)
+
+
+def least_again(figures: Sequence[Figures], blocks: Iterable[int], freed_bytes: float) -> float:
+    """Return for how many seconds some of ``blocks`` run forward again at least to free so much: as long as
+    they would if their inputs took nothing."""
+
+    def value(at: int) -> float:
+        return figures[at].kept_bytes / max(figures[at].forward_seconds, 1e-12)
+
+    seconds = 0.0
+    for at in sorted(blocks, key=value, reverse=True):
+        if freed_bytes <= 0:
+            return seconds
+        share = min(1.0, freed_bytes / max(figures[at].kept_bytes, 1e-12))
+        seconds += share * figures[at].forward_seconds
+        freed_bytes -= figures[at].kept_bytes
+    return seconds if freed_bytes <= 0 else float("inf")
+
+
+@cache
+def under_way(order_of: OrderOf, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return what a rank holds at the moments at which that is most: which of its stages runs, and of how
+    many other micro-batches it holds the activations, by stage."""
+    order = make_order(*order_of)
+    stages = order.stages_of(rank)
+    counts = [0] * len(stages)
+    seen = set()
+    for action in order.by_rank[rank]:
+        at = stages.index(action.stage)
+        if action.kind is not Kind.FORWARD:
+            counts[at] -= 1
+        seen.add((at, tuple(counts)))
+        if action.kind in (Kind.FORWARD, Kind.INPUT):
+            counts[at] += 1
+    return tuple(one for one in seen if not any(one != other and _is_more(other, one) for other in seen))
+
+
+def _is_more(one: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]]) -> bool:
+    return one[0] == other[0] and all(a >= b for a, b in zip(one[1], other[1], strict=True))
