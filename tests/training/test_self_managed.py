@@ -137,3 +137,18 @@ def test_a_plain_optimizer_has_nothing_of_it() -> None:
     assert not hasattr(optimizer, "backward")
     assert not hasattr(optimizer, "loss_scale")
     copy.deepcopy(optimizer)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_were_given_up_are_in_no_update(set_to_none: bool) -> None:
+    plain, net = seeded(mlp), seeded(mlp)
+    with GeminiDDP(net) as model:
+        for one in (plain, model):
+            optimizer = HybridAdam(one.parameters(), lr=1e-2)
+            for step in range(3):
+                square(one, step + 7).backward()
+                optimizer.zero_grad(set_to_none)
+                square(one, step).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
