@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gemini import ConfigError
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
-from gemini.parallel.pipeline.absent import Taken
+from gemini.parallel.pipeline.absent import Absent, Passage, Taken, outline_of
 
 WIDTH = 6
 NOTED: list[Tensor] = []
@@ -127,3 +127,11 @@ def test_a_block_that_holds_the_model_around_it_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"'blocks\.1' holds the model, .* attribute 'owner'"):
         staged(0, build)
+
+
+def test_a_module_within_an_absent_one_is_absent_too_and_the_same_each_time() -> None:
+    absent = Absent("block", outline_of(nn.TransformerEncoderLayer(4, 2)), Passage())
+    inner = absent.self_attn.out_proj
+    assert type(inner) is Absent
+    assert inner is absent.self_attn.out_proj
+    assert list(absent.stand_ins()) == [absent, absent.self_attn, inner]

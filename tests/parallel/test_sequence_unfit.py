@@ -11,7 +11,7 @@ from sequence_harness import make_mesh
 
 from gemini import ConfigError
 from gemini.parallel.sequence import parallelize_sequence
-from gemini.parallel.sequence.hugging_face import refuse_unfit
+from gemini.parallel.sequence.hugging_face import _is_at_the_end, refuse_unfit
 
 transformers = pytest.importorskip("transformers", reason="models of transformers")
 
@@ -128,3 +128,10 @@ def _asked_for_later(cut: str, how: str) -> str:
 @pytest.mark.parametrize(("cut", "how"), [("batch", "call"), ("blocks", "configuration"), ("blocks", "call")])
 def test_losses_of_routers_are_refused_whenever_they_are_asked_for(cut: str, how: str) -> None:
     assert all("a loss of the routers" in said for said in run_on_ranks(_asked_for_later, 2, cut, how))
+
+
+def test_padding_needs_no_mask_where_all_of_it_is_behind_what_counts() -> None:
+    ends, begins = torch.tensor([[True, True], [True, False]]), torch.tensor([[True, True], [False, True]])
+    assert _is_at_the_end(ends)
+    assert not _is_at_the_end(begins)
+    assert _is_at_the_end(begins.to("meta"))

@@ -32,6 +32,7 @@ from gemini.parallel.tensor import (
     Row,
     vocabulary_cross_entropy,
 )
+from gemini.parallel.tensor.region import reduce
 
 MLP_PLAN = {"up": "colwise", "down": "rowwise"}
 
@@ -192,6 +193,19 @@ def test_layers_that_take_one_tensor_share_one_sum_of_its_gradient() -> None:
     for calls, sent in run_on_ranks(count_calls, 2):
         assert calls == {"all_reduce": 2}
         assert sent == {"all_reduce": 2 * 2 * activation_bytes // 2}  # 2 (P - 1) / P of each
+
+
+def reduce_what_lies() -> tuple[bool, bool]:
+    """Return whether a sum over two ranks is right, of what lies in order and of every second column."""
+    axis = make_mesh(tp=2).axis("tp")
+    assert axis is not None
+    plain, every_second = inputs(3, 2), inputs(3, 4)[:, ::2]
+    wanted = 2 * plain, 2 * every_second
+    return torch.equal(reduce(plain, axis), wanted[0]), torch.equal(reduce(every_second, axis), wanted[1])
+
+
+def test_a_sum_over_ranks_is_right_however_its_operands_lie_in_memory() -> None:
+    assert run_on_ranks(reduce_what_lies, 2) == [(True, True)] * 2
 
 
 def take_loss() -> tuple[float, float, int]:
