@@ -1,0 +1,507 @@
+"""How operators may be cut: the rules of torch's DTensor, and own ones for what those lack.
+
+This is the only file that names DTensor's private rules. They are asked for a mesh of one axis; on a mesh of
+several, each axis follows a rule of its own. What a rule says is tried on ``meta``: a part of a tensor must
+come out with the shape that its layout has.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
+from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
+
+from gemini.planner.operators.convert import OperatorLayout
+from gemini.planner.operators.local import RANDOM, SIZE_ARGUMENTS, local_call, tensors_of
+
+_aten = torch.ops.aten
+
+# A placement along one axis: the dimension that is cut, or one of these.
+WHOLE, SUM, MEAN = -1, -2, -3
+# What private rules raise where they do not take what they are asked.
+_REFUSALS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    KeyError,
+    IndexError,
+    AttributeError,
+)
+# Arguments that name sizes: an operator that has one and is not in SIZE_ARGUMENTS is not cut.
+_SIZE_NAMES = frozenset(
+    ("size", "sizes", "input_sizes", "self_sizes", "output_size", "shape", "N", "C", "HxW", "num_weights")
+)
+# Operators with rules that are wrong for what this planner does with them.
+_NEVER_CUT = frozenset(
+    (
+        _aten.native_batch_norm.default,
+        _aten.native_batch_norm_backward.default,
+        _aten._native_batch_norm_legit.default,
+        _aten._native_batch_norm_legit_functional.default,
+        _aten._batch_norm_with_update_functional.default,
+        _aten.batch_norm_backward.default,
+    )
+)
+
+
+class Rule(NamedTuple):
+    """The placements of outputs (None: no tensor) and tensor inputs along one axis."""
+
+    outputs: tuple[int | None, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an operator on a mesh: layouts of its outputs (None: no tensor) and of its tensor
+    inputs, in the order of :func:`tensors_of`. ``scale``: what the outputs are multiplied by, because DTensor
+    means averages where sums are added up."""
+
+    outputs: tuple[OperatorLayout | None, ...]
+    inputs: tuple[OperatorLayout, ...]
+    scale: float = 1.0
+
+    @cached_property
+    def axes(self) -> frozenset[int]:
+        """The mesh axes along which ranks divide the work."""
+        found: frozenset[int] = frozenset()
+        for each in (*self.outputs, *self.inputs):
+            found |= each.cut if each is not None else frozenset()
+        return found
+
+    def shards(self, sizes: Sequence[int]) -> int:
+        """Return among how many ranks the work is divided."""
+        return math.prod(sizes[axis] for axis in self.axes)
+
+
+def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
+    """Return the outputs of a node, as FakeTensors."""
+    value = node.meta.get("val")
+    found = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(each if isinstance(each, torch.Tensor) else None for each in found)
+
+
+class Rules:
+    """The strategies of nodes on a mesh of these ``sizes``, found once for each kind of node."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
+        self._known: dict[Any, tuple[tuple[Strategy, ...], bool]] = {}
+        self._meshes = {size: _mesh(size) for size in set(self.sizes)}
+
+    def strategies(self, node: fx.Node) -> tuple[tuple[Strategy, ...], bool]:
+        """Return how a node of ``call_function`` may run, whole on every rank among it; and whether any rule
+        knows it."""
+        key = _signature(node)
+        if key not in self._known:
+            self._known[key] = self._strategies(node)
+        return self._known[key]
+
+    def _strategies(self, node: fx.Node) -> tuple[tuple[Strategy, ...], bool]:
+        inputs = [each.meta["val"] for each in tensors_of(node)]
+        outputs = values_of(node)
+        whole = Rule(tuple(None if each is None else WHOLE for each in outputs), tuple(WHOLE for _ in inputs))
+        rules: dict[int, list[Rule]] = {}
+        is_known = True
+        for size, mesh in self._meshes.items():
+            found, is_known = _rules_of(node, mesh)
+            fitting = {each for each in found if self._is_taken(each, outputs, inputs, size)}
+            rules[size] = [whole, *sorted(fitting - {whole}, key=_order)]
+        made: dict[Strategy, None] = {}
+        for chosen in product(*(rules[size] for size in self.sizes)):
+            strategy = _joined(chosen, outputs, inputs, self.sizes)
+            if strategy is not None and (strategy in made or self._runs(node, strategy)):
+                made[strategy] = None
+        return tuple(made), is_known
+
+    def _is_taken(
+        self, rule: Rule, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], size: int
+    ) -> bool:
+        if len(rule.outputs) != len(outputs) or len(rule.inputs) != len(inputs):
+            return False
+        pairs = [*zip(rule.outputs, outputs, strict=True), *zip(rule.inputs, inputs, strict=True)]
+        for placement, value in pairs:
+            if (placement is None) != (value is None):
+                return False
+            if placement is None or placement < 0:
+                # Sums of whole numbers along an axis would be right, and truth values have none.
+                if placement in (SUM, MEAN) and not value.dtype.is_floating_point:
+                    return False
+            elif placement >= value.ndim or value.shape[placement] % size or not value.shape[placement]:
+                return False
+        return MEAN not in rule.inputs and _passes_sums(rule)
+
+    def _runs(self, node: fx.Node, strategy: Strategy) -> bool:
+        """Say whether the operator takes the parts, and makes parts of the right shapes."""
+        if not strategy.axes:
+            return True
+        whole = [each.meta["val"] for each in tensors_of(node)]
+        parts = iter(
+            torch.empty(layout.local_shape(value.shape, self.sizes), dtype=value.dtype, device="meta")
+            for value, layout in zip(whole, strategy.inputs, strict=True)
+        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(parts))
+        kwargs = {name: "meta" if name == "device" else value for name, value in kwargs.items()}
+        call = local_call(node, strategy.inputs, strategy.outputs, self.sizes, values_of(node))
+        try:
+            with torch.no_grad():
+                out = call(_Nowhere(self.sizes), *args, **kwargs)
+        except _REFUSALS:
+            return False
+        found = out if isinstance(out, (tuple, list)) else (out,)
+        return all(
+            layout is None
+            or (
+                isinstance(part, torch.Tensor)
+                and tuple(part.shape) == layout.local_shape(value.shape, self.sizes)  # type: ignore[union-attr]
+            )
+            for part, layout, value in zip(found, strategy.outputs, values_of(node), strict=True)
+        )
+
+
+class _Nowhere:
+    """A rank that has no others to talk to, for a trial on ``meta``."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.place = tuple(0 for _ in sizes)
+
+    def add_up(self, tensor: torch.Tensor, _axes: Sequence[int]) -> torch.Tensor:
+        return tensor
+
+
+def _passes_sums(rule: Rule) -> bool:
+    """Say whether an operator passes on all summands, or the inputs that have some are added to a sum that it
+    makes (a bias). Others, such as the product of summands and a whole matrix, are right and save no work:
+    without them programs are solved several times as fast."""
+    if SUM not in rule.inputs:
+        return True
+    others = {each for each in rule.inputs if each != SUM}
+    return not others or any(each >= 0 for each in others)
+
+
+def _order(rule: Rule) -> tuple[Any, ...]:
+    return tuple(-9 if each is None else each for each in rule.outputs), rule.inputs
+
+
+def _joined(
+    chosen: Sequence[Rule], outputs: Sequence[Any], inputs: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> Strategy | None:
+    """Return the strategy in which each axis follows a rule; None where parts would be unequal."""
+    scale = math.prod(1 / size for rule, size in zip(chosen, sizes, strict=True) if MEAN in rule.outputs)
+    made = []
+    for value, placements in zip(
+        (*outputs, *inputs),
+        (
+            *zip(*(rule.outputs for rule in chosen), strict=True),
+            *zip(*(r.inputs for r in chosen), strict=True),
+        ),
+        strict=True,
+    ):
+        layout = None if value is None else _layout(placements, value.ndim)
+        if layout is not None and not layout.fits(value.shape, sizes):
+            return None
+        made.append(layout)
+    of_inputs = [each for each in made[len(outputs) :] if each is not None]
+    return Strategy(tuple(made[: len(outputs)]), tuple(of_inputs), scale)
+
+
+def _layout(placements: Sequence[int | None], ndim: int) -> OperatorLayout:
+    dims: list[tuple[int, ...]] = [()] * ndim
+    partial = []
+    for axis, placement in enumerate(placements):
+        if placement in (SUM, MEAN):
+            partial.append(axis)
+        elif placement is not None and placement >= 0:
+            dims[placement] = (*dims[placement], axis)
+    return OperatorLayout(tuple(dims), tuple(partial))
+
+
+def _signature(node: fx.Node) -> Any:
+    """Return what two nodes have in common that may run in the same ways."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            known = value.meta.get("val")
+            if isinstance(known, torch.Tensor):
+                return tuple(known.shape), known.dtype
+            return tuple((tuple(each.shape), each.dtype) for each in values_of(value) if each is not None)
+        if isinstance(value, (tuple, list)):
+            return tuple(plain(each) for each in value)
+        if isinstance(value, dict):
+            return tuple((key, plain(each)) for key, each in sorted(value.items()))
+        return value if isinstance(value, (int, float, str, bool, type(None))) else repr(value)
+
+    return node.target, plain(node.args), plain(dict(node.kwargs))
+
+
+# -- DTensor's rules -------------------------------------------------------------------------------
+
+
+def _mesh(size: int) -> DeviceMesh:
+    """Return a mesh of one axis without any processes."""
+    return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
+
+
+def _rules_of(node: fx.Node, mesh: DeviceMesh) -> tuple[set[Rule], bool]:
+    """Return the rules of a node along an axis, and whether any were there."""
+    target = node.target
+    if target is operator.getitem:
+        raise AssertionError("what getitem takes is decided by the node that makes it")
+    own = _OWN.get(target)
+    if own is not None:
+        return set(own(node)), True
+    if not isinstance(target, torch._ops.OpOverload):
+        return set(), False
+    if not tensors_of(node):
+        return set(), True  # a factory: every rank makes the same
+    if target in _NEVER_CUT:
+        return set(), False
+    named = {argument.name for argument in target._schema.arguments}
+    if named & _SIZE_NAMES and target not in SIZE_ARGUMENTS:
+        return set(), False
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    if target in propagator.op_single_dim_strategy_funcs:
+        return set(_of_single_axis(node, propagator.op_single_dim_strategy_funcs[target])), True
+    if target in propagator.op_strategy_funcs:
+        return set(_of_strategies(node, mesh, propagator)), True
+    return set(), False
+
+
+def _meta(node: fx.Node) -> TensorMeta:
+    value = node.meta["val"]
+    return TensorMeta(value.shape, value.stride(), value.dtype)
+
+
+def _of_single_axis(node: fx.Node, info: Any) -> Iterator[Rule]:
+    """Yield the rules of those that are written for one axis; they take shapes alone."""
+    args, kwargs = _mapped(node.args, _meta), _mapped(dict(node.kwargs), _meta)
+    try:
+        found = getattr(info, "func", info)(node.target, args, kwargs)
+    except _REFUSALS:
+        return
+    count = len(values_of(node))
+    for each in found:
+        placements = [_placement(placement) for placement in each]
+        if "?" not in placements:
+            yield Rule(tuple(placements[:count]), tuple(placements[count:]))
+
+
+def _of_strategies(node: fx.Node, mesh: DeviceMesh, propagator: Any) -> Iterator[Rule]:
+    """Yield what rules of the older kind say: they give what the placements of the inputs lead to, so all are
+    given; where one of them raises, each of the first input's is asked alone."""
+    inputs = tensors_of(node)
+    function, info = (
+        propagator.op_strategy_funcs[node.target],
+        propagator.op_to_schema_info.get(node.target),
+    )
+
+    def strategy(each: fx.Node, only: Any = None) -> OpStrategy:
+        every = [Replicate(), Partial(), *(Shard(dim) for dim in range(each.meta["val"].ndim))]
+        chosen = every if only is None else [only]
+        return OpStrategy(
+            [OpSpec(DTensorSpec(mesh, (placement,), tensor_meta=_meta(each))) for placement in chosen]
+        )
+
+    def ask(make: Callable[[fx.Node], OpStrategy]) -> list[Rule]:
+        args = tuple(
+            TupleStrategy(each) if isinstance(each, list) and isinstance(each[0], OpStrategy) else each
+            for each in (_mapped(list(node.args), make))
+        )
+        target: Any = node.target
+        schema = OpSchema(target, args, _mapped(dict(node.kwargs), make), schema_info=info)
+        return list(_rules_in(function(schema), len(values_of(node)), len(inputs)))
+
+    try:
+        yield from ask(strategy)
+        return
+    except _REFUSALS:
+        pass
+    first = inputs[0]
+    for placement in [Replicate(), Partial(), *(Shard(dim) for dim in range(first.meta["val"].ndim))]:
+        try:
+            yield from ask(lambda each, only=placement: strategy(each, only if each is first else None))  # type: ignore[misc]
+        except _REFUSALS:
+            continue
+
+
+def _rules_in(found: Any, num_outputs: int, num_inputs: int) -> Iterator[Rule]:
+    for spec in getattr(found, "strategies", ()):
+        outputs = spec.output_specs
+        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs] * num_outputs
+        inputs = [outputs[0]] * num_inputs if spec.input_specs is None else list(spec.input_specs)
+        placements = [None if each is None else _placement(each.placements[0]) for each in outputs + inputs]
+        if "?" not in placements and None not in placements[len(outputs) :]:
+            into: list[Any] = placements[len(outputs) :]
+            yield Rule(tuple(placements[: len(outputs)]), tuple(into))
+
+
+def _placement(placement: Any) -> Any:
+    """Return a placement of DTensor as this file has it; "?" for one that has no place here."""
+    if placement is None:
+        return None
+    if isinstance(placement, _ShardingPlaceholder) or type(placement) is Shard:
+        return placement.dim
+    if isinstance(placement, Replicate):
+        return WHOLE
+    if type(placement) is Partial and placement.reduce_op in ("sum", "avg"):
+        return SUM if placement.reduce_op == "sum" else MEAN
+    return "?"
+
+
+def _mapped(value: Any, make: Callable[[fx.Node], Any]) -> Any:
+    """Return arguments in plain lists, tuples and dicts with other things for nodes."""
+    if isinstance(value, fx.Node):
+        return make(value)
+    if isinstance(value, tuple):
+        return tuple(_mapped(each, make) for each in value)
+    if isinstance(value, list):
+        return [_mapped(each, make) for each in value]
+    if isinstance(value, dict):
+        return {name: _mapped(each, make) for name, each in value.items()}
+    return value
+
+
+# -- own rules -------------------------------------------------------------------------------------
+
+
+def _mask_placements(node: fx.Node, batch: int, heads: int) -> tuple[list[int], list[int]]:
+    """Return what becomes of the mask of attention where the batch is cut, and where heads are."""
+    mask = node.kwargs.get("attn_mask")
+    if not isinstance(mask, fx.Node):
+        return [], []
+    shape = mask.meta["val"].shape
+    of_batch = 0 if len(shape) == 4 and shape[0] == batch and batch > 1 else WHOLE
+    of_heads = len(shape) - 3 if len(shape) >= 3 and shape[-3] == heads and heads > 1 else WHOLE
+    return [of_batch], [of_heads]
+
+
+def _attention(node: fx.Node) -> list[Rule]:
+    batch, heads = tensors_of(node)[0].meta["val"].shape[:2]
+    of_batch, of_heads = _mask_placements(node, batch, heads)
+    return [Rule((0, 0), (0, 0, 0, *of_batch)), Rule((1, 1), (1, 1, 1, *of_heads))]
+
+
+def _attention_backward(node: fx.Node) -> list[Rule]:
+    batch, heads = tensors_of(node)[0].meta["val"].shape[:2]
+    of_batch, of_heads = _mask_placements(node, batch, heads)
+    return [Rule((0,) * 3, (0,) * 6 + tuple(of_batch)), Rule((1,) * 3, (1,) * 6 + tuple(of_heads))]
+
+
+def _nll_loss(node: fx.Node) -> list[Rule]:
+    """Each rank counts its own samples; sums and weights of all are added up within."""
+    weighted = [WHOLE] * (len(tensors_of(node)) - 2)
+    return [Rule((WHOLE, WHOLE), (0, 0, *weighted))] if node.args[3] in (1, 2) else []
+
+
+def _nll_loss_backward(node: fx.Node) -> list[Rule]:
+    weighted = [WHOLE] * (len(tensors_of(node)) - 4)
+    return [Rule((0,), (WHOLE, 0, 0, *weighted, WHOLE))] if node.args[4] in (1, 2) else []
+
+
+def _embedding(node: fx.Node) -> list[Rule]:
+    """Rows of ids, columns of the table, or rows of the table: ids of other ranks' rows give zeros."""
+    ids = tensors_of(node)[1].meta["val"].ndim
+    return [
+        *(Rule((dim,), (WHOLE, dim)) for dim in range(ids)),
+        Rule((ids,), (1, WHOLE)),
+        Rule((SUM,), (0, WHOLE)),
+    ]
+
+
+def _embedding_backward(node: fx.Node) -> list[Rule]:
+    if node.args[4]:  # by frequency: ranks would have to count together
+        return []
+    grad = tensors_of(node)[0].meta["val"].ndim
+    return [
+        *(Rule((SUM,), (dim, dim)) for dim in range(grad - 1)),
+        Rule((1,), (grad - 1, WHOLE)),
+        Rule((0,), (WHOLE, WHOLE)),
+        Rule((SUM,), (SUM, WHOLE)),
+    ]
+
+
+def _mean_squares(node: fx.Node) -> list[Rule]:
+    inputs = [each.meta["val"] for each in tensors_of(node)]
+    if inputs[0].shape != inputs[1].shape:
+        return []
+    result = {0: None, 1: MEAN, 2: SUM}[node.args[2] if len(node.args) > 2 else 1]  # type: ignore[index]
+    return [Rule((dim if result is None else result,), (dim, dim)) for dim in range(inputs[0].ndim)]
+
+
+def _mean_squares_backward(node: fx.Node) -> list[Rule]:
+    _, scores, targets = (each.meta["val"] for each in tensors_of(node))
+    if scores.shape != targets.shape or node.args[3] not in (1, 2):
+        return []
+    return [Rule((dim,), (WHOLE, dim, dim)) for dim in range(scores.ndim)]
+
+
+def _convolution(node: fx.Node) -> list[Rule]:
+    bias = len(tensors_of(node)) - 2
+    found = [Rule((0,), (0, WHOLE, *[WHOLE] * bias))]
+    if node.args[8] == 1 and not node.args[6]:
+        found.append(Rule((1,), (WHOLE, 0, *[0] * bias)))
+        found.append(Rule((SUM,), (1, 1, *[SUM] * bias)))
+    return found
+
+
+def _convolution_backward(node: fx.Node) -> list[Rule]:
+    wanted = node.args[10]
+    every = [((0, SUM, SUM), (0, 0, WHOLE))]
+    if node.args[9] == 1 and not node.args[7]:
+        every += [((SUM, 0, 0), (1, WHOLE, 0)), ((1, 1, WHOLE), (WHOLE, 1, 1))]
+    return [
+        Rule(tuple(p if is_wanted else None for p, is_wanted in zip(out, wanted, strict=True)), into)  # type: ignore[arg-type]
+        for out, into in every
+    ]
+
+
+def _random(node: fx.Node) -> list[Rule]:
+    """Each rank draws the numbers of all and keeps its own."""
+    inputs, outputs = tensors_of(node), values_of(node)
+    return [Rule((dim,) * len(outputs), (dim,) * len(inputs)) for dim in range(inputs[0].meta["val"].ndim)]
+
+
+def _like_input(node: fx.Node) -> list[Rule]:
+    """An operator on elements, of tensors of one shape."""
+    inputs = [each.meta["val"] for each in tensors_of(node)]
+    if any(each.shape != inputs[0].shape for each in inputs):
+        return []
+    return [Rule((dim,), (dim,) * len(inputs)) for dim in range(inputs[0].ndim)]
+
+
+def _floor_divide(node: fx.Node) -> list[Rule]:
+    return _like_input(node) if len(tensors_of(node)) == 1 else []
+
+
+_OWN: dict[Any, Callable[[fx.Node], list[Rule]]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _aten.nll_loss_forward.default: _nll_loss,
+    _aten.nll_loss2d_forward.default: _nll_loss,
+    _aten.nll_loss_backward.default: _nll_loss_backward,
+    _aten.nll_loss2d_backward.default: _nll_loss_backward,
+    _aten.embedding.default: _embedding,
+    _aten.embedding_dense_backward.default: _embedding_backward,
+    _aten.convolution.default: _convolution,
+    _aten.convolution_backward.default: _convolution_backward,
+    _aten.mse_loss.default: _mean_squares,
+    _aten.mse_loss_backward.default: _mean_squares_backward,
+    _aten.floor_divide.default: _floor_divide,
+    _aten.softplus_backward.default: _like_input,
+    _aten.copy.default: _like_input,
+    _aten.fill.Scalar: _like_input,
+    **dict.fromkeys(RANDOM, _random),
+}
