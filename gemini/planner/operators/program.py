@@ -1,0 +1,338 @@
+"""The integer program that chooses how each operator runs: least seconds within a budget of bytes.
+
+Every node has one choice (binary columns). A value flows from a layout of its source to a layout of each
+target (continuous columns), at the cost of the conversion. Targets of one group share conversions. Rows of
+bytes say what is in memory at a moment. The program begins without such rows, and gets those of moments at
+which its solution holds too much.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_matrix
+
+from gemini.errors import OutOfBudgetError, StateError
+from gemini.system.config import format_bytes
+
+_MOST_ROUNDS = 40  # of adding rows of bytes
+_SCALE = 1000.0  # what the objective and budgets come to, for tolerances that are absolute
+_INFEASIBLE = 2
+_SMALL, _GAP, _LARGE_GAP, _LEAST_GAP = 500, 1e-6, 1e-3, 1e-4
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """What conversions of one value share: the value of ``source`` is in state ``states[choice]``, and each
+    of ``targets`` (a node, with a state for each choice) needs it in its own. ``seconds[a, b]``: of the
+    conversion, infinite where there is none."""
+
+    source: int
+    states: tuple[int, ...]
+    targets: tuple[tuple[int, tuple[int, ...]], ...]
+    seconds: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Hold:
+    """Memory from one moment to another, both included: of a ``node`` by choice, or, with ``group``, of the
+    converted values of that group by states."""
+
+    nbytes: np.ndarray
+    begin: int
+    end: int
+    node: int = -1
+    group: int = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """``seconds``: of each node by choice. ``holds``: what takes memory when, beside ``constant_bytes``, in
+    ``num_moments`` moments. ``alike``: a number for each node; nodes of one number run alike. ``likely``:
+    moments that may have the most bytes."""
+
+    seconds: tuple[np.ndarray, ...]
+    groups: tuple[Group, ...]
+    holds: tuple[Hold, ...] = ()
+    num_moments: int = 1
+    constant_bytes: float = 0.0
+    alike: tuple[int, ...] = ()
+    likely: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The choice of each node; the seconds of all; the most bytes, and the moment that has them. ``bound``:
+    no choice takes fewer seconds, as far as was proven."""
+
+    choices: tuple[int, ...]
+    seconds: float
+    peak_bytes: float
+    peak_moment: int
+    bound: float
+
+
+class MisfitError(OutOfBudgetError):
+    """No choice fits the budget; ``least_bytes`` would do."""
+
+    def __init__(self, budget: int, least_bytes: int) -> None:
+        super().__init__(
+            f"no way to run the operators takes {format_bytes(budget)} or less on each rank: the one of "
+            f"fewest bytes takes {least_bytes} ({format_bytes(least_bytes)}); raise the budget to that, "
+            "lower the batch, or add ranks"
+        )
+        self.least_bytes = least_bytes
+
+
+def solve(
+    program: Program, budget: int | None = None, *, limit_seconds: float = 60.0, gap: float | None = None
+) -> Solution:
+    """Return the fastest choices that never hold more than ``budget`` bytes (None: any number). ``gap``: how
+    far they may be from the bound, as a share; None: 1e-6 for a small program, and 1e-3 for others.
+
+    Raises:
+        MisfitError: there are none.
+        StateError: none was found within ``limit_seconds``.
+    """
+    columns, clock = _Columns(program), time.monotonic
+    end = clock() + limit_seconds
+    if gap is None:
+        gap = _GAP if columns.num_binary <= _SMALL else _LARGE_GAP
+    found = columns.run((), None, limit_seconds, gap)
+    solution = columns.solution(found)
+    if budget is None or solution.peak_bytes <= budget:
+        return solution
+    moments, slack = sorted({*program.likely, solution.peak_moment}), 0.0
+    for _ in range(_MOST_ROUNDS):
+        found = columns.run(moments, budget - slack, max(end - clock(), 1.0), gap)
+        if found is None:
+            raise MisfitError(budget, least_bytes(program, moments))
+        solution = columns.solution(found)
+        if solution.peak_bytes <= budget:
+            return solution
+        if solution.peak_moment in moments:  # by the tolerance of the solver
+            slack += solution.peak_bytes - budget + 1
+        else:
+            moments.append(solution.peak_moment)
+    raise StateError(f"no choice within {budget} bytes was found in {_MOST_ROUNDS} rounds: raise the budget")
+
+
+def least_bytes(program: Program, moments: Sequence[int] = (), *, limit_seconds: float = 60.0) -> int:
+    """Return the smallest budget that does; ``moments`` may have the most bytes. Raises StateError where the
+    time is over."""
+    columns, moments = _Columns(program), sorted({*program.likely, *moments})
+    peak = math.inf
+    for _ in range(_MOST_ROUNDS):
+        found = columns.run(moments, None, limit_seconds, _LEAST_GAP, least=True)
+        solution = columns.solution(found)
+        peak = min(peak, solution.peak_bytes)
+        if solution.peak_moment in moments:
+            break
+        moments.append(solution.peak_moment)
+    return math.ceil(peak)
+
+
+def evaluate(program: Program, choices: Sequence[int]) -> tuple[float, float, int]:
+    """Return the seconds of these choices, the most bytes, and the moment that has them."""
+    seconds = sum(float(each[choice]) for each, choice in zip(program.seconds, choices, strict=True))
+    used: list[set[tuple[int, int]]] = []
+    for group in program.groups:
+        state = group.states[choices[group.source]]
+        pairs = {(state, states[choices[target]]) for target, states in group.targets}
+        used.append(pairs)
+        seconds += sum(float(group.seconds[pair]) for pair in pairs)
+    changes = np.zeros(program.num_moments + 1)
+    for hold in program.holds:
+        if hold.group < 0:
+            nbytes = float(hold.nbytes[choices[hold.node]])
+        else:
+            nbytes = sum(float(hold.nbytes[pair]) for pair in used[hold.group])
+        changes[hold.begin] += nbytes
+        changes[hold.end + 1] -= nbytes
+    at_moments = np.cumsum(changes)[:-1]
+    peak = int(np.argmax(at_moments))
+    return seconds, float(at_moments[peak]) + program.constant_bytes, peak
+
+
+class _Columns:
+    """The columns and flow rows of a program. Nodes that run alike have the same columns, and groups of such
+    nodes the same flows."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._first: dict[int, int] = {}  # the first column of a class of nodes
+        self._cost: list[float] = []
+        self._rows: list[tuple[list[int], list[float], float, float]] = []
+        for node, seconds in enumerate(program.seconds):
+            number = program.alike[node]
+            if number not in self._first:
+                self._first[number] = len(self._cost)
+                self._cost += [0.0] * len(seconds)
+                columns = list(range(self._first[number], len(self._cost)))
+                self._rows.append((columns, [1.0] * len(columns), 1.0, 1.0))
+            for choice, value in enumerate(seconds):
+                self._cost[self._first[number] + choice] += float(value)
+        self.num_binary = len(self._cost)
+        self._flows: list[dict[tuple[int, int], int]] = []
+        known: dict[Any, dict[tuple[int, int], int]] = {}
+        for group in program.groups:
+            key = self._key(group)
+            if key not in known:
+                known[key] = self._flow(group)
+            flow = known[key]
+            self._flows.append(flow)
+            for pair, column in flow.items():
+                self._cost[column] += float(group.seconds[pair])
+        self._matrix = self._assembled()
+
+    def _key(self, group: Group) -> Any:
+        alike = self._program.alike
+        return (
+            alike[group.source],
+            group.states,
+            tuple((alike[target], states) for target, states in group.targets),
+            group.seconds.tobytes(),
+        )
+
+    def _flow(self, group: Group) -> dict[tuple[int, int], int]:
+        """Add the columns of a group; return those that have its cost."""
+        source = self._first[self._program.alike[group.source]]
+        every: list[dict[tuple[int, int], int]] = []
+        seen = set()
+        for target, states in group.targets:
+            if (self._program.alike[target], states) in seen:
+                continue
+            seen.add((self._program.alike[target], states))
+            first = self._first[self._program.alike[target]]
+            pairs = {
+                (a, b): len(self._cost) + at
+                for at, (a, b) in enumerate(
+                    (a, b)
+                    for a in sorted(set(group.states))
+                    for b in sorted(set(states))
+                    if math.isfinite(group.seconds[a, b])
+                )
+            }
+            self._cost += [0.0] * len(pairs)
+            self._balance(pairs, 0, source, group.states)
+            self._balance(pairs, 1, first, states)
+            every.append(pairs)
+        if len(every) == 1:
+            return every[0]
+        shared: dict[tuple[int, int], int] = {}
+        for pairs in every:
+            for pair, column in pairs.items():
+                if pair[0] == pair[1] and not group.seconds[pair]:
+                    continue
+                if sum(pair in each for each in every) == 1:
+                    shared[pair] = column
+                    continue
+                if pair not in shared:
+                    shared[pair] = len(self._cost)
+                    self._cost.append(0.0)
+                self._rows.append(([shared[pair], column], [1.0, -1.0], 0.0, math.inf))
+        return shared
+
+    def _balance(
+        self, pairs: dict[tuple[int, int], int], side: int, first: int, states: Sequence[int]
+    ) -> None:
+        """Add the rows that say: as much flows from (side 0) or into (side 1) a state as is chosen."""
+        for state in sorted(set(states)):
+            flows = [column for pair, column in pairs.items() if pair[side] == state]
+            chosen = [first + choice for choice, each in enumerate(states) if each == state]
+            values = [1.0] * len(flows) + [-1.0] * len(chosen)
+            self._rows.append((flows + chosen, values, 0.0, 0.0))
+
+    def _assembled(self) -> LinearConstraint:
+        counts = [len(columns) for columns, _, _, _ in self._rows]
+        columns = np.concatenate([np.asarray(each[0], dtype=np.int64) for each in self._rows])
+        values = np.concatenate([np.asarray(each[1]) for each in self._rows])
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        shape = (len(self._rows), len(self._cost))
+        matrix = csr_matrix((values, columns, starts), shape=shape)
+        return LinearConstraint(
+            matrix, np.array([each[2] for each in self._rows]), np.array([each[3] for each in self._rows])
+        )
+
+    def _row(self, moment: int) -> np.ndarray:
+        """Return the bytes of each column at a moment."""
+        row = np.zeros(len(self._cost))
+        for hold in self._program.holds:
+            if not hold.begin <= moment <= hold.end:
+                continue
+            if hold.group < 0:
+                first = self._first[self._program.alike[hold.node]]
+                row[first : first + len(hold.nbytes)] += hold.nbytes
+                continue
+            for pair, column in self._flows[hold.group].items():
+                row[column] += hold.nbytes[pair]
+        return row
+
+    def run(
+        self,
+        moments: Sequence[int],
+        budget: float | None,
+        limit_seconds: float,
+        gap: float,
+        *,
+        least: bool = False,
+    ) -> Any:
+        """Return what the solver finds with rows for these moments; None where nothing fits. ``least``: the
+        fewest bytes at the worst of them, whatever the seconds."""
+        cost = np.array(self._cost)
+        limits, integral = np.ones(len(cost)), np.zeros(len(cost))
+        integral[: self.num_binary] = 1
+        constraints = [self._matrix]
+        cost *= _SCALE / max(float(cost.max()), 1e-30)
+        if moments:
+            matrix = np.array([self._row(number) for number in moments])
+            fixed = self._program.constant_bytes
+            if least:  # one more column: the bytes at the worst of these moments
+                unit = _SCALE / max(float(matrix.max(initial=1.0)), 1.0)
+                wider = csr_matrix(self._matrix.A, copy=True)
+                wider.resize(wider.shape[0], len(cost) + 1)
+                constraints = [LinearConstraint(wider, self._matrix.lb, self._matrix.ub)]
+                matrix = np.concatenate([matrix * unit, -np.ones((len(matrix), 1))], axis=1)
+                cost = np.append(np.zeros(len(cost)), 1.0)
+                limits, integral = np.append(limits, math.inf), np.append(integral, 0)
+                constraints.append(LinearConstraint(csr_matrix(matrix), -math.inf, 0.0))
+            else:
+                assert budget is not None
+                if fixed > budget:
+                    return None
+                unit = _SCALE / max(budget - fixed, 1.0)
+                constraints.append(
+                    LinearConstraint(csr_matrix(matrix * unit), -math.inf, (budget - fixed) * unit)
+                )
+        found = milp(
+            cost,
+            integrality=integral,
+            bounds=Bounds(0, limits),
+            constraints=constraints,
+            options={"time_limit": limit_seconds, "mip_rel_gap": gap},
+        )
+        if found.status == _INFEASIBLE:
+            return None
+        if found.x is None:
+            raise StateError(
+                f"the program of {self.num_binary} choices was not solved in {limit_seconds:g} seconds "
+                f"({found.message}): allow more time, or a larger budget"
+            )
+        return found
+
+    def solution(self, found: Any) -> Solution:
+        """Return what was found as choices."""
+        program = self._program
+        choices = []
+        for node, seconds in enumerate(program.seconds):
+            first = self._first[program.alike[node]]
+            choices.append(int(np.argmax(found.x[first : first + len(seconds)])))
+        total, peak, at = evaluate(program, choices)
+        gap = found.mip_gap if getattr(found, "mip_gap", None) is not None else 0.0
+        return Solution(tuple(choices), total, peak, at, total * (1 - min(max(gap, 0.0), 1.0)))
