@@ -178,6 +178,14 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         "decides and which of its plans run",
     )
     group.add_argument(
+        "--annotate",
+        action="append",
+        metavar="TENSOR=HOW",
+        help="of --space gshard: how a tensor lies on the ranks: replicate, split:DIM or shard:DIM=N,DIM=N; "
+        "tensors are inputs, LAYER for its output and LAYER.weight; give it several times",
+    )
+    group.add_argument("--seed", type=_count, metavar="N", help="of --space flexflow (default: 1)")
+    group.add_argument(
         "--import-plan", type=Path, metavar="FILE", help="price a plan file of Galvatron instead of searching"
     )
     group.add_argument(
@@ -235,7 +243,12 @@ def run(options: argparse.Namespace) -> int:
         return run_without_model(options)
     if options.model is None:
         return _run_without_model(options)
-    refuse_contradictions(options)
+    if options.space is not None:
+        from gemini.cli.plan_space import refuse_contradictions as refuse_with_space
+
+        refuse_with_space(options)
+    else:
+        refuse_contradictions(options)
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
     source = find_model(options.model, asked)

@@ -152,13 +152,9 @@ def _render_left_out(found: Found, console: Console) -> None:
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
     """Raise ConfigError where options say what a search decides, or belong to one and there is none."""
-    if options.space is not None:
-        from gemini.cli.plan_space import refuse_contradictions as refuse
-
-        refuse(options)
-        return
-    if options.import_plan is not None or options.export_plan is not None:
-        raise ConfigError("--import-plan and --export-plan belong to a space: add --space galvatron")
+    of_spaces = ("import_plan", "export_plan", "annotate", "seed")
+    if given := [f"--{name.replace('_', '-')}" for name in of_spaces if getattr(options, name) is not None]:
+        raise ConfigError(f"{', '.join(given)} belong to other systems: add --space NAME")
     if not options.search:
         given = [name for name in ("ranks", "pin", "save_plan", "measure") if getattr(options, name)]
         if given:

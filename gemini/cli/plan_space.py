@@ -46,7 +46,16 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
     model, run_of = runner_of(options, source)
     with Console(stderr=True).status("rehearsing") as status, threads_of_a_rank(question.num_ranks):
         searching = Search(model, run_of, dataclasses.replace(question, tell=status.update))
-        asked = Asked(searching, model, run_of, question.num_ranks, question.batch, question.capacity)
+        asked = Asked(
+            searching,
+            model,
+            run_of,
+            question.num_ranks,
+            question.batch,
+            question.capacity,
+            _annotations(options),
+            options.seed or 1,
+        )
         found = _imported(options, asked) if options.import_plan else system(options.space).plan(asked)
     if found is None:
         why = f"no plan of {options.space} fits in {format_bytes(asked.capacity.device_bytes)} of a rank"
@@ -61,6 +70,16 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
     else:
         _render(options, asked, found)
     return 0 if _fits(found, asked) else 1
+
+
+def _annotations(options: argparse.Namespace) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in options.annotate or ():
+        name, given, how = text.partition("=")
+        if not given or name in found:
+            raise ConfigError(f"--annotate {text}: write TENSOR=HOW, once for each tensor")
+        found[name] = how
+    return found
 
 
 def _imported(options: argparse.Namespace, asked: Asked) -> Answer:
@@ -106,8 +125,9 @@ def _render(options: argparse.Namespace, asked: Asked, found: Answer) -> None:
         f"{title} on {asked.ranks} ranks: a step is predicted to take {found.step_seconds:.4g} s",
         highlight=False,
     )
-    spent = ", ".join(f"{name} {value:.3g} s" for name, value in found.seconds.items())
-    console.print(f"Of that: {spent}", highlight=False)
+    if found.seconds:
+        spent = ", ".join(f"{name} {value:.3g} s" for name, value in found.seconds.items())
+        console.print(f"Of that: {spent}", highlight=False)
     if found.device_bytes is not None:
         has = format_bytes(asked.capacity.device_bytes)
         verb = "holds" if _fits(found, asked) else "would hold"
@@ -168,5 +188,8 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
         raise ConfigError(
             "--space chooses micro-batches and what recomputes: leave out --accumulation and --checkpointing"
         )
+    for name, space in (("annotate", "gshard"), ("seed", "flexflow")):
+        if getattr(options, name) and options.space != space:
+            raise ConfigError(f"--{name} belongs to --space {space}")
     if options.import_plan is not None and options.space != "galvatron":
         raise ConfigError("--import-plan reads plan files of Galvatron: add --space galvatron")

@@ -153,7 +153,9 @@ def _followed(
 
 def best_plan(blocks: Blocks, ranks: int, batch: int) -> Priced | None:
     """Return the fastest plan that fits; None: none does. Submeshes have powers of two of devices; within a
-    stage all blocks share them in one way, as data or tensor parallelism, whose weights are whole or cut."""
+    stage all blocks share them in one way, as data or tensor parallelism, whose weights are whole or cut.
+    Raises ConfigError where the model is no row of blocks."""
+    blocks.require_row()
     found: list[Priced] = []
     for chunks in (each for each in range(1, batch + 1) if batch % each == 0):
         for recompute in (False, True):

@@ -77,34 +77,44 @@ class PlanPrice:
 
 
 class Blocks:
-    """The blocks of one model on one machine. ``names``: of the blocks."""
+    """The blocks of one model on one machine. ``names``: of the blocks; a model that is no row of blocks is
+    one block without a name, and nothing lies outside it."""
 
     def __init__(
-        self, speeds: Speeds, capacity: Capacity, figures_of: FiguresOf, names: Sequence[str]
+        self,
+        speeds: Speeds,
+        capacity: Capacity,
+        figures_of: FiguresOf,
+        names: Sequence[str],
+        why_one: str | None = None,
     ) -> None:
-        self.names, self.capacity, self.speeds = tuple(names), capacity, speeds
+        self.names, self.capacity, self.speeds, self._why_one = tuple(names), capacity, speeds, why_one
         self._pricer = Pricer(speeds, capacity, figures_of)
         self._figures_of = self._pricer.figures_of
         self.price = cache(self._price)
 
     @classmethod
     def of(cls, searching: Search, capacity: Capacity) -> Blocks:
-        """Return the blocks of the model that a search looks at.
+        """Return the blocks of the model that a search looks at."""
+        names = searching.whole.blocks or ("",)
+        return cls(searching.speeds, capacity, searching.figures_of, names, searching.whole.why_one)
 
-        Raises:
-            ConfigError: the model has no blocks that run one after another.
-        """
-        whole = searching.whole
-        if not whole.blocks:
-            raise ConfigError(
-                f"the model is no row of blocks, to which strategies could be given: {whole.why_one}"
-            )
-        return cls(searching.speeds, capacity, searching.figures_of, whole.blocks)
+    def require_row(self) -> None:
+        """Raise ConfigError where the model has no blocks that run one after another."""
+        if not self.is_row:
+            raise ConfigError(f"the model has no row of blocks that could have strategies: {self._why_one}")
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the model has blocks that run one after another."""
+        return self.names != ("",)
 
     def outside(self, pp: int) -> tuple[Unit, Unit]:
         """Return what runs before the blocks on the first stage, and behind them on the last. On one stage it
         is one unit, for they may share parameters."""
         last = len(self.names) + 1
+        if not self.is_row:
+            return (), ()
         return ((0, last), ()) if pp == 1 else ((0,), (last,))
 
     def _price(self, unit: Unit, strategy: Strategy, samples: int, chunks: int) -> UnitPrice:
@@ -203,8 +213,10 @@ class Blocks:
         """Return the units of a stage."""
         first, last = plan.ranges[stage]
         before, behind = self.outside(plan.pp)
-        row: list[tuple[Unit, Strategy]] = [((at + 1,), plan.strategies[at]) for at in range(first, last)]
-        if stage == 0:
+        row: list[tuple[Unit, Strategy]] = [
+            ((at + self.is_row,), plan.strategies[at]) for at in range(first, last)
+        ]
+        if before and stage == 0:
             row.insert(0, (before, plan.outside[0]))
         if behind and stage == plan.pp - 1:
             row.append((behind, plan.outside[1]))

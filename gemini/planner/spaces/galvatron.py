@@ -45,8 +45,9 @@ def best_plan(blocks: Blocks, ranks: int, batch: int) -> Priced | None:
     """Return the fastest plan that fits; None: none does.
 
     Raises:
-        ConfigError: ranks are no power of two.
+        ConfigError: ranks are no power of two, or the model is no row of blocks.
     """
+    blocks.require_row()
     trees = candidates(ranks, recompute=True)
     spaces = (
         _Space(blocks, strategies_of(trees, pp), pp, batch, chunks)

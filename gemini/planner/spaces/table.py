@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
+from math import prod
 
 from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.planner.chunks import Capacity
+from gemini.planner.records import Part
 from gemini.planner.search import RunOf, Search
 from gemini.planner.spaces import alpa, galvatron
 from gemini.planner.spaces.blocks import Blocks, PlanPrice
-from gemini.planner.spaces.layerwise import LayerwisePlan
+from gemini.planner.spaces.flexflow import flexflow
+from gemini.planner.spaces.graph import CONTRACTING, LayerGraph, capture
+from gemini.planner.spaces.layerwise import LayerwisePlan, Strategy
+from gemini.planner.spaces.mesh import (
+    LayoutCosts,
+    Named,
+    gshard,
+    gshard_seconds,
+    mesh_tensorflow,
+    named,
+)
+from gemini.planner.spaces.splits import Chosen, SplitCosts, one_weird_trick, optcnn
+
+_SHOWN = 3  # layers that a reason names
+_DEFAULT_ANNOTATIONS = {"inputs": "split:sample"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +53,16 @@ class Asked:
     def blocks(self) -> Blocks:
         """The blocks of the model."""
         return Blocks.of(self.searching, self.capacity)
+
+    @cached_property
+    def graph(self) -> LayerGraph:
+        """The layers of the model. Raises ConfigError as :func:`capture`."""
+        return capture(self.searching, self.model, self.run_of, self.batch)
+
+    @cached_property
+    def splits(self) -> SplitCosts:
+        """The costs of splits of the layers."""
+        return SplitCosts(self.graph, self.ranks, self.searching.speeds)
 
 
 @dataclass(frozen=True)
@@ -61,6 +88,9 @@ class System:
     decides: str
     runs: str
     plan: Callable[[Asked], Answer | None]
+
+
+# -- strategies of blocks ------------------------------------------------------------------------------------
 
 
 def answer_of(plan: LayerwisePlan, price: PlanPrice) -> Answer:
@@ -93,6 +123,145 @@ def _alpa(asked: Asked) -> Answer | None:
     return None if found is None else answer_of(found.plan, found.price)
 
 
+# -- splits of layers ----------------------------------------------------------------------------------------
+
+
+def _uniform(asked: Asked, strategy: Strategy) -> tuple[LayerwisePlan | None, tuple[str, ...]]:
+    """Return the plan with one strategy for all blocks, or why the model does not take it."""
+    try:
+        asked.searching.figures_of(Part(strategy.tp), 2)
+    except ConfigError as error:
+        return None, (str(error),)
+    count = len(asked.blocks.names)
+    plan = LayerwisePlan(asked.batch, 1, (strategy,) * count, (strategy, strategy), (count,))
+    return plan, plan.not_uniform()
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """Return layers with what they have; those that differ in their numbers alone once, with how many."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name, text in pairs:
+        found.setdefault((re.sub(r"\d+", "*", name), text), []).append(name)
+    return tuple(
+        (f"{name} ({len(own)})" if len(own) > 1 else own[0], text) for (name, text), own in found.items()
+    )
+
+
+def _text(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} in {count}" for name, count in parts.items()) or "whole, on one rank"
+
+
+def _split_answer(asked: Asked, found: Chosen) -> Answer:
+    costs, layers = asked.splits, list(zip(asked.graph, found.splits, strict=True))
+    rows = _grouped((layer.name, _text(dict(split))) for layer, split in layers)
+    own = sum(costs.own(at, split) for at, split in enumerate(found.splits))
+    seconds = {"layers": own, "transfers": max(costs.total(found.splits) - own, 0.0)}
+    data = (("sample", asked.ranks),) if asked.ranks > 1 else ()
+    other = [(layer.name, split) for layer, split in layers if layer.numel and split != data]
+    if not other:
+        plan, differs = _uniform(asked, Strategy(dp=asked.ranks))
+        return Answer(found.seconds, rows, seconds, None, differs, plan)
+    names = [f"{name} has {_text(dict(split))}" for name, split in other[:_SHOWN]]
+    more = [f"and {len(other) - _SHOWN} more"] if len(other) > _SHOWN else []
+    reason = f"every layer must have its samples in {asked.ranks} parts, as dp; {', '.join([*names, *more])}"
+    return Answer(found.seconds, rows, seconds, None, (reason,))
+
+
+def _one_weird_trick(asked: Asked) -> Answer:
+    return _split_answer(asked, one_weird_trick(asked.splits))
+
+
+def _optcnn(asked: Asked) -> Answer:
+    return _split_answer(asked, optcnn(asked.splits))
+
+
+def _flexflow(asked: Asked) -> Answer:
+    found = _split_answer(asked, flexflow(asked.splits, seed=asked.seed))
+    # Transfers and exchanges overlap with computing, so what each takes does not add up.
+    alone = ("without overlap", f"{sum(found.seconds.values()):.4g} s a step")
+    return replace(found, seconds={}, rows=(alone, *found.rows))
+
+
+# -- tensors over a mesh -------------------------------------------------------------------------------------
+
+
+def _mesh_tensorflow(asked: Asked) -> Answer:
+    graph = named(asked.graph)
+    found = mesh_tensorflow(LayoutCosts(graph, asked.searching.speeds), asked.ranks)
+    shape = " x ".join(map(str, found.mesh))
+    rows = [("mesh", f"{shape} ranks")]
+    for name, size in graph.sizes.items():
+        place = found.layout.get(name)
+        cut = "not cut" if place is None else f"along dimension {place}, in {found.mesh[place]}"
+        rows.append((f"{name} {size}", cut))
+    strategy, differs = _strategy_of(graph, found.layout, found.mesh)
+    plan = None
+    if strategy is not None:
+        plan, differs = _uniform(asked, strategy)
+    return Answer(found.seconds, tuple(rows), {"layers and messages": found.seconds}, None, differs, plan)
+
+
+def _strategy_of(
+    graph: Named, layout: Mapping[str, int], mesh: Sequence[int]
+) -> tuple[Strategy | None, tuple[str, ...]]:
+    """Return the strategy that a layout is here: samples are dp, and all channels within blocks tp; or what
+    would have to be otherwise."""
+    rows = list(zip(graph.graph, graph.outputs, graph.reduced, strict=True))
+    passed = {output["channel"] for layer, output, _ in rows if layer.kind in ("sum", "norm")}
+    inner = {output["channel"] for layer, output, _ in rows if layer.kind in CONTRACTING} - passed
+    inner &= {reduced for _, _, reduced in rows if reduced is not None}
+    ends = {output["channel"] for _, output, _ in rows[-1:]} | {
+        name for name in graph.sizes if name.endswith(" input")
+    }
+    cut = set(layout) - {"sample"}
+    reasons = [
+        f"{name} must be whole: dp cuts samples, and tp channels within blocks"
+        for name in sorted(cut - inner - ends)
+    ]
+    cut &= inner | ends
+    places = {layout[name] for name in cut}
+    if cut and (missing := sorted(inner - cut)):
+        reasons.append(f"{', '.join(missing)} must be cut as {min(cut)} is: one tp holds for all")
+    if len(places) > 1:
+        reasons.append("all channels must lie along one dimension of the mesh: one tp holds for all")
+    if not reasons:
+        tp = prod(mesh[place] for place in places)
+        dp = mesh[layout["sample"]] if "sample" in layout else 1
+        if tp * dp == prod(mesh):
+            return Strategy(tp=tp, dp=dp), ()
+        reasons.append(f"all {prod(mesh)} ranks must divide samples or channels, and {tp * dp} do")
+    return None, tuple(reasons)
+
+
+def _gshard(asked: Asked) -> Answer:
+    sharded = gshard(asked.graph, asked.annotations or _DEFAULT_ANNOTATIONS, asked.ranks)
+    rows = []
+    for layer, each in zip(asked.graph, sharded, strict=True):
+        text = _text(each.output) if each.output else "whole, on every rank"
+        weight = f"; weight: {_text(each.weight)}" if each.weight else ""
+        sent = "; ".join(f"{m.kind} of {m.nbytes} bytes over {m.ranks} ({m.why})" for m in each.messages)
+        rows.append((layer.name, text + weight + (f"; {sent}" if sent else "")))
+    seconds = gshard_seconds(asked.graph, sharded, asked.searching.speeds)
+    data = {"sample": asked.ranks} if asked.ranks > 1 else {}
+    other = [
+        layer.name
+        for layer, each in zip(asked.graph, sharded, strict=True)
+        if each.weight or dict(each.output) != data
+    ]
+    plan, differs = None, tuple[str, ...]()
+    if other:
+        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+        differs = (
+            f"every layer must have its samples in {asked.ranks} parts and its weight whole, as dp; not so: "
+            f"{other[0]}{more}",
+        )
+    else:
+        plan, differs = _uniform(asked, Strategy(dp=asked.ranks))
+    return Answer(seconds, _grouped(rows), {"layers and messages": seconds}, None, differs, plan)
+
+
+_DATA_ALONE = "data parallelism of all layers"
+
 SYSTEMS: Mapping[str, System] = {
     "galvatron": System(
         "Galvatron",
@@ -105,6 +274,36 @@ SYSTEMS: Mapping[str, System] = {
         "stages of any length on submeshes of any size, dp and tp within each",
         "submeshes of one size with one dp, tp and ZeRO stage; stages of any length",
         _alpa,
+    ),
+    "one-weird-trick": System(
+        "One weird trick",
+        "samples of layers with more activations than parameters, channels of the others",
+        _DATA_ALONE,
+        _one_weird_trick,
+    ),
+    "optcnn": System(
+        "OptCNN",
+        "parts of samples, channels, height, width or length for each layer; exact",
+        _DATA_ALONE,
+        _optcnn,
+    ),
+    "flexflow": System(
+        "FlexFlow",
+        "the same at random, priced by a simulator in which transfers overlap with computing",
+        _DATA_ALONE,
+        _flexflow,
+    ),
+    "mesh-tensorflow": System(
+        "Mesh-TensorFlow",
+        "which dimensions of tensors lie along which dimension of a mesh; all layouts",
+        "samples as dp, all channels within blocks as tp",
+        _mesh_tensorflow,
+    ),
+    "gshard": System(
+        "GShard",
+        "nothing: annotations of tensors (--annotate) decide, and what follows from them is shown",
+        _DATA_ALONE,
+        _gshard,
     ),
 }
 
