@@ -21,6 +21,7 @@ from gemini.planner.exchanges import Gathers, chunks_of, exchange_seconds, whole
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.plans import machine_fingerprint
 from gemini.planner.price import FiguresOf, Pricer
+from gemini.planner.recomputation import alone
 from gemini.planner.records import Part
 from gemini.planner.search import Search
 from gemini.planner.spaces.layerwise import LayerwisePlan, Strategy, uneven
@@ -129,7 +130,7 @@ class Blocks:
         ranges = tuple((at, at + 1) for at in unit)
         own = part, samples, ranges
         gathers = self._gathers(own, strategy)
-        again = frozenset(unit if strategy.recompute else ())
+        again = alone(unit if strategy.recompute else ())
         takes = pricer.takes(*own, again, ("1f1b", 1, chunks, 1), gathers)
         forward, backward = (
             sum(takes[kind, stage] for stage in range(len(unit))) for kind in (Kind.FORWARD, Kind.BACKWARD)
