@@ -416,3 +416,12 @@ def test_layouts_that_megatron_and_data_parallelism_make_run() -> None:
         assert reason in _strategy_of(graph, layout, (4,))[1][0]
     # Of a net that no rule cuts, the executor says so.
     assert "no plan for Net" in _uniform(drawn(0, "net"), strategy)[1][0]
+
+
+def test_queries_keys_and_values_have_one_name() -> None:
+    dims = {"sample": 4, "length": 4, "channel": 8}
+    three = [Layer(name, "linear", (0,), dims, 8, 64, 4, 1e-6, 1e-6) for name in ("q", "k", "v")]
+    first = Layer("in", "linear", (), dims, 8, 64, 4, 1e-6, 1e-6)
+    graph = named((first, *three, Layer("attention", "attention", (1, 2, 3), dims)))
+    assert len({graph.outputs[at]["channel"] for at in range(1, 5)}) == 1
+    assert graph.outputs[0]["channel"] != graph.outputs[1]["channel"]

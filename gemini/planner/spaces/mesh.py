@@ -76,8 +76,8 @@ class Named:
 
 def named(graph: LayerGraph) -> Named:
     """Return a graph with names: samples, lengths and sizes of images have one each; channels have that of
-    the layer that makes them, without numbers, so that equal blocks have equal names; where tensors are added
-    their names are one."""
+    the layer that makes them, without numbers, so that equal blocks have equal names; where tensors meet, as
+    in a sum or as queries, keys and values, their names are one."""
     parent: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -96,7 +96,7 @@ def named(graph: LayerGraph) -> Named:
         else:
             made.append(given)
             summed.append(None)
-            for other in sources[1:] if layer.kind == "sum" else ():
+            for other in sources[1:]:
                 parent[find(other)] = find(given)
     outputs = tuple(
         {kind: find(made[at]) if kind == "channel" else kind for kind in layer.dims}

@@ -161,9 +161,10 @@ def _split_answer(asked: Asked, found: Chosen) -> Answer:
     if not other:
         plan, differs = _uniform(asked, Strategy(dp=asked.ranks))
         return Answer(found.seconds, rows, seconds, None, differs, plan)
-    names = [f"{name} has {_text(dict(split))}" for name, split in other[:_SHOWN]]
+    names = [f"{name} ({_text(dict(split))})" for name, split in other[:_SHOWN]]
     more = [f"and {len(other) - _SHOWN} more"] if len(other) > _SHOWN else []
-    reason = f"every layer must have its samples in {asked.ranks} parts, as dp; {', '.join([*names, *more])}"
+    said = ", ".join([*names, *more])
+    reason = f"every layer must have its samples in {asked.ranks} parts, as dp; not so: {said}"
     return Answer(found.seconds, rows, seconds, None, (reason,))
 
 
