@@ -302,6 +302,7 @@ class GeminiDDP(LoadsAsPart):
             peers, lambda: self._open_device(device, pin_memory), choose, model_ranks
         )
         self._gemini = self._manage(module, chosen, peers, computing, model_ranks)
+        self._gemini.follow_calls()
         self.module = module
 
     def _manage(

@@ -1,7 +1,7 @@
 """ManagedModel: a module under management; what wrappers, optimizers, checkpoints and forecasts work on.
 
-Beside it what ``stats()`` and ``timeline()`` say, and what goes past a managed model: its module is called
-itself, nothing ends its steps, or torch has replaced its parameters.
+Beside it what ``stats()`` and ``timeline()`` say, and what goes past a managed model: nothing ends its steps,
+or torch has replaced its parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from gemini.comm.ranks import ProcessGroupPeers, Rank
 from gemini.errors import ConfigError, StateError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
+from gemini.model.entries import Entries, Entry
 from gemini.model.foreign_classes import intercept_foreign_classes
 from gemini.placement import PlanReport
 from gemini.runtime import ManagedSlot
@@ -34,11 +35,12 @@ from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gradients import LooseBytes
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.intercept.compiled import CompiledBlocks
-from gemini.runtime.intercept.nested import cast_floating, map_tensors
+from gemini.runtime.intercept.nested import cast_floating, map_tensors, tensors_in
 from gemini.runtime.intercept.one_type import FirstPasses
 from gemini.runtime.intercept.precision import place_buffers
 from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.runtime.manager import GeminiManager
+from gemini.runtime.step.evaluations import Call
 from gemini.runtime.storage.gradient import SlotGradient
 from gemini.runtime.storage.model_storage import ModelStorage, slot_of
 from gemini.sharding.rounds import Joining
@@ -53,69 +55,38 @@ _STEPS_UNSEEN = 2  # in a row: gradients of one may have been given up after an 
 _ALL_MANAGED = {ManagedParameter}
 
 
-class Unfollowed:
-    """Uses of a model that are part of no step: nothing can be planned for them.
+class Passes:
+    """The forward passes of a model: whether one is under way, and whether steps end that they begin."""
 
-    It keeps nothing of the model: while it is known for the module, nobody else may be left to use that.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.in_pass = False  # of the wrapper
-        self._said: set[str] = set()
+    def __init__(self) -> None:
+        self.is_open = False
         self._gradients = 0  # that had arrived when the pass before began
         self._unseen = 0
-        _by_module[module] = self
-        self._hook = module.register_forward_pre_hook(_note_call)
-
-    def close(self) -> None:
-        """Say nothing any more: the module is an ordinary one again."""
-        self._hook.remove()
+        self._has_warned = False
 
     @contextmanager
     def inside(self, model: ManagedModel, training: bool) -> Iterator[None]:
-        """Be in a forward pass of ``model``, the wrapper, for the block."""
+        """Be in a forward pass of ``model`` for the block."""
         if training and model.manager.step == 0:
             self._look_for_steps(model)
-        outer, self.in_pass = self.in_pass, True
+        outer, self.is_open = self.is_open, True
         try:
             yield
         finally:
-            self.in_pass = outer
-
-    def note_call(self) -> None:
-        """The module was called, perhaps by its wrapper."""
-        if not self.in_pass and torch.is_grad_enabled():
-            self._say(
-                "the managed module is called itself, past its GeminiDDP: operators fetch what they need, "
-                "but nothing is recorded, planned or prefetched; call the GeminiDDP"
-            )
+            self.is_open = outer
 
     def _look_for_steps(self, model: ManagedModel) -> None:
         gradients, before = model.manager.num_gradients, self._gradients
         self._gradients = gradients
         used_up = gradients > before and not any(slot.has_grad for slot in model.storage.slots.values())
         self._unseen = self._unseen + 1 if used_up else 0
-        if self._unseen >= _STEPS_UNSEEN:
-            self._say(
+        if self._unseen >= _STEPS_UNSEEN and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
                 "gradients come and go, but no GeminiOptimizer ends a step: nothing is planned, and an "
                 "optimizer of torch keeps its states beside the budgets; use "
                 "GeminiOptimizer(optimizer, model)"
             )
-
-    def _say(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            logger.warning(what)
-
-
-# Not in the module itself: its copies are nobody's.
-_by_module: WeakKeyDictionary[nn.Module, Unfollowed] = WeakKeyDictionary()
-
-
-def _note_call(module: nn.Module, _args: Any) -> None:
-    unfollowed = _by_module.get(module)
-    if unfollowed is not None:
-        unfollowed.note_call()
 
 
 class ManagedParameters:
@@ -320,7 +291,8 @@ class ManagedModel:
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
-        self.unfollowed = Unfollowed(module)
+        self.passes = Passes()
+        self._entries: Entries | None = None
         intercept_foreign_classes()
         self.search.report(printed=config.verbose)
         _handles.add(self)
@@ -344,6 +316,15 @@ class ManagedModel:
         return rank if part is None else replace(rank, parts=_rank_among(part.peers, aside=aside))
 
     # -- training --------------------------------------------------------------------------------
+
+    def follow_calls(self) -> None:
+        """Have calls of the module, and of the parts that are most of it, be forward passes."""
+        self._entries = Entries(self)
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward pass is under way."""
+        return self.passes.is_open
 
     def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``call``, the module's own, as a forward pass; floating-point inputs are cast to the compute
@@ -369,28 +350,39 @@ class ManagedModel:
         precision = self.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
-        with self._forward_pass():
+        with self._forward_pass(call, args, kwargs):
             outputs = call(*args, **kwargs)
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
         return outputs
 
     @contextmanager
-    def _forward_pass(self) -> Iterator[None]:
-        """Run a forward pass within the block. One inside another is a part of it: a training step that a
-        trainer calls in the place of the module calls the module in turn."""
+    def _forward_pass(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
+        """Run a forward pass, ``call``, within the block. One inside another is a part of it: a training step
+        that a trainer calls in the place of the module calls the module in turn."""
         manager, training = self.manager, torch.is_grad_enabled()
-        if self.unfollowed.in_pass and training == manager.in_step:
+        if self.passes.is_open and training == manager.in_step:
             yield
             return
         self.compiled.begin_pass(training=training)
         activations = manager.activations if training else None
         saving = activations.saving(self.module) if activations is not None else nullcontext()
-        watched = self.unfollowed.inside(self, training)
+        watched = self.passes.inside(self, training)
+        given = Call() if training else self._call(call, args, kwargs)
         first = self._first_passes
         in_one_type = first.watched(training) if first.may_look else nullcontext()
-        with manager.shortage.watched(), watched, manager.forward_pass(training), saving, in_one_type:
+        with manager.shortage.watched(), watched, manager.forward_pass(training, given), saving, in_one_type:
             yield
+
+    def _call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Call:
+        """Return which part of the model is called, and with how much."""
+        entry = getattr(call, "__self__", call)
+        tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+        given = next(tensors, None)
+        if given is None:
+            given = next(iter(tensors_in((args, kwargs))), None)
+        numel = 1 if given is None else max(1, given.numel())
+        return Call(id(entry) if isinstance(entry, Entry) and entry is not self.module else None, numel)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
@@ -652,7 +644,8 @@ class ManagedModel:
             release_adopted(self._adopted, self.module, self.manager)
         self._adopted = []
         self.managed.release()
-        self.unfollowed.close()
+        if self._entries is not None:
+            self._entries.release()
         self.compiled.release()
         recompute = self.manager.activations.recompute if self.manager.activations is not None else None
         for block in recompute.blocks if recompute is not None else ():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
-from weakref import WeakValueDictionary
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,8 +14,9 @@ from gemini.chunk import ComputeDevice
 from gemini.chunk.devices import open_device
 from gemini.comm.peers import ModelRanks
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
-from gemini.errors import ConfigError, StateError
+from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP, refuse_assign, torchs_checkpoint_asks
+from gemini.model.entries import ModuleOfModel, class_on_top, plain_class
 from gemini.model.handle import ManagedModel
 from gemini.model.retry import retry_step
 from gemini.model.weights import export_shards, export_weights, import_weights
@@ -26,13 +25,10 @@ from gemini.runtime.build import Built, build_runtime
 from gemini.runtime.config import GeminiConfig, prepared
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.system.config import keyword_names, refuse_unknown
-from gemini.system.mixing import reduced_as
 
 T = TypeVar("T")
 
 _OWN_OPTIONS = frozenset(("device", "process_group", "model_ranks", "pin_memory", "config"))
-# Gone with the last module of a class, as the class itself may be.
-_MANAGED_CLASSES: WeakValueDictionary[tuple[type[nn.Module], bool], type[nn.Module]] = WeakValueDictionary()
 _OPTIONS = keyword_names(GeminiDDP) - _OWN_OPTIONS - {"module"}
 
 
@@ -114,8 +110,10 @@ class Opened:
     def finish(self, built: Built) -> InPlace:
         """Make the module one that calls its handle, and return that."""
         handle = InPlace(self.module, self.config, self.computing, self.peers, built)
+        kind = class_on_top(ManagedModule, type(self.module), shared=self.peers is not None)
         self.module.__dict__["_gemini"] = handle
-        self.module.__class__ = _managed_class(type(self.module), shared=self.peers is not None)
+        self.module.__class__ = kind
+        handle.follow_calls()
         return handle
 
 
@@ -175,19 +173,15 @@ class InPlace(ManagedModel):
         super().release()
         managed: type[nn.Module] = type(self.module)
         if issubclass(managed, ManagedModule):
-            self.module.__class__ = _plain_class(managed)
+            self.module.__class__ = plain_class(managed)
             del self.module.__dict__["_gemini"]
 
 
-class ManagedModule(nn.Module):
+class ManagedModule(ModuleOfModel):
     """What a class gets on top while a module of it is managed in place."""
 
     _gemini: InPlace
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an ordinary module: what the class makes of itself, as a slice of a Sequential, is none that
-        was managed."""
-        return _plain_class(cls)(*args, **kwargs)
+    _held = ("_gemini",)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._gemini.forward(super().__call__, args, kwargs)
@@ -233,51 +227,3 @@ class ManagedModule(nn.Module):
             lambda tensor: tensor if isinstance(tensor, ManagedTensor) else fn(tensor), recurse
         )
         return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        module: nn.Module = self
-        managed, handle = type(self), self.__dict__.pop("_gemini")
-        module.__class__ = _plain_class(managed)
-        try:
-            return copy.deepcopy(module, memo)
-        finally:
-            module.__class__ = managed
-            self.__dict__["_gemini"] = handle
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *rest = reduced_as(_plain_class(type(self)), self, protocol)
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {key: value for key, value in rest[0].items() if key != "_gemini"}
-        return (function, arguments, *rest)
-
-
-def _managed_class(plain: type[nn.Module], *, shared: bool) -> type[nn.Module]:
-    """Return a subclass of ``plain`` that passes for it by name, for all modules of it the same one, as
-    ``torch.func.stack_module_state`` wants; ``shared``: of a module over ranks."""
-    known = _MANAGED_CLASSES.get((plain, shared))
-    if known is not None:
-        return known
-    names: dict[str, Any] = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-    }
-    if shared:
-        names["_is_accelerate_prepared"] = True  # or Accelerate puts DistributedDataParallel around it
-    made: type[nn.Module] = type(plain.__name__, (ManagedModule, plain), names)
-    _MANAGED_CLASSES[plain, shared] = made
-    return made
-
-
-def _plain_class(managed: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that a managed class was made of.
-
-    Raises:
-        StateError: somebody has put another class over it since.
-    """
-    if managed.__mro__[1] is not ManagedModule:
-        raise StateError(
-            f"the class of a managed {managed.__name__} was changed after gemini.manage(), as "
-            "parametrizations do; register those of the outermost module before, or take them off again"
-        )
-    return cast("type[nn.Module]", managed.__mro__[2])

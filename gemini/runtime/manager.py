@@ -33,7 +33,8 @@ from gemini.runtime.gate.waiting import StepObserver
 from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
 from gemini.runtime.intercept.tensors import ManagedParameter
-from gemini.runtime.step.order import EvalOrder, PlacementContext, StepOrder, UpdateOperators
+from gemini.runtime.step.evaluations import Call, Evaluations
+from gemini.runtime.step.order import PlacementContext, StepOrder, UpdateOperators
 from gemini.runtime.storage.model_storage import HostUpdates
 from gemini.sharding.sharding import Sharding
 from gemini.system.device import asked_bytes, ran_out_of_memory
@@ -223,7 +224,7 @@ class GeminiManager(Gate):
         self.backward_pins = BackwardPins(self)
         self.context = context
         self.order = StepOrder(chunks, context, memstats)
-        self.evaluations = EvalOrder(chunks, context, memstats)
+        self.evaluations = Evaluations(chunks, context, memstats)
         self.updates = UpdateOperators(self, self.order)
         self.shortage = Shortage(self)
         self.activations: ActivationOffload | None = None
@@ -236,6 +237,7 @@ class GeminiManager(Gate):
     def shard(self, sharding: Sharding) -> None:
         """Have ``sharding`` see to it that what operators use is whole."""
         self.sharding = sharding
+        self.evaluations.are_alike = True
         self.gather_before(sharding.gather, sharding.note_written)
 
     def together(self, action: Callable[[], _Result]) -> _Result:
@@ -310,12 +312,12 @@ class GeminiManager(Gate):
         return self.evaluations.trace
 
     @contextmanager
-    def forward_pass(self, training: bool) -> Iterator[None]:
+    def forward_pass(self, training: bool, call: Call) -> Iterator[None]:
         """Run a forward pass of the whole model; one that trains belongs to a step. Any other is an
         evaluation: outside a step it has an order of its own; between micro-batches it is part of none."""
         self.recover()
         if not training and not self.in_step:
-            with self._evaluation():
+            with self._evaluation(call):
                 yield
             return
         outer = (self._following, self.phase)
@@ -339,7 +341,7 @@ class GeminiManager(Gate):
                 self._following, self.phase = outer
 
     @contextmanager
-    def _evaluation(self) -> Iterator[None]:
+    def _evaluation(self, call: Call) -> Iterator[None]:
         """Follow the order of evaluations for the block, and that of steps again afterwards."""
         self.run_pending()
         if self._following is not None:  # a pass inside another ends that one's order
@@ -348,15 +350,16 @@ class GeminiManager(Gate):
             yield
             return
         evaluations = self.evaluations
+        order = evaluations.choose(call)
         try:
-            self._following, self.phase = evaluations, FORWARD
-            evaluations.begin(self.order.room_bytes)
+            self._following, self.phase = order, FORWARD
+            order.begin(self.order.room_bytes)
             with self.sharding.evaluation() if self.sharding is not None else nullcontext():
                 yield
-            if self._following is evaluations:
+            if self._following is order:
                 evaluations.end()
         finally:
-            if self._following is evaluations:
+            if self._following is order:
                 self.abandon()
 
     def recover(self) -> None:
@@ -384,7 +387,7 @@ class GeminiManager(Gate):
     def abandon(self) -> None:
         """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
         following, self._following = self._following, None
-        if following is self.evaluations:
+        if following is self.evaluations.current:
             self.evaluations.abandon()
             self.order.resume(self.pending.all())
         else:

@@ -27,6 +27,7 @@ from training_models import TinyGPT, gpt_loss, square_loss
 from gemini import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
+from gemini.runtime.step.evaluations import Needs
 
 
 @torch.no_grad()
@@ -64,6 +65,20 @@ class Turning(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run ``x`` through all layers."""
         for layer in reversed(self.layers) if self.backwards else self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class _LayerByLayer(nn.Module):
+    """Calls the layers of a model, and never the model."""
+
+    def __init__(self, model: Turning) -> None:
+        super().__init__()
+        self.layers = model.layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run ``x`` through all layers."""
+        for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
 
@@ -157,7 +172,7 @@ def test_followed_evaluations_move_less_than_those_of_no_order(tmp_path: Path) -
     for ordered in (True, False):
         with GeminiDDP(seeded(Turning), **tight(tmp_path, 40 * KIB)) as model, torch.no_grad():
             for _ in range(5):
-                square_loss(model if ordered else model.module, 0)
+                square_loss(model if ordered else _LayerByLayer(model.module), 0)
             moved.append(moved_bytes(model.stats()))
     assert 0 < moved[0] < moved[1]
 
@@ -237,3 +252,48 @@ def test_an_evaluation_given_as_memstats_spares_its_warmup(tmp_path: Path) -> No
         assert (model.stats()["warmup"], model.memstats()) == (True, None)
         assert followed(model, lambda: evaluate(model))
         assert model.memstats("eval") is given
+
+
+def test_long_inputs_have_a_reserve_and_a_plan_of_their_own(tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(512, 512) for _ in range(24)))
+
+    short, long = torch.ones(1, 512), torch.ones(2048, 512)  # activations of 2 KiB and 4 MiB
+    plain = seeded(network)
+    budgets = tight(tmp_path, 16 * KIB * KIB, non_model_bytes=None)
+    with GeminiDDP(seeded(network), **budgets) as model, torch.no_grad():
+        reserves: dict[int, set[int]] = {1: set(), 2048: set()}
+        for inputs in (long, short, short, long, short, long, short):
+            assert torch.equal(model(inputs), plain(inputs))
+            reserves[len(inputs)].add(max(model.memstats("eval").non_model_bytes))
+            assert model.stats()["device"]["peak_bytes"] <= 16 * KIB * KIB
+    assert min(reserves[2048]) >= 4 * KIB * KIB
+    assert min(reserves[1]) < 2 * KIB * KIB
+
+
+def test_a_pass_of_a_size_that_is_new_follows_the_order_of_the_others(tmp_path: Path) -> None:
+    budgets = tight(tmp_path, 40 * KIB, non_model_bytes=None)
+    with GeminiDDP(seeded(Turning), **budgets) as model, torch.no_grad():
+        model(torch.ones(1, 32))
+        for rows in (1, 3, 2, 9, 1):
+            assert followed(model, lambda rows=rows: model(torch.ones(rows, 32)))
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "want"),
+    [
+        ({1: 10}, 1, 10),
+        ({100: 5000, 1: 10}, 40, 5000),  # of a size that is not known: what the next larger one took
+        ({100: 5000, 1: 10}, 1, 10),
+        ({100: 5000}, 300, 15000),  # larger than any: in proportion
+        ({100: 5000, 110: 4000}, 100, 5000),
+    ],
+)
+def test_a_new_pass_is_given_what_larger_ones_took(known: dict[int, int], asked: int, want: int) -> None:
+    needs = Needs()
+    assert needs.guess(asked) is None
+    for numel, nbytes in known.items():
+        needs.note(numel, nbytes)
+    assert needs.guess(asked) == want
+    assert not any(needs.is_new(numel) for numel in known)
+    assert needs.is_new(10 * max(known))

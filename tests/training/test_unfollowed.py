@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,6 @@ def network() -> nn.Module:
 
 def loss_of(model: nn.Module) -> Tensor:
     return model(torch.ones(2, 32)).square().mean()  # type: ignore[no-any-return]
-
-
-def test_a_module_called_past_its_wrapper_says_so_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with GeminiDDP(network(), **tight(tmp_path, 40 * KIB)) as model:
-        loss_of(copy.deepcopy(model.module))
-        loss_of(model).backward()
-        assert not caplog.records
-        for _ in range(3):
-            loss_of(model.module).backward()
-    (record,) = caplog.records
-    assert "call the GeminiDDP" in record.message
 
 
 def test_an_optimizer_of_torch_that_ends_no_step_is_told_of_once(

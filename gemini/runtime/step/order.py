@@ -1,6 +1,6 @@
 """Learned: the order of one kind of iteration, its trace and the plan made from it. StepOrder: what a step
-does at which moment; recorded once, then planned for and followed. EvalOrder: evaluation passes, apart from
-steps. UpdateOperators: how updates pin what they need.
+does at which moment; recorded once, then planned for and followed. UpdateOperators: how updates pin what they
+need.
 
 A trace says what an iteration does in the order of the program: forward, backward, update. Where updates are
 put off, the schedule that the chunk table follows is made from it: the moments of forward and backward, and
@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from gemini import _C
 from gemini.chunk import ChunkKind, ChunkManager, TensorIds
 from gemini.memstats import Trace
 from gemini.memstats.trace import BACKWARD, OPTIMIZER
@@ -71,6 +70,7 @@ class Learned:
         """Start in warmup, or with the plan made from ``memstats`` when that is of this ``kind`` and
         layout."""
         self.withheld_bytes = 0  # of DEVICE, since memory ran out
+        self.measures = False  # the non-model memory of the next iteration, though its order is known
         self._context = context
         self.plan: PlacementPlan = self._warmup_plan()
         self.trace: Trace | None = None
@@ -116,9 +116,8 @@ class Learned:
         self._num_compilations = num_compilations()
         if not self.timed and not self._candidates:
             self._links.begin()
-        self._recorder.begin(
-            warmup=warmup, timed=not self.timed, sampled=warmup and self.plan.sample_non_model
-        )
+        sampled = self.measures or (warmup and self.plan.sample_non_model)
+        self._recorder.begin(warmup=warmup, timed=not self.timed, sampled=sampled)
 
     def abandon(self) -> None:
         """Forget the iteration: what it recorded does not say what one does."""
@@ -266,61 +265,6 @@ class Learned:
         needed = chunks + max(trace.reserve_bytes(), default=0)
         fits = needed + (self._context.capacity.non_model_bytes or 0) <= self._context.capacity.device_bytes
         return trace if fits else replace(trace, links=self._links.speeds())
-
-
-class EvalOrder(Learned):
-    """Records evaluation passes: forward, without gradients, outside a step; each pass is an iteration.
-
-    It shares the chunk table with the steps and leaves nothing there: between :meth:`begin` and the
-    ``resume`` of the steps' order the table follows this one.
-    """
-
-    def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when that is of an evaluation with this
-        layout."""
-        self._schedule: _C.Schedule | None = None
-        super().__init__("eval", chunks, context, memstats)
-
-    def begin(self, room_bytes: int) -> None:
-        """Start to record a pass; ``room_bytes`` is what model data may take while nothing is known of
-        it."""
-        table = self._chunks.table
-        table.set_schedule(self._schedule)
-        self.enforce()
-        if self.trace is None:
-            table.set_limit(max(0, room_bytes))
-        table.begin_step()
-        self.start_recording()
-
-    def end(self) -> None:
-        """Close the pass; learn from it when it was the first or a new one."""
-        diverged = self._chunks.table.end_step()
-        if self.trace is None:
-            self.learn(self._recorder.end())
-        elif diverged:
-            self._reconsider(self._recorder.end(), self.trace)
-        elif not self.timed:
-            self.complete(completed(self.grown(self.trace), self._recorder.end()))
-        self._recorder.stop()
-
-    def replan(self, context: PlacementContext) -> None:
-        """Plan for model data of another size; passes have the order that they had."""
-        trace, timed = self.trace, self.timed
-        super().replan(context)
-        if trace is not None and self.trace is None:
-            self._adopt(self.grown(trace), timed=timed)
-
-    def _adopt(self, trace: Trace, *, timed: bool) -> None:
-        super()._adopt(trace, timed=timed)
-        places = [Place(chunks, moment, moment) for moment, chunks in enumerate(trace.accesses)]
-        self._schedule = self.schedule_of(trace, places, steady=True).schedule
-
-    def _reconsider(self, recorded: Recorded, trace: Trace) -> None:
-        """A pass left the trace: adopt the new order once it repeats."""
-        if self.repeats(recorded.accesses):
-            self._adopt(reordered(self.grown(trace), recorded, keep_reserve=False), timed=False)
-        else:
-            logger.info("an evaluation left the recorded order; it ran with least-recently-used eviction")
 
 
 # Schedules kept: one in steady state, another after an evaluation, a few where updates ran one by one.

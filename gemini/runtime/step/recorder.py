@@ -122,13 +122,14 @@ class Recorder:
         chunks, timer = self._chunks, self._timer
         if timer is not None:
             timer.close_period()
-        if self._warmup:
+        measured = self._warmup or self._collector is not None  # then nothing else may come to DEVICE
+        if measured:
             self._acquire_measured(tensors, phase, on_host)
         else:
             chunks.acquire(tensors, traced=True, on_host=on_host)
         if timer is not None:
             timer.open_period()
-        if not self._warmup:
+        if not measured:
             try:
                 chunks.prefetch()
             except BaseException:  # of another chunk's transfer
