@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "aio/async_file.h"
+#include "aio/source_files.h"
 #include "bindings/bind.h"
 #include "bindings/paths.h"
 #include "common/error.h"
@@ -64,9 +65,37 @@ py::dict stats_of(const AsyncFile& file) {
   return stats;
 }
 
+std::unique_ptr<SourceFiles> open_source(const std::vector<py::object>& paths, int num_threads) {
+  std::vector<std::string> names;
+  for (const py::object& path : paths) names.push_back(encode_path(path));
+  const py::gil_scoped_release released;
+  return std::make_unique<SourceFiles>(std::move(names), num_threads);
+}
+
+void bind_source(py::module_& m) {
+  py::class_<SourceFiles>(m, "SourceFiles",
+                          "Files of others, read in the background past the page cache and never "
+                          "written to. One that was changed since it was opened is refused.")
+      .def(py::init(&open_source), py::arg("paths"), py::kw_only(), py::arg("num_threads") = 4,
+           "Open regular files. Raises IoError, StateError, ThreadError.")
+      .def("close", &SourceFiles::close, ReleaseGil(),
+           "Wait for what has started and close the files. Idempotent.")
+      .def_property_readonly("paths",
+                             [](const SourceFiles& self) {
+                               py::list found;
+                               for (const std::string& path : self.paths()) {
+                                 found.append(decode_path(path));
+                               }
+                               return found;
+                             })
+      .def_property_readonly("direct", &SourceFiles::direct,
+                             "Whether all of them are read with O_DIRECT.");
+}
+
 }  // namespace
 
 void bind_aio(py::module_& m) {
+  bind_source(m);
   py::class_<AsyncFile>(m, "AsyncFile",
                         "A preallocated private file without a name, or one in each of several "
                         "directories, read and written in the background. Sizes and offsets are "

@@ -69,6 +69,13 @@ void bind_operators(BoundTable& table) {
   table.def("add_chunk", &ChunkTable::add_chunk, py::arg("nbytes"))
       .def("add_tensor", &ChunkTable::add_tensor, py::arg("chunk"))
       .def(
+          "found_on_disk",
+          [](ChunkTable& self, const std::vector<TensorId>& tensors) {
+            self.found_on_disk(tensors);
+          },
+          py::arg("tensors"),
+          "Hold tensors that somebody else has put on DISK, all of chunks without content.")
+      .def(
           "access",
           [](ChunkTable& self, py::handle tensors, bool traced, bool on_host) -> py::object {
             const IdList ids(tensors);

@@ -5,12 +5,16 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #ifdef __GLIBC__
 #include <malloc.h>
 #endif
 
 #include "aio/async_file.h"
+#include "aio/source_files.h"
 #include "bindings/bind.h"
 #include "bindings/paths.h"
 #include "transfer/arena.h"
@@ -154,6 +158,20 @@ void bind_engine(py::module_& m) {
           },
           py::arg("src"), py::arg("nbytes"), py::arg("offset"), py::arg("link") = Link::kDiskWrite,
           "Start writing to the file; return the ticket.")
+      .def(
+          "read_source",
+          [](TransferEngine& self, SourceFiles& source,
+             const std::vector<std::tuple<int32_t, int64_t, uintptr_t, int64_t>>& parts) {
+            std::vector<SourcePart> found;
+            found.reserve(parts.size());
+            for (const auto& [file, offset, address, nbytes] : parts) {
+              found.push_back({file, offset, pointer(address), nbytes});
+            }
+            return self.read_source(source, std::move(found));
+          },
+          py::arg("source"), py::arg("parts"),
+          "Start to read parts of source files, each (file, offset, address, nbytes), over the "
+          "disk's link; return the ticket. The files must stay open until it is reported.")
       .def("poll", &TransferEngine::poll, "Return what finished since the last call, each once.")
       .def("wait_any", &TransferEngine::wait_any, ReleaseGil(), py::arg("timeout_s") = -1.0,
            "Block until poll would return something or nothing is in flight; return the former.")

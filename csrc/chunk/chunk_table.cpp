@@ -78,6 +78,26 @@ void ChunkTable::collect_chunks(std::span<const TensorId> tensors) {
   wanted_.erase(repeated.begin(), repeated.end());
 }
 
+void ChunkTable::found_on_disk(std::span<const TensorId> tensors) {
+  collect_chunks(tensors);
+  int64_t nbytes = 0;
+  for (const ChunkId id : wanted_) {
+    if (chunks_[id].has_content() || chunks_[id].num_in_use > 0) {
+      throw StateError("chunk " + std::to_string(id) + " has content already");
+    }
+    nbytes += chunks_[id].nbytes;
+  }
+  if (nbytes > ledger().free_bytes(Tier::kDisk)) {
+    throw OutOfBudget(std::to_string(nbytes) + " bytes do not fit DISK");
+  }
+  for (const ChunkId id : wanted_) static_cast<void>(chunks_.allocate(id, Tier::kDisk));
+  for (const TensorId tensor : tensors) {
+    set_state(tensor, TensorState::kCompute);
+    set_state(tensor, TensorState::kHold);
+  }
+  audit();
+}
+
 // --- operators ---
 
 // `wanted_` has no pins on `tier`: memory is written on one tier at a time.

@@ -40,6 +40,9 @@ class ChunkTable {
 
   ChunkId add_chunk(int64_t nbytes);
   TensorId add_tensor(ChunkId chunk);  // FREE
+  // FREE -> HOLD for tensors that somebody else has put on DISK, all of a chunk without content.
+  // Throws OutOfBudget, and StateError for one that is in use already; then nothing has changed.
+  void found_on_disk(std::span<const TensorId> tensors);
 
   // --- operators ---
   // Puts the tensors in COMPUTE (counted), pins their chunks, and returns what can start now so

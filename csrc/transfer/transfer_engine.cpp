@@ -40,7 +40,9 @@ struct TransferEngine::Job {
   const char* src = nullptr;  // null when reading from the file
   int64_t nbytes = 0;
   int64_t offset = 0;                    // in the file
-  AsyncFile::Ticket file_ticket = 0;     // of disk links, once started
+  SourceFiles* source = nullptr;         // what is read in the place of the file
+  std::vector<SourcePart> parts = {};    // of `source`
+  uint64_t file_ticket = 0;              // of disk links, once started
   std::exception_ptr refusal = nullptr;  // why it could not be started
   Clock::time_point begin = {};          // once started
 };
@@ -88,15 +90,19 @@ struct TransferEngine::State {
   }
 
   // Hands jobs of a disk link to the file, which works on several at once.
-  void start_ready(Link link, AsyncFile& file) GEMINI_REQUIRES(mutex) {
+  void start_ready(Link link, AsyncFile* file) GEMINI_REQUIRES(mutex) {
     Queue& queue = this->queue(link);
     while (!queue.jobs.empty()) {
       Job& job = queue.jobs.front();
       if (!queue.started.empty() && queue.started_bytes + job.nbytes > kAheadBytes) return;
       job.begin = Clock::now();
       try {
-        job.file_ticket = link == Link::kDiskRead ? file.read(job.dst, job.nbytes, job.offset)
-                                                  : file.write(job.src, job.nbytes, job.offset);
+        if (job.source != nullptr) {
+          job.file_ticket = job.source->read(job.parts);
+        } else {
+          job.file_ticket = link == Link::kDiskRead ? file->read(job.dst, job.nbytes, job.offset)
+                                                    : file->write(job.src, job.nbytes, job.offset);
+        }
       } catch (...) {
         job.refusal = std::current_exception();
       }
@@ -203,9 +209,17 @@ TransferEngine::Ticket TransferEngine::write(const void* src, int64_t nbytes, in
   return submit(Job{0, link, nullptr, static_cast<const char*>(src), nbytes, offset});
 }
 
+TransferEngine::Ticket TransferEngine::read_source(SourceFiles& source,
+                                                   std::vector<SourcePart> parts) {
+  Job job{.link = Link::kDiskRead, .source = &source};
+  for (const SourcePart& part : parts) job.nbytes += part.nbytes;
+  job.parts = std::move(parts);
+  return submit(std::move(job));
+}
+
 TransferEngine::Ticket TransferEngine::submit(Job job) {
   process_.require("this TransferEngine");
-  if (is_disk(job.link) && file_ == nullptr) {
+  if (is_disk(job.link) && file_ == nullptr && job.source == nullptr) {
     throw StateError("this TransferEngine was made without a file: there is no DISK tier");
   }
   if (job.nbytes < 0) {
@@ -218,7 +232,7 @@ TransferEngine::Ticket TransferEngine::submit(Job job) {
     state_->queue(job.link).jobs.push_back(job);
     ++state_->next_ticket;
     ++state_->num_in_flight;
-    if (is_disk(job.link)) state_->start_ready(job.link, *file_);
+    if (is_disk(job.link)) state_->start_ready(job.link, file_);
   }
   state_->worker(job.link).ready.notify_one();
   return job.ticket;
@@ -265,7 +279,7 @@ void TransferEngine::work_disk(Link link) {
     state.count_sharing();
     queue.started.pop_front();
     queue.started_bytes -= job.nbytes;
-    state.start_ready(link, *file_);
+    state.start_ready(link, file_);
     state.report(job, std::move(completion), busy_s);
   }
 }
@@ -293,6 +307,7 @@ TransferResult TransferEngine::outcome(const Job& job) {
 
 void TransferEngine::transfer(const Job& job) {
   if (job.refusal) std::rethrow_exception(job.refusal);
+  if (job.source != nullptr) return job.source->wait(job.file_ticket);
   if (is_disk(job.link)) return file_->wait(job.file_ticket);
   for (int64_t begin = 0; begin < job.nbytes && !state_->abandoned; begin += kCopyBytes) {
     const int64_t nbytes = std::min(kCopyBytes, job.nbytes - begin);

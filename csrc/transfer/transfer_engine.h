@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "aio/async_file.h"
+#include "aio/source_files.h"
 #include "common/process_guard.h"
 
 namespace gemini {
@@ -64,6 +65,8 @@ class TransferEngine {
   [[nodiscard]] Ticket copy(void* dst, const void* src, int64_t nbytes, Link link);
   [[nodiscard]] Ticket read(void* dst, int64_t nbytes, int64_t offset, Link link);
   [[nodiscard]] Ticket write(const void* src, int64_t nbytes, int64_t offset, Link link);
+  // Starts to read parts of `source`, which must outlive the transfer, over the disk's link.
+  [[nodiscard]] Ticket read_source(SourceFiles& source, std::vector<SourcePart> parts);
 
   // Returns what finished since the last call, each once, in the order of completion.
   [[nodiscard]] std::vector<TransferResult> poll();

@@ -28,6 +28,18 @@ TEST(States, OnlyTheSeedsTransitionsAreLegal) {
   EXPECT_FALSE(is_legal(kHold, kHold));
 }
 
+TEST(States, WhatIsFoundOnDiskIsLoadedAndDroppedWithoutBeingWritten) {
+  World world({100, 0, 100}, {40, 40, 40});
+  world.table.found_on_disk(std::vector<TensorId>{0, 1});
+  EXPECT_EQ(world.table.tensor_state(0), kHold);
+  EXPECT_EQ(world.table.usage(Tier::kDisk), 80);
+  EXPECT_EQ(text(world.access({0})), "LOAD 0");
+  EXPECT_THROW(world.table.found_on_disk(std::vector<TensorId>{0}), StateError);
+  EXPECT_THROW(world.table.found_on_disk(std::vector<TensorId>{2}), OutOfBudget);
+  EXPECT_EQ(world.table.usage(Tier::kDisk), 80);
+  EXPECT_EQ(world.table.tensor_state(2), kFree);
+}
+
 TEST(States, FirstAccessAllocatesAndTheContentIsDirty) {
   World world({100, 100, 0}, {40});
   EXPECT_EQ(text(world.access({0})), "ALLOCATE 0");
