@@ -8,7 +8,7 @@ import torch
 
 from gemini import _C
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
-from gemini.chunk.memory import AnyMemory, GrowingSpace, TierBudgets
+from gemini.chunk.memory import AnyMemory, GrowingSpace, StoredChunk, TierBudgets
 from gemini.memstats import MemoryMonitor, ProcessMonitor
 from gemini.offload.async_file import AsyncFile
 from gemini.system.device import free_memory_bytes
@@ -73,6 +73,10 @@ class CpuMemory:
     def load(self, window: _C.Window, nbytes: int, offset: int) -> int:
         self._arena.map(window)
         return int(self.engine.read(window.address, nbytes, offset, _C.Link.DISK_READ))
+
+    def load_stored(self, window: _C.Window, stored: StoredChunk) -> int:
+        self._arena.map(window)
+        return int(self.engine.read_source(stored.files, stored.at(window.address)))
 
     def spill(self, source: _C.Window, nbytes: int, offset: int) -> int:
         return int(self.engine.write(source.address, nbytes, offset, _C.Link.DISK_WRITE))

@@ -16,7 +16,7 @@ from torch.utils.dlpack import from_dlpack
 
 from gemini import _C
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
-from gemini.chunk.memory import AnyMemory, GrowingSpace, TierBudgets
+from gemini.chunk.memory import AnyMemory, GrowingSpace, StoredChunk, TierBudgets
 from gemini.errors import DeviceFullError, OutOfBudgetError
 from gemini.memstats import FakeMonitor, MemoryMonitor
 from gemini.offload.async_file import AsyncFile
@@ -150,6 +150,9 @@ class GpuMemory:
         self.follow()
         self._with_spare(lambda: self._arena.map_incoming(window))
         return self._engine.read(window, nbytes, offset)
+
+    def load_stored(self, window: _C.GpuWindow, stored: StoredChunk) -> int:
+        raise NotImplementedError("a GPU reads chunks from the DISK tier's own file")
 
     def spill(self, source: _C.GpuWindow | _C.HostPlace, nbytes: int, offset: int) -> int:
         self.follow()

@@ -10,7 +10,7 @@ import errno
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from gemini import _C
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, TensorIds
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.layout import ChunkLayout, search_chunk_size
-from gemini.chunk.memory import AnyMemory, ComputeDevice, TierBudgets, open_with_spare
+from gemini.chunk.memory import AnyMemory, ComputeDevice, StoredChunk, TierBudgets, open_with_spare
 from gemini.chunk.stow import Stow
 from gemini.errors import ConfigError, DeviceFullError, IoError, StateError
 from gemini.offload.async_file import AsyncFile, checked_directory
@@ -63,6 +63,9 @@ class DiskFile:
         if budgets.disk_dir is None or budgets.disk_bytes == 0:
             return
         checked_directory(budgets.disk_dir)
+        if budgets.reads_files:  # nearly all chunks stay where they are
+            self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=False)
+            return
         reserve = _reserves(budgets, self._file_bytes)
         if reserve and expected_bytes:  # which is looked for when it comes, if not now
             reserve = lacking_space(budgets, chunk_bytes + expected_bytes, reserve=True) is None
@@ -354,6 +357,7 @@ class Expected:
 _WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
 
+Parts = Sequence[tuple[int, int, int, int]]  # as of a StoredChunk
 _SEEN_BY_AUTOGRAD = frozenset((ChunkKind.PARAM, ChunkKind.GRAD))
 
 
@@ -394,6 +398,8 @@ class ChunkManager:
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
         self.stow: Stow | None = None  # of chunks that are in memory only while they are pinned
+        self._stored: dict[int, StoredChunk] = {}  # by id, until they are written
+        self._files: list[_C.SourceFiles] = []
         self._park_limit_bytes = budgets.device_bytes
         self._parks_always = False  # not only while memory is short
         self._under_pressure = False
@@ -538,6 +544,27 @@ class ChunkManager:
             self._needs_reconcile = True
             raise
 
+    @property
+    def can_read_files(self) -> bool:
+        """Whether chunks may stay in files of the user; see :meth:`find_on_disk`."""
+        return self.budgets.reads_files and not self.device.has_own_memory
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether files of the user are read past the page cache (O_DIRECT)."""
+        return all(files.direct for files in self._files)
+
+    def find_on_disk(self, tensors: TensorIds, files: _C.SourceFiles, chunks: Mapping[int, Parts]) -> None:
+        """Take ``chunks``, by id, as lying in ``files``, which are this manager's from now on: ``tensors``,
+        all of theirs, have their content. A chunk that is written to goes to the DISK tier's own file.
+
+        Raises:
+            OutOfBudgetError: DISK cannot hold them; StateError: one has content already.
+        """
+        self.table.found_on_disk(tensors)
+        self._stored |= {chunk: StoredChunk(files, tuple(parts)) for chunk, parts in chunks.items()}
+        self._files.append(files)
+
     def prefetch(self) -> None:
         """Start the transfers that the recorded order asks for next; return without waiting."""
         begin_s = time.perf_counter() if self.observer is not None else 0.0
@@ -677,6 +704,8 @@ class ChunkManager:
                 self._memory.close([(chunk.window, chunk.host_place) for chunk in self.chunks], exposed)
             finally:
                 self._disk.close()
+                for files in self._files:
+                    files.close()
                 if self.stow is not None:
                     self.stow.close()
 
@@ -747,11 +776,20 @@ class ChunkManager:
         nbytes, window, memory = action.nbytes, chunk.window, self._memory
         if action.kind == _C.ActionKind.FETCH:
             return memory.fetch(window, chunk.host, nbytes)
+        if action.kind == _C.ActionKind.LOAD and chunk.id in self._stored:
+            return memory.load_stored(window, self._stored[chunk.id])
         if action.kind == _C.ActionKind.LOAD:
             return memory.load(window, nbytes, chunk.disk_offset)
         if action.kind == _C.ActionKind.EVICT:
             return memory.evict(chunk.host, window, nbytes)
+        if self._disk.file is None:
+            raise IoError(
+                errno.EROFS,
+                "weights that are not as the files have them, since they were changed, cast or merged, have "
+                "no place below DEVICE: those files are only read; give disk_dir",
+            )
         self._disk.written(chunk.id)
+        self._stored.pop(chunk.id, None)
         source = window if action.from_tier == _C.Tier.DEVICE else chunk.host
         return memory.spill(source, nbytes, chunk.disk_offset)
 

@@ -49,6 +49,19 @@ H = TypeVar("H", bound=HostPlace)
 Cut = TypeVar("Cut", covariant=True)
 
 
+@dataclass(frozen=True)
+class StoredChunk:
+    """A chunk that lies in files of the user. ``parts``: the index of a file, where the part begins there and
+    in the chunk, and its bytes."""
+
+    files: _C.SourceFiles
+    parts: tuple[tuple[int, int, int, int], ...]
+
+    def at(self, address: int) -> list[tuple[int, int, int, int]]:
+        """Return what is to be read for a chunk at ``address``."""
+        return [(file, offset, address + begin, nbytes) for file, offset, begin, nbytes in self.parts]
+
+
 class ChunkMemory(Protocol[W, H]):
     """The memory of one model's chunks and what moves their bytes, over windows ``W`` and HOST places ``H``
     of its own. For the thread that trains."""
@@ -92,6 +105,9 @@ class ChunkMemory(Protocol[W, H]):
 
     def load(self, window: W, nbytes: int, offset: int) -> int:
         """Give the window memory, start reading into it; return the ticket."""
+
+    def load_stored(self, window: W, stored: StoredChunk) -> int:
+        """Give the window memory, start reading files of the user into it; return the ticket."""
 
     def spill(self, source: W | H, nbytes: int, offset: int) -> int:
         """Start writing to the file; return the ticket."""
@@ -214,7 +230,8 @@ def open_with_spare(
 class TierBudgets:
     """Hard byte budgets; 0 means that the tier is absent. ``disk_dir`` is where DISK keeps its unlinked file,
     ``spare_disk_bytes`` its places for chunks that come later: they take no space before they are used, nor
-    does any without ``reserve_disk``."""
+    does any without ``reserve_disk``. ``reads_files``: chunks lie in files of the user, which are DISK for
+    as long as nobody writes to these chunks."""
 
     device_bytes: int
     host_bytes: int = 0
@@ -222,6 +239,7 @@ class TierBudgets:
     disk_dir: str | None = None
     spare_disk_bytes: int = 0
     reserve_disk: bool = True
+    reads_files: bool = False
 
 
 class Space(Protocol[Cut]):

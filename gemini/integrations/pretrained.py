@@ -15,14 +15,16 @@ from gemini.checkpoint.tensor_file import values_differ
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.model_directory import PretrainedError
 from gemini.integrations.safetensors_files import SafetensorsFiles, StoredValues
+from gemini.integrations.stored_weights import StoredWeights, UnreadTensor
 from gemini.model.ddp import GeminiDDP
 from gemini.model.in_place import manage_without_values
 from gemini.model.weights import import_weights
 from gemini.runtime import Filling, init_on, initialize_buffers
+from gemini.runtime.storage.model_storage import ManagedSlot
 from gemini.system.config import did_you_mean, keyword_names
 
 _MANAGED = keyword_names(GeminiDDP) - {"module"}
-_OWN = frozenset(("auto_class", "dtype", "adapter"))
+_OWN = frozenset(("auto_class", "dtype", "adapter", "trains"))
 _REFUSED = {
     "device_map": "budgets say where the model lies (device_bytes, host_bytes, disk_dir)",
     "offload_folder": "disk_dir= is the directory of the DISK tier",
@@ -41,6 +43,7 @@ def from_pretrained(
     *,
     dtype: str | torch.dtype | None = None,
     adapter: Any = None,
+    trains: bool = True,
     **options: Any,
 ) -> Any:
     """Build a model on ``meta``, manage it in place and read its weights straight into chunks: beside the
@@ -63,6 +66,11 @@ def from_pretrained(
             hold exactly its state, and transformers is not needed.
         dtype: of the parameters outside chunks, as of ``from_pretrained``; ``None``: that of the files.
             ``mixed_precision`` is what they compute in.
+        trains: False for a model that only answers: no parameter gets a gradient, and the directory's
+            safetensors are the DISK tier. Weights that are as the files have them are read there whenever
+            they come to DEVICE: nothing is copied, ``disk_dir`` is not needed, and the first pass reads each
+            byte once, past the page cache. A file that is changed meanwhile is refused with IoError. On the
+            CPU and in one process; elsewhere they are copied as usual.
         adapter: a PEFT config (``LoraConfig(...)``) for new adapters, or the directory of saved ones, on top:
             the model itself is frozen, adapters train.
         options: those of :class:`gemini.GeminiDDP`; all others are handed to transformers
@@ -86,6 +94,10 @@ def from_pretrained(
     for name, way_out in _REFUSED.items():
         if options.get(name) is not None:
             raise ConfigError(f"from_pretrained() takes no {name}: {way_out}")
+    if not trains:
+        if adapter is not None:
+            raise ConfigError("from_pretrained(trains=False) takes no adapter: adapters train")
+        options.setdefault("optimizer_rule", "none")
     managed = {name: value for name, value in options.items() if name in _MANAGED}
     others = {name: value for name, value in options.items() if name not in _MANAGED}
     if _is_other_callable(auto_class):
@@ -95,11 +107,11 @@ def from_pretrained(
             raise ConfigError(
                 f"{', '.join(given)} cannot be given for a callable: apply it where the module is built"
             )
-        return _load_other(Path(path_or_config), auto_class, managed)
+        return _load_other(Path(path_or_config), auto_class, managed, trains=trains)
     from gemini.integrations.transformers_loading import load_pretrained
 
     try:
-        return load_pretrained(path_or_config, auto_class, dtype, adapter, managed, others)
+        return load_pretrained(path_or_config, auto_class, dtype, adapter, managed, others, trains=trains)
     except TypeError as error:
         # Options of the config are among what transformers takes, so only it knows which it does not.
         refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
@@ -126,25 +138,40 @@ def _is_other_callable(auto_class: Any) -> bool:
     return True
 
 
-def _load_other(directory: Path, build: Callable[[], nn.Module], options: dict[str, Any]) -> nn.Module:
+def _load_other(
+    directory: Path, build: Callable[[], nn.Module], options: dict[str, Any], *, trains: bool
+) -> nn.Module:
     """Build, manage and load a module of which transformers knows nothing."""
     with SafetensorsFiles.of_directory(directory) as files:
         with init_on("meta"):
             module = build()
+        if not trains:
+            module.requires_grad_(False)
         names = _other_names(module, files, directory)
-        opened, built = manage_without_values(module, "from_pretrained()", **options)
+        opened, built = manage_without_values(module, "from_pretrained()", reads_files=not trains, **options)
         try:
             initialize_buffers(module)
             values = _TiedValues(files, module, names)
             handle = opened.finish(built)
             files.expect(values.stored_names())
             filling = Filling(built.storage, built.manager)
+            stored = StoredWeights(built.storage, built.manager)
+            if built.manager.chunks.can_read_files:
+                files.reads.stand_in = UnreadTensor
+
+            def write(slot: ManagedSlot, value: torch.Tensor) -> None:
+                if not isinstance(value, UnreadTensor):
+                    filling.write(slot, value)
+                elif not stored.take(slot, value.stored):
+                    filling.write(slot, value.read())
+
             try:
-                import_weights(handle, values, strict=True, fill=filling.write)
+                import_weights(handle, values, strict=True, fill=write)
             except RuntimeError as error:
                 if isinstance(error, GeminiError):
                     raise
                 raise PretrainedError(f"{directory} does not hold the module: {in_words(error)}") from error
+            stored.finish(filling.write)
             filling.finish()
             sharding = built.manager.sharding
             if sharding is not None:

@@ -11,7 +11,7 @@ import ctypes
 import math
 import os
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -55,12 +55,14 @@ class TensorReads:
     """Hands out tensors of files, for one thread; close it before the files.
 
     A caller that has written a tensor's values where they belong puts it into ``spent``: the next of its size
-    gets its memory. Spare memory, what was handed out last and what waits for its turn take at most what the
+    gets its memory. ``stand_in`` makes what callers get in the place of values, None: they get these. Spare
+    memory, what was handed out last and what waits for its turn take at most what the
     largest tensor of the order does.
     """
 
     def __init__(self) -> None:
         self.spent: list[torch.Tensor] = []
+        self.stand_in: Callable[[StoredTensor], torch.Tensor] | None = None
         self._order: list[Readable] = []
         self._places: dict[str, int] = {}
         self._next = 0  # in the order: what nobody has read yet
@@ -232,7 +234,9 @@ class StoredTensor:
         return self.type_name
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a copy of the tensor, or a part of one."""
+        """Return a copy of the tensor, or a part of one; what stands for it, where ``reads`` says so."""
+        if index is ... and self.reads.stand_in is not None:
+            return self.reads.stand_in(self)
         whole = self.reads.take(self)
         return whole if index is ... else whole[index]
 

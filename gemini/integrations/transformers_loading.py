@@ -23,10 +23,11 @@ from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import Adapters
 from gemini.integrations.model_directory import ADAPTER_CONFIG, PretrainedError, check_model, is_model_class
 from gemini.integrations.safetensors_files import SafetensorsFiles
+from gemini.integrations.stored_weights import StoredWeights, UnreadTensor
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
 from gemini.runtime import Filling, ManagedParameter, init_on, read_values
 from gemini.runtime.build import Built
-from gemini.runtime.storage.model_storage import slot_of
+from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
 _PATCHED = threading.Lock()
@@ -40,6 +41,8 @@ def load_pretrained(
     adapter: Any,
     options: dict[str, Any],
     others: dict[str, Any],
+    *,
+    trains: bool = True,
 ) -> Any:
     """Do what :func:`gemini.from_pretrained` does for a model of transformers; ``options`` are GeminiDDP's,
     ``others`` transformers'."""
@@ -54,7 +57,7 @@ def load_pretrained(
                 "to gemini.manage()"
             )
         model = _built(transformers, path_or_config, auto_class, others)
-        manage(model, **options)
+        manage(model.requires_grad_(trains), **options)
         return model
     path = os.fspath(path_or_config)
     if adapters is None and os.path.lexists(Path(path) / ADAPTER_CONFIG):
@@ -63,7 +66,7 @@ def load_pretrained(
     _refuse_missing_directory(path)
     if os.path.lexists(path):
         check_model(Path(path, others.get("subfolder") or ""))
-    loading = _Loading(options, adapters)
+    loading = _Loading(options, adapters, trains=trains)
     others = {"trust_remote_code": False, **others}  # None asks, and takes an answer from standard input
     try:
         chosen = _class_of(transformers, auto_class, path, others)
@@ -180,8 +183,10 @@ def _built(transformers: Any, config: Any, auto_class: Any, others: dict[str, An
 class _Loading:
     """One call of transformers' ``from_pretrained``, on this thread."""
 
-    def __init__(self, options: dict[str, Any], adapters: Adapters | None) -> None:
+    def __init__(self, options: dict[str, Any], adapters: Adapters | None, *, trains: bool) -> None:
         self._options = options
+        self._trains = trains
+        self._stored: StoredWeights | None = None  # those that stay where they are
         self._adapters = adapters
         self._opened: Opened | None = None
         self._built: Built | None = None
@@ -230,8 +235,14 @@ class _Loading:
         with SafetensorsFiles([Path(file) for file in files]) as stored:
             self._begin(model, frozenset(_apart(model, stored)))
             self._spent = stored.reads.spent
-            stored.expect(sorted(stored, key=_natural))
-            return original(model, dict(stored), files, *rest, **options)
+            if self._stored is None:
+                stored.expect(sorted(stored, key=_natural))
+                return original(model, dict(stored), files, *rest, **options)
+            stored.reads.stand_in = UnreadTensor
+            result = original(model, dict(stored), files, *rest, **options)
+            assert self._filling is not None
+            self._stored.finish(self._filling.write)
+            return result
 
     def _begin(self, model: Any, apart: frozenset[str]) -> None:
         """Tie what will be, put adapters on, and make the parameters managed."""
@@ -239,8 +250,14 @@ class _Loading:
         module: nn.Module = model
         if self._adapters is not None:
             module = self._adapters.put_on(model)
-        self._opened, self._built = manage_without_values(module, "from_pretrained()", **self._options)
+        if not self._trains:
+            module.requires_grad_(False)
+        self._opened, self._built = manage_without_values(
+            module, "from_pretrained()", reads_files=not self._trains, **self._options
+        )
         self._filling = Filling(self._built.storage, self._built.manager)
+        if self._built.manager.chunks.can_read_files:
+            self._stored = StoredWeights(self._built.storage, self._built.manager)
         if self._adapters is not None:
             self._adapters.take_off()
 
@@ -255,7 +272,8 @@ class _Loading:
             self._fresh[id(param)] = (param, before)
             return None
         self._write(before, param)
-        if param.untyped_storage().nbytes() == param.nbytes and self._spent is not None:
+        is_read = not isinstance(param, UnreadTensor)
+        if is_read and param.untyped_storage().nbytes() == param.nbytes and self._spent is not None:
             self._spent.append(param.data)  # transformers holds it until it has read the next
         before._is_hf_initialized = True  # type: ignore[attr-defined]
         return before
@@ -263,15 +281,26 @@ class _Loading:
     def _write(self, target: ManagedParameter, values: torch.Tensor) -> None:
         assert self._built is not None
         assert self._filling is not None
-        slot, manager = slot_of(target), self._built.manager
+        slot = slot_of(target)
         with torch.no_grad():
-            if slot.name in self._written and not _are_equal(read_values(slot, manager), values):
+            if slot.name in self._written and not _are_equal(self._read(slot), values):
                 raise ConfigError(
                     f"{slot.name!r} is tied by the config, and the files hold two different values for it: "
                     "give config.tie_word_embeddings=False"
                 )
-            self._filling.write(slot, values.detach())
+            plain = values.detach()
+            if isinstance(plain, UnreadTensor):
+                if self._stored is None or not self._stored.take(slot, plain.stored):
+                    self._filling.write(slot, plain.read())
+            else:
+                self._filling.write(slot, plain)
         self._written.add(slot.name)
+
+    def _read(self, slot: ManagedSlot) -> torch.Tensor:
+        assert self._built is not None
+        if self._stored is not None and slot in self._stored:
+            return self._stored.values_of(slot)
+        return read_values(slot, self._built.manager)
 
     def _finish(self, model: Any) -> nn.Module:
         if self._built is None or self._opened is None or self._filling is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -70,10 +70,13 @@ def manage(
     return opened.finish(opened.build())
 
 
-def manage_without_values(module: nn.Module, name: str, **options: Any) -> tuple[Opened, Built]:
+def manage_without_values(
+    module: nn.Module, name: str, *, reads_files: bool = False, **options: Any
+) -> tuple[Opened, Built]:
     """Begin what :func:`manage` does with a module on ``meta``: its parameters are managed then and have no
     values. The caller writes them and the buffers, then calls ``finish``, or closes the manager.
-    ``name``: of the function that the options were given to. Raises as :func:`manage`."""
+    ``name``: of the function that the options were given to; ``reads_files``: as :class:`GeminiConfig` has
+    it. Raises as :func:`manage`."""
     refuse_unknown(name, options, _OPTIONS | _OWN_OPTIONS)
     own = {key: options.pop(key, None) for key in sorted(_OWN_OPTIONS)}
     opened = _open(
@@ -83,6 +86,9 @@ def manage_without_values(module: nn.Module, name: str, **options: Any) -> tuple
         own["model_ranks"],
         (own["config"], options),
     )
+    is_alone = opened.peers is None and opened.model_ranks is None
+    reads_files = reads_files and is_alone and not opened.computing.has_own_memory
+    opened = replace(opened, config=replace(opened.config, reads_files=reads_files))
     return opened, opened.build(without_values=True)
 
 

@@ -472,7 +472,7 @@ def _capacity(
     return TierCapacity(
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        disk_bytes=disk_bytes if config.disk_dir is not None else 0,
+        disk_bytes=disk_bytes if config.disk_dir is not None or config.reads_files else 0,
         non_model_bytes=config.non_model_bytes,
     )
 
@@ -485,4 +485,5 @@ def _budgets(config: GeminiConfig, capacity: TierCapacity, *, reserve_disk: bool
         os.fspath(config.disk_dir) if config.disk_dir is not None else None,
         _SPARE_PLACES * capacity.disk_bytes if config.activation_offload else 0,
         reserve_disk,
+        config.reads_files,
     )

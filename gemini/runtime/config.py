@@ -54,7 +54,8 @@ class GeminiConfig:
 
     ``precision`` is the dtype that parameters compute in, or None to leave each as it is; ``reduce_dtype``
     that in which gradients travel between ranks, None: fp32. ``keep_fp32``, ``optimizer_rule``: see
-    :class:`gemini.GeminiDDP`.
+    :class:`gemini.GeminiDDP`. ``reads_files``: weights stay in files of the user, which are their DISK tier
+    (``gemini.from_pretrained(trains=False)``).
     """
 
     placement_policy: str | PlacementPolicy = "auto"
@@ -77,6 +78,7 @@ class GeminiConfig:
     memstats: Trace | None = None
     optimizer_rule: str | None = None
     verbose: bool = False
+    reads_files: bool = False
 
     @classmethod
     def choose(cls, config: GeminiConfig | None, **options: Any) -> GeminiConfig:

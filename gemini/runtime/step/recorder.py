@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -268,13 +268,16 @@ class LinkMeter:
         device = self._chunks.device
         probed = {speed.name: speed for speed in probe_links(disk_dir=disk, host=host, device=device)}
         both = {**probed, **found}
+        if budgets.reads_files and "disk_read" in both:  # nothing is written there
+            both.setdefault("disk_write", replace(both["disk_read"], name="disk_write"))
         return tuple(both[name] for name in LINKS if name in both)
 
     def _used(self) -> list[LinkSpeed]:
+        least = 1 if self._chunks.budgets.reads_files else ENOUGH_BYTES  # files of the user are not probed
         return [
             LinkSpeed(name, moved.nbytes / moved.seconds_alone, 0.0)
             for name, moved in moved_since(self._before, self._chunks.link_stats()).items()
-            if moved.nbytes >= ENOUGH_BYTES and moved.seconds_alone > 0
+            if moved.nbytes >= least and moved.seconds_alone > 0
         ]
 
 

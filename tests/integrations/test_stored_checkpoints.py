@@ -1,0 +1,61 @@
+"""``from_pretrained(trains=False)`` of transformers' models: weights stay in the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+
+transformers = pytest.importorskip("transformers")
+
+KIB = 1024
+
+
+def gpt2() -> Any:
+    sizes = {"vocab_size": 96, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def mixtral() -> Any:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+
+
+def saved(build: Any, directory: Path, dtype: torch.dtype) -> Path:
+    torch.manual_seed(0)
+    build().to(dtype).save_pretrained(directory, max_shard_size=64 * KIB)
+    return directory
+
+
+def tokens(model: Any) -> list[int]:
+    prompt = torch.arange(3, 9)[None]
+    out = model.eval().generate(prompt, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    return out[0].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_generates_the_same_tokens_without_a_second_copy(tmp_path: Path, dtype: torch.dtype) -> None:
+    directory = saved(gpt2, tmp_path / "model", dtype)
+    want = tokens(transformers.GPT2LMHeadModel.from_pretrained(directory))
+    model = gemini.from_pretrained(directory, trains=False, device_bytes=128 * KIB, non_model_bytes=0)
+    handle = gemini.handle_of(model)
+    assert handle.stats()["disk_read"]["bytes"] == 0
+    assert tokens(model) == want
+    assert handle.stats()["disk_read"]["bytes"] > 0
+    assert handle.stats()["disk_write"]["bytes"] == 0
+    handle.close()
+
+
+def test_experts_that_loading_merges_are_copied_and_all_others_stay(tmp_path: Path) -> None:
+    directory = saved(mixtral, tmp_path / "model", torch.float32)
+    want = tokens(transformers.MixtralForCausalLM.from_pretrained(directory))
+    model = gemini.from_pretrained(
+        directory, trains=False, device_bytes=256 * KIB, disk_dir=str(tmp_path), non_model_bytes=0
+    )
+    assert tokens(model) == want
+    gemini.handle_of(model).close()
