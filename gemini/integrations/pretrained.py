@@ -157,7 +157,7 @@ def _load_other(
             filling = Filling(built.storage, built.manager)
             stored = StoredWeights(built.storage, built.manager)
             if built.manager.chunks.can_read_files:
-                files.reads.stand_in = UnreadTensor
+                files.reads.hand_out(UnreadTensor)
 
             def write(slot: ManagedSlot, value: torch.Tensor) -> None:
                 if not isinstance(value, UnreadTensor):

@@ -55,8 +55,8 @@ class TensorReads:
     """Hands out tensors of files, for one thread; close it before the files.
 
     A caller that has written a tensor's values where they belong puts it into ``spent``: the next of its size
-    gets its memory. ``stand_in`` makes what callers get in the place of values, None: they get these. Spare
-    memory, what was handed out last and what waits for its turn take at most what the
+    gets its memory. ``stand_in``: see :meth:`hand_out`.
+    Spare memory, what was handed out last and what waits for its turn take at most what the
     largest tensor of the order does.
     """
 
@@ -72,6 +72,10 @@ class TensorReads:
         self._ahead: dict[str, _Read] = {}
         self._ahead_bytes = 0
         self._workers: Workers | None = None
+
+    def hand_out(self, stand_in: Callable[[StoredTensor], torch.Tensor]) -> None:
+        """Give callers what ``stand_in`` makes of a tensor, in the place of its values."""
+        self.stand_in = stand_in
 
     def expect(self, order: Iterable[Readable]) -> None:
         """Say in which order tensors will be asked for, as far as that is known: one that comes at another

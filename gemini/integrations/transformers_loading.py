@@ -238,7 +238,7 @@ class _Loading:
             if self._stored is None:
                 stored.expect(sorted(stored, key=_natural))
                 return original(model, dict(stored), files, *rest, **options)
-            stored.reads.stand_in = UnreadTensor
+            stored.reads.hand_out(UnreadTensor)
             result = original(model, dict(stored), files, *rest, **options)
             assert self._filling is not None
             self._stored.finish(self._filling.write)

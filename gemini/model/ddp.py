@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from gemini.chunk import ComputeDevice
-from gemini.chunk.devices import open_device
 from gemini.comm.peers import ModelRanks
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError
@@ -27,7 +26,7 @@ from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import build_runtime
-from gemini.runtime.config import GeminiConfig, prepared
+from gemini.runtime.config import GeminiConfig, open_device, prepared
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.timeline import TimelineRecorder
 
@@ -340,7 +339,7 @@ class GeminiDDP(LoadsAsPart):
                 parameter is no longer managed, a CUDA graph is captured, an optimizer awaits its step(), or
                 another thread is in a call of this model.
         """
-        return self._gemini.forward(self.module, args, kwargs)
+        return self._gemini.forward(self._gemini.plain_call, args, kwargs)
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile each block of the model (members of its lists) with the arguments of torch.compile.

@@ -123,16 +123,19 @@ def plain_class(managed: type[nn.Module]) -> type[nn.Module]:
 
 
 class Entries:
-    """The entries of one model."""
+    """The entries of one model. ``plain_call``: that of its module, which begins no pass."""
 
     def __init__(self, owner: PassOwner) -> None:
         """Make entries of the module and of its large parts."""
         self._modules: list[nn.Module] = []
+        self.plain_call: Callable[..., Any] = owner.module
         for module in _entries(owner.module):
             if not isinstance(module, ModuleOfModel):
                 module.__dict__[_KEY] = owner
                 module.__class__ = class_on_top(Entry, type(module))
                 self._modules.append(module)
+        if isinstance(owner.module, Entry):
+            self.plain_call = super(Entry, owner.module).__call__  # as its own class does
 
     def release(self) -> None:
         """Give them their own classes back."""

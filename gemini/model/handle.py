@@ -24,7 +24,7 @@ from gemini.comm.ranks import ProcessGroupPeers, Rank
 from gemini.errors import ConfigError, StateError
 from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
-from gemini.model.entries import Entries, Entry
+from gemini.model.entries import Entries
 from gemini.model.foreign_classes import intercept_foreign_classes
 from gemini.placement import PlanReport
 from gemini.runtime import ManagedSlot
@@ -293,6 +293,7 @@ class ManagedModel:
         place_buffers(module, device.torch_device, casts=config.precision is not None)
         self.passes = Passes()
         self._entries: Entries | None = None
+        self.plain_call: Callable[..., Any] = module  # what a forward pass is
         intercept_foreign_classes()
         self.search.report(printed=config.verbose)
         _handles.add(self)
@@ -318,8 +319,9 @@ class ManagedModel:
     # -- training --------------------------------------------------------------------------------
 
     def follow_calls(self) -> None:
-        """Have calls of the module, and of the parts that are most of it, be forward passes."""
+        """Have calls of the module, and of its large parts, be forward passes."""
         self._entries = Entries(self)
+        self.plain_call = self._entries.plain_call
 
     @property
     def in_pass(self) -> bool:
@@ -382,7 +384,7 @@ class ManagedModel:
         if given is None:
             given = next(iter(tensors_in((args, kwargs))), None)
         numel = 1 if given is None else max(1, given.numel())
-        return Call(id(entry) if isinstance(entry, Entry) and entry is not self.module else None, numel)
+        return Call(id(entry) if isinstance(entry, nn.Module) and entry is not self.module else None, numel)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run ``loss.backward()``; gradients end up in chunks."""
@@ -646,6 +648,7 @@ class ManagedModel:
         self.managed.release()
         if self._entries is not None:
             self._entries.release()
+            self.plain_call = self.module
         self.compiled.release()
         recompute = self.manager.activations.recompute if self.manager.activations is not None else None
         for block in recompute.blocks if recompute is not None else ():

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from gemini.chunk import ComputeDevice
-from gemini.chunk.devices import open_device
 from gemini.comm.peers import ModelRanks
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError
@@ -22,7 +21,7 @@ from gemini.model.retry import retry_step
 from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import Built, build_runtime
-from gemini.runtime.config import GeminiConfig, prepared
+from gemini.runtime.config import GeminiConfig, open_device, prepared
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.system.config import keyword_names, refuse_unknown
 

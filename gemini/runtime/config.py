@@ -3,6 +3,7 @@ before a model is wrapped: the device and the options, one DEVICE budget for all
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -14,13 +15,17 @@ import torch
 
 from gemini.chunk import ComputeDevice
 from gemini.chunk.chunk import StateSpec
+from gemini.chunk.cpu_memory import CPU
+from gemini.chunk.gpu_memory import CudaDevice
 from gemini.comm.peers import ModelRanks, Peers, Topic
 from gemini.comm.ranks import ProcessGroupPeers
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.placement import PlacementPolicy, TierCapacity
 from gemini.system.config import parse_bytes
-from gemini.system.device import default_budget_bytes
+from gemini.system.device import default_budget_bytes, resolve_device
+
+logger = logging.getLogger(__name__)
 
 _PRECISIONS: dict[object, torch.dtype | None] = {
     None: None,
@@ -271,3 +276,18 @@ def _ranks_on_this_host(every: Sequence[Peers]) -> int:
     if "LOCAL_WORLD_SIZE" in os.environ:
         return every[0].ranks_on_this_host
     return math.prod(peers.ranks_on_this_host for peers in every)
+
+
+def open_device(device: torch.device | str | int | None, *, pin_memory: bool | None = None) -> ComputeDevice:
+    """Return the computing device, the current GPU if not said and there is one. ``pin_memory=False``
+    leaves HOST memory of a GPU pageable.
+
+    Raises:
+        ConfigError: it cannot be used here.
+    """
+    resolved = resolve_device(device)
+    if resolved.type == "cpu":
+        if pin_memory:
+            logger.info("pin_memory=True has no effect: there is no GPU to pin HOST memory for")
+        return CPU
+    return CudaDevice(resolved, pin=pin_memory is not False)

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
@@ -224,7 +225,8 @@ class GeminiManager(Gate):
         self.backward_pins = BackwardPins(self)
         self.context = context
         self.order = StepOrder(chunks, context, memstats)
-        self.evaluations = Evaluations(chunks, context, memstats)
+        self._memstats = memstats
+        self._names: Mapping[int, str] = {}
         self.updates = UpdateOperators(self, self.order)
         self.shortage = Shortage(self)
         self.activations: ActivationOffload | None = None
@@ -237,8 +239,22 @@ class GeminiManager(Gate):
     def shard(self, sharding: Sharding) -> None:
         """Have ``sharding`` see to it that what operators use is whole."""
         self.sharding = sharding
-        self.evaluations.are_alike = True
         self.gather_before(sharding.gather, sharding.note_written)
+
+    @cached_property
+    def evaluations(self) -> Evaluations:
+        """The orders of evaluation passes; a model that only trains has none."""
+        made = Evaluations(self.chunks, self.context, self._memstats, self._names)
+        if self.is_sharded:
+            made.be_alike()
+        if self.shortage.withheld_bytes:
+            made.withhold(self.shortage.withheld_bytes)
+        return made
+
+    @property
+    def _evaluations(self) -> Evaluations | None:
+        """The same, None before the first evaluation."""
+        return self.__dict__.get("evaluations")
 
     def together(self, action: Callable[[], _Result]) -> _Result:
         """Return what ``action`` does; over several ranks raise on all of them where it fails on one."""
@@ -255,7 +271,7 @@ class GeminiManager(Gate):
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
         self.order.name_parameters(names)
-        self.evaluations.name_parameters(names)
+        self._names = names
 
     # -- updates that wait -------------------------------------------------------------------------
 
@@ -387,8 +403,9 @@ class GeminiManager(Gate):
     def abandon(self) -> None:
         """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
         following, self._following = self._following, None
-        if following is self.evaluations.current:
-            self.evaluations.abandon()
+        evaluations = self._evaluations
+        if evaluations is not None and following is evaluations.current:
+            evaluations.abandon()
             self.order.resume(self.pending.all())
         else:
             self.in_step = False
@@ -428,7 +445,8 @@ class GeminiManager(Gate):
         self.shortage.end_residence()
         self.context = context
         self.order.replan(context)
-        self.evaluations.replan(context)
+        if self._evaluations is not None:
+            self._evaluations.replan(context)
         self.order.resume(())
 
     def observe(self, observer: StepObserver | None) -> None:
@@ -463,7 +481,8 @@ class GeminiManager(Gate):
 
     def withhold(self, nbytes: int) -> None:
         """Have plans leave ``nbytes`` of DEVICE free beyond their reserves."""
-        self.evaluations.withhold(nbytes)
+        if self._evaluations is not None:
+            self._evaluations.withhold(nbytes)
         self.order.withhold(nbytes)
         self.order.resume(self.pending.all())
 
@@ -510,7 +529,8 @@ class GeminiManager(Gate):
             self.in_step = False
             self._following = None
             self.order.close()
-            self.evaluations.close()
+            if self._evaluations is not None:
+                self._evaluations.close()
             self.refuse_use(guards.closed)
             self.chunks.close()
 

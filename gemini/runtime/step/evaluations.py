@@ -137,24 +137,29 @@ class Evaluations:
     ``current``: the order of the last pass; ``are_alike``: over ranks, which plan alike whatever each gets.
     """
 
-    def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
-        """Begin with the order of ``memstats`` where that is of evaluations with this layout."""
+    def __init__(
+        self,
+        chunks: ChunkManager,
+        context: PlacementContext,
+        memstats: Trace | None,
+        names: Mapping[int, str],
+    ) -> None:
+        """Begin with the order of ``memstats`` where that is of evaluations with this layout. ``names``:
+        which tensor is which parameter, so that a trace can list them by first use."""
         self.are_alike = False
-        self._chunks, self._context = chunks, context
-        self._names: Mapping[int, str] = {}
+        self._chunks, self._context, self._names = chunks, context, names
         self._withheld_bytes = 0
         self._needs: dict[Hashable, Needs] = {}
         self._orders: OrderedDict[_Key, EvalOrder] = OrderedDict()  # used last comes last
         self._call = Call()
         self.current = EvalOrder(chunks, context, memstats)
+        self.current.name_parameters(names)
         if self.current.has_order:
             self._file(None, self.current)
 
-    def name_parameters(self, names: Mapping[int, str]) -> None:
-        """Say which tensor is which parameter, so that a trace can list them by first use."""
-        self._names = names
-        for order in self._all():
-            order.name_parameters(names)
+    def be_alike(self) -> None:
+        """Plan alike whatever a pass is given, as ranks have to."""
+        self.are_alike = True
 
     @property
     def trace(self) -> Trace | None:
@@ -170,7 +175,7 @@ class Evaluations:
         needs = self._needs.setdefault(call.entry, Needs())
         guess = needs.guess(call.numel) if self._samples else 0
         self.current = self._known(call.entry) if guess is None else self._of(call.entry, guess)
-        self.current.measures = self._samples and guess is not None and needs.is_new(call.numel)
+        self.current.measure(self._samples and guess is not None and needs.is_new(call.numel))
         return self.current
 
     def end(self) -> None:

@@ -100,6 +100,10 @@ class Learned:
         reserve = max(self.plan.reserve_bytes, default=0)
         return min(self.plan.device_limit_bytes, self._context.capacity.device_bytes - reserve)
 
+    def measure(self, wanted: bool) -> None:
+        """Say whether the non-model memory of the next iteration is measured, though its order is known."""
+        self.measures = wanted
+
     def name_parameters(self, names: Mapping[int, str]) -> None:
         """Say which tensor is which parameter, so that a trace can list them by first use."""
         self._names = dict(names)
