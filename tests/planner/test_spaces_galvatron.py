@@ -217,5 +217,7 @@ def test_a_pipeline_of_equal_stages_takes_its_stages_and_the_other_chunks() -> N
 def test_tasks_that_galvatron_has_no_plan_for_are_refused() -> None:
     with pytest.raises(ConfigError, match="powers of two"):
         optimum(PROFILE, Task(ranks=6, batch=64, chunks=8, memory_gib=36))
+    with pytest.raises(ConfigError, match="the profile has no figure"):
+        optimum(PROFILE, Task(ranks=16, batch=64, chunks=4, memory_gib=36, uniform=True))
     with pytest.raises(ConfigError, match="do not divide"):
         optimum(PROFILE, Task(ranks=8, batch=64, chunks=3, memory_gib=36))

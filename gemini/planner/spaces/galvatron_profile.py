@@ -146,14 +146,18 @@ def optimum(profile: Profile, task: Task) -> Optimum | None:
     """Return the plan with the most samples per second; None: none fits.
 
     Raises:
-        ConfigError: ranks are no power of two, or chunks do not divide the batch.
+        ConfigError: ranks are no power of two, chunks do not divide the batch, or the profile has no figures
+            for so many ranks.
     """
     if task.ranks < 1 or task.ranks & (task.ranks - 1):
         raise ConfigError(f"ranks are {task.ranks}: Galvatron divides powers of two")
     if task.chunks < 1 or task.batch % task.chunks:
         raise ConfigError(f"{task.chunks} chunks do not divide {task.batch} samples")
     found = (each for rest in _spaces(profile, task) for each in _Search(profile, task, *rest).found())
-    return max(found, key=lambda each: each.samples_per_second, default=None)
+    try:
+        return max(found, key=lambda each: each.samples_per_second, default=None)
+    except KeyError as error:
+        raise ConfigError(f"the profile has no figure for {error}, which {task.ranks} ranks need") from error
 
 
 def _spaces(profile: Profile, task: Task) -> Iterator[tuple[int, tuple[ProfiledStrategy, ...], float]]:
