@@ -5,11 +5,15 @@
     scripts/mutate.py probe mutants.json TREE    put a probe before each place, in a copy of the checkout
     scripts/mutate.py try mutants.json TREE REACHED TIMES [NUMBER...]
                                                  run the tests that reach each mutant, in another copy
+    scripts/mutate.py near mutants.json TREE [NUMBER...]
+                                                 run the files of tests nearest to each mutant, in a copy
 
 With the probes built in and GEMINI_REACHED naming a folder, `make test` leaves a file per process there: the
 places and the case that reached each. A test that does not execute a line cannot tell that it changed, so the
-tests that reach a place answer for all. TREE of `try` has the extension built, and
-. laid out as for mypy (scripts/check.sh); TIMES is what `pytest --cpu-times` wrote.
+tests that reach a place answer for all. This takes one run of all tests. `near` takes none: it runs the files
+that the fewest imports lead to. Among them those come first that name the module in their text. Other tests
+may notice what they do not. TREE of `try` and `near` has the extension built, and gemini/parallel in it is a
+link to parallel/. TIMES is what `pytest --cpu-times` wrote.
 """
 
 from __future__ import annotations
@@ -23,9 +27,11 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import affected
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 42
@@ -291,8 +297,8 @@ class Trial:
     def __init__(self, tree: Path, seconds: dict[str, float]) -> None:
         self._tree, self._seconds = tree, seconds
 
-    def killer(self, mutant: Mutant, tests: set[str]) -> str:
-        """Return what notices the mutant; nothing: no test does."""
+    def killer(self, mutant: Mutant, tests: Sequence[str]) -> str:
+        """Return what notices the mutant; nothing: no test does. The cheapest tests are run first."""
         file = self._tree / mutant.path
         text = file.read_text()
         lines = text.splitlines(keepends=True)
@@ -321,7 +327,7 @@ class Trial:
             shutil.copy(module, self._tree / "gemini")
         return ""
 
-    def _python_killer(self, tests: set[str]) -> str:
+    def _python_killer(self, tests: Sequence[str]) -> str:
         ranked = sorted(tests, key=lambda test: self._seconds.get(test, 1.0))
         batch: list[str] = []
         spent = 0.0
@@ -368,6 +374,14 @@ class Trial:
 
 
 _BATCH_SECONDS = 60.0
+_NEAR_FILES = 8
+
+
+def nearest(mutant: Mutant) -> list[str]:
+    """Return the files of tests that the imports lead to first."""
+    found, name = affected.distances([mutant.path]), Path(mutant.path).stem
+    named = {test for test in found if re.search(rf"\b{name}\b", (ROOT / test).read_text())}
+    return sorted(found, key=lambda test: (found[test], test not in named, test))[:_NEAR_FILES]
 
 
 def main() -> None:
@@ -376,18 +390,21 @@ def main() -> None:
     if what == "choose":
         print(json.dumps([asdict(mutant) for mutant in chosen()], indent=0))
         return
-    if what not in ("probe", "try"):
+    if what not in ("probe", "try", "near"):
         sys.exit(__doc__)
     mutants = [Mutant(**row) for row in json.loads(Path(arguments[0]).read_text())]
     tree = Path(arguments[1]).resolve()
     if what == "probe":
         write_probes(tree, mutants)
         return
-    reached = reaching(Path(arguments[2]))
-    trial = Trial(tree, costs(Path(arguments[3])))
-    for number in map(int, arguments[4:] or range(len(mutants))):
-        found = trial.killer(mutants[number], reached[number])
-        print(f"{number}\t{len(reached[number])}\t{found or 'SURVIVES'}\t{mutants[number]}", flush=True)
+    reached = reaching(Path(arguments[2])) if what == "try" else {}
+    trial = Trial(tree, costs(Path(arguments[3])) if what == "try" else {})
+    numbers = arguments[4 if what == "try" else 2 :]
+    for number in map(int, numbers or range(len(mutants))):
+        mutant = mutants[number]
+        tests = sorted(reached.get(number, ())) if what == "try" else nearest(mutant)
+        found = trial.killer(mutant, tests)
+        print(f"{number}\t{len(tests)}\t{found or 'SURVIVES'}\t{mutant}", flush=True)
 
 
 if __name__ == "__main__":

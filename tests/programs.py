@@ -1,9 +1,10 @@
 """Run Python programs in processes forked from one that has imported torch and gemini.
 
-A program that starts anew imports both, which takes three seconds of processor time. A forked one has them
-already. Otherwise it runs as with ``python program.py``: it has its own ``__main__``, arguments, environment,
-directory and outputs. Use ``subprocess`` for tests of imports, of the end of the interpreter, of variables
-that libraries read while they are loaded, and for programs that start Python processes from their own file.
+A program in a process of its own imports both, which takes three seconds of processor time. A forked one has
+them already. Otherwise it runs as with ``python program.py``: it has its own ``__main__``, arguments,
+environment, directory and outputs. Use ``subprocess`` for tests of imports, of the end of the interpreter, of
+variables that libraries read while they are loaded, and for programs that start Python processes from their
+own file.
 """
 
 from __future__ import annotations

@@ -71,5 +71,12 @@ TEST(PinnedArena, ZerosComeAfterWhateverUsedTheirMemoryBefore) {
   EXPECT_TRUE(all_bytes_are(place, 0));
 }
 
+TEST(PinnedArena, CountsNothingAsUnpinnedThatIsPinned) {
+  Machine machine;
+  HostPlace place(kChunkBytes);
+  machine.host_arena.map(place, Content::kAny);
+  EXPECT_EQ(machine.host_arena.unpinned_bytes(), 0);
+}
+
 }  // namespace
 }  // namespace gemini

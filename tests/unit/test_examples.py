@@ -44,8 +44,8 @@ def run(arguments: list[str], directory: Path) -> str:
     return done.stdout
 
 
-def run_anew(arguments: list[str], directory: Path) -> str:
-    """Do the same in a process that starts anew."""
+def run_alone(arguments: list[str], directory: Path) -> str:
+    """Do the same in a process of its own."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=directory, env=environment(), capture_output=True, text=True
     )
@@ -67,7 +67,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     @functools.cache
     def run_once(name: str) -> tuple[str, Path]:
         directory = tmp_path_factory.mktemp("example")
-        starts = run_anew if name == "gpt2_on_disk.py" else run  # it starts a process, which imports it
+        starts = run_alone if name == "gpt2_on_disk.py" else run  # it starts a process, which imports it
         return starts([str(ROOT / "examples" / name), *EXAMPLES[name]], directory), directory
 
     return run_once
@@ -149,7 +149,7 @@ def test_compact_states_hold_as_few_bytes_as_promised(ran: Runs) -> None:
 def test_readme_program_runs_as_it_stands_with_falling_loss(tmp_path: Path) -> None:
     (program,) = programs_of("README.md")
     assert len(program.strip().splitlines()) <= 16
-    losses = losses_of(run_anew(["-c", program], tmp_path))
+    losses = losses_of(run_alone(["-c", program], tmp_path))
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert list(tmp_path.iterdir()) == []
