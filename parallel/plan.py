@@ -24,6 +24,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.pipeline.orders import ranks_of_stages
 from gemini.parallel.plan_report import differences, explanation
 from gemini.parallel.sequence.parallelize import METHODS
+from gemini.runtime.activation.grouped import Names, flat_names
 from gemini.system.config import parse_bytes
 from gemini.system.durable import write_text
 from gemini.system.files import KEY, Format, read_regular
@@ -37,6 +38,7 @@ _MOST = 2**63 - 1  # of a whole number
 _MOST_SECONDS = 1e12
 _AXES = ("dp", "pp", "sp", "tp")
 _HASH_DIGITS = 16
+_MOST_GROUPS = 64  # within each other
 # Whole numbers that count what there is at least one of.
 _FROM_ONE = frozenset(("stages_per_rank", "num_microbatches", "microbatch_size"))
 
@@ -123,7 +125,9 @@ class ParallelPlan(_Checked):
 
     ``layout``: over how many ranks, in mode 1d. ``begins``: the names of the blocks that stages begin with,
     but the first. ``microbatch_size`` is in samples. ``recompute``: the names of the blocks that compute
-    their activations again in backward. ``dtype``: ``fp32`` (parameters keep their type), ``bf16`` or
+    their activations again in backward; ``groups``: of those that do so in groups, which keep the input of
+    their first block alone: lists of names and of groups within. ``stage_budgets``: of each rank along ``pp``
+    where they differ, instead of ``budgets``. ``dtype``: ``fp32`` (parameters keep their type), ``bf16`` or
     ``fp16``. ``model``: the :func:`fingerprint`. ``machine``: of the speeds that were planned with.
     ``version``: of the gemini-runtime that planned. ``measured_seconds``: of a step, where some were run
     before the plan was chosen.
@@ -150,6 +154,8 @@ class ParallelPlan(_Checked):
     machine: str
     version: str = field(default_factory=_own_version)
     measured_seconds: float | None = None
+    groups: tuple[Any, ...] | None = None
+    stage_budgets: tuple[PlanBudgets, ...] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -163,10 +169,13 @@ class ParallelPlan(_Checked):
                 said = ", ".join(map(str, choices))
                 raise ConfigError(f"{name} is {_repr(getattr(self, name))}; it must be one of {said}")
         self._check_stages()
-        for name in ("begins", "recompute"):
-            names = getattr(self, name)
+        for name, names in (("begins", self.begins), ("recompute", flat_names(self.recomputed))):
             if len(set(names)) != len(names):
                 raise ConfigError(f"{name} names a block twice")
+        if self.stage_budgets is not None and len(self.stage_budgets) != self.layout.pp:
+            raise ConfigError(
+                f"stage_budgets are {len(self.stage_budgets)}, and layout.pp is {self.layout.pp}"
+            )
         if len(self.predicted.ranks) != self.layout.pp:
             raise ConfigError(
                 f"predicted.ranks are {len(self.predicted.ranks)}, and layout.pp is {self.layout.pp}"
@@ -189,6 +198,15 @@ class ParallelPlan(_Checked):
     def world_size(self) -> int:
         """How many ranks the plan is for."""
         return self.layout.world_size
+
+    @property
+    def recomputed(self) -> tuple[Names, ...]:
+        """The blocks, and groups of them, that compute their activations again."""
+        return (*self.recompute, *(self.groups or ()))
+
+    def budgets_of(self, rank: int) -> PlanBudgets:
+        """Return the budgets of a rank along ``pp``."""
+        return self.budgets if self.stage_budgets is None else self.stage_budgets[rank]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file that :meth:`load` reads. Raises IoError; ConfigError for a plan too large for it."""
@@ -226,6 +244,9 @@ class ParallelPlan(_Checked):
         """Return it as JSON has it, without the format."""
         document = asdict(self)
         document["layout"] = {name: getattr(self.layout, name) for name in _AXES}
+        for name in ("groups", "stage_budgets"):  # releases before 0.2 read plans without them
+            if document[name] is None:
+                del document[name]
         return document
 
     @classmethod
@@ -251,7 +272,10 @@ class ParallelPlan(_Checked):
             sizes = " x ".join(f"{name} {getattr(self.layout, name)}" for name in _AXES)
             wrong.append(f"it is for {self.world_size} ranks ({sizes}), and there are {world_size}")
         known = {name for name, _ in model.named_modules()}
-        for name, what in ((self.begins, "stages begin with"), (self.recompute, "it recomputes")):
+        for name, what in (
+            (self.begins, "stages begin with"),
+            (flat_names(self.recomputed), "it recomputes"),
+        ):
             if missing := [each for each in name if each not in known]:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
                 wrong.append(f"{what} {_repr(missing[0])}{more}, and the model has no such module")
@@ -279,14 +303,16 @@ class ParallelPlan(_Checked):
             "microbatch_size": self.microbatch_size,
             "split": self.begins or "bytes",
             "costs": None,
-            "recompute": self.recompute,
+            "recompute": self.recomputed,
             "mixed_precision": None if self.dtype == "fp32" else self.dtype,
         }
         return options | self.budget_options()
 
-    def budget_options(self) -> dict[str, Any]:
-        """Return the budgets as keywords of GeminiDDP: none below ZeRO 3, which has no chunks to place."""
-        budgets = {name: nbytes for name, nbytes in asdict(self.budgets).items() if nbytes is not None}
+    def budget_options(self, rank: int | None = None) -> dict[str, Any]:
+        """Return the budgets, of a ``rank`` along ``pp`` those that it has, as keywords of GeminiDDP: none
+        below ZeRO 3, which has no chunks to place."""
+        own = self.budgets if rank is None else self.budgets_of(rank)
+        budgets = {name: nbytes for name, nbytes in asdict(own).items() if nbytes is not None}
         return budgets if self.zero_stage == 3 else {}
 
     def managed_options(self, called: str) -> dict[str, Any]:
@@ -372,6 +398,12 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     """Return ``value`` as a field of type ``kind`` has it. Raises ConfigError for what is none."""
     if is_dataclass(kind) and isinstance(kind, type):
         return value if isinstance(value, kind) else _inner(kind, value, where)
+    if kind == tuple[Any, ...] | None:
+        if isinstance(value, (list, tuple)):
+            return tuple(_group(each, f"{where}[{index}]", 1) for index, each in enumerate(value))
+        return None if value is None else _refuse(where, value, "a list")
+    if kind == tuple[PlanBudgets, ...] | None:
+        return None if value is None else _read(tuple[PlanBudgets, ...], value, where)
     if get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             _refuse(where, value, "a list")
@@ -394,6 +426,18 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     if type(value) is not int or not least <= value <= _MOST:
         _refuse(where, value, f"a whole number from {least} to 2**63 - 1")
     return value
+
+
+def _group(value: object, where: str, depth: int) -> tuple[Names, ...]:
+    """Return the names, and groups of names, of a group; lists become tuples."""
+    if not isinstance(value, (list, tuple)) or not value or depth > _MOST_GROUPS:
+        _refuse(where, value, f"a list of names and of such lists, {_MOST_GROUPS} deep at most")
+    return tuple(
+        _text(each, f"{where}[{index}]")
+        if not isinstance(each, (list, tuple))
+        else _group(each, f"{where}[{index}]", depth + 1)
+        for index, each in enumerate(value)
+    )
 
 
 def _inner(kind: Any, value: object, where: str) -> Any:

@@ -57,6 +57,18 @@ def _named(names: Sequence[str]) -> str:
     return f"{', '.join(names[: _FEW - 1])}, ..., {names[-1]} ({len(names)} blocks)"
 
 
+def _budgets(budgets: Document) -> str:
+    device = budgets["device_bytes"]
+    return (
+        f"DEVICE {'what is free' if device is None else format_bytes(device)}, "
+        f"HOST {format_bytes(budgets['host_bytes'])}, DISK {format_bytes(budgets['disk_bytes'])}"
+    )
+
+
+def _grouped(group: Any) -> str:
+    return group if isinstance(group, str) else f"({' '.join(map(_grouped, group))})"
+
+
 def _settings(plan: Document) -> Iterator[str]:
     layout, budgets = plan["layout"], plan["budgets"]
     ranks = layout["dp"] * layout["pp"] * layout["sp"] * layout["tp"]
@@ -70,11 +82,12 @@ def _settings(plan: Document) -> Iterator[str]:
         yield f"  schedule: {plan['schedule']}, stages on each rank: {plan['stages_per_rank']}"
         yield f"  stages behind the first one begin with: {_named(plan['begins'])}"
     yield f"  computed again in backward: {_named(plan['recompute']) or 'nothing'}"
-    device = budgets["device_bytes"]
-    yield (
-        f"  budgets of each rank: DEVICE {'what is free' if device is None else format_bytes(device)}, "
-        f"HOST {format_bytes(budgets['host_bytes'])}, DISK {format_bytes(budgets['disk_bytes'])}"
-    )
+    if groups := plan.get("groups"):
+        yield f"  in groups that keep one input: {_named([_grouped(each) for each in groups])}"
+    if plan.get("stage_budgets") is None:
+        yield f"  budgets of each rank: {_budgets(budgets)}"
+    for rank, own in enumerate(plan.get("stage_budgets") or ()):
+        yield f"  budgets of rank {rank} along pp: {_budgets(own)}"
 
 
 def _reason(plan: Document) -> Iterator[str]:

@@ -139,7 +139,7 @@ class GeminiTrainerMixin:
             options = self._options if self._plan is None else self._planned(self._plan, model)
             handle = manage(model, **options)
             if self._plan is not None:
-                recompute_blocks(model, self._plan.recompute)
+                recompute_blocks(model, self._plan.recomputed)
                 handle.compare_with(self._plan.predicted.of_rank(0))
         elif self._options or self._plan is not None:
             raise ConfigError(
@@ -160,7 +160,7 @@ class GeminiTrainerMixin:
         if plan.dtype == "fp32":
             said["bf16"] = False
         plan.joined(said, {name: getattr(self.args, name) for name in said})
-        refuse_unfit_blocks(model, plan.recompute)
+        refuse_unfit_blocks(model, plan.recomputed)
         return options
 
     def _manage_reference(self, model: nn.Module) -> None:

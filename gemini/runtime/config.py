@@ -254,11 +254,19 @@ def prepared(
     for each in every:
         prepared_here = partial(each.together, prepared_here)
     device, config = prepared_here()
-    return device, _agreed(config, every, device) if every else config
+    if not every:
+        return device, config
+    alike = every
+    if model_ranks is not None and model_ranks.alike is not None:
+        alike = [*([peers] if peers is not None else []), *model_ranks.alike]
+    return device, _agreed(config, every, alike, device)
 
 
-def _agreed(config: GeminiConfig, every: Sequence[Peers], device: ComputeDevice) -> GeminiConfig:
-    """Return ``config`` with the DEVICE budget of the rank that has least: chunks are cut alike everywhere.
+def _agreed(
+    config: GeminiConfig, every: Sequence[Peers], alike: Sequence[Peers], device: ComputeDevice
+) -> GeminiConfig:
+    """Return ``config`` with the DEVICE budget of the rank that has least among those that cut their chunks
+    ``alike``: other stages of a pipeline may have another.
 
     Without one each rank takes what is free on its GPU, or its part of what is on its host.
     """
@@ -267,7 +275,7 @@ def _agreed(config: GeminiConfig, every: Sequence[Peers], device: ComputeDevice)
         device_bytes = default_budget_bytes(device.free_bytes())
         if not device.has_own_memory:
             device_bytes //= _ranks_on_this_host(every)
-    for peers in every:
+    for peers in alike:
         device_bytes = min(said[0] for said in peers.exchange(Topic.SETTINGS, [device_bytes]))
     return replace(config, device_bytes=device_bytes)
 

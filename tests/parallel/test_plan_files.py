@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,40 @@ def test_a_field_that_no_plan_can_have_is_named(tmp_path: Path, changed: dict[st
     with pytest.raises(ConfigError, match=said) as caught:
         ParallelPlan.load(path)
     assert str(caught.value).isprintable()
+
+
+def test_groups_and_budgets_of_stages_are_kept_and_files_without_them_are_read(tmp_path: Path) -> None:
+    plain = plan_for(layout=Layout(pp=2), begins=("2",), recompute=("0",))
+    assert not {"groups", "stage_budgets"} & plain.to_json().keys()
+    assert ParallelPlan.from_json(plain.to_json()) == plain
+    more = replace(
+        plain,
+        groups=(("1", ("2", "3")), (("4", "5"), "6")),
+        stage_budgets=(PlanBudgets(64, 32), PlanBudgets(None)),
+    )
+    more.save(tmp_path / "plan.json")
+    found = ParallelPlan.load(tmp_path / "plan.json")
+    assert found == more
+    assert found.plugin_options()["recompute"] == ("0", ("1", ("2", "3")), (("4", "5"), "6"))
+    assert found.budgets_of(0) == PlanBudgets(64, 32)
+    assert "(1 (2 3))" in found.explain()
+    assert "budgets of rank 0 along pp: DEVICE 64 B, HOST 32 B" in found.explain()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"groups": ["1"]}, "groups[0] is '1'"),
+        ({"groups": [["1", 2]]}, "groups[0][1] is 2"),
+        ({"groups": [[]]}, "groups[0] is []"),
+        ({"groups": [["0", "1"]]}, "recompute names a block twice"),
+        ({"stage_budgets": [{"device_bytes": 1, "host_bytes": 0, "disk_bytes": 0}]}, "stage_budgets are 1"),
+    ],
+)
+def test_groups_and_budgets_that_no_plan_can_have_are_named(changed: dict[str, Any], said: str) -> None:
+    plain = plan_for(layout=Layout(pp=2), begins=("2",), recompute=("0",))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        ParallelPlan.from_json({**plain.to_json(), **changed})
 
 
 def test_a_changed_plan_is_refused_or_one(tmp_path: Path) -> None:

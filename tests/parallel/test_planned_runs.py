@@ -91,6 +91,34 @@ def test_a_plan_trains_as_one_process_and_what_it_recomputes_changes_no_bit(
     assert equal(found, run_on_ranks(train, 2, replace(plan, recompute=())))
 
 
+@pytest.mark.parametrize(("layout", "zero_stage"), [("dp", 3), ("pp", 0), ("tp", 3)])
+def test_groups_that_a_plan_recomputes_change_no_bit(layout: str, zero_stage: int) -> None:
+    plan = settings(layout, zero_stage=zero_stage, groups=((BLOCKS[0], BLOCKS[1:3]),))
+    found = run_on_ranks(train, 2, plan)
+    if zero_stage == 3:
+        assert all(0 < rank.more["measured"]["device_bytes"] <= 2**26 for rank in found)
+    assert equal(found, run_on_ranks(train, 2, replace(plan, groups=None)))
+
+
+def _budgets_of_rank(plan: ParallelPlan) -> tuple[int, int]:
+    plugin, model = HybridParallelPlugin(plan=plan, tp_plan=LANGUAGE_PLAN), language()
+    boosted, *_ = Booster(plugin=plugin).boost(model)
+    stats = boosted.stats()
+    return stats["device"]["budget_bytes"], stats["host"]["budget_bytes"]
+
+
+def test_each_rank_of_a_pipeline_has_the_budgets_of_its_stage() -> None:
+    own = (PlanBudgets(3 * 2**24, 2**24), PlanBudgets(2**26))
+    plan = settings("pp", budgets=PlanBudgets(2**26, 2**24), stage_budgets=own)
+    assert run_on_ranks(_budgets_of_rank, 2, plan) == [(3 * 2**24, 2**24), (2**26, 0)]
+
+
+def test_a_group_of_blocks_in_several_stages_is_refused() -> None:
+    plan = settings("pp", groups=(BLOCKS,))
+    with pytest.raises(RanksFailed, match="different stages"):
+        run_on_ranks(train, 2, plan)
+
+
 def test_a_plan_runs_from_its_file_on_one_process(tmp_path: Path) -> None:
     plan = plan_for(language(), num_microbatches=4, microbatch_size=4, recompute=BLOCKS)
     plan.save(tmp_path / "plan.json")

@@ -16,6 +16,7 @@ from gemini.errors import ConfigError, InputError
 from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
 from gemini.jobs.run.run_directory import is_a
 from gemini.optim.kernels import STATE_DTYPES
+from gemini.runtime.activation.grouped import Names, names_in, text_of_names
 from gemini.system.config import parse_bytes
 from gemini.system.input_files import read_document
 
@@ -96,9 +97,9 @@ class FineTuneConfig(MemoryOptions):
         self.check_activations()
 
     @property
-    def recomputed_blocks(self) -> tuple[str, ...]:
-        """The names in ``recompute``."""
-        return tuple(name.strip() for name in self.recompute.split(",") if name.strip())
+    def recomputed_blocks(self) -> tuple[Names, ...]:
+        """The names in ``recompute``; groups are in parentheses."""
+        return names_in(self.recompute)
 
     def identity(self) -> dict[str, Any]:
         """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
@@ -187,7 +188,7 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
     said = plan.managed_options("gemini finetune")
     said["precision"] = said.pop("mixed_precision") or "fp32"
     said |= {"batch": plan.microbatch_size, "accumulate": plan.num_microbatches}
-    said |= {"recompute": ",".join(plan.recompute), "activation_checkpointing": False}
+    said |= {"recompute": text_of_names(plan.recomputed), "activation_checkpointing": False}
     return plan.joined(said, given)
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import ConfigError
+from gemini.runtime.activation.grouped import BlockGroup, Names, flat_names
 from gemini.runtime.activation.repeatable import CannotRepeat, Digest, digest_of, set_training, training_modes
 from gemini.runtime.intercept.compiled import is_compiled
 
@@ -150,7 +151,7 @@ class RecomputedBlock:
                 has_run = True
                 return forward(*args, **kwargs)
 
-        out = checkpoint(run, *args, use_reentrant=False, **kwargs)
+        out = self._computed(run, args, kwargs)
         if not is_known:
             changes = before.changed()
             if not changes and digest is not None and _digest(module) != digest:
@@ -162,13 +163,30 @@ class RecomputedBlock:
             before.keep_only(changes)
         return out
 
+    def _computed(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the block returns; see to it that ``run`` is called again in backward."""
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # Copies and pickles of the module have the forward of its class.
         return getattr, (self.module, "forward")
 
 
-def recompute_blocks(model: nn.Module, names: Iterable[str]) -> None:
-    """Have the modules ``names`` of ``model`` compute their activations again in backward.
+class GroupedBlock(RecomputedBlock):
+    """A block of a group, which keeps the input of its first block alone."""
+
+    def __init__(self, name: str, module: nn.Module, group: BlockGroup, member: int) -> None:
+        self._group, self._member = group, member
+        super().__init__(name, module)
+
+    def _computed(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._group.forward(self._member, run, args, kwargs)
+
+
+def recompute_blocks(model: nn.Module, names: Iterable[Names]) -> None:
+    """Have the modules ``names`` of ``model`` compute their activations again in backward. A tuple of names
+    is a group of blocks that run one after another, and may have groups within it: it keeps the input of its
+    first block alone.
 
     Models of transformers build no caches of keys from then on: a second run would add to them.
 
@@ -178,16 +196,21 @@ def recompute_blocks(model: nn.Module, names: Iterable[str]) -> None:
     names = tuple(names)
     refuse_unfit_blocks(model, names)
     for name in names:
-        RecomputedBlock(name, model.get_submodule(name))
+        if isinstance(name, str):
+            RecomputedBlock(name, model.get_submodule(name))
+            continue
+        group = BlockGroup(name)
+        for member, each in enumerate(group.names):
+            GroupedBlock(each, model.get_submodule(each), group, member)
     for module in model.modules() if names else ():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]
 
 
-def refuse_unfit_blocks(model: nn.Module, names: Iterable[str]) -> None:
-    """Raise ConfigError where one of ``names`` is of no module of ``model`` that can be computed again."""
-    names, modules = tuple(names), dict(model.named_modules())
+def refuse_unfit_blocks(model: nn.Module, blocks: Iterable[Names]) -> None:
+    """Raise ConfigError where one of ``blocks`` is of no module of ``model`` that can be computed again."""
+    names, modules = flat_names(tuple(blocks)), dict(model.named_modules())
     for name in names:
         if name not in modules or not name:
             raise ConfigError(

@@ -27,7 +27,7 @@ from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
 )
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
-from gemini.parallel.booster.plugin.hybrid_data import Group, choose_data_parallelism
+from gemini.parallel.booster.plugin.hybrid_data import Chunks, Group, choose_data_parallelism
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
 from gemini.parallel.layout import Layout
@@ -52,6 +52,7 @@ from gemini.parallel.tensor.styles import Style
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.parallel.zero.options import parse_precision
 from gemini.placement import PlacementPolicy
+from gemini.runtime.activation.grouped import Names, flat_names
 from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.manager import StepClock
@@ -119,6 +120,7 @@ class HybridParallelPlugin(Plugin):
         behind, before: names of what runs behind all blocks, or before those of the module that it is in,
             where neither ``forward`` nor the order of registration says so.
         recompute: names of the blocks that compute their activations again in backward, with the same bits.
+            A tuple of names is a group of blocks, one after another, that keep the input of the first alone.
         plan: a :class:`gemini.parallel.ParallelPlan`, or its file: it says the sizes, the schedule, where
             stages begin, the micro-batches, ``zero_stage``, the budgets, ``recompute`` and the precision. It
             does not say the others (``disk_dir``, ``max_norm``). It has to be of this model and for as many
@@ -155,12 +157,12 @@ class HybridParallelPlugin(Plugin):
         blocks: Sequence[str] | None = None,
         behind: Collection[str] = (),
         before: Collection[str] = (),
-        recompute: Collection[str] = (),
+        recompute: Collection[Names] = (),
         plan: ParallelPlan | Path | None = None,
         **options: Any,
     ) -> None:
         self._plan = plan if isinstance(plan, ParallelPlan) else None
-        self._recompute = tuple(recompute)
+        self._recompute = tuple(map(_as_names, recompute))
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
         self._zero_stage = zero_stage
         self._data = choose_data_parallelism(
@@ -222,8 +224,9 @@ class HybridParallelPlugin(Plugin):
         """See :class:`Plugin`. Raises OutOfBudgetError if this rank's part cannot fit."""
         self._refuse_unplanned(model, precision)
         refuse_unfit_blocks(model, self._recompute)
-        wrap = self._data.prepared(model, optimizer, precision)
         mesh = self.mesh
+        self._take_budgets(mesh)
+        wrap = self._data.prepared(model, optimizer, precision)
         if mesh is not None and (across := mesh.axis("sp")) is not None:
             across.together(partial(refuse_unfit_model, model))  # before layers are cut
         types = self._data.types(model, precision)
@@ -263,6 +266,13 @@ class HybridParallelPlugin(Plugin):
             )
         self.ranks.together(partial(plan.check, model, self.ranks.size), failure=ConfigError)
 
+    def _take_budgets(self, mesh: Mesh | None) -> None:
+        """Take the budgets that the plan has for this rank, where they differ from stage to stage."""
+        plan = self._plan
+        if plan is not None and plan.stage_budgets is not None and isinstance(self._data, Chunks):
+            axis = None if mesh is None else mesh.axis("pp")
+            self._data.take_budgets(plan.budget_options(0 if axis is None else axis.rank))
+
     def _watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Have :meth:`stats` know what the plan expects of this rank, and measure its steps."""
         if (plan := self._plan) is None:
@@ -292,16 +302,30 @@ class HybridParallelPlugin(Plugin):
 
     def _refuse_around(self, blocks: Sequence[str]) -> None:
         """Raise ConfigError where something around ``blocks`` is to be recomputed."""
-        for name in self._recompute:
+        for name in flat_names(self._recompute):
             if any(block.startswith(f"{name}.") for block in blocks):
                 raise ConfigError(
                     f"recompute names {name!r}, which holds the blocks between which stages are cut; name "
                     "those, or modules within them"
                 )
 
-    def _recomputed_here(self, model: nn.Module) -> tuple[str, ...]:
+    def _refuse_divided(self, stages: Sequence[Sequence[str]]) -> None:
+        """Raise ConfigError where blocks of a group are in several stages."""
+        for group in self._recompute:
+            names = flat_names(group)
+            if len({at for at, stage in enumerate(stages) for each in names if each in stage}) > 1:
+                raise ConfigError(
+                    f"recompute has {names[0]!r} and {names[-1]!r} in one group, and they are in different "
+                    "stages; name a group for each stage, or let a stage begin with the group"
+                )
+
+    def _recomputed_here(self, model: nn.Module) -> tuple[Names, ...]:
         """Return what is recomputed of the blocks that this rank has."""
-        return tuple(name for name in self._recompute if not isinstance(model.get_submodule(name), Absent))
+
+        def is_here(name: str) -> bool:
+            return not isinstance(model.get_submodule(name), Absent)
+
+        return tuple(each for each in self._recompute if all(map(is_here, flat_names(each))))
 
     def _take_part(
         self,
@@ -330,6 +354,7 @@ class HybridParallelPlugin(Plugin):
             units = find_units(model, **self._units)
             ranges = choose_ranges(model, units, len(self._rank_of), **self._split)
             self._refuse_around(units.blocks)
+            self._refuse_divided([units.blocks[first:last] for first, last in ranges])
             return units, ranges, outline_of(model, types)
 
         units, ranges, outline = axis.together(decide)
@@ -490,6 +515,11 @@ class HybridParallelPlugin(Plugin):
         """Those that divide the data: along ``dp``."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
+
+
+def _as_names(names: Names) -> Names:
+    """Return the names of a group as tuples, which lists may be."""
+    return names if isinstance(names, str) else tuple(map(_as_names, names))
 
 
 def _compare_batches(axis: Axis, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

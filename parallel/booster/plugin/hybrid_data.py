@@ -112,6 +112,14 @@ class Chunks:
             self._model_options.setdefault("strict_ddp_mode", True)
         self._optimizer_options = {key: value for key, value in options.items() if key in _UPDATED}
 
+    def take_budgets(self, budgets: Mapping[str, Any]) -> None:
+        """Take the budgets of this rank instead of those of all; where it has none of DISK, no file is
+        made."""
+        self._model_options = {**self._model_options, **budgets}
+        if not budgets.get("disk_bytes"):
+            self._model_options.pop("disk_dir", None)
+            self._model_options.pop("disk_bytes", None)
+
     def prepared(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision | None
     ) -> Wrap:
