@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from torch import nn
@@ -22,7 +22,9 @@ from gemini.parallel.plan import (
 )
 from gemini.planner.chunks import Capacity
 from gemini.planner.prices import Misfit, Price, RankPrice
+from gemini.planner.rotor import Item
 from gemini.planner.search import Found, Question
+from gemini.runtime.activation.grouped import Names
 from gemini.system.config import format_bytes
 
 _HASH_DIGITS = 16
@@ -69,7 +71,14 @@ def plan_of(
         ),
         model=fingerprint(model),
         machine=machine_fingerprint(question.machine),
+        groups=tuple(_named(each, blocks) for each in best.groups) or None,
+        stage_budgets=_stage_budgets(best, capacity),
     )
+
+
+def _named(group: Item, blocks: Sequence[str]) -> Names:
+    """Return the names of the blocks of a group."""
+    return blocks[group] if isinstance(group, int) else tuple(_named(each, blocks) for each in group)
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,21 @@ def _budgets(best: Price, capacity: Capacity) -> PlanBudgets:
     if not best.combination.uses_lower:
         return PlanBudgets(capacity.device_bytes)
     return PlanBudgets(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes)
+
+
+_SPARE_SHARE = 16  # of DEVICE; a rank with less to spare may use the tiers below, as the others do
+
+
+def _stage_budgets(best: Price, capacity: Capacity) -> tuple[PlanBudgets, ...] | None:
+    """Return the budgets of each rank along pp where they differ: what lies on DEVICE with room to spare
+    needs no file, and no memory of the host. None: they are the same."""
+    spare = capacity.device_bytes // _SPARE_SHARE
+    needs = [
+        bool(each.lower_bytes) or each.device_bytes + spare > capacity.device_bytes for each in best.ranks
+    ]
+    if not best.combination.uses_lower or all(needs) or not any(needs):
+        return None
+    return tuple(_budgets(best, capacity) if each else PlanBudgets(capacity.device_bytes) for each in needs)
 
 
 def _rank(rank: RankPrice, capacity: Capacity) -> RankPrediction:

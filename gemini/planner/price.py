@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from math import ceil
 
 from gemini.errors import OutOfBudgetError
@@ -33,7 +33,9 @@ from gemini.planner.recomputation import (
     OrderOf,
     again,
     alone,
+    even_groups,
     groups_of,
+    held_at_most,
     least_again,
     rotor_of,
     under_way,
@@ -361,38 +363,44 @@ class _Pricing:
             self._group_rank(rank)
 
     def _group_rank(self, rank: int) -> None:
-        figures, before = self._figures, self._held.groups
-        blocks = self._blocks(rank)
-        own = [group for group in before if blocks_of(group)[0] in blocks]
+        """Recompute blocks of a rank in groups: those of the least memory say whether it fits at all, so that
+        what is lacking would do."""
+        figures, blocks = self._figures, self._blocks(rank)
+        own = [group for group in self._held.groups if blocks_of(group)[0] in blocks]
         if not own:
             return
-        rest = tuple(group for group in before if group not in own)
-        fitted = self._rank(rank)
-        took = sum(figures[at].forward_seconds for group in own for at in blocks_of(group))
-        others = max(counts[0] for _, counts in under_way(self._order_of, rank))
-        room = self._pricer.capacity.device_bytes - self._chunks(rank).total_bytes
         first, last = self._ranges[rank]
-        if isinstance(fitted, Misfit):
-            everywhere = Held(figures, alone(blocks)).kept(first, last) - sum(
-                figures[at].input_bytes for at in blocks
-            )
-            if (others + 1) * everywhere + max(figures[at].peak_bytes for at in blocks) > room:
-                return  # groups keep more than that
-        else:
+        room = self._pricer.capacity.device_bytes - self._chunks(rank).total_bytes
+        others = max(counts[0] for _, counts in under_way(self._order_of, rank))
+        rotor = self._pricer.rotor(self._choice.part, self._choice.microbatch_size, first, last)
+        if isinstance(self._rank(rank), RankPrice):
+            took = sum(figures[at].forward_seconds for group in own for at in group if isinstance(at, int))
             lacks = Held(figures, ()).kept(first, last) - room / (others + 1)
             fastest = min(figures[at].forward_seconds for at in blocks)
             if took - least_again(figures, blocks, lacks) < fastest:
                 return  # one block less is too few
-        key = self._choice.part, self._choice.microbatch_size
-        found = self._pricer.rotor(*key, first, last).spread(room, others)
+        else:
+            least = partial(held_at_most, figures, (first, last), others)
+            self._regroup(rank, min(even_groups(rotor, blocks, first), key=least))
+            if isinstance(self._rank(rank), Misfit):
+                return
+        found = rotor.spread(room, others)
         if found is None:
             return
-        groups = tuple(groups_of(found.items, first))
-        self._recompute(tuple(sorted((*rest, *groups), key=blocks_of)))
-        grouped = self._rank(rank)
-        again_takes = sum(count * figures[at].forward_seconds for at, count in again(groups).items())
-        if isinstance(grouped, Misfit) or (isinstance(fitted, RankPrice) and again_takes >= took):
+        before = self._held.groups
+        took = self._again_takes()
+        self._regroup(rank, tuple(groups_of(found.items, first)))
+        if isinstance(self._rank(rank), Misfit) or self._again_takes() >= took:
             self._recompute(before)
+
+    def _regroup(self, rank: int, groups: Groups) -> None:
+        """Take it that these groups of a rank recompute, and of the others what does."""
+        blocks = self._blocks(rank)
+        rest = (group for group in self._held.groups if blocks_of(group)[0] not in blocks)
+        self._recompute(tuple(sorted((*rest, *groups), key=blocks_of)))
+
+    def _again_takes(self) -> float:
+        return sum(count * self._figures[at].forward_seconds for at, count in self._held.times.items())
 
     def _blocks(self, rank: int) -> list[int]:
         """Return the segments of a rank that are blocks."""

@@ -124,6 +124,25 @@ def groups_of(items: Iterable[Item], first: int) -> Iterator[Group]:
             yield _moved(item, first)
 
 
+def even_groups(rotor: Rotor, blocks: Sequence[int], first: int) -> Iterator[Groups]:
+    """Yield all ``blocks`` of a stage in groups of equal size, for each size: those that run again as a
+    whole, and those that take the least memory."""
+    for size in range(1, len(blocks) + 1):
+        starts = range(0, len(blocks), size)
+        yield tuple(tuple(blocks[at : at + size]) for at in starts)
+        if size > 1:
+            yield tuple(
+                _moved(rotor.least_items(blocks[at] - first, blocks[at : at + size][-1] + 1 - first), first)
+                for at in starts
+            )
+
+
+def held_at_most(figures: Sequence[Figures], stage: tuple[int, int], others: int, groups: Groups) -> float:
+    """Return the most that a stage holds, beside one micro-batch so many ``others``."""
+    held = Held(figures, groups)
+    return others * held.kept(*stage) + held.most(*stage)
+
+
 def _moved(items: Group, by: int) -> Group:
     return tuple(each + by if isinstance(each, int) else _moved(each, by) for each in items)
 

@@ -185,6 +185,11 @@ class Rotor:
         """Return the least budget for which there is a schedule."""
         return int(self._front(0, len(self.chain.blocks)).nbytes[0]) + self.chain.input_bytes
 
+    def least_items(self, first: int, last: int) -> tuple[Item, ...]:
+        """Return the items of the blocks ``[first, last)`` that take the least memory, once their input is
+        there."""
+        return self._items(first, last, int(self._front(first, last).nbytes[0]))
+
     def _front(self, first: int, last: int) -> _Front:
         if self._kinds[first:last] not in self._fronts:
             for length in range(1, last - first + 1):  # from the shortest parts on

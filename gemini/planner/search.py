@@ -20,7 +20,18 @@ from gemini.planner.figures import Figures, Speeds, scaled
 from gemini.planner.price import Pricer
 from gemini.planner.prices import Misfit, Price
 from gemini.planner.records import CutModel, Part, Record
-from gemini.planner.space import FIT, NONE, Combination, Pins, below, combinations, layouts, named
+from gemini.planner.space import (
+    AS_NEEDED,
+    FIT,
+    NONE,
+    ROTOR,
+    Combination,
+    Pins,
+    below,
+    combinations,
+    layouts,
+    named,
+)
 
 # Makes the function that runs a model on a micro-batch of so many samples.
 RunOf = Callable[[int], Run]
@@ -142,8 +153,25 @@ class Search:
             least = self._prices()
             if least.prices or not least.misfits:
                 break
-        found.enough = self._capacity if least.prices else None
+        found.enough = self._least_capacity() if least.prices else None
         return found
+
+    def _least_capacity(self) -> Capacity:
+        """Return the least DEVICE with which anything fits, from one with which something does: stages are
+        cut otherwise with every budget, so less may do than was lacking."""
+        enough, tried = self._capacity, self._capacity.device_bytes - 1
+        for _ in range(_MOST_LESS if not enough.lower_bytes else 0):
+            self._look(replace(enough, device_bytes=tried))
+            prices = self._prices().prices
+            if prices:
+                enough = self._capacity
+                used = min(max(rank.device_bytes for rank in each.ranks) for each in prices)
+                tried = min(used, tried - 1)
+            elif tried == enough.device_bytes - 1:
+                break
+            else:
+                tried = enough.device_bytes - 1
+        return enough
 
     def _prices(self) -> Found:
         """Return what was found, the fastest first.
@@ -220,12 +248,19 @@ class Search:
         """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit."""
         priced = self._priced(pricer, choice)
         if isinstance(priced, Price):
-            is_known = priced.combination.recompute == FIT and not priced.recompute  # as NONE
-            return None if is_known and self._question.pins.allow("recompute", NONE) else priced
+            return None if self._is_known(priced) else priced
         nearest = self._found.misfits.get(choice.layout)
         if nearest is None or priced.missing_bytes < nearest.missing_bytes:
             self._found.misfits[choice.layout] = priced
         return None
+
+    def _is_known(self, priced: Price) -> bool:
+        """Say whether another combination recomputes the same: FIT where ROTOR has no group of several
+        blocks, NONE where nothing recomputes."""
+        allow, how = self._question.pins.allow, priced.combination.recompute
+        if how == ROTOR and not priced.groups and allow("recompute", FIT):
+            return True
+        return how in AS_NEEDED and not priced.recompute and not priced.groups and allow("recompute", NONE)
 
     def _priced(self, pricer: Pricer, choice: Combination) -> Price | Misfit:
         """Return the price, or why it does not fit."""
@@ -277,6 +312,7 @@ class Search:
 
 _RUNNERS_UP = 16
 _BOUND, _EVEN, _EXACT = range(3)  # what is known of a combination
+_MOST_LESS = 8  # tries to find out whether less would do
 _MOST_TRIES = 32  # to find out how much would do: chunks grow with DEVICE
 # From two samples on, what a micro-batch takes grows evenly; so many are looked at. One sample is something
 # else: what is transposed is still in order then, and is not copied.

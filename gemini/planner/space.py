@@ -15,7 +15,7 @@ from gemini.planner.records import Part
 # Of the blocks recompute; FIT: of each rank as few as its memory asks for; ROTOR: the same in groups, which
 # keep one input each.
 NONE, FIT, ROTOR, HALF, ALL = "none", "fit", "rotor", "half", "all"
-RECOMPUTES = (NONE, FIT, HALF, ALL)
+RECOMPUTES = (NONE, FIT, ROTOR, HALF, ALL)
 AS_NEEDED = (FIT, ROTOR)
 _SAID = {
     FIT: "as few blocks recompute as fit",

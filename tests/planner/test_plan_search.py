@@ -186,6 +186,32 @@ def test_stages_that_are_cut_for_their_memory_are_faster_than_equal_ones_that_re
     assert cut.step_seconds < 0.98 * found("fit", less).step_seconds
 
 
+def test_groups_fit_where_single_blocks_do_not_and_are_never_slower() -> None:
+    # Eight micro-batches are under way on the first rank: one input for two blocks instead of two.
+    layout = "pp=2 schedule=gpipe microbatches=8 zero=0 recompute="
+
+    def found(recompute: str, budget: int) -> Price | None:
+        pins = Pins.parse((layout + recompute).split())
+        asked = question(2, 16, capacity=Capacity(budget), pins=pins)
+        prices = search(net(*(32,) * 8), run_of, asked).prices
+        return prices[0] if prices else None
+
+    every, none = found("all", GIB), found("none", GIB)
+    assert every is not None
+    assert none is not None
+    most, least = (max(rank.device_bytes for rank in each.ranks) for each in (none, every))
+    tight = found("rotor", least - 2**10)
+    assert found("fit", least - 2**11) is None
+    assert tight is not None
+    assert tight.groups
+    assert all(rank.device_bytes <= least - 2**10 for rank in tight.ranks)
+    for budget in range(least, most, (most - least) // 3):
+        grouped, fitted = found("rotor", budget), found("fit", budget)
+        assert grouped is not None
+        assert fitted is not None
+        assert grouped.step_seconds <= fitted.step_seconds * (1 + 1e-12)
+
+
 def test_equal_questions_have_equal_answers() -> None:
     first, second = (search(net(8, 64, 8), run_of, question()) for _ in range(2))
     assert [str(each.combination) for each in first.prices] == [

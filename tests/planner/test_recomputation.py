@@ -1,0 +1,86 @@
+"""What groups of blocks hold is what was predicted, when they run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from planner_models import machine, net, run_of
+
+from gemini.forecast.meter import Meter, OperationCosts
+from gemini.planner.figures import Figures, Speeds
+from gemini.planner.recomputation import Groups, Held, again, alone, groups_of, rotor_of
+from gemini.planner.records import CutModel, Part
+from gemini.planner.rotor import blocks_of
+from gemini.runtime.activation.recomputed import recompute_blocks
+
+INNER, SAMPLES = (32, 64, 16, 64, 32, 64), 8
+GROUPS: dict[str, Groups] = {
+    "none": (),
+    "single": alone((1, 2, 5)),
+    "all": alone(range(1, 7)),
+    "pairs": ((1, 2), (3, 4), (5, 6)),
+    "half": ((1, 2, 3),),
+    "nested": (((1, (2, 3), 4), 5, 6),),
+    "twice": (((1, 2), (3, 4), 5),),
+}
+
+
+def figures() -> tuple[Figures, ...]:
+    speeds = Speeds(machine(), OperationCosts(machine()))
+    return speeds.figures(CutModel(net(*INNER), Part()).record(run_of(SAMPLES)))
+
+
+def named(group: object) -> object:
+    return f"blocks.{group - 1}" if isinstance(group, int) else tuple(map(named, group))  # type: ignore[call-overload]
+
+
+def measured(groups: Groups) -> int:
+    """Return the most non-model bytes of a step that runs, forward and backward, with gradients that go."""
+    model = net(*INNER)
+    recompute_blocks(model, [named(each) for each in groups])  # type: ignore[misc]
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+    with torch.device("meta"), Meter() as meter:
+        meter.open_period()
+        run_of(SAMPLES)(model, None).backward()
+    return max(period.peak_bytes for period in meter.periods)
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_a_step_holds_no_more_than_predicted_and_nearly_as_much(groups: Groups) -> None:
+    own = figures()
+    predicted, found = Held(own, groups).most(0, len(own)), measured(groups)
+    assert found <= predicted
+    assert found >= 0.7 * predicted
+
+
+def test_groups_that_fit_a_budget_hold_no_more_when_they_run() -> None:
+    own = figures()
+    rotor = rotor_of(own, 0, len(own))
+    whole = int(Held(own, ()).most(0, len(own)))
+    seen = set()
+    for budget in range(whole // 3, whole + 1, whole // 8):
+        found = rotor.spread(budget, 0)
+        if found is None:
+            continue
+        groups = tuple(groups_of(found.items, 0))
+        assert measured(groups) <= budget
+        seen.add(groups)
+        more = sum(count * own[at].forward_seconds for at, count in again(groups).items())
+        assert found.seconds == pytest.approx(
+            more + sum(each.forward_seconds + each.backward_seconds for each in own)
+        )
+    assert len(seen) > 2
+    most = rotor.spread(2 * whole, 0)
+    assert most is not None
+    assert not list(groups_of(most.items, 0))
+
+
+def test_what_runs_again_is_counted_once_for_each_group_around_it() -> None:
+    assert again(((1, (2, (3,)), 4), (6,))) == {1: 1, 2: 2, 3: 3, 4: 1, 6: 1}
+    assert blocks_of((1, (2, (3,)), 4)) == (1, 2, 3, 4)
+    kept = partial(Held(figures(), ((1, 2),)).kept_of)
+    assert kept(2) == 0
+    assert kept(1) == figures()[1].input_bytes
