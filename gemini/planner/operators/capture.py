@@ -282,7 +282,7 @@ def _tidied(
         raise CaptureError("the loss does not depend on any parameter: there is nothing to train")
     output.args = ((loss, *gradients.values(), *changed.values()),)
     graph.eliminate_dead_code()
-    _views_anew(graph, loss)
+    _views_again(graph, loss)
     graph.eliminate_dead_code()
     graph.set_codegen(fx.graph.CodeGen())  # of tensors, not of the lists that were passed
     graph.lint()
@@ -290,21 +290,21 @@ def _tidied(
     return Captured(made, parameters, buffers, form, loss, gradients, changed, way, num_guesses)
 
 
-def _views_anew(graph: fx.Graph, loss: fx.Node) -> None:
-    """Have backward make the views anew that it shares with forward: what is kept in between is then always
+def _views_again(graph: fx.Graph, loss: fx.Node) -> None:
+    """Have backward make the views again that it shares with forward: what is kept in between is then always
     memory that some operator or parameter has, and a conversion of a view ends with forward."""
     order = {node: at for at, node in enumerate(graph.nodes)}
     boundary, copies = order[loss], dict[fx.Node, fx.Node]()
 
-    def anew(node: fx.Node) -> fx.Node:
+    def again(node: fx.Node) -> fx.Node:
         if order.get(node, boundary + 1) > boundary or not is_view(node):
             return node
         if node not in copies:
-            copies[node] = graph.node_copy(node, anew)
+            copies[node] = graph.node_copy(node, again)
         return copies[node]
 
     for node in list(graph.nodes):
         if node.op == "call_function" and order[node] > boundary:
             with graph.inserting_before(node):
-                node.args = fx.map_arg(node.args, anew)
-                node.kwargs = fx.map_arg(node.kwargs, anew)
+                node.args = fx.map_arg(node.args, again)
+                node.kwargs = fx.map_arg(node.kwargs, again)

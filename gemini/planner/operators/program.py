@@ -22,9 +22,10 @@ from gemini.errors import OutOfBudgetError, StateError
 from gemini.system.config import format_bytes
 
 _MOST_ROUNDS = 40  # of adding rows of bytes
+_MOST_MOMENTS = 8  # that a round adds
 _SCALE = 1000.0  # what the objective and budgets come to, for tolerances that are absolute
 _INFEASIBLE = 2
-_SMALL, _GAP, _LARGE_GAP, _LEAST_GAP = 500, 1e-6, 1e-3, 1e-4
+_SMALL, _GAP, _LARGE_GAP, _LEAST_GAP = 500, 1e-6, 1e-3, 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class MisfitError(OutOfBudgetError):
 
 
 def solve(
-    program: Program, budget: int | None = None, *, limit_seconds: float = 60.0, gap: float | None = None
+    program: Program, budget: int | None = None, *, limit_seconds: float = 30.0, gap: float | None = None
 ) -> Solution:
     """Return the fastest choices that never hold more than ``budget`` bytes (None: any number). ``gap``: how
     far they may be from the bound, as a share; None: 1e-6 for a small program, and 1e-3 for others.
@@ -118,12 +119,11 @@ def solve(
             return solution
         if solution.peak_moment in moments:  # by the tolerance of the solver
             slack += solution.peak_bytes - budget + 1
-        else:
-            moments.append(solution.peak_moment)
+        moments += _worst(program, solution.choices, budget, moments)
     raise StateError(f"no choice within {budget} bytes was found in {_MOST_ROUNDS} rounds: raise the budget")
 
 
-def least_bytes(program: Program, moments: Sequence[int] = (), *, limit_seconds: float = 60.0) -> int:
+def least_bytes(program: Program, moments: Sequence[int] = (), *, limit_seconds: float = 30.0) -> int:
     """Return the smallest budget that does; ``moments`` may have the most bytes. Raises StateError where the
     time is over."""
     columns, moments = _Columns(program), sorted({*program.likely, *moments})
@@ -132,21 +132,41 @@ def least_bytes(program: Program, moments: Sequence[int] = (), *, limit_seconds:
         found = columns.run(moments, None, limit_seconds, _LEAST_GAP, least=True)
         solution = columns.solution(found)
         peak = min(peak, solution.peak_bytes)
-        if solution.peak_moment in moments:
+        proven = max(evaluate_moments(program, solution.choices)[moment] for moment in moments)
+        more = _worst(program, solution.choices, proven, moments)
+        if not more or peak <= proven * (1 + _LEAST_GAP):
             break
-        moments.append(solution.peak_moment)
+        moments += more
     return math.ceil(peak)
+
+
+def _worst(program: Program, choices: Sequence[int], limit: float, known: Sequence[int]) -> list[int]:
+    """Return moments with more than ``limit`` bytes, the worst first: a few that are local maxima."""
+    nbytes = evaluate_moments(program, choices)
+    padded = np.concatenate([[-1.0], nbytes, [-1.0]])
+    is_top = (nbytes >= padded[:-2]) & (nbytes > padded[2:]) & (nbytes > limit)
+    found = [int(each) for each in np.flatnonzero(is_top) if int(each) not in known]
+    return sorted(found, key=lambda each: -nbytes[each])[:_MOST_MOMENTS]
 
 
 def evaluate(program: Program, choices: Sequence[int]) -> tuple[float, float, int]:
     """Return the seconds of these choices, the most bytes, and the moment that has them."""
     seconds = sum(float(each[choice]) for each, choice in zip(program.seconds, choices, strict=True))
-    used: list[set[tuple[int, int]]] = []
     for group in program.groups:
         state = group.states[choices[group.source]]
         pairs = {(state, states[choices[target]]) for target, states in group.targets}
-        used.append(pairs)
         seconds += sum(float(group.seconds[pair]) for pair in pairs)
+    at_moments = evaluate_moments(program, choices)
+    peak = int(np.argmax(at_moments))
+    return seconds, float(at_moments[peak]), peak
+
+
+def evaluate_moments(program: Program, choices: Sequence[int]) -> np.ndarray:
+    """Return the bytes at each moment."""
+    used = [
+        {(group.states[choices[group.source]], states[choices[target]]) for target, states in group.targets}
+        for group in program.groups
+    ]
     changes = np.zeros(program.num_moments + 1)
     for hold in program.holds:
         if hold.group < 0:
@@ -155,9 +175,8 @@ def evaluate(program: Program, choices: Sequence[int]) -> tuple[float, float, in
             nbytes = sum(float(hold.nbytes[pair]) for pair in used[hold.group])
         changes[hold.begin] += nbytes
         changes[hold.end + 1] -= nbytes
-    at_moments = np.cumsum(changes)[:-1]
-    peak = int(np.argmax(at_moments))
-    return seconds, float(at_moments[peak]) + program.constant_bytes, peak
+    found: np.ndarray = np.cumsum(changes)[:-1] + program.constant_bytes
+    return found
 
 
 class _Columns:
