@@ -92,7 +92,10 @@ class _Conversion:
 
     def __init__(self, rank: MeshRank, steps: Sequence[Step]) -> None:
         self._rank, self._steps = rank, steps
-        self.__name__ = "_then_".join(f"{step.kind}_{step.axis}" for step in steps)
+
+    @property
+    def __name__(self) -> str:
+        return "_then_".join(f"{step.kind}_{step.axis}" for step in self._steps)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._rank.convert(tensor, self._steps)
@@ -103,7 +106,10 @@ class _Part:
 
     def __init__(self, rank: MeshRank, call: Any, scale: float) -> None:
         self._rank, self._call, self._scale = rank, call, scale
-        self.__name__ = call.__name__
+
+    @property
+    def __name__(self) -> str:
+        return str(self._call.__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._call(self._rank, *args, **kwargs)

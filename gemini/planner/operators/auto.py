@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gemini.errors import ConfigError
@@ -19,7 +18,7 @@ from gemini.forecast.machine import MachineSpeeds, measure_machine
 from gemini.forecast.meter import OperationCosts, Period, sample
 from gemini.forecast.rehearsal import mean_of_outputs
 from gemini.memstats.collectives import CollectiveSpeeds
-from gemini.parallel.booster.ranks import join_launched_group
+from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.collective_speeds import measure_among
 from gemini.parallel.mesh import Axis
 from gemini.planner.operators.apply import MeshRank, OperatorParallel
@@ -86,7 +85,7 @@ def autoshard(
         ConfigError: the mesh is not of so many ranks, or the machine has no speeds between them.
     """
     join_launched_group()
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = Ranks().size
     sizes = tuple(mesh) if mesh is not None else (world,)
     if math.prod(sizes) != world or not sizes:
         raise ConfigError(f"a mesh of {' x '.join(map(str, sizes))} is not one of {world} ranks")

@@ -280,7 +280,8 @@ def _tidied(
     gradients = {name: node for name, node in zip(trained, grads, strict=True) if isinstance(node, fx.Node)}
     if not gradients or not isinstance(loss, fx.Node) or loss.op != "call_function":
         raise CaptureError("the loss does not depend on any parameter: there is nothing to train")
-    output.args = ((loss, *gradients.values(), *changed.values()),)
+    graph.erase_node(output)
+    graph.output((loss, *gradients.values(), *changed.values()))
     graph.eliminate_dead_code()
     _views_again(graph, loss)
     graph.eliminate_dead_code()
@@ -306,5 +307,7 @@ def _views_again(graph: fx.Graph, loss: fx.Node) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and order[node] > boundary:
             with graph.inserting_before(node):
-                node.args = fx.map_arg(node.args, again)
-                node.kwargs = fx.map_arg(node.kwargs, again)
+                for at, argument in enumerate(node.args):
+                    node.update_arg(at, fx.map_arg(argument, again))
+                for name, argument in node.kwargs.items():
+                    node.update_kwarg(name, fx.map_arg(argument, again))

@@ -86,7 +86,10 @@ class _Plain:
 
     def __init__(self, target: Any) -> None:
         self._target = target
-        self.__name__ = str(target).removeprefix("aten.").replace(".", "_")
+
+    @property
+    def __name__(self) -> str:
+        return str(self._target).removeprefix("aten.").replace(".", "_")
 
     def __call__(self, _rank: Rank, *args: Any, **kwargs: Any) -> Any:
         return self._target(*args, **kwargs)
