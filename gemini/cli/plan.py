@@ -155,6 +155,11 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         help="find the fastest layout, schedule, micro-batches, ZeRO stage, recomputation and tiers; --batch "
         "is then the samples of a step of all ranks",
     )
+    group.add_argument(
+        "--operators",
+        action="store_true",
+        help="choose layouts for every operator of a step instead, on one axis of ranks",
+    )
     group.add_argument("--ranks", type=_count, metavar="N", help="how many processes train (default: 1)")
     group.add_argument(
         "--pin",
@@ -235,6 +240,7 @@ def run(options: argparse.Namespace) -> int:
     from gemini.cli.plan_search import refuse_contradictions
     from gemini.forecast.report import make_report
 
+    options.search = options.search or options.operators
     if options.measure_ranks is not None:
         _require_measurable(options)
     if options.model is None and options.space is not None:
@@ -266,6 +272,10 @@ def run(options: argparse.Namespace) -> int:
         from gemini.cli.plan_space import run as run_space
 
         return run_space(options, source, settings)
+    if options.operators:
+        from gemini.cli.plan_operators import run as run_operators
+
+        return run_operators(options, asked, source, settings)
     if report is None:
         from gemini.cli.plan_search import run as run_search
 

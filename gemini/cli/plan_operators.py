@@ -1,0 +1,70 @@
+"""``gemini plan MODEL --ranks N --operators``: layouts for every operator of a step."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch import nn
+
+from gemini.cli.console import Console, print_json
+from gemini.cli.plan_layout import DTYPES
+from gemini.cli.plan_model import ModelOptions
+from gemini.cli.plan_search import run as run_search
+from gemini.forecast.rehearsal import ModelSource
+from gemini.planner.operators.auto import make_problem
+from gemini.planner.operators.capture import CaptureError, capture
+from gemini.planner.operators.plan import plan_of
+from gemini.planner.operators.program import MisfitError, solve
+from gemini.planner.search import require_speeds
+from gemini.runtime.intercept.nested import cast_floating, map_tensors
+
+
+class _Called(nn.Module):
+    """A model that is called with the inputs of an example."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: tuple[Any, ...]) -> Any:
+        """Call the model."""
+        return self.model(*inputs)
+
+
+def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, settings: Any) -> int:
+    """Print the plan; return 0, or 1 where nothing fits. What cannot be captured is planned by blocks, and
+    the reason is printed. Raises ConfigError where the machine has no speeds between ranks."""
+    ranks = options.ranks or 1
+    require_speeds(settings.machine, ranks)
+    example = source.example(options.batch)
+    dtype = DTYPES[options.dtype]
+    inputs = map_tensors(example.inputs, lambda tensor: cast_floating(tensor, dtype))
+    notes = Console(stderr=True)
+    try:
+        with notes.status("capturing the step"):
+            captured = capture(
+                _Called(example.model.to(dtype)),
+                {"inputs": inputs},
+                lambda outputs, batch: source.loss(outputs, batch["inputs"]),
+            )
+    except CaptureError as error:
+        notes.print(f"{error}\nPlanned by blocks:", highlight=False, markup=False)
+        return run_search(options, asked, source, settings)
+    try:
+        with notes.status("planning operators"):
+            problem = make_problem(
+                captured, (ranks,), settings.machine, sample_seconds=settings.sample_seconds
+            )
+            plan = plan_of(problem, solve(problem.program, settings.config.device_bytes))
+    except MisfitError as error:
+        if options.json:
+            print_json({"model": source.name, "fits": False, "why": str(error)})
+        else:
+            Console().print(str(error), highlight=False, markup=False)
+        return 1
+    if options.json:
+        print_json({"model": source.name, "fits": True, **plan.to_json()})
+    else:
+        Console().print(plan.explain().rstrip(), highlight=False, markup=False)
+    return 0
