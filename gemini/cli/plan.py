@@ -240,6 +240,10 @@ def run(options: argparse.Namespace) -> int:
     from gemini.cli.plan_search import refuse_contradictions
     from gemini.forecast.report import make_report
 
+    if options.operators:
+        from gemini.cli.plan_operators import refuse_unused
+
+        refuse_unused(options)
     options.search = options.search or options.operators
     if options.measure_ranks is not None:
         _require_measurable(options)

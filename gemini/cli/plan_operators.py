@@ -11,6 +11,7 @@ from gemini.cli.console import Console, print_json
 from gemini.cli.plan_layout import DTYPES
 from gemini.cli.plan_model import ModelOptions
 from gemini.cli.plan_search import run as run_search
+from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import ModelSource
 from gemini.planner.operators.auto import make_problem
 from gemini.planner.operators.capture import CaptureError, capture
@@ -30,6 +31,17 @@ class _Called(nn.Module):
     def forward(self, inputs: tuple[Any, ...]) -> Any:
         """Call the model."""
         return self.model(*inputs)
+
+
+def refuse_unused(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options of a search that a plan of operators does not follow."""
+    unused = {"--save-plan": options.save_plan, "--measure": options.measure, "--pin": options.pin}
+    for name, value in unused.items():
+        if value:
+            raise ConfigError(
+                f"--operators takes no {name}: it prints layouts of operators, which autoshard() runs; give "
+                "--search to plan by blocks"
+            )
 
 
 def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, settings: Any) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
@@ -130,9 +131,11 @@ class Entries:
         self._modules: list[nn.Module] = []
         self.plain_call: Callable[..., Any] = owner.module
         for module in _entries(owner.module):
-            if not isinstance(module, ModuleOfModel):
-                module.__dict__[_KEY] = owner
+            if isinstance(module, ModuleOfModel):
+                continue
+            with suppress(TypeError):  # of a class that may have no subclasses: its calls are not followed
                 module.__class__ = class_on_top(Entry, type(module))
+                module.__dict__[_KEY] = owner
                 self._modules.append(module)
         if isinstance(owner.module, Entry):
             self.plain_call = super(Entry, owner.module).__call__  # as its own class does

@@ -31,3 +31,11 @@ def test_the_plan_has_a_row_for_each_operator(tmp_path: Path, capsys: pytest.Cap
 def test_it_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tmp_path, "--device-bytes", "1GiB") == 0
     assert "rules cover every operator" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unused", [["--save-plan", "plan.json"], ["--measure", "2"], ["--pin", "tp=2"]])
+def test_options_that_it_would_not_follow_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unused: list[str]
+) -> None:
+    assert run(tmp_path, *unused) != 0
+    assert f"--operators takes no {unused[0]}" in capsys.readouterr().err

@@ -167,3 +167,14 @@ def test_ctrl_c_in_a_pass_that_a_part_began_leaves_the_model_usable(tmp_path: Pa
         hook.remove()
         assert not model._gemini.in_pass
         assert torch.equal(model.module.generate(inputs(), 4), net().generate(inputs(), 4))  # type: ignore
+
+
+def test_a_class_that_may_have_no_subclasses_is_wrapped_and_trains(tmp_path: Path) -> None:
+    class Final(Net):
+        def __init_subclass__(cls) -> None:
+            raise TypeError("this class is final")
+
+    with GeminiDDP(net(Final), **tight(tmp_path, 40 * KIB)) as model, torch.no_grad():
+        assert type(model.module) is Final
+        for called in (model, model.module):
+            assert torch.equal(called(inputs()), net()(inputs()))
