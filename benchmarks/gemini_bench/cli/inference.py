@@ -1,0 +1,56 @@
+"""``gemini bench inference``: the command."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gemini_bench.cli.output import EXIT_CODES, add_common, check_paths, command, progress, publish
+
+HELP = f"""\
+cases:
+  decode      an OPT of 149 MiB generates with a third of its weights on DEVICE and the rest on DISK: bytes
+              that a pass reads, and its processor time beyond that of the resident model, beside
+              accelerate's disk_offload, whose files leave the page cache before each pass
+  checkpoint  the same from a checkpoint that is the DISK tier (from_pretrained(trains=False)): bytes until
+              the first token, bytes written
+
+All contenders must give the same tokens. Figures are bytes and processor time, which other programs on the
+machine disturb less than wall clock.
+
+examples:
+  gemini bench inference --out benchmarks/results/inference.json
+  gemini bench inference --only checkpoint
+
+{EXIT_CODES.format(tiny="with --quick")}
+A run takes some minutes and 1 GB of disk. It needs transformers and accelerate
+(pip install "gemini-runtime[hf]").
+"""
+
+
+def add_inference(kinds: Any) -> None:
+    """Add ``gemini bench inference`` to ``kinds``."""
+    parser = kinds.add_parser(
+        "inference",
+        help="answering with weights below DEVICE: bytes and processor time, beside accelerate",
+        description="Measure what generation with weights below DEVICE moves and takes.",
+        epilog=HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny settings: see that every case runs, no figures"
+    )
+    add_common(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the cases of ``gemini bench inference``, print the record, and return the exit code."""
+    from gemini_bench import inference
+    from gemini_bench.session import Session
+
+    names = inference.chosen(options.only)
+    check_paths(Path(), options.out)
+    session = Session(disk_dir=Path().resolve(), quick=options.quick, progress=progress(), record=options.out)
+    return publish(inference.run(session, names, command()), options)

@@ -1,0 +1,48 @@
+"""``gemini bench inference``: its cases run, and its verdicts follow from its figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pairs import first
+
+from gemini.cli.main import main
+from gemini_bench import inference
+
+
+@pytest.mark.parametrize("case", first(inference.CASES))
+def test_a_quick_run_measures_every_row_of_a_case(
+    case: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate")
+    out = tmp_path / "record.json"
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "inference", "--quick", "--only", case, "--json", "--out", str(out)]) == 0
+    rows = json.loads(capsys.readouterr().out)["cases"][case]["rows"]
+    assert rows
+    assert all(row["value"] is not None for row in rows)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_verdicts_follow_from_bytes_and_processor_time() -> None:
+    def run(cpu: float, read: int, beside: int = 0) -> dict[str, Any]:
+        sizes = {"weight_bytes": 300, "device_bytes": 100, "beside_bytes": beside}
+        return {"cpu_seconds": [cpu], "read_bytes": [read], **sizes}
+
+    found = {
+        "resident 1": run(1.0, 0),
+        "manage 1": run(1.2, 208),
+        "ddp 1": run(1.2, 220, beside=2**30),
+        "accelerate 1": run(3.0, 0),
+    }
+    rows = {row.what: row for row in inference.decode_rows(found, [1])}
+    read = "bytes read by a pass / (weights - budget)"
+    assert rows[f"manage(): {read}"].value == pytest.approx(1.04)
+    assert rows[f"manage(): {read}"].met
+    assert rows[f"GeminiDDP(model).module: {read}"].met is False
+    assert rows["GeminiDDP(model).module: memory beside the budget"].met is False
+    ratio = rows["batch 1: beyond the resident pass, manage() / accelerate"]
+    assert (ratio.value, ratio.met) == (pytest.approx(0.1), True)
