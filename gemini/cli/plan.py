@@ -244,7 +244,7 @@ def run(options: argparse.Namespace) -> int:
         from gemini.cli.plan_operators import refuse_unused
 
         refuse_unused(options)
-    options.search = options.search or options.operators
+    options = argparse.Namespace(**{**vars(options), "search": options.search or options.operators})
     if options.measure_ranks is not None:
         _require_measurable(options)
     if options.model is None and options.space is not None:

@@ -37,8 +37,15 @@ class PassOwner(Protocol):
     @property
     def in_pass(self) -> bool: ...
 
-    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``call`` as a forward pass."""
+    def forward(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        alone: bool = True,
+    ) -> Any:
+        """Run ``call`` as a forward pass; other threads may use the model meanwhile, but with ``alone``."""
 
 
 class ModuleOfModel(nn.Module):
@@ -79,7 +86,7 @@ class Entry(ModuleOfModel):
         owner: PassOwner | None = self.__dict__.get(_KEY)
         if owner is None or _belongs_to_pass(owner, self):
             return super().__call__(*args, **kwargs)
-        return owner.forward(super().__call__, args, kwargs)
+        return owner.forward(super().__call__, args, kwargs, alone=False)
 
 
 def _belongs_to_pass(owner: PassOwner, module: nn.Module) -> bool:

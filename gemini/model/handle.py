@@ -328,9 +328,16 @@ class ManagedModel:
         """Whether a forward pass is under way."""
         return self.passes.is_open
 
-    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        alone: bool = True,
+    ) -> Any:
         """Run ``call``, the module's own, as a forward pass; floating-point inputs are cast to the compute
-        precision first.
+        precision first. Without ``alone`` operators of other threads take turns with those of the pass.
 
         Raises:
             StateError: an update or a load failed half-way, so that weights do not belong together, a
@@ -338,11 +345,13 @@ class ManagedModel:
                 another thread is in a call of this model.
         """
         if torch.compiler.is_compiling():
-            return self.compiled.run_uncompiled(self.compiled, self._forward, (call, args, kwargs), {})
-        return self._forward(call, args, kwargs)
+            return self.compiled.run_uncompiled(self.compiled, self._forward, (call, args, kwargs, alone), {})
+        return self._forward(call, args, kwargs, alone)
 
     @in_one_thread("forward")
-    def _forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool
+    ) -> Any:
         self.manager.lock.refuse_all()
         if self.storage.mixture.reason:
             self.storage.mixture.refuse("forward")
@@ -352,7 +361,8 @@ class ManagedModel:
         precision = self.config.precision
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
-        with self._forward_pass(call, args, kwargs):
+        taking_turns = nullcontext() if alone else self.manager.threads.outside()
+        with self._forward_pass(call, args, kwargs), taking_turns:
             outputs = call(*args, **kwargs)
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))

@@ -21,7 +21,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="only the extra 'test' brings it")
     programs = programs_of("huggingface.md")
-    assert len(programs) == 6
+    assert len(programs) == 7
     run("\n".join([*programs_of("finetune.md"), *programs]), tmp_path)
     assert (tmp_path / "run" / "checkpoint-4" / "gemini").is_dir()
     assert (tmp_path / "state" / "gemini").is_dir()

@@ -50,7 +50,9 @@ class Language(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.places = nn.Embedding(64, WIDTH)
         if kind != "functions":
-            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True)
+            # Smooth: rounding, which differs between processors, may turn a ReLU on or off.
+            options: dict[str, Any] = {"dropout": 0.0, "activation": "gelu", "batch_first": True}
+            layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **options)
             self.blocks = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).layers
         else:
             self.blocks = nn.ModuleList(Attention() for _ in range(3))

@@ -102,6 +102,18 @@ class OneThread:
             self.holder, self._doing = outer
             self._lock.release()
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Have operators of this thread and of others take turns for the block, though it is in a call."""
+        held = self.holder, self._doing
+        self.holder, self._doing = 0, ""
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self.holder, self._doing = held
+
     def refuse_other(self, doing: str = "an operator") -> None:
         """Raise StateError if a thread is in the model beside which this one must not be."""
         holder, its_doing = self.holder, self._doing
