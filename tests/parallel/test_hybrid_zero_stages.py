@@ -170,6 +170,7 @@ def _load_each(directory: Path) -> list[list[list[float]]]:
     return losses
 
 
+@pytest.mark.dear("every layout saves, and every other loads")
 def test_what_any_stage_and_layout_saves_any_other_goes_on_from(tmp_path: Path) -> None:
     wanted = run_on_ranks(_save_each, 2, tmp_path)[0]
     for losses in run_on_ranks(_load_each, 2, tmp_path, timeout=120):

@@ -184,6 +184,7 @@ def test_models_in_stages_and_parts_of_sequences_train_as_one_process_does(tmp_p
         assert losses == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.dear("eight ranks train")
 def test_layers_and_data_go_with_stages_and_parts_of_sequences() -> None:
     wanted = train_whole("llama")
     for losses, norms, _ in run_on_ranks(train, 8, "llama", {**GRID, "tp_size": 2}, timeout=180.0):

@@ -51,6 +51,7 @@ def planned(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int
     return code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.dear("the three searches of the page run as printed")
 def test_the_examples_give_what_the_page_says(
     commands: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,6 +71,7 @@ def test_the_examples_give_what_the_page_says(
     assert plan["num_microbatches"] > 1
 
 
+@pytest.mark.dear("a search for the budgets that would do, and one with them")
 def test_what_would_do_does(commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     _, tight, _ = commands
     less = [each.replace("32MiB", "8MiB") for each in tight]

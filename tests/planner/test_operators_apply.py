@@ -96,6 +96,7 @@ def trained_alone(kind: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.dear("ranks capture, plan and train a model")
 @pytest.mark.parametrize(
     ("kind", "mesh"), [("language", (2,)), ("language", (2, 2)), ("pictures", (2,)), ("language", (1,))]
 )

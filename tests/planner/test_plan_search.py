@@ -58,6 +58,7 @@ def best(inner: tuple[int, ...], asked: Question) -> Price | None:
     return found.prices[0] if found.prices else None
 
 
+@pytest.mark.dear("every combination of a model and a machine is priced")
 @pytest.mark.parametrize("seed", range(12))
 def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
     inner, draw = drawn(seed), random.Random(seed)
@@ -72,6 +73,7 @@ def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
     assert found.step_seconds == pytest.approx(min(each.step_seconds for each in wanted), rel=1e-12)
 
 
+@pytest.mark.dear("each seed is searched with several machines and pins")
 @pytest.mark.parametrize("seed", range(5))
 def test_more_room_and_faster_links_are_never_slower(seed: int) -> None:
     inner = drawn(seed)

@@ -176,6 +176,7 @@ def peak_bytes_of_a_step(offload: bool, tmp_path: Path) -> int:
         return peak
 
 
+@pytest.mark.dear("activations of hundreds of MiB are made in processes of their own")
 def test_resident_memory_falls_by_what_leaves_device(tmp_path: Path) -> None:
     saved_bytes = 24 * 2 * 2 * 2**20  # the inputs of every linear layer and every GELU
     # Each in a process of its own: what earlier tests have left in the heap would be used first.

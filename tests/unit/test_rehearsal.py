@@ -107,6 +107,7 @@ def test_operators_that_are_known_before_a_step_are_those_of_torchs_layers() -> 
     )
 
 
+@pytest.mark.dear("a model of seventy billion parameters is laid out")
 def test_rehearsing_seventy_billion_parameters_takes_less_than_a_gigabyte_and_a_half() -> None:
     script = f"""
 from gemini.cli.plan_model import ModelOptions, find_model
