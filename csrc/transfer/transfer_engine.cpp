@@ -40,7 +40,7 @@ struct TransferEngine::Job {
   const char* src = nullptr;  // null when reading from the file
   int64_t nbytes = 0;
   int64_t offset = 0;                    // in the file
-  SourceFiles* source = nullptr;         // what is read in the place of the file
+  SourceFiles* source = nullptr;         // read instead of the file, if any
   std::vector<SourcePart> parts = {};    // of `source`
   uint64_t file_ticket = 0;              // of disk links, once started
   std::exception_ptr refusal = nullptr;  // why it could not be started

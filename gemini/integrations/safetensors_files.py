@@ -74,7 +74,7 @@ class TensorReads:
         self._workers: Workers | None = None
 
     def hand_out(self, stand_in: Callable[[StoredTensor], torch.Tensor]) -> None:
-        """Give callers what ``stand_in`` makes of a tensor, in the place of its values."""
+        """Give callers what ``stand_in`` makes of a tensor instead of its values."""
         self.stand_in = stand_in
 
     def expect(self, order: Iterable[Readable]) -> None:

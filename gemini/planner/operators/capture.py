@@ -43,7 +43,7 @@ class BatchForm:
     """How a batch is put together: the graph takes its tensors, everything else is as it was."""
 
     spec: TreeSpec
-    others: tuple[Any, ...]  # _TENSOR in the place of a tensor
+    others: tuple[Any, ...]  # _TENSOR stands for a tensor
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
 
     @classmethod

@@ -138,7 +138,7 @@ def tensors_of(graph: Named) -> list[tuple[str, ...]]:
 
 
 def layouts(graph: Named, mesh: Sequence[int]) -> Iterator[Layout]:
-    """Yield all valid layouts: which dimension of tensors lies along which of the mesh.
+    """Yield all valid layouts: each gives dimensions of tensors their axes of the mesh.
 
     Raises:
         ConfigError: they are too many.
