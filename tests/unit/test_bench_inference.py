@@ -13,6 +13,7 @@ from gemini.cli.main import main
 from gemini_bench import inference
 
 
+@pytest.mark.dear("one real run of a case: two programs, each of which imports transformers")
 @pytest.mark.parametrize("case", first(inference.CASES))
 def test_a_quick_run_measures_every_row_of_a_case(
     case: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -63,6 +63,7 @@ def poisoned(run: Run) -> list[str]:
     ]
 
 
+@pytest.mark.dear("a quarter of all edits of a checkpoint, each loaded in whole")
 @pytest.mark.parametrize("shard", range(_SHARDS))
 def test_an_edited_checkpoint_is_whole_or_refused(tmp_path: Path, shard: int, record_property: Any) -> None:
     run = start(width=4).train(2)
