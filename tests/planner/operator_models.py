@@ -94,3 +94,12 @@ def picture_batch(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def picture_loss(scores: torch.Tensor, batch: Any) -> torch.Tensor:
     """Return the squared error."""
     return nn.functional.mse_loss(scores, batch[1])
+
+
+class Masked(nn.Linear):
+    """Leaves the mask out where all of it is set, as libraries do."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the scores where the mask is set."""
+        scores = super().forward(x)
+        return scores if bool((mask == 1).all()) else scores * mask

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
 from operator_models import (
     Language,
+    Masked,
     Pictures,
     language_batch,
     language_loss,
@@ -26,6 +27,7 @@ from processes import close_workers, run_on_ranks
 from torch import nn
 
 from gemini.errors import ConfigError, StateError
+from gemini.planner.operators.apply import OperatorParallel, _gathering
 from gemini.planner.operators.auto import autoshard, make_problem
 from gemini.planner.operators.capture import capture
 from gemini.planner.operators.program import MisfitError, solve
@@ -49,6 +51,14 @@ def built(kind: str) -> nn.Module:
     return MODELS[kind][0]()
 
 
+def _whole_gradients(sharded: OperatorParallel) -> dict[str, torch.Tensor]:
+    return {
+        name: sharded.rank.convert(part.grad, _gathering(sharded._layouts[name]))
+        for name, part in sharded._parts.items()
+        if part.grad is not None
+    }
+
+
 def trained(kind: str, mesh: tuple[int, ...], budget: int | None) -> dict[str, Any]:
     """Train over ranks; return losses, whole weights, and what the plan is."""
     _, batch_of, loss_of = MODELS[kind]
@@ -56,17 +66,19 @@ def trained(kind: str, mesh: tuple[int, ...], budget: int | None) -> dict[str, A
     sharded = autoshard(model, batch_of(), loss=loss_of, mesh=mesh, machine=machine(), device_bytes=budget)
     optimizer = torch.optim.SGD(sharded.parameters(), 0.1, momentum=0.9)
     torch.manual_seed(7)
-    losses = []
+    losses, gradients = [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = sharded(batch_of(step))
         loss.backward()
+        gradients = gradients or _whole_gradients(sharded)
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
         losses.append(sharded(batch_of(STEPS)).item())
     return {
         "losses": losses,
+        "gradients": gradients,
         "weights": dict(sharded.whole_parameters()),
         "buffers": dict(sharded.named_buffers()),
         "numel": sum(param.numel() for param in sharded.parameters()),
@@ -80,17 +92,19 @@ def trained_alone(kind: str) -> dict[str, Any]:
     model = built(kind)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     torch.manual_seed(7)
-    losses = []
+    losses, gradients = [], {}
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model(batch_of(step)[0]), batch_of(step))
         loss.backward()
+        gradients = gradients or {name: param.grad.clone() for name, param in model.named_parameters()}
         optimizer.step()
         losses.append(loss.item())
     with torch.no_grad():
         losses.append(loss_of(model(batch_of(STEPS)[0]), batch_of(STEPS)).item())
     return {
         "losses": losses,
+        "gradients": gradients,
         "weights": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
     }
@@ -103,7 +117,11 @@ def trained_alone(kind: str) -> dict[str, Any]:
 def test_ranks_train_as_one_process(kind: str, mesh: tuple[int, ...]) -> None:
     want = trained_alone(kind)
     every = run_on_ranks(trained, math.prod(mesh), kind, mesh, None)
+    largest = max(float(each.abs().max()) for each in want["gradients"].values())
     for got in every:
+        assert got["gradients"].keys() == want["gradients"].keys()
+        for name, gradient in want["gradients"].items():
+            assert float((got["gradients"][name] - gradient).abs().max()) < 1e-5 * largest, name
         assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
         assert got["plan"] == every[0]["plan"]
         for name, weight in want["weights"].items():
@@ -156,6 +174,23 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     example = page.partition("```python\n")[2].partition("```")[0]
     exec(compile(example, "docs/operators.md", "exec"), {})
     assert "rules cover every operator" in capsys.readouterr().out
+
+
+def test_a_batch_on_another_path_is_refused_unless_the_captured_one_is_for_all_masks() -> None:
+    model, values = Masked(4, 4), torch.randn(4, 4)
+    full, partly = ({"x": values, "mask": mask} for mask in (torch.ones(4, 4), torch.eye(4)))
+
+    def loss_of(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+        return outputs.square().sum()
+
+    for_full, for_all = (autoshard(model, each, loss=loss_of, machine=machine()) for each in (full, partly))
+    assert "1 truth value" in for_full.plan.explain()
+    for batch in (full, partly):
+        assert for_all(batch).item() == pytest.approx(loss_of(model(**batch), None).item())
+    with pytest.raises(ConfigError, match="another path"):
+        for_full(partly)
+    with torch.no_grad(), pytest.raises(ConfigError, match="another path"):
+        for_full(partly)
 
 
 def test_backward_twice_is_refused() -> None:

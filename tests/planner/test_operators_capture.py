@@ -8,6 +8,7 @@ import pytest
 import torch
 from operator_models import (
     Language,
+    Masked,
     Pictures,
     language_batch,
     language_loss,
@@ -33,6 +34,7 @@ CASES = [(Language, language_batch, language_loss), (Pictures, picture_batch, pi
 def results(model: nn.Module, batch: Any, captured: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
     values = [*(p.detach() for p in model.parameters()), *model.buffers()]
     loss, *rest = captured.module(*values, *captured.form.tensors(batch))
+    rest = rest[: len(rest) - len(captured.answers)]
     grads = dict(zip(captured.gradients, rest, strict=False))
     return loss, grads, dict(zip(captured.changed, rest[len(grads) :], strict=True))
 
@@ -113,12 +115,26 @@ def test_what_depends_on_values_is_refused_with_the_reason_of_each_way() -> None
     assert EXPORT in str(refused.value)
 
 
-def test_truth_values_are_taken_to_be_true_and_counted() -> None:
-    class Asks(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) if bool((x > 0).all()) else x
+def _masked_batch(*, is_full: bool) -> dict[str, torch.Tensor]:
+    return {"x": torch.ones(4, 4), "mask": torch.ones(4, 4) if is_full else torch.eye(4)}
 
-    assert capture(Asks(4, 4), torch.ones(4, 4)).num_guesses == 1
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_step_takes_the_path_of_its_samples(is_full: bool) -> None:
+    model, batch = Masked(4, 4), _masked_batch(is_full=is_full)
+    captured = capture(model, batch, lambda out, _: out.sum())
+    loss, grads, _ = results(model, batch, captured)
+    want = model(**batch).sum()
+    want.backward()
+    assert [each.value for each in captured.answers] == [is_full]
+    assert torch.equal(loss, want)
+    assert torch.equal(grads["weight"], model.weight.grad)
+
+
+def test_without_values_all_of_a_mask_is_taken_to_be_set() -> None:
+    meta = {name: each.to("meta") for name, each in _masked_batch(is_full=False).items()}
+    captured = capture(Masked(4, 4), meta, lambda out, _: out.sum())
+    assert [each.value for each in captured.answers] == [True]
 
 
 def test_another_form_of_batch_is_refused() -> None:

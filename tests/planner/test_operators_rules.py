@@ -16,29 +16,13 @@ from operator_models import (
     picture_batch,
     picture_loss,
 )
+from simulated_ranks import OneOf
 from torch import fx, nn
 
 from gemini.planner.operators.capture import capture
 from gemini.planner.operators.convert import OperatorLayout, Step, convert_parts, coordinates, part_of
 from gemini.planner.operators.local import local_call, tensors_of
 from gemini.planner.operators.rules import Rules, Strategy, values_of
-
-
-class _OneOf:
-    """A rank of several that run one after another: sums are of what all gave in the round before."""
-
-    def __init__(self, place: tuple[int, ...], sizes: Sequence[int], given: dict[Any, torch.Tensor]) -> None:
-        self.place, self._sizes, self._given = place, sizes, given
-        self.own: torch.Tensor | None = None
-
-    def add_up(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        self.own = tensor
-        group = [
-            each
-            for place, each in self._given.items()
-            if all(place[axis] == self.place[axis] for axis in range(len(self._sizes)) if axis not in axes)
-        ]
-        return torch.stack(group).sum(0) if group else tensor
 
 
 def _parts(whole: torch.Tensor, layout: OperatorLayout, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -73,7 +57,7 @@ def _run(node: fx.Node, env: dict[fx.Node, Any], strategy: Strategy, sizes: Sequ
     for _ in range(2):
         outs, said = [], {}
         for number, place in enumerate(coordinates(sizes)):
-            rank = _OneOf(place, sizes, given)
+            rank = OneOf(place, sizes, given)
             own = iter([each[number] for each in parts])
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _, own=own: next(own))
             torch.manual_seed(5)

@@ -132,7 +132,7 @@ class _Builder:
         self._constants: dict[str, Any] = {}
 
     def build(self, *, with_gradients: bool) -> fx.GraphModule:
-        """Return the graph: the loss, gradients where they are asked for, and changed buffers."""
+        """Return the graph: the loss, gradients where they are asked for, changed buffers, and answers."""
         problem, captured = self._problem, self._problem.captured
         receivers = {node: name for name, node in captured.gradients.items()} if with_gradients else {}
         takers: dict[fx.Node, fx.Node] = {}
@@ -149,6 +149,7 @@ class _Builder:
         if with_gradients:
             results += [takers[node] for node in captured.gradients.values()]
         results += [self._in_whole(node) for node in captured.changed.values()]
+        results += [self._in_whole(each.node) for each in captured.answers if each.node in self._made]
         self._graph.output(tuple(results))
         self._graph.eliminate_dead_code()
         self._graph.lint()
@@ -247,8 +248,8 @@ class OperatorParallel(nn.Module):
         tensors = self._captured.form.tensors(batch)
         parts = [self._parts[name] for name in self._captured.parameters]
         if not torch.is_grad_enabled():
-            loss, *changed = self._loss_alone(*parts, *self._values(), *tensors)
-            self._change(changed)
+            loss, *rest = self._loss_alone(*parts, *self._values(), *tensors)
+            self._change(rest)
         else:
             loss = _Run.apply(self, tensors, *parts)  # type: ignore[no-untyped-call]
         found: torch.Tensor = loss
@@ -258,7 +259,11 @@ class OperatorParallel(nn.Module):
         return [self.get_buffer(name) for name in self._captured.buffers]
 
     def _change(self, values: Sequence[torch.Tensor]) -> None:
-        for name, value in zip(self._captured.changed, values, strict=True):
+        """Check the answers at the end of ``values``, and let buffers change."""
+        changed = self._captured.changed
+        for answer, found in zip(self._captured.answers, values[len(changed) :], strict=False):
+            answer.check(found)  # those that backward asks for are last, and not there without it
+        for name, value in zip(changed, values, strict=False):
             self.get_buffer(name).copy_(value)
 
     def run(self, parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:

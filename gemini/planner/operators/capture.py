@@ -8,7 +8,7 @@ Python first (dynamo), and ``make_fx`` differentiates what it found. In-place op
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,9 @@ MAKE_FX, EXPORT = "make_fx", "torch.export"
 # The loss of outputs and a batch.
 LossOf = Callable[[Any, Any], torch.Tensor]
 _TENSOR = object()
+_MOST_CAPTURES = 16  # with one more answer of the samples each
+# A path for a mask that is set in part takes a mask that is set everywhere, or nowhere, too.
+_HOLDS_FOR_ALL: dict[Any, bool] = {_aten.all.default: False, _aten.any.default: True}
 
 
 class CaptureError(ConfigError):
@@ -74,12 +77,30 @@ class BatchForm:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """A truth value that the model asked for, mostly: is all of this mask set. The graph is for batches that
+    give the same one."""
+
+    node: fx.Node
+    value: bool
+
+    def check(self, found: torch.Tensor) -> None:
+        """Raise ConfigError where a batch gives another answer, and the graph is not for that."""
+        if bool(found) != self.value and _HOLDS_FOR_ALL.get(self.node.target) != self.value:
+            raise ConfigError(
+                f"this batch takes another path through the model than the captured one: {self.node.name} is "
+                f"{bool(found)} and was {self.value} (mostly this says whether all of a mask is set); call "
+                "autoshard with a batch like this one, such as one with padding"
+            )
+
+
+@dataclass(frozen=True)
 class Captured:
     """A step as a graph. Its placeholders are ``parameters``, ``buffers`` and the tensors of a batch of
     ``form``, in this order; ``loss``, ``gradients`` and ``changed`` (buffers) are nodes. Nodes in front of
     ``backward_begins`` are those of forward.
 
-    ``way``: how it was captured; ``num_guesses``: truth values of tensors that were taken to be true.
+    ``answers``: truth values that the model asked for. ``way``: how the step was captured.
     """
 
     module: fx.GraphModule
@@ -89,8 +110,8 @@ class Captured:
     loss: fx.Node
     gradients: dict[str, fx.Node]
     changed: dict[str, fx.Node]
+    answers: tuple[Answer, ...]
     way: str
-    num_guesses: int
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -114,8 +135,9 @@ class Captured:
 
 
 def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> Captured:
-    """Return a step of ``model``, on any device, with a batch like ``samples``: only shapes and types of
-    tensors matter.
+    """Return a step of ``model``, on any device, with a batch like ``samples``: shapes and types of tensors
+    matter, and the truth values that the model asks for. Where ``samples`` have no values, or an answer
+    depends on parameters, it is taken to be true.
 
     Raises:
         CaptureError: it cannot be captured, with the reason of each way.
@@ -124,7 +146,7 @@ def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> C
     reasons = []
     for way in (MAKE_FX, EXPORT):
         try:
-            return _captured(model, form, tensors, loss, way)
+            return _as_answered(model, form, tensors, loss, way)
         except CaptureError:
             raise
         except Exception as error:  # of as many classes as there are models
@@ -135,25 +157,83 @@ def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> C
     )
 
 
-def _captured(
+def _as_answered(
     model: nn.Module, form: BatchForm, tensors: list[torch.Tensor], loss: LossOf, way: str
+) -> Captured:
+    """Return the step on the path that the samples take."""
+    answers: list[bool] = []
+    for _ in range(_MOST_CAPTURES):
+        captured = _captured(model, form, tensors, loss, way, answers)
+        other = _first_other(captured, dict(model.named_buffers()), tensors)
+        if other is None:
+            return captured
+        answers = [each.value for each in captured.answers[:other]]
+        answers.append(not captured.answers[other].value)
+    raise CaptureError(f"the path through the model depends on more than {_MOST_CAPTURES} values of tensors")
+
+
+def _first_other(
+    captured: Captured, buffers: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> int | None:
+    """Return the first answer that is another one for the samples; None where none is known to be."""
+    _, places, batch = captured.placeholders()
+    values = {
+        **{places[name]: value for name, value in buffers.items()},
+        **dict(zip(batch, tensors, strict=True)),
+    }
+    env: dict[fx.Node, Any] = {node: value for node, value in values.items() if not value.is_meta}
+    needed = _ancestors(each.node for each in captured.answers)
+    with _quiet(), torch.no_grad():
+        for node in captured.nodes:
+            if node.op == "get_attr":
+                env[node] = getattr(captured.module, str(node.target))
+            elif node.op == "call_function" and node in needed and env.keys() >= set(node.all_input_nodes):
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+                function: Any = node.target
+                env[node] = function(*args, **kwargs)
+    for number, each in enumerate(captured.answers):
+        if each.node in env and bool(env[each.node]) != each.value:
+            return number
+    return None
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return these nodes and all that they are made of."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _captured(
+    model: nn.Module,
+    form: BatchForm,
+    tensors: list[torch.Tensor],
+    loss: LossOf,
+    way: str,
+    answers: Sequence[bool] = (),
 ) -> Captured:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     trained = [name for name, param in parameters.items() if param.requires_grad]
     if not trained:
         raise CaptureError("the model has no parameter that requires a gradient: there is nothing to train")
-    mode, guesses = _FakeMode(allow_non_fake_inputs=True), _TruthValues()
+    mode, truths = _FakeMode(allow_non_fake_inputs=True), _TruthValues(answers)
     called: nn.Module = _Step(model, form, loss)
 
     def step(params: list[Any], buffs: list[Any], batch: list[Any]) -> Any:
-        with FunctionalTensorMode(), guesses:
+        with FunctionalTensorMode(), truths:
             params, buffs, batch = tree_map_only(torch.Tensor, _functional, (params, buffs, batch))
             named = {**dict(zip(parameters, params, strict=True)), **dict(zip(buffers, buffs, strict=True))}
             values = {f"model.{name}": value for name, value in named.items()}
             out = torch.func.functional_call(called, values, tuple(batch))
             wanted = [param for param in params if param.requires_grad]
             grads = torch.autograd.grad(out, wanted, allow_unused=True)
-            return tree_map_only(FunctionalTensor, _plain, (out.detach(), list(grads), list(buffs)))
+            return tree_map_only(
+                FunctionalTensor, _plain, (out.detach(), list(grads), list(buffs), truths.asked)
+            )
 
     with _quiet():
         fakes = [_fakes(mode, each) for each in (list(parameters.values()), list(buffers.values()), tensors)]
@@ -161,7 +241,7 @@ def _captured(
             called = _exported(called, mode, fakes[2])
         with mode:
             made = make_fx(step, tracing_mode="real")(*fakes)
-    return _tidied(made, tuple(parameters), tuple(buffers), trained, form, way, guesses.count)
+    return _tidied(made, tuple(parameters), tuple(buffers), trained, form, way, truths.given)
 
 
 class _Step(nn.Module):
@@ -199,16 +279,20 @@ class _FakeMode(FakeTensorMode):
 
 
 class _TruthValues(TorchDispatchMode):
-    """Says yes where a model asks for a truth value, mostly: is all of this mask true."""
+    """Answers where a model asks for a truth value, with true after the given answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, answers: Sequence[bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self._answers = answers
+        self.asked: list[torch.Tensor] = []
+        self.given: list[bool] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            self.count += 1
-            return True
+            number = len(self.given)
+            self.asked.append(args[0])
+            self.given.append(self._answers[number] if number < len(self._answers) else True)
+            return self.given[number]
         return func(*args, **(kwargs or {}))
 
 
@@ -264,7 +348,7 @@ def _tidied(
     trained: list[str],
     form: BatchForm,
     way: str,
-    num_guesses: int,
+    given: Sequence[bool],
 ) -> Captured:
     graph = made.graph
     for node in list(graph.nodes):
@@ -273,7 +357,9 @@ def _tidied(
             graph.erase_node(node)
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     loss, *others = output.args[0]
-    grads, buffs = others[: len(trained)], others[len(trained) :]
+    until = len(trained) + len(buffers)
+    grads, buffs, asked = others[: len(trained)], others[len(trained) : until], others[until:]
+    answers = tuple(Answer(node, value) for node, value in zip(asked, given, strict=True))
     places = [node for node in graph.nodes if node.op == "placeholder"]
     before = places[len(parameters) : len(parameters) + len(buffers)]
     changed = {name: new for name, new, old in zip(buffers, buffs, before, strict=True) if new is not old}
@@ -281,14 +367,14 @@ def _tidied(
     if not gradients or not isinstance(loss, fx.Node) or loss.op != "call_function":
         raise CaptureError("the loss does not depend on any parameter: there is nothing to train")
     graph.erase_node(output)
-    graph.output((loss, *gradients.values(), *changed.values()))
+    graph.output((loss, *gradients.values(), *changed.values(), *asked))
     graph.eliminate_dead_code()
     _views_again(graph, loss)
     graph.eliminate_dead_code()
     graph.set_codegen(fx.graph.CodeGen())  # of tensors, not of the lists that were passed
     graph.lint()
     made.recompile()
-    return Captured(made, parameters, buffers, form, loss, gradients, changed, way, num_guesses)
+    return Captured(made, parameters, buffers, form, loss, gradients, changed, answers, way)
 
 
 def _views_again(graph: fx.Graph, loss: fx.Node) -> None:

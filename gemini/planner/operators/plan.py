@@ -38,7 +38,7 @@ class OperatorPlan:
     and ``peak_bytes`` of a rank are predicted; no plan takes less than
     ``bound_seconds``, as far as was proven.
     ``whole_seconds``: the step where every rank does all of it. ``uncovered``: operators that no rule knows,
-    with their number; they run whole on every rank."""
+    with their number; they run whole on every rank. ``num_answers``: truth values asked for."""
 
     sizes: tuple[int, ...]
     choices: tuple[int, ...]
@@ -49,7 +49,7 @@ class OperatorPlan:
     messages: dict[str, int]
     uncovered: dict[str, int]
     way: str
-    num_guesses: int
+    num_answers: int
     rows: tuple[Row, ...] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class OperatorPlan:
             "  collectives: "
             + (", ".join(f"{count} {kind}" for kind, count in sorted(self.messages.items())) or "none"),
         ]
-        if self.num_guesses:
+        if self.num_answers:
             lines.append(
-                f"  {self.num_guesses} truth values of tensors were taken to be true (such as: is all of "
-                "this mask set)"
+                f"  the path depends on {self.num_answers} truth values of tensors (such as: is all of this "
+                "mask set): batches that take another one are refused"
             )
         if self.uncovered:
             named = ", ".join(f"{count} {name}" for name, count in sorted(self.uncovered.items()))
@@ -163,7 +163,7 @@ def plan_of(problem: StepProblem, solution: Solution) -> OperatorPlan:
         dict(messages),
         dict(problem.uncovered),
         problem.captured.way,
-        problem.captured.num_guesses,
+        len(problem.captured.answers),
         tuple(rows),
     )
 

@@ -142,9 +142,10 @@ class StepProblem:
         return strategies
 
     def _returned(self) -> set[int]:
-        """Return the nodes that every rank must have whole at the end: the loss and changed buffers."""
+        """Return the nodes that every rank must have whole at the end: loss, changed buffers and answers."""
         captured, whole = self.captured, set()
-        for node in (captured.loss, *captured.changed.values()):
+        answers = (each.node for each in captured.answers)
+        for node in (captured.loss, *captured.changed.values(), *answers):
             at, out = self.made(node)
             whole.add(at)
             self.choices[at] = tuple(
