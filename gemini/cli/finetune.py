@@ -23,7 +23,10 @@ from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.config import RESUME, SCHEDULES, FineTuneConfig
+from gemini.jobs.finetune.encoding import LOSS_ON
 from gemini.jobs.finetune.engine import adapter_errors, adapter_of
+from gemini.jobs.finetune.record_kinds import DATA_FORMATS
+from gemini.jobs.finetune.samples import DOCUMENTS
 from gemini.jobs.run.managed import PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.kernels import STATE_DTYPES
@@ -39,16 +42,29 @@ examples:
       train all weights in 20 GiB, the rest on a drive; out/tuned/model is for transformers
   gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16 --lr 2e-4 --merge
       train adapters of rank 16, and write the model with them merged in
+  gemini finetune --model ./llama --data chats.jsonl --show 3
+      print the tokens of three records, and which of them are learned; trains nothing
   gemini finetune recipes/full.toml --data mine.jsonl --steps 100
       a recipe: the same names in a file (lr = 1e-5, device_bytes = "20GiB"); options given here win
   gemini finetune recipes/full.toml --resume auto
       go on where the last run ended, or start: for a scheduler that runs the command again
 
-data:
-  .jsonl   one document per line: {"text": "..."}, or {"messages": [{"role": "user", "content": "..."}, ...]},
-           which the tokenizer's chat template turns into text
-  .json    the same records in a list
-  others   each file is one document, in UTF-8; a directory is read with all below it
+data, recognized by the ending of a file and the keys of a record:
+  .jsonl .json          records, one in each line or in a list; also .jsonl.gz
+  .csv .tsv             records, named by the first line
+  .parquet .arrow       records; needs pip install 'gemini-runtime[data]'
+  others                each file is one text, in UTF-8
+  a directory           all files below it; 'data/train-*.parquet' in quotes: some of them
+
+  messages              {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}
+  sharegpt              {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
+  alpaca                {"instruction": "...", "input": "...", "output": "..."}
+  prompt-completion     {"prompt": "...", "completion": "..."}; both may be lists of messages
+  text                  {"text": "..."}
+  other keys            --data-keys prompt=question,completion=answer
+
+  The first three are formatted by the tokenizer's chat template. A loss is made of answers and completions
+  only (--loss-on all: of everything), and of all of a text. --show 3 prints which tokens that are.
 
 in the --output directory:
   model/         what was trained, for from_pretrained()  metrics.jsonl   one line per step
@@ -129,6 +145,12 @@ def run(options: argparse.Namespace) -> int:
     from gemini.jobs.run.display import make_display
     from gemini.jobs.run.outcome import summary_table
 
+    if config.show:
+        from gemini.jobs.finetune.preview import preview
+
+        for line in preview(config):
+            print(line)
+        return 0
     if config.plan is not None or config.recompute:
         _check_model(config)
     logging.disable_progress_bar()  # or they are drawn across the display
@@ -165,7 +187,32 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--data",
         metavar="PATH",
-        help="a .jsonl, .json or text file, or a directory: see below",
+        help="a file of records or text, a directory of them, or a pattern in quotes: see below",
+    )
+    _option(
+        group,
+        "--data-format",
+        choices=DATA_FORMATS,
+        help="what the records are, where their keys do not tell; see below",
+    )
+    _option(
+        group,
+        "--data-keys",
+        metavar="NAMES",
+        help="what records call their keys, as in prompt=question,completion=answer",
+    )
+    _option(
+        group,
+        "--loss-on",
+        choices=LOSS_ON,
+        help="what is learned of conversations and of prompts with completions: the answers, or all tokens",
+    )
+    _option(
+        group,
+        "--show",
+        type=int,
+        metavar="N",
+        help="print the tokens of the first N records, and which are learned, then exit; needs no --output",
     )
     _option(group, "--tokenizer", metavar="DIR", help="directory of the tokenizer; default: that of --model")
     _option(
@@ -179,8 +226,15 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--packing",
         action=_YES_OR_NO,
-        help="put all documents together and cut them into rows without a gap (default); else each is a row "
-        "of its own, cut or filled up to --seq",
+        help="put several documents into a row (default); else each is a row of its own, cut or filled up to "
+        "--seq",
+    )
+    _option(
+        group,
+        "--documents",
+        choices=DOCUMENTS,
+        help="how they are packed: whole (one longer than --seq loses its end), cut where a row ends, or "
+        "joined (cut, and attention goes across them); default: texts are cut, others whole",
     )
     _option(
         group,

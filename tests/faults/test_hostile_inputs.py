@@ -22,7 +22,8 @@ from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import GeminiError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
-from gemini.jobs.finetune.samples import data_files, documents
+from gemini.jobs.finetune.record_files import find_data
+from gemini.jobs.finetune.record_kinds import documents
 from gemini.parallel.booster.checkpoint.sources import TensorFiles
 from gemini.parallel.launch.over_hosts import read_hostfile
 
@@ -98,10 +99,10 @@ def _loaded_plainly(path: Path) -> None:
 
 def _tuned(path: Path) -> None:
     data = path.with_name("data.jsonl")
-    data.write_text('{"text": "some"}\n{"messages": [{"role": "user", "content": "some"}]}\n')
+    data.write_text('{"text": "some"}\n{"messages": [{"role": "assistant", "content": "some"}]}\n')
     model = ModelDirectory(FineTuneConfig(model=str(path), data=str(data), output=str(path.with_name("out"))))
     model.fingerprint()
-    list(model.tokens(model.tokenizer()))
+    list(map(model.encoder(model.tokenizer()).encode, documents(find_data(str(data)))))
 
 
 def _planned(path: Path) -> None:
@@ -185,6 +186,7 @@ def _text(chance: random.Random, document: str) -> bytes:
 
 
 RECORDS = json.dumps([{"text": "one"}, {"messages": [{"role": "user", "content": "two"}]}], indent=1)
+CHATS = '{"conversations": [{"from": "gpt", "value": "a"}]}\n{"instruction": "a", "output": "b"}\n'
 CONFIG = json.dumps(
     {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.8, 0.9]}}, "bf16": {"enabled": True},
      "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}, "zero_optimization": {"stage": 3}}
@@ -192,8 +194,9 @@ CONFIG = json.dumps(
 RECIPE = 'model = "m"\nlr = 1e-4\nsteps = 12\n[budgets]\ndevice_bytes = "1GiB"\nlora_targets = ["a", "b"]\n'
 FILES: dict[str, tuple[Callable[[Path], Any], list[tuple[str, str]]]] = {
     "recipes": (read_recipe, [("r.toml", RECIPE), ("r.yaml", "model: m\nlr: 1.0e-4\na:\n  seed: 1\n")]),
-    "data": (lambda path: list(documents(data_files(str(path)))),
-             [("d.json", RECORDS), ("d.jsonl", '{"text": "a"}\n{"text": "b"}\n'), ("d.txt", "some text")]),
+    "data": (lambda path: list(documents(find_data(str(path)))),
+             [("d.json", RECORDS), ("d.jsonl", '{"text": "a"}\n{"text": "b"}\n'), ("d.txt", "some text"),
+              ("d.csv", 'prompt,completion\n"a, b",c\n'), ("d.jsonl", CHATS)]),
     "configurations": (lambda path: convert(path).program(),
                        [("c.json", CONFIG), ("c.yaml", "fsdp_config:\n  fsdp_offload_params: true\n")]),
     "hosts": (read_hostfile, [("hosts", "node1\nme@node2\n")]),

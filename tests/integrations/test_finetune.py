@@ -19,7 +19,6 @@ import gemini
 from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.jobs.finetune import job
-from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.job import FineTuneResult
 from gemini.jobs.finetune.work import FineTuneWork
@@ -33,7 +32,6 @@ peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
 
 LLAMA = transformers.LlamaForCausalLM
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
 def save_tokenizer(directory: Path, **options: Any) -> None:
@@ -94,16 +92,17 @@ def plainly_trained(config: FineTuneConfig) -> tuple[Any, list[float]]:
     """Return the model and the losses of an ordinary loop over the same rows."""
     work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
     model = LLAMA.from_pretrained(config.model).train()
+    model.config.use_cache = False  # or packed documents see each other
     adam = gemini.HybridAdam(model.parameters(), lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)
     losses, steps = [], work.options.steps
     for step in range(steps):
         batches = [work._batch(step, micro) for micro in range(config.accumulate)]
-        tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+        tokens = [batch.num_learned for batch in batches]
         adam.zero_grad()
         adam.param_groups[0]["lr"] = config.lr * shaped_factor(step, steps=steps, warmup=0, shape="cosine")
         parts = []
         for batch, count in zip(batches, tokens, strict=True):
-            loss = model(**batch).loss * (count / sum(tokens))
+            loss = model(**batch.inputs).loss * (count / sum(tokens))
             loss.backward()
             parts.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
@@ -114,7 +113,6 @@ def plainly_trained(config: FineTuneConfig) -> tuple[Any, list[float]]:
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_tight_budget_gives_the_weights_of_an_ordinary_loop(config: FineTuneConfig, packing: bool) -> None:
-    save_tokenizer(Path(config.model), pad_token="<end>")
     config = dataclasses.replace(
         config, packing=packing, accumulate=2, precision="fp32", eval_share=0.1, eval_every=2
     )
@@ -198,31 +196,47 @@ def test_adapters_merge_into_what_transformers_makes_of_them(config: FineTuneCon
     assert_same(LLAMA.from_pretrained(merged.summary.model), adapted.merge_and_unload().requires_grad_())
 
 
-def test_a_chat_template_that_does_not_end_is_refused(
+def test_conversations_are_learned_by_the_template_that_is_exported(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    messages = [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}]
+    Path(config.data).write_text((json.dumps({"messages": messages}) + "\n") * 3)
+    config = dataclasses.replace(config, seq=48)
+    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
+    assert (work.samples.num_learned, work.samples.layout) == (15, "whole")
+    assert "data: 3 conversations (messages), data.jsonl" in work.describe()
+    assert any("no chat template, so a plain one" in line for line in work.describe())
+    result = run(config)
+    assert result.losses[-1] < result.losses[0]
+    assert result.summary.model is not None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(result.summary.model)
+    asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == "### user\nping\n\n### assistant\n"
+
+
+def test_records_are_shown_as_they_are_learned_and_nothing_is_trained(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(config.data).write_text(json.dumps({"prompt": "a b", "completion": "cd"}) + "\n" + "no JSON")
+    assert main(["finetune", "--model", config.model, "--data", config.data, "--show", "1"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == f"line 1 of {config.data}: prompt-completion, 6 tokens, 3 of them learned"
+    assert [line.split(None, 2)[2] for line in shown[2:-1]] == [
+        "-     'a'", "-     ' '", "-     'b'", "yes   'c'", "yes   'd'", "yes   '<end>'",
+    ]  # fmt: skip
+    assert main(["finetune", "--model", config.model, "--data", config.data, "--show", "2"]) == 2
+    assert "line 2 of" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_keep_packed_documents_apart_is_refused_before_it_trains(
     config: FineTuneConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = {"messages": [{"role": "user", "content": "some"}]}
-    Path(config.data).write_text(json.dumps(record) + "\n")
-    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    save_tokenizer(Path(config.model), chat_template=loops)
-    monkeypatch.setattr("gemini.jobs.finetune.checkpoint_directory._MOST_SECONDS", 0.1)
-    model = ModelDirectory(config)
-    with pytest.raises(ConfigError, match=r"template takes more than 0\.1 s for line 1 of .*data\.jsonl"):
-        list(model.tokens(model.tokenizer()))
-
-
-def test_messages_become_what_the_chat_template_makes_of_them(config: FineTuneConfig) -> None:
-    messages = [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}]
-    Path(config.data).write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"text": "ab"}))
-    with pytest.raises(ConfigError, match=r"line 1 of .* has messages.*chat_template\.jinja"):
+    bloom = transformers.BloomConfig(vocab_size=96, hidden_size=8, n_layer=1, n_head=2)
+    saved(bloom, transformers.BloomForCausalLM, Path(config.model))
+    with pytest.raises(ConfigError, match=r"'bloom', which takes no position_ids.* --no-packing"):
         run(config)
-    save_tokenizer(Path(config.model), chat_template=TEMPLATE)
-    model = ModelDirectory(config)
-    tokenizer = model.tokenizer()
-    chat, text = list(model.tokens(tokenizer))
-    plain: list[int] = tokenizer("user: ping\nassistant: pong\n")["input_ids"]
-    assert chat == plain
-    assert text == [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id]
+    assert run(config, documents="joined").losses
+    assert run(config, packing=False, overwrite=True).losses
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
@@ -278,9 +292,8 @@ def of_more_tokens(config: FineTuneConfig) -> dict[str, Any]:
     ("spoil", "message"),
     [
         (without_tokenizer, "has no tokenizer; copy tokenizer.json .* by --tokenizer"),
-        (lambda _: {"packing": False}, "has no pad token.* leave --no-packing out"),
         (lambda _: {"seq": 65}, "--seq 65 is over the 64 positions .* give --seq 64 or less"),
-        (empty, "--data has 0 tokens .* give more data"),
+        (empty, "--data has 0 tokens.* give more data"),
         (lambda _: {"model": "nowhere"}, "--model nowhere has no config.json.*\\(hf download"),
         (of_another_kind, "a 'vit', which transformers has no AutoModelForCausalLM for"),
         (of_more_tokens, "line 1 of .* has token 96, .* has embeddings for 96"),

@@ -1,4 +1,4 @@
-"""What ``gemini finetune`` is told: options, recipes, data; nothing here needs transformers."""
+"""What ``gemini finetune`` is told: options and recipes; nothing here needs transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from gemini.cli import finetune
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
-from gemini.jobs.finetune.samples import IGNORED, Order, Samples, data_files, documents, num_learned
 from gemini.jobs.run.run_directory import RunDirectory
 from gemini.jobs.run.training import shaped_factor
 
@@ -118,6 +117,10 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--merge"], "--merge .* give --lora RANK"),
         ([*NEEDED, "--eval-every", "3"], "add --eval-share"),
         ([*NEEDED, "--resume", "auto", "--overwrite"], "give one of them"),
+        ([*NEEDED, "--no-packing", "--documents", "cut"], "--no-packing gives each a row"),
+        ([*NEEDED, "--data-keys", "question"], "has 'question'; write NAME=KEY"),
+        ([*NEEDED, "--data-keys", "promt=q"], r"NAME is one of text, prompt.*did you mean prompt\?"),
+        ([*NEEDED, "--show", "-1"], "--show is -1"),
         ([*NEEDED, "--activations", "plan"], "needs a tier below DEVICE"),
         (
             [*NEEDED, "--activations", "plan", "--host-bytes", "1GiB", "--device", "cuda"],
@@ -128,6 +131,12 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
 def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         finetune.config_from(parse(*arguments))
+
+
+def test_what_is_only_shown_needs_no_output() -> None:
+    assert finetune.config_from(parse("--model", "m", "--data", "d", "--show", "3")).show == 3
+    with pytest.raises(ConfigError, match="--output is missing"):
+        finetune.config_from(parse("--model", "m", "--data", "d"))
 
 
 def test_a_run_is_resumed_with_its_options_but_for_those_given(
@@ -141,116 +150,6 @@ def test_a_run_is_resumed_with_its_options_but_for_those_given(
     assert config == dataclasses.replace(first, device_bytes=2**21, **wanted)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 2 of .* is no JSON"),
-        ("[]", "is no JSON object"),
-        ('{"prompt": "a", "answer": "b"}', "it has 'prompt', 'answer'"),
-        ('{"text": "a", "messages": []}', "either a text or a list of messages"),
-        ('{"messages": []}', "either a text or a list"),
-        ('{"messages": [{"role": "user"}]}', "each needs a role and a content"),
-    ],
-)
-def test_lines_that_are_no_documents_are_refused_by_number(line: str, message: str, tmp_path: Path) -> None:
-    file = recipe(tmp_path, f'{{"text": "fine"}}\n{line}\n', "d.jsonl")
-    with pytest.raises(ConfigError, match=message):
-        list(documents([file]))
-
-
-def test_records_are_the_same_in_lines_and_in_a_list(tmp_path: Path) -> None:
-    records = [{"text": "one"}, {"messages": [{"role": "user", "content": "two"}]}]
-    lines = recipe(tmp_path, "\n".join(map(json.dumps, records)), "a.JSONL")
-    listed = recipe(tmp_path, json.dumps(records, indent=1), "b.JSON")
-    bare = recipe(tmp_path, "\ufeff" + "\n".join(map(json.dumps, records)), "c.json")
-    for file in (lines, listed, bare):
-        found = list(documents([file]))
-        assert [(each.text, each.messages) for each in found] == [
-            ("one", None),
-            (None, records[1]["messages"]),
-        ]
-    named = recipe(tmp_path, '[\n{"text": "a"},\n{"instruction": "a", "output": "b"}]', "d.json")
-    with pytest.raises(ConfigError, match=r"line 3 of .*d\.json needs .*'instruction', 'output'"):
-        list(documents([named]))
-
-
-def test_a_text_that_no_tokenizer_can_take_is_named_by_its_line(tmp_path: Path) -> None:
-    for name in ("d.jsonl", "d.json"):
-        file = recipe(tmp_path, '{"text": "fine"}\n{"text": "a\\ud800b"}\n', name)
-        with pytest.raises(ConfigError, match=r"line 2 of .*half of a surrogate pair"):
-            list(documents([file]))
-
-
-def test_a_link_out_of_a_directory_of_data_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    recipe(tmp_path, "private", "other.txt")
-    recipe(tmp_path, "text", "data/a.txt")
-    (tmp_path / "data" / "b.txt").symlink_to("a.txt")
-    assert len(data_files(str(tmp_path / "data"))) == 2
-    (tmp_path / "data" / "c.txt").symlink_to("../other.txt")
-    with pytest.raises(ConfigError, match=r"c\.txt is a link out of its directory"):
-        data_files(str(tmp_path / "data"))
-
-
-def test_a_directory_is_read_with_all_below_it(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    recipe(tmp_path, "second", "b/x.txt")
-    recipe(tmp_path, '{"text": "first"}\n\n{"text": "next"}\n', "a.jsonl")
-    recipe(tmp_path, "never", ".hidden")
-    found = [document.text for document in documents(data_files(str(tmp_path)))]
-    assert found == ["first", "next", "second"]
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.txt is no text in UTF-8"):
-        list(documents(data_files(str(tmp_path))))
-    with pytest.raises(ConfigError, match="does not exist"):
-        data_files(str(tmp_path / "none"))
-
-
-def test_packed_rows_are_all_tokens_in_their_order() -> None:
-    texts = [[1, 2, 3], [4], [5, 6, 7, 8], [9]]
-    samples = Samples(texts, seq=4, pad=None, directory=None)
-    batch = samples.rows(range(samples.num_rows))
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert batch["labels"].equal(batch["input_ids"])
-    assert num_learned(batch) == 6
-    assert "attention_mask" not in batch
-
-
-def test_rows_that_are_filled_up_learn_nothing_from_what_fills_them() -> None:
-    samples = Samples([[1, 2, 3], [4], [5, 6, 7, 8, 9]], seq=4, pad=0, directory=None)
-    batch = samples.rows([0, 1])
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [5, 6, 7, 8]]  # one token alone teaches nothing
-    assert batch["labels"].tolist() == [[1, 2, 3, IGNORED], [5, 6, 7, 8]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
-    assert num_learned(batch) == 5
-
-
-def test_a_fingerprint_is_of_the_tokens_and_of_where_texts_end() -> None:
-    def fingerprint(*texts: list[int]) -> str:
-        return Samples(texts, seq=4, pad=None, directory=None).fingerprint
-
-    whole = fingerprint([1, 2, 3, 4], [5])
-    assert fingerprint([1, 2, 3, 4], [], [5]) == whole
-    assert len({whole, fingerprint([1, 2, 3, 9], [5]), fingerprint([1, 2, 3], [4, 5])}) == 3
-
-
-@pytest.mark.parametrize("pad", [None, 0])
-def test_too_little_data_is_refused_with_its_number_of_tokens(pad: int | None) -> None:
-    with pytest.raises(ConfigError, match=r"--data has \d tokens"):
-        Samples([[1], []], seq=4, pad=pad, directory=None)
-
-
-def test_every_epoch_has_each_row_once_and_what_is_held_out_never() -> None:
-    order = Order(20, eval_share=0.2, seed=3)
-    epochs = [[order[index] for index in range(first, first + 16)] for first in (0, 16)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == order.learned.tolist()
-    assert epochs[0] != epochs[1]
-    assert not set(order.learned.tolist()) & set(order.held_out.tolist())
-    assert Order(20, eval_share=0.2, seed=3)[17] == epochs[1][1]  # without what was before
-    with pytest.raises(ConfigError, match="holds out 1 of 1 rows"):
-        Order(1, eval_share=0.5, seed=0)
-
-
 @pytest.mark.parametrize(("shape", "last"), [("cosine", 0.0), ("linear", 0.0), ("constant", 1.0)])
 def test_learning_rate_rises_over_the_warmup_then_goes_its_way(shape: str, last: float) -> None:
     factors = [shaped_factor(step, steps=10, warmup=4, shape=shape) for step in range(11)]
@@ -259,8 +158,8 @@ def test_learning_rate_rises_over_the_warmup_then_goes_its_way(shape: str, last:
     assert factors[10] == pytest.approx(last)
 
 
-def test_transformers_is_imported_on_use_alone() -> None:
-    modules: Any = ["transformers", "tokenizers", "peft", "yaml"]
+def test_packages_of_extras_are_imported_on_use_alone() -> None:
+    modules: Any = ["transformers", "tokenizers", "peft", "yaml", "pyarrow", "datasets"]
     code = f"""
 import sys, json
 import gemini.cli.main, gemini.jobs.finetune.job, gemini.cli.finetune

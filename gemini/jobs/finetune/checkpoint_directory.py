@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import inspect
 from pathlib import Path
 from typing import Any
 
-from gemini.errors import ConfigError, InputError
+from gemini.errors import ConfigError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES, check_kinds, check_model
 from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.finetune.samples import Document, data_files, documents
+from gemini.jobs.finetune.encoding import Encoder
+from gemini.jobs.finetune.samples import JOINED, PADDED
 from gemini.system.files import read_regular
-from gemini.system.input_files import InputDirectory, errors_of, seconds_in
+from gemini.system.input_files import InputDirectory, errors_of
 
 DEFAULT_SEQ = 1024
-_OF_JINJA = "<template>"  # what it compiles a text as
-_MOST_SECONDS = 10  # a conversation of a thousand messages takes some milliseconds
 _WEIGHTS = (".safetensors", ".bin")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -95,7 +94,7 @@ class ModelDirectory:
         """Return the tokenizer of the directory, or of ``--tokenizer``.
 
         Raises:
-            ConfigError: there is none, or it lacks the token that ``packing = false`` fills rows up with.
+            ConfigError: there is none.
         """
         chosen = self._options.tokenizer
         path = self.path if chosen is None else Path(chosen)
@@ -106,59 +105,31 @@ class ModelDirectory:
             )
         if chosen is not None:
             check_kinds(InputDirectory(path))
-        tokenizer = self._read("tokenizer", self._transformers.AutoTokenizer, path)
-        if not self._options.packing and tokenizer.pad_token_id is None:
+        return self._read("tokenizer", self._transformers.AutoTokenizer, path)
+
+    def encoder(self, tokenizer: Any) -> Encoder:
+        """Return what makes tokens of documents, as the options say."""
+        return Encoder(
+            tokenizer, loss_on=self._options.loss_on, vocabulary=self._vocabulary, model=str(self.path)
+        )
+
+    def layout(self) -> str:
+        """Return how documents become rows. Raise ConfigError where the model cannot be told where one "
+        "ends."""
+        if not self._options.packing:
+            return PADDED
+        if self._options.documents == JOINED:
+            return JOINED
+        owner = self._transformers.AutoModelForCausalLM._model_mapping[type(self.config)]
+        if "position_ids" not in inspect.signature(owner.forward).parameters:
             raise ConfigError(
-                f"the tokenizer of {path} has no pad token, and --no-packing fills rows up with it; leave "
-                '--no-packing out, or add "pad_token" to its tokenizer_config.json'
+                f"--model {self.path} is a {self.config.model_type!r}, which takes no position_ids, so "
+                "packed documents would not be kept apart; give --no-packing (a document in each row), or "
+                "--documents joined if each may look at those before it"
             )
-        return tokenizer
-
-    def tokens(self, tokenizer: Any) -> Iterator[list[int]]:
-        """Yield the tokens of each document of ``--data``.
-
-        Raises:
-            ConfigError: a document cannot be read, the tokenizer has no chat template for messages, or it
-                makes tokens that the model does not have.
-        """
-        for document in documents(data_files(self._options.data)):
-            tokens = _encoded(tokenizer, document)
-            if tokens and max(tokens) >= self._vocabulary:
-                raise ConfigError(
-                    f"{document.place} has token {max(tokens)}, and {self.path} has embeddings for "
-                    f"{self._vocabulary}; the tokenizer is another model's, or the embeddings are to be "
-                    "resized (resize_token_embeddings) and saved first"
-                )
-            yield tokens
+        return self._options.documents
 
     def _read(self, what: str, owner: Any, path: Path) -> Any:
         # None would ask on standard input whether to run what the directory has of its own.
         with errors_of(f"transformers cannot read the {what} of {path}"):
             return owner.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-
-
-def _encoded(tokenizer: Any, document: Document) -> list[int]:
-    """Return the tokens of a document; a text ends with the end-of-sequence token, where there is one."""
-    if document.messages is None:
-        tokens = _tokens(tokenizer, document, str(document.text))
-        end = tokenizer.eos_token_id
-        return tokens if end is None or (tokens and tokens[-1] == end) else [*tokens, end]
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"{document.place} has messages, and the tokenizer has no chat template; put chat_template.jinja "
-            'beside tokenizer.json, or give documents with a "text"'
-        )
-    endless = InputError(
-        f"the chat template takes more than {_MOST_SECONDS} s for {document.place}; correct its loops, or "
-        "split the conversation"
-    )
-    refused = errors_of(f"the chat template refuses {document.place}", way_out="correct the roles")
-    with refused, seconds_in(_OF_JINJA, _MOST_SECONDS, endless):
-        text = tokenizer.apply_chat_template(document.messages, tokenize=False)
-    return _tokens(tokenizer, document, text, add_special_tokens=False)
-
-
-def _tokens(tokenizer: Any, document: Document, text: str, **options: Any) -> list[int]:
-    with errors_of(f"the tokenizer cannot take {document.place}"):
-        found: list[int] = tokenizer(text, verbose=False, **options)["input_ids"]
-        return found

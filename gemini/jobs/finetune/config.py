@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
 from gemini.errors import ConfigError, InputError
+from gemini.jobs.finetune.encoding import ANSWERS, LOSS_ON
+from gemini.jobs.finetune.record_kinds import AUTO, DATA_FORMATS, parse_keys
+from gemini.jobs.finetune.samples import DOCUMENTS
 from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
 from gemini.jobs.run.run_directory import is_a
 from gemini.optim.kernels import STATE_DTYPES
@@ -27,7 +30,18 @@ _PATHS = ("model", "data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
 _IDENTITY = (
     *("seq", "packing", "batch", "accumulate", "lr", "schedule", "warmup", "weight_decay", "clip"),
-    *("precision", "state_dtype", "lora", "lora_alpha", "lora_dropout", "lora_targets", "eval_share", "seed"),
+    *(
+        "documents",
+        "loss_on",
+        "precision",
+        "state_dtype",
+        "lora",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_targets",
+        "eval_share",
+        "seed",
+    ),
 )
 
 
@@ -35,19 +49,31 @@ _IDENTITY = (
 class FineTuneConfig(MemoryOptions):
     """Options of ``gemini finetune`` and keys of its recipes; sizes are bytes, None leaves a budget to the
     runtime. ``steps`` None: as many as ``epochs`` take; ``seq`` None: 1024, or as many as the model has
-    positions for; ``lora`` is the rank, 0 trains all weights.
+    positions for; ``lora`` is the rank, 0 trains all weights; ``show`` is how many documents are shown, and
+    then nothing is trained.
 
     Raise ConfigError for a combination that cannot work.
     """
 
-    NOT_KEPT: ClassVar = ("output", "resume", "overwrite", "plan", "forecast")  # when a run is resumed
+    NOT_KEPT: ClassVar = (
+        "output",
+        "resume",
+        "overwrite",
+        "plan",
+        "forecast",
+        "show",
+    )  # when a run is resumed
 
     model: str = ""
     data: str = ""
     output: str = ""
+    data_format: str = AUTO
+    data_keys: str = ""
+    loss_on: str = ANSWERS
     tokenizer: str | None = None
     seq: int | None = None
     packing: bool = True
+    documents: str = AUTO
     batch: int = 1
     accumulate: int = 1
     epochs: float = 1.0
@@ -74,14 +100,15 @@ class FineTuneConfig(MemoryOptions):
     overwrite: bool = False
     plan: str | None = None
     forecast: bool = True
+    show: int = 0
 
     def __post_init__(self) -> None:
         for name, what in (
             ("model", "a directory that save_pretrained() has made"),
-            ("data", "a .jsonl or text file, or a directory of them"),
+            ("data", "a .jsonl, .json, .csv, .parquet or text file, or a directory of them"),
             ("output", "a directory for the checkpoint and the trained model"),
         ):
-            if not getattr(self, name):
+            if not getattr(self, name) and not (name == "output" and self.show):
                 raise ConfigError(f"--{name} is missing: name {what}, here or in the recipe")
         self._check_numbers()
         self._check_choices()
@@ -124,6 +151,7 @@ class FineTuneConfig(MemoryOptions):
             ("lora", 0),
             ("eval_every", 0),
             ("checkpoint_every", 0),
+            ("show", 0),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -153,6 +181,9 @@ class FineTuneConfig(MemoryOptions):
 
     def _check_choices(self) -> None:
         for name, choices in (
+            ("data_format", DATA_FORMATS),
+            ("loss_on", LOSS_ON),
+            ("documents", DOCUMENTS),
             ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
             ("state_dtype", STATE_DTYPES),
@@ -163,6 +194,12 @@ class FineTuneConfig(MemoryOptions):
                 raise ConfigError(
                     f"{option(name)} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"
                 )
+        parse_keys(self.data_keys)
+        if not self.packing and self.documents != AUTO:
+            raise ConfigError(
+                f"--documents {self.documents} says how documents are packed, and --no-packing gives each a "
+                "row; give one of them"
+            )
 
 
 def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import gemini
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError
 from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
-from gemini.jobs.finetune.samples import Batch, num_learned
+from gemini.jobs.finetune.samples import Batch
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
 from gemini.parallel.plan import ParallelPlan
@@ -62,6 +62,8 @@ class PretrainedEngine(ManagedTraining):
             raise
         super().__init__(handle, optimizer)
         self.device = next(iter(self.module.parameters())).device
+        attention = getattr(self.module.config, "_attn_implementation", None) or ""
+        self._is_unmasked = "flash" in attention
         self._use_cache = getattr(self.module.config, "use_cache", None)
         self.module.config.use_cache = False  # of keys and values, which only generation needs
         self.module.train()
@@ -74,7 +76,11 @@ class PretrainedEngine(ManagedTraining):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch in nats."""
-        outputs = self.module(**{name: value.to(self.device) for name, value in batch.items()})
+        inputs = {name: value.to(self.device) for name, value in batch.inputs.items()}
+        if "position_ids" in inputs and self._is_unmasked:
+            # Such an attention finds the ends of documents in one row only.
+            inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
+        outputs = self.module(**inputs)
         loss: Tensor = outputs.loss
         return loss
 
@@ -85,9 +91,8 @@ class PretrainedEngine(ManagedTraining):
         try:
             with torch.no_grad():
                 for batch in batches:
-                    learned = num_learned(batch)
-                    total += self.loss(batch).item() * learned
-                    tokens += learned
+                    total += self.loss(batch).item() * batch.num_learned
+                    tokens += batch.num_learned
         finally:
             self.module.train()
         return total / tokens

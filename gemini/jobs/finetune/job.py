@@ -53,7 +53,8 @@ def run(
         work = FineTuneWork(config, directory.model, resume=resume, scratch=scratch)
         display = show(work.options.steps)
         with display, StopRequest(display.stopping) as stop, repeatable_operators(device):
-            display.note(work.describe())
+            for line in work.describe():
+                display.note(line)
             for line in [] if forecast is None else forecast(config, work.seq):
                 display.note(line)
             progress = Training(work, directory, display, stop).run()

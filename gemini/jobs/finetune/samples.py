@@ -1,5 +1,4 @@
-"""What there is to learn from: documents out of files of records and of text, one after the other, as tokens
-in a file; and the rows that each step learns from.
+"""The rows that each step learns from: documents as tokens in a file, cut, joined or filled up to rows.
 
 Which rows a step has is a pure function of ``(tokens, seed, step)``, so a resumed run sees exactly the rows
 that an uninterrupted one would have seen.
@@ -8,35 +7,59 @@ that an uninterrupted one would have seen.
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
+from array import array
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gemini.errors import ConfigError, InputError, printable
-from gemini.system.files import io_errors, open_regular
-from gemini.system.input_files import require_inside, why_unread
-from gemini.system.parsing import SyntaxProblem, parse_record, parse_records
+from gemini.errors import ConfigError
+from gemini.jobs.finetune.encoding import EncodedDocument
+from gemini.jobs.finetune.record_kinds import AUTO, TEXT
+from gemini.system.files import io_errors
 
 IGNORED = -100  # a label that no loss looks at
+WHOLE, CUT, JOINED = "whole", "cut", "joined"
+DOCUMENTS = (AUTO, WHOLE, CUT, JOINED)
+PADDED = "padded"  # without packing
+_PACKED_AT_ONCE = 1000
+Piece = tuple[int, int]  # where its tokens begin, and how many there are
 
-Batch = dict[str, Tensor]
-"""``input_ids`` and ``labels``, int64 ``[batch, seq]``; where rows are filled up also ``attention_mask``."""
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for a model: ``inputs`` are its arguments, int64 ``[batch, seq]``; ``num_tokens`` of them are not
+    there to fill a row up."""
+
+    inputs: dict[str, Tensor]
+    num_tokens: int
+
+    @property
+    def num_learned(self) -> int:
+        """Return how many tokens a loss is made of: all with a label but the first of each row."""
+        return int((self.inputs["labels"][:, 1:] != IGNORED).sum())
 
 
 class Samples:
-    """Rows of ``seq`` tokens. With ``pad`` each document is a row of its own, cut or filled up to ``seq``;
-    without, all are put together and cut into rows, the last tokens left out.
+    """Rows of ``seq`` tokens, made of documents in one of four layouts:
 
-    Tokens are in a file without a name in ``directory`` (None: the system's place for temporary files),
-    which goes with the process: memory does not grow with the data.
+    - ``"whole"``: a row takes as many whole documents as fit; one that is longer than a row loses its end.
+    - ``"cut"``: all documents are put together and cut into rows. In both, attention stops at documents.
+    - ``"joined"``: the same, and attention goes across documents.
+    - ``"padded"``: each document is a row of its own, cut or filled up.
+
+    ``"auto"`` is ``"cut"`` where the first document is a plain text, and else ``"whole"``. Rows without a
+    token to learn are left out.
+
+    Tokens are in a file without a name in ``directory`` (None: the system's place for temporary files), which
+    goes with the process: 4 bytes a token there, about 24 bytes a document in memory.
 
     Raises:
         ConfigError: there is not one row.
@@ -44,50 +67,217 @@ class Samples:
     """
 
     def __init__(
-        self, documents: Iterable[list[int]], *, seq: int, pad: int | None, directory: Path | None
+        self, documents: Iterable[EncodedDocument], *, seq: int, layout: str, pad: int, directory: Path | None
     ) -> None:
         self.seq = seq
         self._pad = pad
-        digest, ends = hashlib.sha256(), [0]
+        self._rows = _Rows()
+        self.num_tokens = self.num_learned = self.num_cut = self.num_lost = 0
+        digest = hashlib.sha256()
         place = str(directory or tempfile.gettempdir())
         with io_errors("set the tokens aside", place):
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - mapped for as long as it is used
-            for tokens in documents:
-                kept = tokens if pad is None else tokens[:seq]
-                if not kept or (pad is not None and len(kept) < 2):  # nothing follows on the first
-                    continue
-                data = np.asarray(kept, dtype="<i4").tobytes()
-                digest.update(len(kept).to_bytes(8, "little") + data)
+        layouter: _Layouter | None = None
+        for document in documents:
+            if layouter is None:
+                layout = _chosen(layout, document)
+                layouter = _LAYOUTERS[layout](self._rows, seq)
+            tokens = np.asarray(document.ids, dtype="<i4")
+            learned = np.ones(len(tokens), dtype=bool)
+            if document.learned is not None:
+                learned = np.asarray(document.learned, dtype=bool)
+            data = np.where(learned, tokens, ~tokens).tobytes()
+            digest.update(len(tokens).to_bytes(8, "little") + data)
+            with io_errors("set the tokens aside", place):
                 self._file.write(data)
-                ends.append(ends[-1] + len(kept))
+            layouter.add(self.num_tokens, learned)
+            self.num_tokens += len(tokens)
+            self.num_learned += int(learned.sum())
+        if layouter is not None:
+            layouter.finish()
+            self.num_cut, self.num_lost = layouter.num_cut, layouter.num_lost
+        with io_errors("set the tokens aside", place):
             self._file.flush()
-        self.num_tokens = ends[-1]
-        self._ends: npt.NDArray[np.int64] = np.asarray(ends, dtype=np.int64)
-        self.num_rows = len(ends) - 1 if pad is not None else self.num_tokens // seq
+        self.layout = layout
+        self.num_rows = len(self._rows)
         self.fingerprint = digest.hexdigest()[:16]
         if not self.num_rows:
             raise ConfigError(
-                f"--data has {self.num_tokens} tokens and a row takes {seq if pad is None else 2}: give more "
-                "data" + (", or a shorter --seq" if pad is None else "")
+                f"--data has {self.num_tokens} tokens, {self.num_learned} of them to learn, and they make no "
+                f"row of --seq {seq}: give more data, or a longer --seq where answers begin after it"
             )
         self._tokens: npt.NDArray[np.int32] = np.memmap(self._file, dtype="<i4", mode="r")
 
     def rows(self, numbers: Iterable[int]) -> Batch:
         """Return these rows as one batch."""
-        ids, labels = zip(*(self._row(number) for number in numbers), strict=True)
-        labelled = torch.from_numpy(np.stack(labels))
-        batch = {"input_ids": torch.from_numpy(np.stack(ids)), "labels": labelled}
-        return batch if self._pad is None else {**batch, "attention_mask": (labelled != IGNORED).long()}
+        ids, labels, positions, lengths = zip(*(self._row(number) for number in numbers), strict=True)
+        inputs = {"input_ids": _stacked(ids), "labels": _stacked(labels)}
+        if self.layout == PADDED:
+            inputs["attention_mask"] = (torch.arange(self.seq) < torch.tensor(lengths)[:, None]).long()
+        elif self.layout != JOINED:
+            inputs["position_ids"] = _stacked(positions)
+        return Batch(inputs, sum(lengths))
 
-    def _row(self, number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        if self._pad is None:
-            row = self._tokens[number * self.seq : (number + 1) * self.seq].astype(np.int64)
-            return row, row
-        tokens = self._tokens[self._ends[number] : self._ends[number + 1]].astype(np.int64)
+    def _row(
+        self, number: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
         ids = np.full(self.seq, self._pad, dtype=np.int64)
         labels = np.full(self.seq, IGNORED, dtype=np.int64)
-        ids[: len(tokens)] = labels[: len(tokens)] = tokens
-        return ids, labels
+        positions = np.zeros(self.seq, dtype=np.int64)
+        filled = 0
+        for start, length in self._rows[number]:
+            stored = self._tokens[start : start + length].astype(np.int64)
+            row = slice(filled, filled + length)
+            ids[row] = np.where(stored < 0, ~stored, stored)
+            labels[row] = np.where(stored < 0, IGNORED, stored)
+            positions[row] = np.arange(length)
+            if self.layout in (WHOLE, CUT):
+                labels[filled] = IGNORED  # it would be predicted from another document
+            filled += length
+        positions[filled:] = np.arange(self.seq - filled)  # what fills the row up is a document of its own
+        return ids, labels, positions, filled
+
+
+def _stacked(rows: tuple[npt.NDArray[np.int64], ...]) -> Tensor:
+    return torch.from_numpy(np.stack(rows))
+
+
+def _chosen(layout: str, first: EncodedDocument) -> str:
+    if layout != AUTO:
+        return layout
+    return CUT if first.document.kind == TEXT else WHOLE
+
+
+class _Rows:
+    """Which pieces each row is made of: 12 bytes a piece, and 8 a row."""
+
+    def __init__(self) -> None:
+        self._starts, self._lengths, self._ends = array("q"), array("i"), array("q", [0])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> list[Piece]:
+        row = slice(self._ends[number], self._ends[number + 1])
+        return list(zip(self._starts[row], self._lengths[row], strict=True))
+
+    def append(self, pieces: Iterable[Piece]) -> None:
+        """Add a row."""
+        for start, length in pieces:
+            self._starts.append(start)
+            self._lengths.append(length)
+        self._ends.append(len(self._starts))
+
+
+class _Layouter:
+    """Makes rows of documents. ``num_cut`` documents lost their end, ``num_lost`` had nothing to learn "
+    "left."""
+
+    def __init__(self, rows: _Rows, seq: int) -> None:
+        self.num_cut = self.num_lost = 0
+        self._rows = rows
+        self._seq = seq
+
+    def add(self, start: int, learned: npt.NDArray[np.bool_]) -> None:
+        """Take a document, with its tokens at ``start`` and on."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Make the last rows."""
+
+    def _kept(self, start: int, learned: npt.NDArray[np.bool_]) -> Piece | None:
+        """Return the beginning of a document that fits into a row; None where it teaches nothing."""
+        kept = learned[: self._seq]
+        self.num_cut += len(kept) < len(learned)
+        if not kept[1:].any():  # nothing precedes the first
+            self.num_lost += len(learned) > 0
+            return None
+        return start, len(kept)
+
+
+class _Padded(_Layouter):
+    def add(self, start: int, learned: npt.NDArray[np.bool_]) -> None:
+        piece = self._kept(start, learned)
+        if piece is not None:
+            self._rows.append([piece])
+
+
+class _Whole(_Layouter):
+    def __init__(self, rows: _Rows, seq: int) -> None:
+        super().__init__(rows, seq)
+        self._pieces: list[Piece] = []
+
+    def add(self, start: int, learned: npt.NDArray[np.bool_]) -> None:
+        piece = self._kept(start, learned)
+        if piece is not None:
+            self._pieces.append(piece)
+        if len(self._pieces) == _PACKED_AT_ONCE:
+            self.finish()
+
+    def finish(self) -> None:
+        for row in best_fit(self._pieces, self._seq):
+            self._rows.append(row)
+        self._pieces.clear()
+
+
+class _Cut(_Layouter):
+    _is_joined = False
+
+    def __init__(self, rows: _Rows, seq: int) -> None:
+        super().__init__(rows, seq)
+        self._row: list[Piece] = []
+        self._filled = 0
+        self._teaches = False
+
+    def add(self, start: int, learned: npt.NDArray[np.bool_]) -> None:
+        at = 0
+        while at < len(learned):
+            length = min(self._seq - self._filled, len(learned) - at)
+            # The first token of a row has nothing before it; else only one of a joined document has.
+            skipped = not (self._is_joined and self._filled)
+            self._teaches |= bool(learned[at + skipped : at + length].any())
+            self._row.append((start + at, length))
+            self._filled += length
+            at += length
+            if self._filled == self._seq:
+                self.finish()
+
+    def finish(self) -> None:
+        if self._teaches:
+            self._rows.append(self._row)
+        self._row, self._filled, self._teaches = [], 0, False
+
+
+class _Joined(_Cut):
+    _is_joined = True
+
+
+_LAYOUTERS: dict[str, type[_Layouter]] = {WHOLE: _Whole, CUT: _Cut, JOINED: _Joined, PADDED: _Padded}
+
+
+def best_fit(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:
+    """Yield rows of at most ``room`` tokens: the longest piece first, each into the row that it fills best,
+    the oldest of equal ones."""
+    rows: list[list[Piece]] = []
+    spaces: list[int] = []  # of rows that are not full, each once and in order
+    with_space: dict[int, deque[int]] = defaultdict(deque)
+    for piece in sorted(pieces, key=lambda each: -each[1]):
+        at = bisect_left(spaces, piece[1])
+        if at < len(spaces):
+            space = spaces[at]
+            row = with_space[space].popleft()
+            if not with_space[space]:
+                del spaces[at]
+        else:
+            space, row = room, len(rows)
+            rows.append([])
+        rows[row].append(piece)
+        space -= piece[1]
+        if space:
+            if not with_space[space]:
+                insort(spaces, space)
+            with_space[space].append(row)
+    yield from rows
 
 
 class Order:
@@ -116,125 +306,7 @@ class Order:
         return int(self._order[place])
 
 
-def num_learned(batch: Batch) -> int:
-    """Return how many tokens of a batch a loss is made of: all with a label but the first of each row."""
-    return int((batch["labels"][:, 1:] != IGNORED).sum())
-
-
 def _shuffled(count: int, seed: int, stream: int) -> npt.NDArray[np.int64]:
     # Raw Philox words are stable across NumPy versions; Generator's shuffle need not be.
     words = np.random.Philox(key=[seed % 2**64, stream]).random_raw(count)
     return np.argsort(words, kind="stable").astype(np.int64)
-
-
-_LINES = (".jsonl", ".ndjson")  # a record in each line
-_LIST = ".json"  # a list of records, or one after the other
-_ROLES = "each needs a role and a content, both text"
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text, or the messages of a conversation. ``place`` names it in messages."""
-
-    place: str
-    text: str | None = None
-    messages: list[dict[str, Any]] | None = None
-
-
-def data_files(data: str) -> list[Path]:
-    """Return the files that ``--data`` names: itself, or those of a directory, hidden ones left out, in an
-    order that does not depend on the file system.
-
-    Raises:
-        InputError: there are none, or one is a link out of the directory.
-    """
-    path = Path(data)
-    try:
-        files = _files_below(path) if path.is_dir() else [path] if path.is_file() else []
-    except OSError as error:
-        raise InputError(f"cannot read --data {path}: {why_unread(error)}") from error
-    if not files:
-        problem = "has no files" if os.path.lexists(path) else "does not exist"
-        raise InputError(
-            f"--data {path} {problem}; give a .jsonl, .json or text file, or a directory of them"
-        )
-    return files
-
-
-def _files_below(root: Path) -> list[Path]:
-    inside = Path(os.path.realpath(root))
-    files = []
-    for each in root.rglob("*"):
-        if not each.is_file() or any(part.startswith(".") for part in each.relative_to(root).parts):
-            continue
-        require_inside(each, inside)
-        files.append(each)
-    return sorted(files)
-
-
-def documents(files: list[Path]) -> Iterator[Document]:
-    """Yield the documents of all files: the records of jsonl and json, each other file as a whole.
-
-    Raises:
-        InputError: a file cannot be read, or a record has neither text nor messages.
-    """
-    for file in files:
-        kind = file.suffix.lower()
-        try:
-            encoding = "utf-8-sig" if kind in (*_LINES, _LIST) else "utf-8"
-            with os.fdopen(open_regular(file), encoding=encoding) as text:
-                if kind in _LINES:
-                    yield from _of_lines(file, text)
-                elif kind == _LIST:
-                    yield from _of_list(file, text.read())
-                else:
-                    yield Document(str(file), text=text.read())
-        except OSError as error:
-            raise InputError(f"cannot read --data {file}: {why_unread(error)}") from error
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"--data {file} is no text in UTF-8 ({error.reason} at byte {error.start}); convert it, "
-                "or leave it out"
-            ) from error
-
-
-def _of_lines(file: Path, lines: Iterable[str]) -> Iterator[Document]:
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            place = printable(f"line {number} of {file}")
-            try:
-                record = parse_record(line)
-            except SyntaxProblem as problem:
-                raise InputError(f"{place} is no JSON: {problem.reason}; correct or remove it") from problem
-            yield _of_record(place, record)
-
-
-def _of_list(file: Path, text: str) -> Iterator[Document]:
-    try:
-        for number, record in parse_records(text):
-            yield _of_record(printable(f"line {number} of {file}"), record)
-    except SyntaxProblem as problem:
-        raise InputError(
-            f"{problem.of(str(file), 'JSON')}; correct it, or name a file of plain text .txt"
-        ) from problem
-
-
-def _of_record(place: str, record: Any) -> Document:
-    if not isinstance(record, dict):
-        raise InputError(f'{place} is no JSON object; write {{"text": ...}} or {{"messages": [...]}}')
-    text, messages = record.get("text"), record.get("messages")
-    if isinstance(text, str) and messages is None:
-        return Document(place, text=text)
-    if isinstance(messages, list) and text is None:
-        for message in messages:
-            if not isinstance(message, dict) or not all(
-                isinstance(message.get(key), str) for key in ("role", "content")
-            ):
-                raise InputError(f"{place} has the message {message!r:.100}; {_ROLES}")
-        if messages:
-            return Document(place, messages=messages)
-    raise InputError(
-        f"{place} needs either a text or a list of messages; it has "
-        f"{', '.join(map(repr, record)) or 'nothing':.300}: rename the one that holds the text, "
-        'as in {"text": ...} or {"messages": [{"role": "user", "content": ...}]}'
-    )

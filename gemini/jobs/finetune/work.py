@@ -12,8 +12,17 @@ import torch
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import PretrainedEngine
-from gemini.jobs.finetune.samples import IGNORED, Batch, Order, Samples, num_learned
+from gemini.jobs.finetune.record_files import find_data
+from gemini.jobs.finetune.record_kinds import Documents
+from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, WHOLE, Batch, Order, Samples
 from gemini.jobs.run.training import RunOptions, shaped_factor
+
+LAYOUTS = {
+    WHOLE: "whole documents, as many as fit",
+    CUT: "documents are cut where a row ends",
+    JOINED: "documents joined, attention goes across them",
+    PADDED: "a document in each",
+}
 
 
 class FineTuneWork:
@@ -31,10 +40,19 @@ class FineTuneWork:
         model = ModelDirectory(config)
         self._fingerprint = model.fingerprint()
         self.seq = model.seq()
+        layout = model.layout()
         self._tokenizer = model.tokenizer()
-        pad = None if config.packing else self._tokenizer.pad_token_id
-        tokens = model.tokens(self._tokenizer)
-        self.samples = Samples(tokens, seq=self.seq, pad=pad, directory=scratch)
+        self._encoder = model.encoder(self._tokenizer)
+        self._documents = Documents(
+            find_data(config.data), data_format=config.data_format, keys=config.data_keys
+        )
+        self.samples = Samples(
+            map(self._encoder.encode, self._documents),
+            seq=self.seq,
+            layout=layout,
+            pad=filler(self._tokenizer),
+            directory=scratch,
+        )
         self._order = Order(self.samples.num_rows, eval_share=config.eval_share, seed=config.seed)
         self._rows_per_step = config.batch * config.accumulate
         steps = math.ceil(config.epochs * len(self._order.learned) / self._rows_per_step)
@@ -49,14 +67,28 @@ class FineTuneWork:
             config.options(),
         )
 
-    def describe(self) -> str:
-        """Return a line on data and steps."""
-        held = len(self._order.held_out)
-        return (
-            f"{self.samples.num_tokens:,} tokens of {self.config.data} in {self.samples.num_rows:,} rows of "
-            f"{self.seq}{f', {held:,} of them held out' if held else ''}; {self.options.steps:,} steps of "
-            f"{self._rows_per_step:,} row{'' if self._rows_per_step == 1 else 's'}"
-        )
+    def describe(self) -> list[str]:
+        """Return lines on the data, the rows that they make, and the steps."""
+        samples, held = self.samples, len(self._order.held_out)
+        lines = [
+            f"data: {self._documents.describe()}",
+            f"data: {samples.num_tokens:,} tokens, {samples.num_learned:,} of them learned, in "
+            f"{samples.num_rows:,} rows of {self.seq} ({LAYOUTS[samples.layout]})"
+            f"{f', {held:,} of them held out' if held else ''}; {self.options.steps:,} steps of "
+            f"{self._rows_per_step:,} row{'' if self._rows_per_step == 1 else 's'}",
+        ]
+        if samples.num_cut:
+            lost = f", and {samples.num_lost:,} of them their whole answer" if samples.num_lost else ""
+            lines.append(
+                f"data: {samples.num_cut:,} documents are longer than --seq {self.seq} and lost their "
+                f"end{lost}; a longer --seq keeps it"
+            )
+        if self._encoder.uses_plain_template:
+            lines.append(
+                "data: the tokenizer has no chat template, so a plain one is used, and is saved with the "
+                "model (docs/finetune.md); check that this is the model that you want to tune"
+            )
+        return lines
 
     def identity(self) -> dict[str, Any]:
         """Return what the numbers depend on."""
@@ -79,7 +111,7 @@ class FineTuneWork:
     def step(self, engine: PretrainedEngine, step: int) -> tuple[float, int]:
         """Train on the rows of a step, of which every token counts the same."""
         batches = [self._batch(step, micro) for micro in range(self.config.accumulate)]
-        shares = [num_learned(batch) for batch in batches]
+        shares = [batch.num_learned for batch in batches]
 
         def train() -> float:
             total = 0.0
@@ -90,8 +122,7 @@ class FineTuneWork:
             engine.step()
             return total
 
-        tokens = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-        return engine.run_step(train), tokens
+        return engine.run_step(train), sum(batch.num_tokens for batch in batches)
 
     def evaluate(self, engine: PretrainedEngine, step: int) -> float | None:
         """Return the loss on what is held out, after every ``eval_every`` steps and at the end."""
@@ -115,3 +146,11 @@ class FineTuneWork:
     def _batch(self, step: int, micro: int) -> Batch:
         first = step * self._rows_per_step + micro * self.config.batch
         return self.samples.rows(self._order[first + row] for row in range(self.config.batch))
+
+
+def filler(tokenizer: Any) -> int:
+    """Return the token that fills rows up. No loss and no attention looks at it."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0

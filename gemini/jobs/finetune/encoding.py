@@ -1,0 +1,271 @@
+"""Documents as tokens, and which of them a loss is made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gemini.errors import ConfigError, InputError
+from gemini.jobs.finetune.record_kinds import Document
+from gemini.system.input_files import errors_of, seconds_in
+
+ANSWERS, ALL = "answers", "all"
+LOSS_ON = (ANSWERS, ALL)
+ASSISTANT = "assistant"
+# For a tokenizer without a template. It is exported with the model, so that chats look as in training.
+PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '### ' + message['role'] + '\\n' }}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n\\n' }}
+{%- else -%}
+{{ message['content'] + '\\n\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '### assistant\\n' }}{%- endif -%}
+"""
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OF_JINJA = "<template>"  # what it compiles a text as
+_THOUGHT = "</think>"  # what stands before it is left out of messages that others follow
+_MOST_SECONDS = 10  # a conversation of a thousand messages takes some milliseconds
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a text, ``start:end``. ``is_cut``: a token that goes on after its end is none of it."""
+
+    start: int
+    end: int
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """The tokens of a document. ``learned``: which of them a loss is made of; None: all."""
+
+    document: Document
+    ids: list[int]
+    learned: list[bool] | None = None
+
+
+class Encoder:
+    """Makes tokens of documents as ``loss_on`` says: ``"answers"`` learns the completions and the messages of
+    the assistant, and all of a plain text; ``"all"`` learns every token.
+
+    A tokenizer without a chat template gets ``PLAIN_TEMPLATE`` at the first conversation. ``vocabulary``: how
+    many tokens ``model`` has embeddings for.
+    """
+
+    def __init__(self, tokenizer: Any, *, loss_on: str, vocabulary: int, model: str) -> None:
+        self.tokenizer = tokenizer
+        self._answers = loss_on == ANSWERS
+        self._vocabulary = vocabulary
+        self._model = model
+
+    @property
+    def uses_plain_template(self) -> bool:
+        """Return whether conversations took the template for tokenizers that have none."""
+        return bool(self.tokenizer.chat_template == PLAIN_TEMPLATE)
+
+    def encode(self, document: Document) -> EncodedDocument:
+        """Return the tokens of a document.
+
+        Raises:
+            InputError: the chat template or the tokenizer refuses it, or it has no answer to learn from.
+            ConfigError: it makes tokens that the model does not have, or cannot tell where they come from.
+        """
+        if document.messages is not None:
+            encoded = self._conversation(document, document.messages)
+        elif document.completion is not None:
+            encoded = self._completion(document, str(document.prompt), document.completion)
+        else:
+            encoded = EncodedDocument(document, self._ended(self._tokens(document, str(document.text))))
+        self._check(encoded)
+        return encoded
+
+    def _check(self, encoded: EncodedDocument) -> None:
+        place, ids = encoded.document.place, encoded.ids
+        if ids and max(ids) >= self._vocabulary:
+            raise ConfigError(
+                f"{place} has token {max(ids)}, and {self._model} has embeddings for {self._vocabulary}; the "
+                "tokenizer is another model's, or the embeddings are to be resized (resize_token_embeddings) "
+                "and saved first"
+            )
+        if encoded.learned is not None and not any(encoded.learned[1:]):
+            raise InputError(
+                f"{place} has no token to learn among its {len(ids)}: the chat template or the tokenizer "
+                "leaves its answers out; correct it, or learn every token by --loss-on all"
+            )
+
+    def _completion(self, document: Document, prompt: str, completion: str) -> EncodedDocument:
+        if self._answers and not completion:
+            raise InputError(
+                f"{document.place} has an empty completion, so there is nothing to learn; fill it in or "
+                "remove it"
+            )
+        ids = self._ended(self._tokens(document, prompt + completion))
+        if not self._answers:
+            return EncodedDocument(document, ids)
+        given = _common(self._tokens(document, prompt), ids)
+        return EncodedDocument(document, ids, [place >= given for place in range(len(ids))])
+
+    def _conversation(self, document: Document, messages: list[dict[str, Any]]) -> EncodedDocument:
+        if not self.tokenizer.chat_template:
+            self.tokenizer.chat_template = PLAIN_TEMPLATE
+        if self._answers:
+            _require_answer(document, messages)
+            if not document.num_prompt and self._is_marked(messages):
+                return self._marked(document, messages)
+        text = self._text(document, messages)
+        if not self._answers:
+            return EncodedDocument(document, self._tokens(document, text, add_special_tokens=False))
+        if document.num_prompt:
+            ids = self._tokens(document, text, add_special_tokens=False)
+            asked = self._text(document, messages[: document.num_prompt], add_generation_prompt=True)
+            start = _common(self._tokens(document, asked, add_special_tokens=False), ids)
+            return EncodedDocument(document, ids, [place >= start for place in range(len(ids))])
+        spans = self._spans(document, messages, text)
+        found = self._called(document, text, add_special_tokens=False, return_offsets_mapping=True)
+        return EncodedDocument(document, found["input_ids"], _inside(found["offset_mapping"], spans))
+
+    def _is_marked(self, messages: list[dict[str, Any]]) -> bool:
+        """Say whether the template itself says which tokens are answers. It cannot leave out one of them."""
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default", "")
+        return bool(_MARKS.search(template)) and all(message.get("weight", 1) for message in messages)
+
+    def _spans(self, document: Document, messages: list[dict[str, Any]], text: str) -> list[Span]:
+        """Return where the answers are in ``text``: each begins where the template asks for an answer, and
+        ends with the message."""
+        places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
+        starts = [self._start(document, messages, place, text) for place in places]
+        limits = [*starts[1:], len(text)]
+        return [
+            self._span(document, messages[: place + 1], text, start, limit)
+            for place, start, limit in zip(places, starts, limits, strict=True)
+            if messages[place].get("weight", 1)
+        ]
+
+    def _start(self, document: Document, messages: list[dict[str, Any]], place: int, text: str) -> int:
+        if not place:
+            return max(text.find(messages[0]["content"].strip()), 0)
+        start = _common(self._text(document, messages[:place], add_generation_prompt=True), text)
+        if start < len(self._text(document, messages[:place])):
+            raise _rewritten(document, place)
+        return start
+
+    def _span(
+        self, document: Document, messages: list[dict[str, Any]], text: str, start: int, limit: int
+    ) -> Span:
+        """Return where the last of ``messages`` is in ``text``, between ``start`` and ``limit``. Templates
+        render some messages otherwise where others follow: those are searched for."""
+        ended = self._text(document, messages)
+        content = messages[-1]["content"].rpartition(_THOUGHT)[2].strip()
+        found, shared = text.find(content, start, limit), min(_common(ended, text), limit)
+        if found >= 0 and text.startswith(ended):
+            return Span(start, len(ended))
+        if 0 <= found <= shared - len(content):
+            return Span(start, shared, is_cut=True)
+        close = ended[ended.rfind(content) + len(content) :]
+        found = text.find(content + close, start, limit)
+        if found < 0 or content not in ended:
+            raise _rewritten(document, len(messages) - 1)
+        return Span(start, found + len(content) + len(close))
+
+    def _marked(self, document: Document, messages: list[dict[str, Any]]) -> EncodedDocument:
+        """Return the tokens of a conversation, the answers as the template marks them."""
+        with _template_errors(document):
+            found = self.tokenizer.apply_chat_template(
+                messages, tools=document.tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+        return EncodedDocument(
+            document, found["input_ids"], [bool(each) for each in found["assistant_masks"]]
+        )
+
+    def _text(self, document: Document, messages: list[dict[str, Any]], **options: Any) -> str:
+        with _template_errors(document):
+            found: str = self.tokenizer.apply_chat_template(
+                messages, tools=document.tools, tokenize=False, **options
+            )
+            return found
+
+    def _tokens(self, document: Document, text: str, **options: Any) -> list[int]:
+        found: list[int] = self._called(document, text, **options)["input_ids"]
+        return found
+
+    def _called(self, document: Document, text: str, **options: Any) -> Any:
+        if options.get("return_offsets_mapping") and not self.tokenizer.is_fast:
+            raise ConfigError(
+                f"the tokenizer of {self._model} cannot say which letters a token is made of, so answers "
+                "cannot be told apart; give one with a tokenizer.json, or learn every token by --loss-on all"
+            )
+        with errors_of(f"the tokenizer cannot take {document.place}"):
+            return self.tokenizer(text, verbose=False, **options)
+
+    def _ended(self, tokens: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        return tokens if end is None or (tokens and tokens[-1] == end) else [*tokens, end]
+
+
+def _rewritten(document: Document, place: int) -> InputError:
+    return InputError(
+        f"{document.place}: the chat template leaves out or rewrites message {place + 1}, so nobody can tell "
+        "its answer apart; mark answers in the template by {% generation %} ... {% endgeneration %}, or "
+        "learn every token by --loss-on all"
+    )
+
+
+def _require_answer(document: Document, messages: list[dict[str, Any]]) -> None:
+    learned = [each for each in messages[document.num_prompt :] if each["role"] == ASSISTANT]
+    if any((each["content"].strip() or each.get("tool_calls")) and each.get("weight", 1) for each in learned):
+        return
+    roles = ", ".join(dict.fromkeys(each["role"] for each in messages))
+    problem = (
+        "its answers are empty" if learned else f"it has messages of {roles:.100}, and none of {ASSISTANT}"
+    )
+    raise InputError(
+        f"{document.place} has no answer to learn from: {problem}; correct or remove it, or learn every "
+        "token by --loss-on all"
+    )
+
+
+@contextmanager
+def _template_errors(document: Document) -> Iterator[None]:
+    endless = InputError(
+        f"the chat template takes more than {_MOST_SECONDS} s for {document.place}; correct its loops, or "
+        "split the conversation"
+    )
+    refused = errors_of(
+        f"the chat template refuses {document.place}", way_out="correct the roles and their order"
+    )
+    with refused, seconds_in(_OF_JINJA, _MOST_SECONDS, endless):
+        yield
+
+
+def _inside(offsets: Sequence[tuple[int, int]], spans: list[Span]) -> list[bool]:
+    """Return which tokens overlap a span; spans are in order."""
+    learned, at = [False] * len(offsets), 0
+    for token, (start, end) in enumerate(offsets):
+        while at < len(spans) and start >= spans[at].end:
+            at += 1
+        if at == len(spans):
+            break
+        is_over = spans[at].is_cut and end > spans[at].end
+        learned[token] = end > spans[at].start and not is_over
+    return learned
+
+
+def _common(one: Any, other: Any) -> int:
+    """Return how long the beginning is that two texts or lists of tokens share."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,452 @@
+"""Files of records, read one after the other: JSON lines and lists, CSV, parquet, Arrow and plain text.
+
+At most one record of a file is in memory, and a record has at most :data:`MAX_RECORD_BYTES`. Whatever is
+wrong is an :class:`InputError` of one line that names the file and the line in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from gemini.errors import ConfigError, InputError, in_words, printable
+from gemini.system.files import open_regular
+from gemini.system.input_files import AGAIN, errors_of, require_inside, why_unread
+from gemini.system.parsing import SyntaxProblem, parse_record
+
+MAX_RECORD_BYTES = 2**26
+_CHUNK = 2**20
+_LINES = (".jsonl", ".ndjson")  # a record in each line
+_LIST = ".json"  # a list of records, or one after the other
+_TABLES = {".csv": ",", ".tsv": "\t"}
+_COLUMNS = (".parquet", ".arrow")
+_RECORDS = (*_LINES, _LIST, *_TABLES, *_COLUMNS)
+_ROWS_AT_ONCE = 64
+_WILDCARDS = "*?["
+# What stands beside the records in a copy of a data set from a hub.
+_ABOUT = ("readme", "license", "dataset_info", "dataset_dict", "state.json", "dataset_infos", "croissant")
+_KINDS_OF_BYTES = {
+    b"PAR1": "parquet; name it .parquet",
+    b"ARROW1": "Arrow; name it .arrow",
+    b"\x1f\x8b": "gzip; name it by what is in it, such as .jsonl.gz",
+    b"\x28\xb5\x2f\xfd": "Zstandard; unpack it (unzstd)",
+    b"PK\x03\x04": "a zip archive or a spreadsheet; unpack it, or save the sheet as .csv",
+    b"\xfd7zXZ": "xz; unpack it (unxz)",
+    b"SQLite": "a database; export its table as .csv",
+    b"%PDF": "a PDF; extract its text (pdftotext)",
+}
+_NEEDED = "line {} of {}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A value of a file of records, or the text of a whole file; ``place`` names it in messages."""
+
+    place: str
+    value: Any
+    is_file: bool = False
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """The files that ``--data`` names, and those of its directory that only describe the data."""
+
+    files: tuple[Path, ...]
+    left_out: tuple[Path, ...] = ()
+
+
+def find_data(data: str) -> DataFiles:
+    """Return what ``--data`` names: a file, a pattern of names (``train-*.parquet``), or a directory with all
+    below it but hidden files, in an order that does not depend on the file system.
+
+    Raises:
+        InputError: there are none, or one is a link out of the directory.
+    """
+    path = Path(data)
+    try:
+        if path.is_dir():
+            files, inside = sorted(path.rglob("*")), path
+        elif path.is_file():
+            return DataFiles((path,))
+        else:
+            is_pattern = any(sign in data for sign in _WILDCARDS)
+            base = Path(path.anchor or ".")
+            files, inside = sorted(base.glob(str(path.relative_to(path.anchor))) if is_pattern else []), base
+        files = [each for each in files if each.is_file() and not _is_hidden(each, path)]
+        for each in files:
+            if path.is_dir():
+                require_inside(each, Path(os.path.realpath(inside)))
+    except (OSError, ValueError) as error:
+        reason = why_unread(error) if isinstance(error, OSError) else f"{error}; check the path"
+        raise InputError(f"cannot read --data {path}: {reason}") from error
+    if not files:
+        problem = "has no files" if os.path.lexists(path) else "does not exist"
+        raise InputError(
+            f"--data {path} {problem}; give a file (.jsonl, .json, .csv, .parquet or text), a directory of "
+            "them, or a pattern in quotes, as in 'data/train-*.parquet'"
+        )
+    if not any(_suffix(each) in _RECORDS and not _is_about(each) for each in files):
+        return DataFiles(tuple(files))
+    return DataFiles(tuple(each for each in files if not _is_about(each)), tuple(filter(_is_about, files)))
+
+
+def read_records(path: Path, *, as_lines: bool = False, is_text: bool = False) -> Iterator[Record]:
+    """Yield the records of a file, in their order. A file of another ending is one text; with ``as_lines`` it
+    is JSON lines, and with ``is_text`` nobody asks whether it looks like them.
+
+    Raises:
+        InputError: it cannot be read, or changes while it is read.
+        ConfigError: the package that reads it is not installed.
+    """
+    suffix = _suffix(path)
+    if suffix in _LINES or (as_lines and suffix not in _RECORDS):
+        read: Callable[[Path, BinaryIO], Iterator[Record]] = _json_lines
+    elif suffix == _LIST:
+        read = _json_list
+    elif suffix in _TABLES:
+        read = _table
+    elif suffix in _COLUMNS:
+        read = _columns
+    else:
+        read = _text if is_text else _text_of_no_records
+    place = "its beginning"
+    try:
+        descriptor = open_regular(path)
+        with os.fdopen(descriptor, "rb") as file:
+            before = _version(file, path)
+            try:
+                for record in read(path, _unpacked(path, file)):
+                    place = record.place
+                    yield record
+            except InputError as error:
+                if _version(file, path) != before:
+                    raise _changed(path, place) from error
+                raise
+            if _version(file, path) != before:
+                raise _changed(path, place)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise InputError(f"cannot read --data {path} after {place}: {in_words(error)}; {AGAIN}") from error
+    except OSError as error:
+        raise InputError(f"cannot read --data {path}: {why_unread(error)}") from error
+
+
+def _changed(path: Path, place: str) -> InputError:
+    return InputError(
+        f"--data {path} changed while it was read, after {place}; wait until it is written, then run again"
+    )
+
+
+def _version(file: BinaryIO, path: Path) -> tuple[int, ...]:
+    """Return what differs between two states of a file, whether it is written to or replaced."""
+    found: list[int] = []
+    for stat in (os.fstat(file.fileno()), path.stat()):
+        found += (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return tuple(found)
+
+
+def _suffix(path: Path) -> str:
+    name = path.name.lower().removesuffix(".gz")
+    return Path(name).suffix
+
+
+def _unpacked(path: Path, file: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, gzip.GzipFile(fileobj=file)) if path.name.lower().endswith(".gz") else file
+
+
+def _is_hidden(path: Path, root: Path) -> bool:
+    names = path.relative_to(root).parts if path.is_relative_to(root) else (path.name,)
+    return any(name.startswith(".") for name in names)
+
+
+def _is_about(path: Path) -> bool:
+    return path.name.lower().startswith(_ABOUT)
+
+
+def _lines_of(path: Path, file: BinaryIO, first: int = 1) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their numbers; a line is held to the size of a record."""
+    for number in itertools.count(first):
+        line = file.readline(MAX_RECORD_BYTES + 1)
+        if not line:
+            return
+        if len(line) > MAX_RECORD_BYTES:
+            raise _too_large(_NEEDED.format(number, path))
+        yield number, _decoded(line, _NEEDED.format(number, path), is_first=number == 1)
+
+
+def _decoded(data: bytes, place: str, *, is_first: bool) -> str:
+    try:
+        return data.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{printable(place)} is no text in UTF-8 ({error.reason} at its byte {error.start}); convert the "
+            "file (iconv), or leave it out"
+        ) from error
+
+
+def _too_large(place: str) -> InputError:
+    return InputError(
+        f"{printable(place)} has more than {MAX_RECORD_BYTES >> 20} MiB, which is the most that one record "
+        "may have; split it into several"
+    )
+
+
+def _json_lines(path: Path, file: BinaryIO) -> Iterator[Record]:
+    for number, line in _lines_of(path, file):
+        if line.strip():
+            place = printable(_NEEDED.format(number, path))
+            try:
+                yield Record(place, parse_record(line))
+            except SyntaxProblem as problem:
+                raise InputError(f"{place} is no JSON: {problem.reason}; correct or remove it") from problem
+
+
+def _json_list(path: Path, file: BinaryIO) -> Iterator[Record]:
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    reader = _JsonReader(text, path)
+    try:
+        for number, value in reader.values():
+            yield Record(printable(_NEEDED.format(number, path)), value)
+    except SyntaxProblem as problem:
+        raise InputError(
+            f"{problem.of(printable(str(path)), 'JSON')}; correct it, or name a file of plain text .txt"
+        ) from problem
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{printable(f'--data {path}')} is no text in UTF-8 ({error.reason}, after line {reader.line}); "
+            "convert it, or leave it out"
+        ) from error
+    finally:
+        text.detach()  # or it closes the file that its owner still asks for changes
+
+
+class _JsonReader:
+    """Values of a JSON list, or one after the other, of which one at a time is in memory."""
+
+    def __init__(self, text: io.TextIOWrapper, path: Path) -> None:
+        self.line = 1
+        self._text = text
+        self._path = path
+        self._buffer = ""
+        self._at = 0
+        self._ended = False
+        self._decoder = json.JSONDecoder()
+
+    def values(self) -> Iterator[tuple[int, Any]]:
+        """Yield each value with the line that it begins in. Raises SyntaxProblem where there is none."""
+        is_list = self._next() == "["
+        self._at += is_list
+        for number in itertools.count():
+            found = self._next()
+            if not found:
+                if is_list:
+                    raise SyntaxProblem("the list does not end", self.line)
+                return
+            if is_list and found == "]":
+                self._at += 1
+                if self._next():
+                    raise SyntaxProblem("something follows the list", self.line)
+                return
+            if is_list and number:
+                if found != ",":
+                    raise SyntaxProblem("expecting ',' or ']'", self.line)
+                self._at += 1
+                self._next()
+            yield self._value()
+
+    def _next(self) -> str:
+        """Return the next character that is not blank, and stay before it; "" at the end."""
+        while True:
+            rest = self._buffer[self._at :] if self._at else self._buffer
+            stripped = rest.lstrip(" \t\r\n")
+            self.line += rest.count("\n", 0, len(rest) - len(stripped))
+            self._buffer, self._at = stripped, 0
+            if stripped or not self._fill():
+                return self._buffer[:1]
+
+    def _fill(self) -> bool:
+        # As much again as there is: a record that takes many reads is parsed a few times only.
+        more = self._text.read(max(_CHUNK, len(self._buffer) - self._at))
+        self._buffer, self._at = self._buffer[self._at :] + more, 0
+        self._ended = not more
+        return bool(more)
+
+    def _value(self) -> tuple[int, Any]:
+        while True:
+            problem: SyntaxProblem | None = None
+            end = 0
+            try:
+                end = self._decoder.raw_decode(self._buffer, self._at)[1]
+            except json.JSONDecodeError as error:
+                begun = self.line + self._buffer.count("\n", self._at, error.pos)
+                problem = SyntaxProblem(error.msg, begun)
+                is_cut = error.pos >= len(self._buffer) - 16 or error.msg.startswith("Unterminated")
+                if self._ended or not is_cut:
+                    raise problem from None
+            except RecursionError:
+                raise SyntaxProblem("it is nested too deeply", self.line) from None
+            except ValueError:
+                raise SyntaxProblem("a number has too many digits", self.line) from None
+            if problem is None and (self._ended or end < len(self._buffer)):
+                break
+            if len(self._buffer) - self._at > MAX_RECORD_BYTES:
+                raise _too_large(_NEEDED.format(self.line, self._path))
+            self._fill()
+        text, line = self._buffer[self._at : end], self.line
+        try:
+            value = parse_record(text)
+        except SyntaxProblem as inner:
+            raise SyntaxProblem(inner.reason, line - 1 + (inner.line or 1)) from None
+        self.line += text.count("\n")
+        self._at = end
+        return line, value
+
+
+def _table(path: Path, file: BinaryIO) -> Iterator[Record]:
+    """Yield the rows of a CSV file, by the names in its first line."""
+    lines = _TableLines(path, file)
+    delimiter = _TABLES[_suffix(path)]
+    if delimiter == "," and "," not in lines.header and ";" in lines.header:
+        delimiter = ";"
+    limit = csv.field_size_limit(MAX_RECORD_BYTES)
+    try:
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        names = next(rows, [])
+        while True:
+            place = printable(_NEEDED.format(lines.begin_row(), path))
+            row = next(rows, None)
+            if row is None:
+                return
+            if not row:
+                continue
+            if len(row) != len(names):
+                raise InputError(
+                    f"{place} has {len(row)} values, and the first line names {len(names)} columns; put "
+                    'values with a comma in quotes ("...")'
+                )
+            yield Record(place, dict(zip(names, row, strict=True)))
+    except csv.Error as error:
+        raise InputError(
+            f"{printable(_NEEDED.format(lines.begun, path))} is no CSV: {error}; correct its quotes"
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+class _TableLines:
+    """The lines of a table, for a reader that takes as many as a row has: at most the size of a record."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.begun = 1
+        self._path = path
+        self._lines = _lines_of(path, file)
+        self.header = next(self._lines, (1, ""))[1]
+        self._last = 1
+        self._size = 0
+        self._is_first = True
+
+    def begin_row(self) -> int:
+        """Return the number of the line that the next row begins in."""
+        self.begun, self._size = self._last + 1, 0
+        return self.begun
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        if self._is_first:
+            self._is_first = False
+            return self.header
+        self._last, line = next(self._lines)
+        self._size += len(line)
+        if self._size > MAX_RECORD_BYTES:  # a quote that does not end
+            raise _too_large(_NEEDED.format(self.begun, self._path))
+        return line
+
+
+def _columns(path: Path, file: BinaryIO) -> Iterator[Record]:
+    """Yield the rows of a file of columns, a few at a time."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ConfigError(
+            f"reading {path} needs the package pyarrow: pip install 'gemini-runtime[data]' ({error}); or "
+            "save the records as JSON lines"
+        ) from error
+    number = 0
+    with _errors_after(path, number):
+        if _suffix(path) == ".parquet":
+            batches = parquet.ParquetFile(file, buffer_size=_CHUNK).iter_batches(_ROWS_AT_ONCE)
+        else:
+            is_file = file.read(6) == b"ARROW1"
+            file.seek(0)
+            ipc = pyarrow.ipc
+            opened = ipc.open_file(file) if is_file else ipc.open_stream(file)
+            batches = (
+                (opened.get_batch(at) for at in range(opened.num_record_batches)) if is_file else iter(opened)
+            )
+    while True:
+        with _errors_after(path, number):
+            batch = next(batches, None)
+            if batch is None:
+                return
+            parts = [batch.slice(at, _ROWS_AT_ONCE) for at in range(0, batch.num_rows, _ROWS_AT_ONCE)]
+        for part in parts:
+            with _errors_after(path, number):
+                rows = part.to_pylist()
+            for row in rows:
+                number += 1
+                yield Record(printable(f"row {number} of {path}"), row)
+
+
+@contextmanager
+def _errors_after(path: Path, number: int) -> Iterator[None]:
+    with errors_of(printable(f"cannot read --data {path} after row {number}"), way_out=AGAIN):
+        yield
+
+
+def _text(path: Path, file: BinaryIO) -> Iterator[Record]:
+    data = file.read(MAX_RECORD_BYTES + 1)
+    for mark, kind in _KINDS_OF_BYTES.items():
+        if data.startswith(mark):
+            raise InputError(f"--data {path} seems to be {kind}")
+    if len(data) > MAX_RECORD_BYTES:
+        line = data.count(b"\n") + 1
+        raise InputError(
+            f"--data {path} has more than {MAX_RECORD_BYTES >> 20} MiB up to line {line}, and a file of text "
+            "is one document; split it (split -C 32M), or write .jsonl"
+        )
+    yield Record(printable(str(path)), _decoded(data, f"--data {path}", is_first=False), is_file=True)
+
+
+def _text_of_no_records(path: Path, file: BinaryIO) -> Iterator[Record]:
+    for record in _text(path, file):
+        begin = record.value.lstrip("\ufeff \t\r\n")
+        if begin.startswith(("{", "[")):
+            with_key = _first_value(begin)
+            if with_key is not None:
+                raise InputError(
+                    f"--data {path} seems to hold JSON records ({', '.join(map(repr, with_key)):.100}); name "
+                    "it .jsonl (one in each line) or .json, or give --data-format text to train on it as it "
+                    "is"
+                )
+        yield record
+
+
+def _first_value(text: str) -> dict[str, Any] | None:
+    """Return the object that a text begins with; None where it is none."""
+    try:
+        value = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))[0]
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and value else None

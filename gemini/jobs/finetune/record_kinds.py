@@ -1,0 +1,402 @@
+"""Kinds of records: which one a record is of by its keys, and the document that it becomes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gemini.errors import ConfigError, InputError
+from gemini.jobs.finetune.record_files import DataFiles, Record, read_records
+from gemini.system.config import did_you_mean
+from gemini.system.parsing import SyntaxProblem, parse_record
+
+AUTO = "auto"
+TEXT, COMPLETION, ALPACA = "text", "prompt-completion", "alpaca"
+SHAREGPT, MESSAGES = "sharegpt", "messages"
+DATA_FORMATS = (AUTO, TEXT, COMPLETION, ALPACA, SHAREGPT, MESSAGES)
+CONVERSATIONS = (SHAREGPT, MESSAGES)
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
+_NOUNS = {
+    TEXT: ("text", "texts"),
+    COMPLETION: ("prompt with its completion", "prompts with completions"),
+    ALPACA: ("instruction", "instructions"),
+    SHAREGPT: ("conversation", "conversations"),
+    MESSAGES: ("conversation", "conversations"),
+}
+# Records that other kinds are likely to be, by the keys that tell them, and the option that reads them.
+_LIKELY: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("input_ids",), "tokens already", "give the text that they were made of"),
+    (("question", "answer"), "questions with answers", "--data-keys prompt=question,completion=answer"),
+    (("query", "response"), "queries with responses", "--data-keys prompt=query,completion=response"),
+    (("prompt", "response"), "prompts with responses", "--data-keys completion=response"),
+    (("prompt", "answer"), "prompts with answers", "--data-keys completion=answer"),
+    (("instruction", "context", "response"), "Dolly", "--data-keys input=context,output=response"),
+    (("instruction", "response"), "instructions", "--data-keys output=response"),
+    (("input", "output"), "inputs with outputs", "--data-keys prompt=input,completion=output"),
+    (("source", "target"), "sources with targets", "--data-keys prompt=source,completion=target"),
+    (("dialogue", "summary"), "dialogues with summaries", "--data-keys prompt=dialogue,completion=summary"),
+    (("document", "summary"), "documents with summaries", "--data-keys prompt=document,completion=summary"),
+    (("conversation",), "conversations", "--data-keys messages=conversation"),
+    (("dialog",), "conversations", "--data-keys messages=dialog"),
+    (("content",), "texts", "--data-keys text=content"),
+    (("document",), "texts", "--data-keys text=document"),
+    (("body",), "texts", "--data-keys text=body"),
+)
+_PREFERENCE = (
+    "is a preference pair (chosen, rejected), and gemini finetune has no recipe for DPO; train with "
+    "DPOTrainer of TRL (docs/huggingface.md), or on the chosen answers alone: --data-keys {}"
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """What is learned from a record: a ``text``, a ``prompt`` with its ``completion``, or ``messages``.
+
+    ``num_prompt``: how many of the messages are a prompt that is given; 0: each answer is learned.
+    ``place`` names the record in messages to the user, and ``kind`` is one of ``DATA_FORMATS``.
+    """
+
+    place: str
+    kind: str
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    num_prompt: int = 0
+    tools: Any = None
+
+
+def parse_keys(text: str) -> dict[str, str]:
+    """Return the keys of records by the names that ``--data-keys`` gives them: ``prompt=question`` is
+    ``{"question": "prompt"}``. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for part in filter(None, text.split(",")):
+        name, is_there, key = (word.strip() for word in part.partition("="))
+        if not is_there or not key or name not in _KEYS:
+            raise ConfigError(
+                f"--data-keys {text} has {part!r}; write NAME=KEY, as in prompt=question, where NAME is one "
+                f"of {', '.join(_KEYS)}{did_you_mean(name, _KEYS)}"
+            )
+        found[key] = name
+    return found
+
+
+class Documents:
+    """The documents of all files. As they are read, ``counts`` says how many of each kind there were.
+
+    Raises, while they are read:
+        InputError: a file cannot be read, or a record is of no kind, or of another than ``data_format``.
+    """
+
+    def __init__(self, data: DataFiles, *, data_format: str = AUTO, keys: str = "") -> None:
+        self.counts: Counter[str] = Counter()
+        self._data = data
+        self._format = data_format
+        self._keys = parse_keys(keys)
+
+    def __iter__(self) -> Iterator[Document]:
+        self.counts.clear()
+        as_lines = self._format not in (AUTO, TEXT)
+        for file in self._data.files:
+            for record in read_records(file, as_lines=as_lines, is_text=self._format == TEXT):
+                document = self._document(record)
+                self.counts[document.kind] += 1
+                yield document
+
+    def describe(self) -> str:
+        """Return what was read, as in ``200 conversations (messages), train.jsonl``."""
+        found = [f"{count:,} {_NOUNS[kind][count != 1]} ({kind})" for kind, count in self.counts.items()]
+        files = self._data.files
+        names = [files[0].name if len(files) == 1 else f"{len(files):,} files"]
+        if self._data.left_out:
+            names.append(f"without {', '.join(each.name for each in self._data.left_out):.200}")
+        return ", ".join(found + names)
+
+    def _document(self, record: Record) -> Document:
+        if record.is_file:
+            return Document(record.place, TEXT, text=record.value)
+        return as_document(record, self._format, self._keys)
+
+
+def documents(data: DataFiles) -> Iterator[Document]:
+    """Yield the documents of all files, each of the kind that its keys say. Raises as :class:`Documents`."""
+    return iter(Documents(data))
+
+
+def as_document(record: Record, data_format: str = AUTO, keys: Mapping[str, str] | None = None) -> Document:
+    """Return the document that a record is.
+
+    Raises:
+        InputError: it is of no kind that can be trained, of several, or not of ``data_format``.
+    """
+    place, value = record.place, record.value
+    if not isinstance(value, dict):
+        raise InputError(
+            f'{place} is no JSON object; write {{"text": ...}}, {{"messages": [...]}} or another kind of '
+            "record "
+            "(gemini finetune --help)"
+        )
+    for key, name in (keys or {}).items():
+        if key in value:
+            value = {**{each: value[each] for each in value if each != key}, name: value[key]}
+    value = {key: each for key, each in value.items() if each is not None}
+    if data_format != AUTO:
+        if not _RECOGNIZED[data_format](value):
+            raise InputError(
+                f"{place} is no record of --data-format {data_format}, which has {_SHAPES[data_format]}; it "
+                f"has {_keys_of(value)}"
+            )
+        return _READERS[data_format](place, value)
+    _refuse_preference(place, value)
+    kinds = [kind for kind, is_of in _RECOGNIZED.items() if is_of(value)]
+    if not kinds:
+        raise _unknown(place, value)
+    if len(kinds) > 1:
+        raise InputError(
+            f"{place} is a record of several kinds, {' and '.join(kinds)}; say which one is meant, as in "
+            f"--data-format {kinds[-1]}"
+        )
+    return _READERS[kinds[0]](place, value)
+
+
+def _refuse_preference(place: str, value: Mapping[str, Any]) -> None:
+    if "chosen" in value and "rejected" in value:
+        is_chat = isinstance(value["chosen"], list)
+        raise InputError(
+            f"{place} {_PREFERENCE.format('messages=chosen' if is_chat else 'completion=chosen')}"
+        )
+    if isinstance(value.get("label"), bool) and "completion" in value:
+        raise InputError(
+            f"{place} is a judged completion (prompt, completion, label), as KTO learns from, and gemini "
+            "finetune has no recipe for KTO; keep the records with a label of true, without the label"
+        )
+
+
+def _unknown(place: str, value: Mapping[str, Any]) -> InputError:
+    for names, seems, way_out in _LIKELY:
+        if all(name in value for name in names):
+            return InputError(f"{place} seems to be {seems} ({_keys_of(value)}); give {way_out}")
+    inner = [
+        key for key, each in value.items() if isinstance(each, list) and each and isinstance(each[0], dict)
+    ]
+    hint = ""
+    if len(inner) == 1 and len(value) <= 3:
+        hint = f"; the records may be the list under {inner[0]!r}: jq -c '.{inner[0]}[]' FILE > data.jsonl"
+    shapes = "; ".join(f"{kind}: {shape}" for kind, shape in _SHAPES.items())
+    return InputError(
+        f"{place} is of no kind that is known: it has {_keys_of(value)}{hint}. Name its keys by --data-keys, "
+        f"as in prompt=question,completion=answer ({shapes})"
+    )
+
+
+def _keys_of(value: Mapping[str, Any]) -> str:
+    return f"{', '.join(map(repr, value)) or 'nothing':.300}"
+
+
+def _is_text(value: Mapping[str, Any]) -> bool:
+    return isinstance(value.get("text"), str)
+
+
+def _is_completion(value: Mapping[str, Any]) -> bool:
+    return "prompt" in value and "completion" in value
+
+
+def _is_alpaca(value: Mapping[str, Any]) -> bool:
+    return "instruction" in value and "output" in value
+
+
+def _is_sharegpt(value: Mapping[str, Any]) -> bool:
+    return any(_first_has(value.get(key), "from") for key in ("conversations", "messages"))
+
+
+def _is_messages(value: Mapping[str, Any]) -> bool:
+    return not _is_sharegpt(value) and any(_is_list(value.get(key)) for key in ("messages", "conversations"))
+
+
+_RECOGNIZED: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    TEXT: _is_text,
+    COMPLETION: _is_completion,
+    ALPACA: _is_alpaca,
+    SHAREGPT: _is_sharegpt,
+    MESSAGES: _is_messages,
+}
+_SHAPES = {
+    TEXT: '{"text"}',
+    COMPLETION: '{"prompt", "completion"}',
+    ALPACA: '{"instruction", "input", "output"}',
+    SHAREGPT: '{"conversations": [{"from", "value"}]}',
+    MESSAGES: '{"messages": [{"role", "content"}]}',
+}
+_KEYS = (
+    "text",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "conversations",
+    "messages",
+)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and value.lstrip().startswith("["))
+
+
+def _first_has(value: Any, key: str) -> bool:
+    if isinstance(value, str) and _is_list(value):
+        return f'"{key}"' in value[:200]
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and key in value[0]
+
+
+def _of_text(place: str, value: Mapping[str, Any]) -> Document:
+    return Document(place, TEXT, text=value["text"])
+
+
+def _of_completion(place: str, value: Mapping[str, Any]) -> Document:
+    prompt, completion = value["prompt"], value["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Document(place, COMPLETION, prompt=prompt, completion=completion)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        given, learned = _messages(place, "prompt", prompt), _messages(place, "completion", completion)
+        tools = _tools(place, value)
+        return Document(place, COMPLETION, messages=given + learned, num_prompt=len(given), tools=tools)
+    raise InputError(
+        f"{place} needs a prompt and a completion that are both text, or both lists of messages; they are "
+        f"{type(prompt).__name__} and {type(completion).__name__}"
+    )
+
+
+def _of_alpaca(place: str, value: Mapping[str, Any]) -> Document:
+    for key in ("instruction", "input", "output", "system"):
+        if not isinstance(value.get(key, ""), str):
+            raise InputError(f"{place} has an {key} that is no text ({value[key]!r:.100}); write it as text")
+    if not value["output"].strip():
+        raise InputError(
+            f"{place} has an empty output, so there is nothing to learn; fill it in or remove it"
+        )
+    history = value.get("history", [])
+    pairs = isinstance(history, list) and all(
+        isinstance(turn, list) and len(turn) == 2 and all(isinstance(each, str) for each in turn)
+        for turn in history
+    )
+    if not pairs:
+        raise InputError(
+            f"{place} has a history that is no list of pairs of texts; write [[question, answer]]"
+        )
+    asked = "\n\n".join(part for part in (value["instruction"], value.get("input", "")) if part.strip())
+    messages = [{"role": "system", "content": value["system"]}] if value.get("system", "").strip() else []
+    for question, answer in history:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": value["output"]}]
+    return Document(place, ALPACA, messages=messages)
+
+
+def _of_sharegpt(place: str, value: Mapping[str, Any]) -> Document:
+    key = "conversations" if _first_has(value.get("conversations"), "from") else "messages"
+    messages = []
+    for turn in _turns(place, key, value[key]):
+        speaker, content = turn.get("from"), turn.get("value")
+        if not isinstance(speaker, str) or not isinstance(content, str):
+            raise InputError(f"{place} has the turn {turn!r:.100}; each needs a from and a value, both text")
+        if speaker.lower() not in _SPEAKERS:
+            raise InputError(
+                f"{place} has the speaker {speaker!r:.100}; known are {', '.join(_SPEAKERS)}: rename it, or "
+                "write messages with a role and a content"
+            )
+        messages.append({"role": _SPEAKERS[speaker.lower()], "content": content})
+    return Document(place, SHAREGPT, messages=_with_system(value, messages), tools=_tools(place, value))
+
+
+def _of_messages(place: str, value: Mapping[str, Any]) -> Document:
+    key = "messages" if _is_list(value.get("messages")) else "conversations"
+    messages = _with_system(value, _messages(place, key, value[key]))
+    return Document(place, MESSAGES, messages=messages, tools=_tools(place, value))
+
+
+_READERS: dict[str, Callable[[str, Mapping[str, Any]], Document]] = {
+    TEXT: _of_text,
+    COMPLETION: _of_completion,
+    ALPACA: _of_alpaca,
+    SHAREGPT: _of_sharegpt,
+    MESSAGES: _of_messages,
+}
+
+
+def _with_system(value: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages, after the system prompt that the record has beside them."""
+    system = value.get("system")
+    if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _messages(place: str, key: str, value: Any) -> list[dict[str, Any]]:
+    found = []
+    for turn in _turns(place, key, value):
+        content, calls = _content(place, turn.get("content")), turn.get("tool_calls")
+        if not isinstance(turn.get("role"), str) or (content is None and not calls):
+            raise InputError(
+                f"{place} has the message {turn!r:.100}; each needs a role and a content, both text"
+            )
+        found.append({**turn, "content": "" if content is None else content})
+    return found
+
+
+def _turns(place: str, key: str, value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, str):  # a cell of a table
+        try:
+            value = parse_record(value)
+        except SyntaxProblem as problem:
+            raise InputError(
+                f"{place} has {key} that are no JSON: {problem.reason}; correct them"
+            ) from problem
+    if not isinstance(value, list):
+        raise InputError(f"{place} has {key} that are no list; write a list of messages")
+    if not value:
+        raise InputError(f"{place} has no messages, so there is nothing to learn; remove it")
+    for turn in value:
+        if not isinstance(turn, dict):
+            raise InputError(
+                f"{place} has the message {turn!r:.100}; each needs a role and a content, both text"
+            )
+    # Columns have a key for all rows where one row has it.
+    return [{name: each for name, each in turn.items() if each is not None} for turn in value]
+
+
+def _content(place: str, content: Any) -> str | None:
+    """Return the text of a message, which may be in parts."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = []
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise InputError(
+                f"{place} has a message with a part of type {kind!r:.100}, and gemini finetune trains on "
+                "text; remove it"
+            )
+        parts.append(text)
+    return "".join(parts)
+
+
+def _tools(place: str, value: Mapping[str, Any]) -> Any:
+    tools = value.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return parse_record(tools) if tools.strip() else None
+    except SyntaxProblem as problem:
+        raise InputError(f"{place} has tools that are no JSON: {problem.reason}; correct them") from problem
