@@ -12,6 +12,7 @@ from gemini_bench import (
     placement_real,
     placement_search,
     placement_traces,
+    routing_cache,
 )
 from gemini_bench.cases import choose, run_cases
 from gemini_bench.session import CaseResult, Session
@@ -24,6 +25,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
         "predicted": placement_real.predicted,
         "overlap": placement_overlap.overlap,
         "activations": placement_activations.activations,
+        "routings": routing_cache.run,
     }
 )
 

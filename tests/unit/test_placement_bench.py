@@ -15,7 +15,9 @@ from gemini_bench.placement_search import transformer
 from gemini_bench.placement_traces import TRACES, gpu_cpu
 
 
-@pytest.mark.parametrize("case", first(["overlap", "exact", "plan-time", "predicted", "activations"], 3))
+@pytest.mark.parametrize(
+    "case", first(["overlap", "exact", "plan-time", "routings", "predicted", "activations"], 4)
+)
 def test_a_quick_run_measures_every_row_of_a_case(capsys, tmp_path, case):
     arguments = ["bench", "placement", "--quick", "--json", "--only", case, "--disk-dir", str(tmp_path)]
     assert main(arguments) == 0
