@@ -234,7 +234,7 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         "--documents",
         choices=DOCUMENTS,
         help="how they are packed: whole (one longer than --seq loses its end), cut where a row ends, or "
-        "joined (cut, and attention goes across them); default: texts are cut, others whole",
+        "joined (cut, and attention goes across them); auto: texts are cut, others whole",
     )
     _option(
         group,

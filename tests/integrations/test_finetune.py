@@ -228,15 +228,24 @@ def test_records_are_shown_as_they_are_learned_and_nothing_is_trained(
     assert "line 2 of" in capsys.readouterr().err
 
 
-def test_a_model_that_cannot_keep_packed_documents_apart_is_refused_before_it_trains(
-    config: FineTuneConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_takes_no_positions_is_refused_with_what_it_can_do(config: FineTuneConfig) -> None:
     bloom = transformers.BloomConfig(vocab_size=96, hidden_size=8, n_layer=1, n_head=2)
     saved(bloom, transformers.BloomForCausalLM, Path(config.model))
     with pytest.raises(ConfigError, match=r"'bloom', which takes no position_ids.* --no-packing"):
         run(config)
     assert run(config, documents="joined").losses
     assert run(config, packing=False, overwrite=True).losses
+
+
+def test_documents_that_see_each_other_all_the_same_are_noticed_before_training(
+    config: FineTuneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**SIZES, "max_position_embeddings": 64, "initializer_range": 0.5}
+    saved(transformers.LlamaConfig(**sizes), LLAMA, Path(config.model))
+    assert run(config, steps=1).losses
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "create_causal_mask", lambda **_: None)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does not keep packed documents apart"):
+        run(config, overwrite=True)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])

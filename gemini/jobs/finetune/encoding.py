@@ -119,15 +119,19 @@ class Encoder:
             _require_answer(document, messages)
             if not document.num_prompt and self._is_marked(messages):
                 return self._marked(document, messages)
-        text = self._text(document, messages)
+        with _template_errors(document):
+            text = self._text(document, messages)
+            asked, spans = "", []
+            if self._answers and document.num_prompt:
+                asked = self._text(document, messages[: document.num_prompt], add_generation_prompt=True)
+            elif self._answers:
+                spans = self._spans(document, messages, text)
         if not self._answers:
             return EncodedDocument(document, self._tokens(document, text, add_special_tokens=False))
         if document.num_prompt:
             ids = self._tokens(document, text, add_special_tokens=False)
-            asked = self._text(document, messages[: document.num_prompt], add_generation_prompt=True)
             start = _common(self._tokens(document, asked, add_special_tokens=False), ids)
             return EncodedDocument(document, ids, [place >= start for place in range(len(ids))])
-        spans = self._spans(document, messages, text)
         found = self._called(document, text, add_special_tokens=False, return_offsets_mapping=True)
         return EncodedDocument(document, found["input_ids"], _inside(found["offset_mapping"], spans))
 
@@ -153,8 +157,9 @@ class Encoder:
     def _start(self, document: Document, messages: list[dict[str, Any]], place: int, text: str) -> int:
         if not place:
             return max(text.find(messages[0]["content"].strip()), 0)
-        start = _common(self._text(document, messages[:place], add_generation_prompt=True), text)
-        if start < len(self._text(document, messages[:place])):
+        asked = self._text(document, messages[:place], add_generation_prompt=True)
+        start = _common(asked, text)
+        if start < len(asked) and start < len(self._text(document, messages[:place])):
             raise _rewritten(document, place)
         return start
 
@@ -187,11 +192,10 @@ class Encoder:
         )
 
     def _text(self, document: Document, messages: list[dict[str, Any]], **options: Any) -> str:
-        with _template_errors(document):
-            found: str = self.tokenizer.apply_chat_template(
-                messages, tools=document.tools, tokenize=False, **options
-            )
-            return found
+        found: str = self.tokenizer.apply_chat_template(
+            messages, tools=document.tools, tokenize=False, **options
+        )
+        return found
 
     def _tokens(self, document: Document, text: str, **options: Any) -> list[int]:
         found: list[int] = self._called(document, text, **options)["input_ids"]
@@ -262,6 +266,8 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: list[Span]) -> list[bool]
 def _common(one: Any, other: Any) -> int:
     """Return how long the beginning is that two texts or lists of tokens share."""
     low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:

@@ -25,6 +25,7 @@ from gemini.system.files import io_errors
 
 _SHARD = "2GB"  # of what is exported, and so of what is in memory at once
 _BETAS = (0.9, 0.999)
+_PROBED = 4  # tokens of a document that shows whether others see it
 
 
 class PretrainedEngine(ManagedTraining):
@@ -76,13 +77,34 @@ class PretrainedEngine(ManagedTraining):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch in nats."""
+        loss: Tensor = self._outputs(batch).loss
+        return loss
+
+    def _outputs(self, batch: Batch) -> Any:
         inputs = {name: value.to(self.device) for name, value in batch.inputs.items()}
         if "position_ids" in inputs and self._is_unmasked:
             # Such an attention finds the ends of documents in one row only.
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
-        outputs = self.module(**inputs)
-        loss: Tensor = outputs.loss
-        return loss
+        return self.module(**inputs)
+
+    def check_documents_are_apart(self) -> None:
+        """Raise ConfigError where a document sees the one that is packed before it: masks are made by each
+        model's own code, and layers without attention have none. It takes one pass over 16 tokens."""
+        batch = probe()
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                logits = self._outputs(batch).logits.reshape(*batch.inputs["input_ids"].shape, -1)
+        finally:
+            self.module.train()
+        one, other = logits[:, -_PROBED:].float().unbind()
+        near = 8 * torch.finfo(logits.dtype).eps * one.abs().max().item()
+        if (one - other).abs().max().item() > near:
+            raise ConfigError(
+                f"{type(self.module).__name__} does not keep packed documents apart: one sees those before "
+                "it in a row, although its positions begin at 0; give --no-packing (a document in each row), "
+                "or --documents joined if each may look at those before it"
+            )
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss over all tokens of ``batches``; no weight and no random state changes."""
@@ -109,6 +131,14 @@ class PretrainedEngine(ManagedTraining):
             model.save_pretrained(made, max_shard_size=_SHARD)
             tokenizer.save_pretrained(made)
             put_in_place(made, target)
+
+
+def probe() -> Batch:
+    """Return two rows of two documents each; the second documents are the same."""
+    first = torch.arange(_PROBED)
+    rows = torch.stack([torch.cat([first + shift, first]) for shift in (0, _PROBED)])
+    positions = first.repeat(2, 2)
+    return Batch({"input_ids": rows, "position_ids": positions}, rows.numel())
 
 
 def _loaded(config: FineTuneConfig) -> Any:

@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ _LIST = ".json"  # a list of records, or one after the other
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _COLUMNS = (".parquet", ".arrow")
 _RECORDS = (*_LINES, _LIST, *_TABLES, *_COLUMNS)
+_BLANKS = re.compile(r"[ \t\r\n]*")
 _ROWS_AT_ONCE = 64
 _WILDCARDS = "*?["
 # What stands beside the records in a copy of a data set from a hub.
@@ -266,12 +268,12 @@ class _JsonReader:
     def _next(self) -> str:
         """Return the next character that is not blank, and stay before it; "" at the end."""
         while True:
-            rest = self._buffer[self._at :] if self._at else self._buffer
-            stripped = rest.lstrip(" \t\r\n")
-            self.line += rest.count("\n", 0, len(rest) - len(stripped))
-            self._buffer, self._at = stripped, 0
-            if stripped or not self._fill():
-                return self._buffer[:1]
+            blanks = _BLANKS.match(self._buffer, self._at)
+            assert blanks is not None
+            self.line += blanks[0].count("\n")
+            self._at = blanks.end()
+            if self._at < len(self._buffer) or not self._fill():
+                return self._buffer[self._at : self._at + 1]
 
     def _fill(self) -> bool:
         # As much again as there is: a record that takes many reads is parsed a few times only.

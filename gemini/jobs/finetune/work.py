@@ -99,6 +99,12 @@ class FineTuneWork:
         """Load the model onto its tiers."""
         engine = PretrainedEngine(self.config)
         self.num_parameters = engine.num_parameters[0]
+        if self.samples.layout in (WHOLE, CUT):
+            try:
+                engine.check_documents_are_apart()
+            except BaseException:
+                engine.close()
+                raise
         return engine
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
