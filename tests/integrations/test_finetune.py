@@ -142,6 +142,9 @@ def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
     config: FineTuneConfig, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     config = dataclasses.replace(config, **changes, resume="auto")
+    if config.lora:  # answers of several lengths, packed whole
+        records = [{"prompt": "abc", "completion": "d e" * (1 + row % 5)} for row in range(40)]
+        Path(config.data).write_text("\n".join(map(json.dumps, records)))
     want = run(config)
     there = str(tmp_path / "again")
     stopped = run(config, stop_after=3, output=there)

@@ -119,7 +119,8 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--resume", "auto", "--overwrite"], "give one of them"),
         ([*NEEDED, "--no-packing", "--documents", "cut"], "--no-packing gives each a row"),
         ([*NEEDED, "--data-keys", "question"], "has 'question'; write NAME=KEY"),
-        ([*NEEDED, "--data-keys", "promt=q"], r"NAME is one of text, prompt.*did you mean prompt\?"),
+        ([*NEEDED, "--data-keys", "promt=q"], r"did you mean prompt\?.* NAME is one of text, prompt"),
+        ([*NEEDED, "--data-keys", "q=prompt"], r"did you mean prompt=q\?"),
         ([*NEEDED, "--show", "-1"], "--show is -1"),
         ([*NEEDED, "--activations", "plan"], "needs a tier below DEVICE"),
         (

@@ -215,7 +215,7 @@ def test_a_pattern_names_some_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for pattern in ("train-*.jsonl", f"{tmp_path}/train-?.jsonl"):
         assert [each.name for each in find_data(pattern).files] == ["train-0.jsonl", "train-1.jsonl"]
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="matches no file"):
         find_data("valid-*.jsonl")
 
 

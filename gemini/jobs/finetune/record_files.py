@@ -92,7 +92,8 @@ def find_data(data: str) -> DataFiles:
         reason = why_unread(error) if isinstance(error, OSError) else f"{error}; check the path"
         raise InputError(f"cannot read --data {path}: {reason}") from error
     if not files:
-        problem = "has no files" if os.path.lexists(path) else "does not exist"
+        is_there, is_pattern = os.path.lexists(path), any(sign in data for sign in _WILDCARDS)
+        problem = "has no files" if is_there else "matches no file" if is_pattern else "does not exist"
         raise InputError(
             f"--data {path} {problem}; give a file (.jsonl, .json, .csv, .parquet or text), a directory of "
             "them, or a pattern in quotes, as in 'data/train-*.parquet'"

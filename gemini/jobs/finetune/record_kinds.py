@@ -83,9 +83,10 @@ def parse_keys(text: str) -> dict[str, str]:
     for part in filter(None, text.split(",")):
         name, is_there, key = (word.strip() for word in part.partition("="))
         if not is_there or not key or name not in _KEYS:
+            guess = f" (did you mean {key}={name}?)" if key in _KEYS else did_you_mean(name, _KEYS)
             raise ConfigError(
-                f"--data-keys {text} has {part!r}; write NAME=KEY, as in prompt=question, where NAME is one "
-                f"of {', '.join(_KEYS)}{did_you_mean(name, _KEYS)}"
+                f"--data-keys {text} has {part!r}{guess}; write NAME=KEY, as in prompt=question, where NAME "
+                f"is one of {', '.join(_KEYS)} and KEY is what your records have"
             )
         found[key] = name
     return found

@@ -102,9 +102,12 @@ class Samples:
         self.num_rows = len(self._rows)
         self.fingerprint = digest.hexdigest()[:16]
         if not self.num_rows:
+            found = f"--data has {self.num_tokens} tokens, {self.num_learned} of them to learn"
+            if not self.num_lost:
+                raise ConfigError(f"{found}, and they make no row of --seq {seq}; give more data")
             raise ConfigError(
-                f"--data has {self.num_tokens} tokens, {self.num_learned} of them to learn, and they make no "
-                f"row of --seq {seq}: give more data, or a longer --seq where answers begin after it"
+                f"{found}, and no answer begins within the {seq} tokens of a row; give a longer --seq, or "
+                "more data"
             )
         self._tokens: npt.NDArray[np.int32] = np.memmap(self._file, dtype="<i4", mode="r")
 
