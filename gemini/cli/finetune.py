@@ -146,9 +146,7 @@ def run(options: argparse.Namespace) -> int:
     from gemini.jobs.run.outcome import summary_table
 
     if config.show:
-        from gemini.jobs.finetune.preview import preview
-
-        for line in preview(config):
+        for line in job.preview(config):
             print(line)
         return 0
     if config.plan is not None or config.recompute:

@@ -23,7 +23,7 @@ from gemini.errors import GeminiError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig, read_recipe
 from gemini.jobs.finetune.record_files import find_data
-from gemini.jobs.finetune.record_kinds import documents
+from gemini.jobs.finetune.record_kinds import Documents
 from gemini.parallel.booster.checkpoint.sources import TensorFiles
 from gemini.parallel.launch.over_hosts import read_hostfile
 
@@ -102,7 +102,7 @@ def _tuned(path: Path) -> None:
     data.write_text('{"text": "some"}\n{"messages": [{"role": "assistant", "content": "some"}]}\n')
     model = ModelDirectory(FineTuneConfig(model=str(path), data=str(data), output=str(path.with_name("out"))))
     model.fingerprint()
-    list(map(model.encoder(model.tokenizer()).encode, documents(find_data(str(data)))))
+    list(map(model.encoder(model.tokenizer()).encode, Documents(find_data(str(data)))))
 
 
 def _planned(path: Path) -> None:
@@ -194,7 +194,7 @@ CONFIG = json.dumps(
 RECIPE = 'model = "m"\nlr = 1e-4\nsteps = 12\n[budgets]\ndevice_bytes = "1GiB"\nlora_targets = ["a", "b"]\n'
 FILES: dict[str, tuple[Callable[[Path], Any], list[tuple[str, str]]]] = {
     "recipes": (read_recipe, [("r.toml", RECIPE), ("r.yaml", "model: m\nlr: 1.0e-4\na:\n  seed: 1\n")]),
-    "data": (lambda path: list(documents(find_data(str(path)))),
+    "data": (lambda path: list(Documents(find_data(str(path)))),
              [("d.json", RECORDS), ("d.jsonl", '{"text": "a"}\n{"text": "b"}\n'), ("d.txt", "some text"),
               ("d.csv", 'prompt,completion\n"a, b",c\n'), ("d.jsonl", CHATS)]),
     "configurations": (lambda path: convert(path).program(),

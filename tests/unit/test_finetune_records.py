@@ -15,7 +15,7 @@ import pytest
 from gemini.errors import ConfigError
 from gemini.jobs.finetune import record_files
 from gemini.jobs.finetune.record_files import find_data, read_records
-from gemini.jobs.finetune.record_kinds import Document, Documents, documents
+from gemini.jobs.finetune.record_kinds import Document, Documents
 
 CHAT = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "three"}]
 SPOKEN = [{"from": "human", "value": "two"}, {"from": "gpt", "value": "three"}]
@@ -201,7 +201,7 @@ def test_a_directory_is_read_with_all_below_it_but_what_describes_the_data(tmp_p
     assert [document.text for document in found] == ["first", "next", "second"]
     assert found.describe() == "3 texts (text), 2 files, without README.md"
     (tmp_path / "a.jsonl").unlink()
-    assert [document.text for document in documents(find_data(str(tmp_path)))] == ["about", "second"]
+    assert [document.text for document in Documents(find_data(str(tmp_path)))] == ["about", "second"]
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"binary\.txt is no text in UTF-8"):
         read(tmp_path)

@@ -1,15 +1,21 @@
-"""The job: fine-tune a checkpoint under budgets, resumable, exported, summed up."""
+"""The job: fine-tune a checkpoint under budgets, resumable, exported, summed up; or show its tokens."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from gemini import checkpoint
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, printable
+from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.encoding import EncodedDocument
+from gemini.jobs.finetune.record_files import find_data
+from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.work import FineTuneWork
 from gemini.jobs.run.display import Display
 from gemini.jobs.run.managed import make_disk_directory
@@ -79,3 +85,32 @@ def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
             "give --resume auto to start a new run there"
         )
     return directory.holds_run()
+
+
+def preview(config: FineTuneConfig) -> Iterator[str]:
+    """Yield lines on the first ``config.show`` documents.
+
+    Raises:
+        ConfigError: model, tokenizer or data will not do.
+    """
+    model = ModelDirectory(config)
+    seq, tokenizer = model.seq(), model.tokenizer()
+    encoder = model.encoder(tokenizer)
+    documents = Documents(find_data(config.data), data_format=config.data_format, keys=config.data_keys)
+    for document in islice(documents, config.show):
+        yield from _shown(tokenizer, encoder.encode(document), seq)
+    if encoder.uses_plain_template:
+        yield "the tokenizer has no chat template: this is the plain one (docs/finetune.md)"
+
+
+def _shown(tokenizer: Any, encoded: EncodedDocument, seq: int) -> Iterator[str]:
+    document, ids = encoded.document, encoded.ids
+    learned = encoded.learned or [True] * len(ids)
+    yield f"{document.place}: {document.kind}, {len(ids)} tokens, {sum(learned)} of them learned"
+    yield f"{'':>6}  {'token':>7}  loss  text"
+    for place, (token, is_learned) in enumerate(zip(ids[:seq], learned, strict=False)):
+        text = printable(repr(tokenizer.decode([token])))
+        yield f"{place:>6}  {token:>7}  {'yes' if is_learned else '-':<4}  {text}"
+    if len(ids) > seq:
+        yield f"        and {len(ids) - seq} more tokens, beyond --seq {seq}"
+    yield ""

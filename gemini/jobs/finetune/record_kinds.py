@@ -16,7 +16,6 @@ AUTO = "auto"
 TEXT, COMPLETION, ALPACA = "text", "prompt-completion", "alpaca"
 SHAREGPT, MESSAGES = "sharegpt", "messages"
 DATA_FORMATS = (AUTO, TEXT, COMPLETION, ALPACA, SHAREGPT, MESSAGES)
-CONVERSATIONS = (SHAREGPT, MESSAGES)
 _SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -127,11 +126,6 @@ class Documents:
         if record.is_file:
             return Document(record.place, TEXT, text=record.value)
         return as_document(record, self._format, self._keys)
-
-
-def documents(data: DataFiles) -> Iterator[Document]:
-    """Yield the documents of all files, each of the kind that its keys say. Raises as :class:`Documents`."""
-    return iter(Documents(data))
 
 
 def as_document(record: Record, data_format: str = AUTO, keys: Mapping[str, str] | None = None) -> Document:
