@@ -75,6 +75,8 @@ void bind_operators(BoundTable& table) {
           },
           py::arg("tensors"),
           "Hold tensors that somebody else has put on DISK, all of chunks without content.")
+      .def("add_choice", &ChunkTable::add_choice, py::arg("members"),
+           "Make chunks a choice: each use takes some of its members, lists of chunks.")
       .def(
           "access",
           [](ChunkTable& self, py::handle tensors, bool traced, bool on_host) -> py::object {
@@ -85,6 +87,12 @@ void bind_operators(BoundTable& table) {
             return to_tuple(actions);
           },
           py::arg("tensors"), py::arg("traced") = true, py::arg("on_host") = false)
+      .def(
+          "continues",
+          [](ChunkTable& self, py::handle tensors) {
+            return self.continues(IdList(tensors).view());
+          },
+          py::arg("tensors"), "Say whether an access of these is part of the latest moment.")
       .def(
           "can_access_on_host",
           [](ChunkTable& self, py::handle tensors) {

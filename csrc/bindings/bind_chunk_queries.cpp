@@ -40,6 +40,8 @@ void bind_chunk_queries(BoundTable& table) {
             return tiers_where([&chunk](Tier tier) { return chunk.holds(tier); });
           },
           py::arg("chunk"))
+      .def("moments_passed_by", &ChunkTable::moments_passed_by, py::arg("chunk"),
+           "Return the expected moments between the next one of a chunk's choice and its next use.")
       .def(
           "is_dirty",
           [](const ChunkTable& self, ChunkId chunk) { return self.chunk(chunk).dirty(); },

@@ -98,6 +98,18 @@ void ChunkTable::found_on_disk(std::span<const TensorId> tensors) {
   audit();
 }
 
+void ChunkTable::add_choice(const std::vector<std::vector<ChunkId>>& members) {
+  for (const std::vector<ChunkId>& chunks : members) {
+    for (const ChunkId id : chunks) static_cast<void>(chunk(id));
+  }
+  choices_.add(members);
+}
+
+int64_t ChunkTable::moments_passed_by(ChunkId id) const {
+  static_cast<void>(chunk(id));
+  return choices_.moments_passed_by(id, schedule_ != nullptr ? schedule_->num_moments() : 1);
+}
+
 // --- operators ---
 
 // `wanted_` has no pins on `tier`: memory is written on one tier at a time.
@@ -140,6 +152,12 @@ void ChunkTable::end_access(TensorId id) {
   if (never_got_content) set_state(id, TensorState::kFree);
 }
 
+bool ChunkTable::continues(std::span<const TensorId> tensors) {
+  if (open_choice_ == Choices::kNone) return false;
+  collect_chunks(tensors);
+  return choices_.common(wanted_) == open_choice_;
+}
+
 bool ChunkTable::can_access_on_host(std::span<const TensorId> tensors) {
   collect_chunks(tensors);
   return fits_on_host(chunks_, wanted_);
@@ -153,18 +171,21 @@ Actions ChunkTable::access(std::span<const TensorId> tensors, Access how) {
   }
   const bool was_diverged = diverged_;
   const bool was_untraced = std::exchange(untraced_, !traced);
+  const int32_t choice = open_choice_;
   begin_access(tensors, tier);
-  if (traced) advance(tier);
+  const bool advanced = traced && advance(tier);
   try {
     Actions actions = settle(tier);
+    if (traced) choices_.note_used(wanted_);
     audit();
     return actions;
   } catch (const OutOfBudget&) {
     undo_access(tensors);
-    if (traced) {
+    if (advanced) {
       record_.undo_moment();
       --moment_;
     }
+    open_choice_ = choice;
     diverged_ = was_diverged;
     untraced_ = was_untraced;
     audit();
@@ -270,7 +291,7 @@ Actions ChunkTable::free(std::span<const TensorId> tensors) {
 Actions ChunkTable::prefetch(int32_t max_in_flight) {
   if (!on_trace()) return {};
   Actions actions =
-      gemini::prefetch(chunks_, *schedule_, limit_, {moment_, limit(), max_in_flight});
+      gemini::prefetch(chunks_, *schedule_, choices_, limit_, {moment_, limit(), max_in_flight});
   if (schedule_->planned()) written_.start(chunks_, *schedule_, moment_, actions);
   evict_ahead(chunks_, *schedule_, moment_, actions);
   audit();
@@ -295,6 +316,8 @@ void ChunkTable::begin_step() {
   moment_ = 0;
   diverged_ = false;
   untraced_ = false;
+  open_choice_ = Choices::kNone;
+  choices_.end_moment();
   record_.clear();
 }
 
@@ -313,17 +336,24 @@ void ChunkTable::set_schedule(std::shared_ptr<const Schedule> schedule) {
   diverged_ = false;
 }
 
-// Notes the access of `wanted_` and moves to the next moment.
-void ChunkTable::advance(Tier tier) {
-  record_.open_moment(wanted_, [this](ChunkId id) {
+// Notes the access of `wanted_` and moves to the next moment; false where it is part of the latest.
+bool ChunkTable::advance(Tier tier) {
+  const int32_t choice = choices_.common(wanted_);
+  if (choice != Choices::kNone && choice == open_choice_) return false;
+  choices_.end_moment();
+  open_choice_ = choice;
+  named_ = wanted_;
+  choices_.name(named_);
+  record_.open_moment(named_, [this](ChunkId id) {
     return chunks_[id].has_content() ? AccessMode::kRead : AccessMode::kWritten;
   });
   if (on_trace()) {
     diverged_ = moment_ >= schedule_->num_moments() ||
                 schedule_->on_host(moment_) != (tier == Tier::kHost) ||
-                !std::ranges::equal(wanted_, schedule_->access_at(moment_));
+                !std::ranges::equal(named_, schedule_->access_at(moment_));
   }
   ++moment_;
+  return true;
 }
 
 // --- decisions ---
@@ -337,7 +367,7 @@ Actions ChunkTable::settle(Tier tier) {
 
 Policy ChunkTable::policy() const {
   if (!on_trace()) return Lru{};
-  return Belady{.schedule = schedule_.get(), .moment = moment_};
+  return Belady{.schedule = schedule_.get(), .choices = &choices_, .moment = moment_};
 }
 
 void ChunkTable::set_limit(int64_t nbytes) {

@@ -7,6 +7,7 @@
 #include <span>
 #include <vector>
 
+#include "chunk/choices.h"
 #include "chunk/device_limit.h"
 #include "chunk/eviction.h"
 #include "chunk/flush.h"
@@ -43,6 +44,8 @@ class ChunkTable {
   // FREE -> HOLD for tensors that somebody else has put on DISK, all of a chunk without content.
   // Throws OutOfBudget, and StateError for one that is in use already; then nothing has changed.
   void found_on_disk(std::span<const TensorId> tensors);
+  // Makes chunks a choice, see Choices. Throws StateError for one that is not there, and as that.
+  void add_choice(const std::vector<std::vector<ChunkId>>& members);
 
   // --- operators ---
   // Puts the tensors in COMPUTE (counted), pins their chunks, and returns what can start now so
@@ -51,6 +54,9 @@ class ChunkTable {
   // zeros; StateError where one is pinned on the other tier, OutOfBudget also where one lies on
   // DISK alone: such operators run on DEVICE.
   Actions access(std::span<const TensorId> tensors, Access how = {});
+  // Whether a traced access of these would be part of the latest moment: they are of the choice
+  // that it was a use of.
+  [[nodiscard]] bool continues(std::span<const TensorId> tensors);
   [[nodiscard]] bool can_access_on_host(std::span<const TensorId> tensors);
   // What can start now for tensors in COMPUTE; to be called after completions until ready().
   Actions ensure(std::span<const TensorId> tensors);
@@ -96,6 +102,9 @@ class ChunkTable {
   [[nodiscard]] TensorState tensor_state(TensorId tensor) const { return tensor_at(tensor).state; }
   [[nodiscard]] int32_t num_chunks() const { return chunks_.size(); }
   [[nodiscard]] int32_t num_tensors() const { return static_cast<int32_t>(tensors_.size()); }
+  // How many moments go by in expectation between the next one of the chunk's choice and one that
+  // uses it, by the schedule; 0 for a chunk that is in no choice.
+  [[nodiscard]] int64_t moments_passed_by(ChunkId chunk) const;
   [[nodiscard]] int32_t num_in_flight() const {
     return static_cast<int32_t>(chunks_.in_flight().size());
   }
@@ -127,7 +136,7 @@ class ChunkTable {
   void claim_releases(std::span<const TensorId> tensors, Use use);
   void end_access(TensorId tensor);
   void mark_dirty(const Tensor& tensor, Actions& actions);
-  void advance(Tier tier);
+  bool advance(Tier tier);
   Actions settle(Tier tier);
   [[nodiscard]] bool on_trace() const { return schedule_ != nullptr && !diverged_; }
   [[nodiscard]] Policy policy() const;
@@ -136,13 +145,16 @@ class ChunkTable {
   Residency chunks_;
   std::vector<Tensor> tensors_;
   DeviceLimit limit_;
+  Choices choices_;
   FlushQueue written_;
   std::shared_ptr<const Schedule> schedule_;
   int64_t moment_ = 0;
   bool diverged_ = false;
   bool untraced_ = false;  // the latest access was not part of the step
   StepRecord record_;
-  std::vector<ChunkId> wanted_;  // scratch: the chunks of one call, ascending, each once
+  int32_t open_choice_ = Choices::kNone;  // which the latest moment was a use of, and nothing else
+  std::vector<ChunkId> wanted_;           // scratch: the chunks of one call, ascending, each once
+  std::vector<ChunkId> named_;            // scratch: the same as the schedule calls them
 };
 
 }  // namespace gemini

@@ -60,10 +60,11 @@ class Reservations {
 
 class Prefetcher {
  public:
-  Prefetcher(Residency& chunks, const Schedule& schedule, const DeviceLimit& limit,
-             const PrefetchWindow& window)
+  Prefetcher(Residency& chunks, const Schedule& schedule, const Choices& choices,
+             const DeviceLimit& limit, const PrefetchWindow& window)
       : chunks_(chunks),
         schedule_(schedule),
+        choices_(choices),
         limit_(limit),
         reserved_(schedule, limit, window),
         moment_(window.moment),
@@ -81,7 +82,8 @@ class Prefetcher {
   }
 
   Actions run() {
-    if (enough_beside(0)) return {};  // whatever the walk finds
+    bring_awaited();
+    if (enough_beside(0)) return std::move(actions_);  // whatever the walk finds
     const int64_t end = moment_ + std::min(schedule_.num_moments(), kLookaheadMoments);
     for (int64_t moment = moment_; moment < end; ++moment) {
       // With a plan, what later periods have room for is asked of the reservations.
@@ -94,6 +96,7 @@ class Prefetcher {
       }
       const auto flags = schedule_.flags_at(moment);
       for (size_t i = 0; i < chunks.size(); ++i) {
+        if (choices_.has(chunks[i])) continue;
         const bool kept = !flags.empty() && (flags[i] & kKeep) != 0;
         if (!consider(chunks[i], moment, kept)) return std::move(actions_);
       }
@@ -102,6 +105,28 @@ class Prefetcher {
   }
 
  private:
+  // What the operator under way is certain to be followed by.
+  void bring_awaited() {
+    for (const ChunkId id : choices_.awaited()) {
+      const Chunk& chunk = chunks_[id];
+      if (!chunk.absent() || chunk.pinned_on(Tier::kHost)) continue;
+      if (!make_room(chunk.nbytes, moment_)) return;
+      bring(id);
+    }
+  }
+
+  void bring(ChunkId id) {
+    const int64_t nbytes = chunks_[id].nbytes;
+    --slots_;
+    ++incoming_;
+    incoming_bytes_ += nbytes;
+    if (usage() + claimed_ + nbytes <= lowest_limit_) {
+      actions_.push_back(start_incoming(chunks_, id));
+    } else {
+      claimed_ += nbytes;  // waits for an eviction under way
+    }
+  }
+
   // Returns false when nothing after this chunk should be prefetched. `kept`: the plan has it there
   // until this use.
   bool consider(ChunkId id, int64_t moment, bool kept) {
@@ -121,15 +146,8 @@ class Prefetcher {
         !make_room(chunk.nbytes, moment)) {
       return false;
     }
-    --slots_;
-    ++incoming_;
-    incoming_bytes_ += chunk.nbytes;
     reserved_.take(chunk.nbytes, moment);
-    if (usage() + claimed_ + chunk.nbytes <= lowest_limit_) {
-      actions_.push_back(start_incoming(chunks_, id));
-    } else {
-      claimed_ += chunk.nbytes;  // waits for an eviction under way
-    }
+    bring(id);
     return true;
   }
 
@@ -143,7 +161,7 @@ class Prefetcher {
   // way. Gives up nothing when that is not enough; what is being flushed may then leave all the
   // same.
   bool make_room(int64_t nbytes, int64_t moment) {
-    const Policy policy = Belady{&schedule_, moment_, moment};
+    const Policy policy = Belady{&schedule_, &choices_, moment_, moment};
     const size_t mark = actions_.size();
     const TierLedger::Bytes peaks = chunks_.ledger().peaks();
     while (usage() + claimed_ + nbytes - chunks_.coming_free() > lowest_limit_) {
@@ -162,6 +180,7 @@ class Prefetcher {
 
   Residency& chunks_;
   const Schedule& schedule_;
+  const Choices& choices_;
   const DeviceLimit& limit_;
   Reservations reserved_;
   int64_t moment_;
@@ -176,11 +195,12 @@ class Prefetcher {
 
 }  // namespace
 
-Actions prefetch(Residency& chunks, const Schedule& schedule, const DeviceLimit& limit,
-                 const PrefetchWindow& window) {
+Actions prefetch(Residency& chunks, const Schedule& schedule, const Choices& choices,
+                 const DeviceLimit& limit, const PrefetchWindow& window) {
   // The common case, everything resident or under way, must cost nothing.
-  if (chunks.num_absent() == 0 || window.max_in_flight <= chunks.num_incoming()) return {};
-  return Prefetcher(chunks, schedule, limit, window).run();
+  if (chunks.num_absent() == 0) return {};
+  if (window.max_in_flight <= chunks.num_incoming() && choices.awaited().empty()) return {};
+  return Prefetcher(chunks, schedule, choices, limit, window).run();
 }
 
 }  // namespace gemini

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "chunk/choices.h"
 #include "chunk/device_limit.h"
 #include "chunk/residency.h"
 #include "chunk/schedule.h"
@@ -23,9 +24,10 @@ struct PrefetchWindow {
 
 // Returns the transfers to start now, and the drops and evictions that make room for them. A chunk
 // is brought only at the cost of chunks whose next use is later than its own; one whose room is
-// still being evicted is started by a later call. At most one whole step is looked at. Throws
-// nothing.
-[[nodiscard]] Actions prefetch(Residency& chunks, const Schedule& schedule,
+// still being evicted is started by a later call. At most one whole step is looked at. Of a choice
+// nobody knows what is used next: of its chunks only those come that are awaited, before all others
+// and as many as have room. Throws nothing.
+[[nodiscard]] Actions prefetch(Residency& chunks, const Schedule& schedule, const Choices& choices,
                                const DeviceLimit& limit, const PrefetchWindow& window);
 
 }  // namespace gemini
