@@ -17,6 +17,7 @@
 #include "aio/source_files.h"
 #include "bindings/bind.h"
 #include "bindings/paths.h"
+#include "common/error.h"
 #include "transfer/arena.h"
 #include "transfer/fault_guard.h"
 #include "transfer/transfer_engine.h"
@@ -53,6 +54,30 @@ py::dict stats_of(const TransferEngine& engine) {
   return result;
 }
 
+// Windows that follow each other without gaps, as one range of bytes.
+struct WindowSpan {
+  char* address = nullptr;
+  int64_t nbytes = 0;
+};
+
+WindowSpan span_of(const WindowSpace& space, const Window& first, int64_t nbytes) {
+  const int64_t offset = first.address() - space.address();
+  if (nbytes <= 0 || offset < 0 || nbytes > space.reserved_bytes() - offset) {
+    throw StateError("a span of " + std::to_string(nbytes) +
+                     " bytes leaves the reserved addresses");
+  }
+  return {first.address(), nbytes};
+}
+
+void bind_spans(py::module_& m) {
+  py::class_<WindowSpan>(m, "WindowSpan", py::buffer_protocol(),
+                         "The addresses of windows behind each other; the buffer protocol as a "
+                         "Window.")
+      .def_buffer([](WindowSpan& self) {
+        return py::buffer_info(reinterpret_cast<uint8_t*>(self.address), self.nbytes);
+      });
+}
+
 void bind_windows(py::module_& m) {
   py::class_<Window, std::unique_ptr<Window, py::nodelete>>(
       m, "Window", py::buffer_protocol(),
@@ -69,8 +94,16 @@ void bind_windows(py::module_& m) {
                           "A reservation of addresses, cut into windows. Costs no memory.")
       .def(py::init<int64_t>(), py::arg("total_bytes"),
            "Reserve addresses for windows of total_bytes, each counted in whole 4 KiB pages.")
-      .def("create", &WindowSpace::create, py::arg("nbytes"),
-           py::return_value_policy::reference_internal, "Cut off the next window.")
+      .def(
+          "create",
+          [](WindowSpace& self, int64_t nbytes, bool behind_last) {
+            return self.create(nbytes, behind_last ? Begin::kBehindLast : Begin::kAligned);
+          },
+          py::arg("nbytes"), py::kw_only(), py::arg("behind_last") = false,
+          py::return_value_policy::reference_internal,
+          "Cut off the next window; behind_last: without a gap to the one before.")
+      .def("span", &span_of, py::arg("first"), py::arg("nbytes"), py::keep_alive<0, 1>(),
+           "Return nbytes from the beginning of a window on, over the windows behind it.")
       .def("find", &WindowSpace::find, py::arg("address"),
            "Return the index of the window that contains the address, -1 if none does.")
       .def("heal", &WindowSpace::heal,
@@ -186,6 +219,7 @@ void bind_engine(py::module_& m) {
 }  // namespace
 
 void bind_transfer(py::module_& m) {
+  bind_spans(m);
   bind_windows(m);
   bind_arena(m);
   bind_engine(m);

@@ -52,13 +52,14 @@ WindowSpace::~WindowSpace() {
   pages::discard(begin_, reserved_bytes_);
 }
 
-Window* WindowSpace::create(int64_t nbytes) {
+Window* WindowSpace::create(int64_t nbytes, Begin begin) {
   process_.require("this WindowSpace");
   if (nbytes <= 0) {
     throw StateError("a window needs a positive size, got " + std::to_string(nbytes));
   }
   const Lock lock(lock_);
-  const int64_t alignment = nbytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
+  const bool huge = nbytes >= kHugePageBytes && begin == Begin::kAligned;
+  const int64_t alignment = huge ? kHugePageBytes : kPageBytes;
   const int64_t start = round_up(used_bytes_, alignment);
   if (nbytes > reserved_bytes_ - start) {
     throw OutOfBudget("a window of " + std::to_string(nbytes) + " bytes does not fit: " +

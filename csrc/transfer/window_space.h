@@ -12,6 +12,9 @@
 
 namespace gemini {
 
+// Where a window begins.
+enum class Begin : bool { kAligned, kBehindLast };
+
 // Costs addresses only; memory comes from an Arena. Owns its windows: they must not be used after
 // it. Thread-safe. In a forked child all windows are unmapped and read poison.
 class WindowSpace : private FaultTarget {
@@ -25,8 +28,9 @@ class WindowSpace : private FaultTarget {
   WindowSpace& operator=(const WindowSpace&) = delete;
 
   // Cuts off the next window: on a 2 MiB boundary when it is that large (huge pages), else on a
-  // page. Throws StateError when not positive, OutOfBudget when the reservation is used up.
-  Window* create(int64_t nbytes);
+  // page; kBehindLast: on the page behind the last window. Throws StateError when not positive,
+  // OutOfBudget when the reservation is used up.
+  Window* create(int64_t nbytes, Begin begin = Begin::kAligned);
 
   // The index, in order of creation, of the window that contains `address`; -1 if none does.
   [[nodiscard]] int64_t find(uintptr_t address) const;

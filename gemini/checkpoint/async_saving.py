@@ -33,7 +33,7 @@ from gemini.checkpoint.saving import (
 )
 from gemini.checkpoint.sealed_file import MEMORY_ALIGN
 from gemini.checkpoint.tensor_file import settled
-from gemini.chunk import TensorIds
+from gemini.chunk import Chunk, TensorIds
 from gemini.errors import CheckpointError, ConfigError
 from gemini.model.handle import ManagedModel
 from gemini.offload.async_file import direct_memory
@@ -263,7 +263,7 @@ class SaveHandle:
         with self._manager.updates.aside(block.tensors):
             self._copy(block.owner)
 
-    def _copy(self, owner: StatePiece | ManagedSlot) -> None:
+    def _copy(self, owner: StatePiece | ManagedSlot | Chunk) -> None:
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._reading != id(owner))

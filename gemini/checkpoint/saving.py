@@ -50,6 +50,7 @@ from gemini.checkpoint.tensor_file import (
     settled,
     write_tensors,
 )
+from gemini.chunk import Chunk, CutChunk
 from gemini.chunk.chunk import StateSpec
 from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError, IoError
@@ -432,9 +433,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class Block:
-    """What pinning ``tensors`` once is enough for: a state piece, or a frozen parameter (``owner``)."""
+    """What pinning ``tensors`` once is enough for: a state piece, or a frozen parameter or a part of it
+    (``owner``)."""
 
-    owner: StatePiece | ManagedSlot
+    owner: StatePiece | ManagedSlot | Chunk
     tensors: tuple[int, ...]
     extents: tuple[Extent, ...]
 
@@ -501,19 +503,24 @@ class CheckpointFiles:
         for group in self._model.storage.groups if self._is_written else ():
             found += [self._piece(group, piece) for piece in group.pieces]
             if not group.pieces:
-                found += [self._frozen(slot) for slot in group.slots if slot.param_view.is_contiguous()]
+                dense = [slot for slot in group.slots if slot.param_view.is_contiguous()]
+                found += [block for slot in dense for block in self._frozen(slot)]
         return [block for block in found if block.extents]
 
-    def _frozen(self, slot: ManagedSlot) -> Block:
+    def _frozen(self, slot: ManagedSlot) -> Iterator[Block]:
         first, last = contents.owned(slot)
         if first == last:
-            return Block(slot, (), ())
+            return
         file = self._weights[slot.name]
         dtype = contents.weight_dtype(slot)
-        read = partial(_param_values, slot.group, slot.start + first, slot.start + last, dtype)
         in_place = self._viewed and slot.group.param.spec.dtype == dtype
-        extent = Extent(file, slot.name, first, (last - first) * dtype.itemsize, read, in_place)
-        return Block(slot, tuple(slot.group.value_tensors([slot])), (extent,))
+        param = slot.group.param
+        for start, stop, tensors in slot.group.stretches(slot, slot.start + first, slot.start + last):
+            read = partial(_param_values, slot.group, start, stop, dtype)
+            nbytes = (stop - start) * dtype.itemsize
+            extent = Extent(file, slot.name, start - slot.start, nbytes, read, in_place)
+            owner = param.at(start) if isinstance(param, CutChunk) else slot
+            yield Block(owner, tuple(tensors), (extent,))
 
     def _piece(self, group: ChunkGroup, piece: StatePiece) -> Block:
         tensors: dict[int, None] = {}  # a set that keeps its order
@@ -555,8 +562,9 @@ def blocks_of_tensors(model: ManagedModel, blocks: Iterable[Block]) -> Mapping[i
         for tensor in block.tensors:
             found[tensor].append(block)
     for slot in model.storage.slots.values():
-        (whole,) = slot.param_ref.tensors
-        found[whole] = [block for tensor in slot.group.value_tensors([slot]) for block in found[tensor]]
+        if slot.group.shard is not None:
+            (whole,) = slot.param_ref.tensors
+            found[whole] = [block for tensor in slot.group.value_tensors([slot]) for block in found[tensor]]
     return found
 
 

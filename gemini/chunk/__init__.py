@@ -1,6 +1,6 @@
 """Chunks: layout, size search, memory windows and the manager that moves them between tiers."""
 
-from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, TensorIds, host_tensor
+from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, CutChunk, TensorIds, host_tensor
 from gemini.chunk.cpu_memory import CPU, CpuDevice
 from gemini.chunk.layout import ChunkLayout, SearchResult, TensorSlot, search_chunk_size
 from gemini.chunk.manager import ChunkManager, ChunkObserver, init_chunk_manager
@@ -16,6 +16,7 @@ __all__ = [
     "ChunkSpec",
     "ComputeDevice",
     "CpuDevice",
+    "CutChunk",
     "SearchResult",
     "TensorIds",
     "TensorSlot",

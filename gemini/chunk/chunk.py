@@ -5,8 +5,8 @@ parameters, as the chunks of its states know it; and chunks as the CPU uses them
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -43,13 +43,15 @@ class ChunkKind(Enum):
 @dataclass(frozen=True)
 class ChunkSpec:
     """What to build a chunk from; ``numel * itemsize`` is a multiple of 4 KiB. It takes whole blocks of the
-    computing device's memory. ``state``: of a STATE, its key among those of its piece."""
+    computing device's memory. ``state``: of a STATE, its key among those of its piece. ``follows``: its
+    addresses begin where those of the chunk made before it end."""
 
     kind: ChunkKind
     numel: int
     dtype: torch.dtype
     block_bytes: int = 4096
     state: str = ""
+    follows: bool = False
 
     @property
     def floats(self) -> bool:
@@ -112,6 +114,28 @@ class Chunk:
         if self.host_place is None:
             raise StateError(f"chunk {self.id} has no place on HOST: the tier is absent")
         return self.host_place
+
+
+class CutChunk:
+    """Chunks that follow each other, used as the one that they are parts of: one tensor over all of them, of
+    which memory is behind the parts that are pinned."""
+
+    __slots__ = ("parts", "spec", "tensor")
+
+    def __init__(self, parts: Sequence[Chunk], tensor: torch.Tensor) -> None:
+        """``tensor``: flat, over the windows of all ``parts``."""
+        self.parts = tuple(parts)
+        self.spec = replace(parts[0].spec, numel=sum(part.spec.numel for part in parts))
+        self.tensor = tensor
+
+    @property
+    def id(self) -> int:
+        """The first part's."""
+        return self.parts[0].id
+
+    def at(self, element: int) -> Chunk:
+        """Return the part that has this element."""
+        return self.parts[element // self.parts[0].spec.numel]
 
 
 def num_blocks(numel: int) -> int:

@@ -30,15 +30,20 @@ class CpuMemory:
         self.engine = _C.TransferEngine(file.native if file is not None else None)
 
     def windows(
-        self, nbytes: int, *, later: bool = False, floats: bool = False
+        self, nbytes: int, *, later: bool = False, floats: bool = False, follows: bool = False
     ) -> tuple[_C.Window, _C.Window | None]:
         host_window = None
         if self._host_space is not None:
             host_window = (self._host_later if later else self._host_space).create(nbytes)
-        return (self._later if later else self._space).create(nbytes), host_window
+        if later:
+            return self._later.create(nbytes), host_window
+        return self._space.create(nbytes, behind_last=follows), host_window
 
     def tensor(self, window: _C.Window, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return torch.frombuffer(window, dtype=dtype, count=numel)
+
+    def joined(self, first: _C.Window, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        return torch.frombuffer(self._space.span(first, numel * dtype.itemsize), dtype=dtype, count=numel)
 
     def lend(self, window: _C.Window) -> tuple[torch.UntypedStorage, object]:
         view = memoryview(window)
@@ -139,6 +144,7 @@ class CpuDevice:
     block_bytes = 4096
     align_bytes = TENSOR_ALIGN_BYTES
     has_own_memory = False
+    cuts_chunks = True
     processors = ()
 
     def free_bytes(self) -> int:

@@ -17,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from gemini import _C
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES
 from gemini.chunk.memory import AnyMemory, GrowingSpace, StoredChunk, TierBudgets
-from gemini.errors import DeviceFullError, OutOfBudgetError
+from gemini.errors import DeviceFullError, OutOfBudgetError, StateError
 from gemini.memstats import FakeMonitor, MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 from gemini.system.device import (
@@ -103,7 +103,7 @@ class GpuMemory:
         self._warned = False
 
     def windows(
-        self, nbytes: int, *, later: bool = False, floats: bool = False
+        self, nbytes: int, *, later: bool = False, floats: bool = False, follows: bool = False
     ) -> tuple[_C.GpuWindow, _C.HostPlace | None]:
         window = self._later.create(nbytes) if later else self._space.create(nbytes, floats=floats)
         return window, _C.HostPlace(nbytes) if self._has_host else None
@@ -111,6 +111,9 @@ class GpuMemory:
     def tensor(self, window: _C.GpuWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
         kind, bits = _DLPACK_TYPES[dtype]
         return from_dlpack(self._gpu.dlpack(window, kind, bits, numel))
+
+    def joined(self, first: _C.GpuWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        raise StateError("a tensor of a GPU lies in one chunk")
 
     def lend(self, window: _C.GpuWindow) -> tuple[torch.UntypedStorage, object]:
         life = _Life()
@@ -244,6 +247,7 @@ class CudaDevice:
     """An NVIDIA GPU. See :class:`gemini.chunk.memory.ComputeDevice`."""
 
     has_own_memory = True
+    cuts_chunks = False
     align_bytes = _ALIGN_BYTES
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
@@ -303,6 +307,7 @@ class SimulatedDevice:
     name = "simulated GPU"
     torch_device = torch.device("cpu")
     has_own_memory = True
+    cuts_chunks = False
     align_bytes = TENSOR_ALIGN_BYTES  # its tensors are the CPU's
 
     def __init__(

@@ -14,11 +14,12 @@ import hashlib
 import logging
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -54,16 +55,28 @@ class TensorSlot:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """A tensor that shares its chunk only with those of the same ``key`` that come next to it. ``parts``: it
+    has its own, which is cut into so many of one size that move by themselves, a whole number of pages
+    each."""
+
+    key: Hashable
+    parts: int = 1
+
+
+@dataclass(frozen=True)
 class ChunkLayout:
     """All slots in placement order, and the size of each chunk in elements.
 
     ``chunk_numel`` is the common size. A chunk is larger only when it holds one tensor that is larger, and
-    smaller only when it ends a run: before such a tensor, or at the end of the model.
+    smaller only when it ends a run: before such a tensor, or at the end of the model. ``chunk_parts``: into
+    how many each is cut; empty where none is.
     """
 
     slots: tuple[TensorSlot, ...]
     chunk_numels: tuple[int, ...]
     chunk_numel: int
+    chunk_parts: tuple[int, ...] = ()
 
     @classmethod
     def build(
@@ -74,6 +87,7 @@ class ChunkLayout:
         itemsize: int,
         order: Sequence[str] | None = None,
         align_bytes: int = TENSOR_ALIGN_BYTES,
+        apart: Mapping[str, Apart] = MappingProxyType({}),
     ) -> ChunkLayout:
         """Pack tensors (or bare shapes) one after the other, each chunk a continuous run of them.
 
@@ -82,7 +96,8 @@ class ChunkLayout:
         any chunk kind: every offset is then a multiple of ``align_bytes`` (a power of two up to a page) and
         every chunk a whole number of 4 KiB pages in that kind and in all wider ones. A tensor that a cut of
         the chunk may go through begins where cuts then fall between its blocks. ``chunk_numel`` is
-        rounded up to such a page. Only shapes and strides are read: tensors may be on ``meta``. Raises
+        rounded up to such a page. ``apart``: by name, what shares no chunk with others.
+        Only shapes and strides are read: tensors may be on ``meta``. Raises
         ConfigError for duplicate names or tensors, lazy or sparse parameters, and unknown names in ``order``.
         """
         page_numel = page_elements(itemsize)
@@ -90,9 +105,10 @@ class ChunkLayout:
             raise ConfigError(f"chunk_numel is {chunk_numel}; a chunk holds at least one element")
         packer = _Packer(round_up(chunk_numel, page_numel), align_elements(itemsize, align_bytes), page_numel)
         for name, tensor in _in_order(_checked(named_tensors), order):
-            packer.add(name, *_geometry(name, tensor))
+            packer.add(name, *_geometry(name, tensor), apart.get(name, _TOGETHER))
         packer.close_run()
-        return cls(tuple(packer.slots), tuple(packer.chunk_numels), packer.chunk_numel)
+        parts = tuple(packer.chunk_parts) if any(count > 1 for count in packer.chunk_parts) else ()
+        return cls(tuple(packer.slots), tuple(packer.chunk_numels), packer.chunk_numel, parts)
 
     @property
     def num_chunks(self) -> int:
@@ -109,6 +125,10 @@ class ChunkLayout:
         """Return the elements that belong to no parameter: alignment, padding and unused tails."""
         return sum(self.chunk_numels) - self.used_numel
 
+    def parts_of(self, chunk: int) -> int:
+        """Return into how many parts a chunk is cut."""
+        return self.chunk_parts[chunk] if self.chunk_parts else 1
+
     def slot(self, name: str) -> TensorSlot:
         """Return the slot of a parameter; KeyError where the layout has no such name."""
         return self._slot_by_name[name]
@@ -123,7 +143,8 @@ class ChunkLayout:
 
     def signature(self) -> str:
         """Return a digest that is equal exactly for equal layouts: what a recorded trace belongs to."""
-        text = repr((self.slots, self.chunk_numels, self.chunk_numel))
+        cut = (self.chunk_parts,) if self.chunk_parts else ()
+        text = repr((self.slots, self.chunk_numels, self.chunk_numel, *cut))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @cached_property
@@ -138,23 +159,32 @@ class ChunkLayout:
         return tuple(tuple(group) for group in groups)
 
 
+_TOGETHER = Apart(None)
+
+
 class _Packer:
-    """Places tensors one by one; a run is what lies between two tensors that are larger than a chunk."""
+    """Places tensors one by one; a run is what lies between two tensors that are larger than a chunk, or are
+    apart from each other."""
 
     def __init__(self, chunk_numel: int, align_numel: int, page_numel: int) -> None:
         self.chunk_numel = chunk_numel
         self.slots: list[TensorSlot] = []
         self.chunk_numels: list[int] = []  # of the closed chunks
+        self.chunk_parts: list[int] = []
+        self._apart = _TOGETHER  # what the open run is
         self._align_numel = align_numel
         self._page_numel = page_numel
         self._end: int | None = None  # of the last tensor in the open chunk; None: no chunk is open
 
-    def add(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    def add(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], apart: Apart) -> None:
         numel = occupied_elements(prod(shape))
-        if numel > self.chunk_numel:
+        if apart != self._apart:
+            self.close_run()
+            self._apart = apart
+        if numel > self.chunk_numel or apart.parts > 1:
             self.close_run()
             self._place(name, shape, stride, 0)
-            self.close_run()
+            self.close_run(apart.parts)
             return
         offset = 0 if self._end is None else round_up(self._end, self._align_numel)
         if offset % CUT_NUMEL + numel > CUT_NUMEL:
@@ -164,18 +194,19 @@ class _Packer:
             offset = 0
         self._place(name, shape, stride, offset)
 
-    def close_run(self) -> None:
-        """Close the open chunk, if any, at the size it uses."""
+    def close_run(self, parts: int = 1) -> None:
+        """Close the open chunk, if any, at the size it uses, cut into ``parts``."""
         if self._end is not None:
-            self._close(round_up(self._end, self._page_numel))
+            self._close(round_up(self._end, self._page_numel), parts)
 
     def _place(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> None:
         numel = prod(shape)
         self.slots.append(TensorSlot(name, len(self.chunk_numels), offset, numel, shape, stride))
         self._end = offset + occupied_elements(numel)
 
-    def _close(self, numel: int) -> None:
+    def _close(self, numel: int, parts: int = 1) -> None:
         self.chunk_numels.append(numel)
+        self.chunk_parts.append(parts)
         self._end = None
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini import _C
-from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, TensorIds
+from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, CutChunk, TensorIds
 from gemini.chunk.cpu_memory import CPU
 from gemini.chunk.layout import ChunkLayout, search_chunk_size
 from gemini.chunk.memory import AnyMemory, ComputeDevice, StoredChunk, TierBudgets, open_with_spare
@@ -398,6 +398,7 @@ class ChunkManager:
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
         self.stow: Stow | None = None  # of chunks that are in memory only while they are pinned
+        self.has_choices = False  # whether there are chunks of which uses take some
         self._stored: dict[int, StoredChunk] = {}  # by id, until they are written
         self._files: list[_C.SourceFiles] = []
         self._park_limit_bytes = budgets.device_bytes
@@ -409,7 +410,9 @@ class ChunkManager:
 
     def _append(self, spec: ChunkSpec, *, reserved: bool = True, expected: bool = False) -> Chunk:
         chunk_id = self.table.add_chunk(spec.nbytes)
-        window, place = self._memory.windows(spec.nbytes, later=not reserved, floats=spec.floats)
+        window, place = self._memory.windows(
+            spec.nbytes, later=not reserved, floats=spec.floats, follows=spec.follows
+        )
         view = partial(self._memory.tensor, window, spec.dtype, spec.numel)
         offset = self._disk.place(spec.nbytes, expected=expected)
         chunk = Chunk(chunk_id, spec, window, place, offset, view)
@@ -472,6 +475,22 @@ class ChunkManager:
         expected its window is among those of the chunks before."""
         expected = self._expected.take(spec)
         return self._append(spec, reserved=expected, expected=expected)
+
+    def add_choice(self, members: Sequence[Sequence[int]]) -> None:
+        """Have uses take some of the ``members``, each the ids of chunks that are used together, and leave
+        the others: the recorded order has them as one chunk."""
+        self.table.add_choice(members)
+        self.has_choices = True
+
+    def join(self, parts: Sequence[Chunk]) -> CutChunk:
+        """Return chunks of which each but the first follows the one before as the one that they are."""
+        first = parts[0]
+        numel = sum(part.spec.numel for part in parts)
+        return CutChunk(parts, self._memory.joined(first.window, first.spec.dtype, numel))
+
+    def is_on_device(self, tensor: int) -> bool:
+        """Say whether the chunk of a tensor is valid on DEVICE."""
+        return _C.Tier.DEVICE in self.table.valid_tiers(self.table.chunk_of(tensor))
 
     def add_tensor(self, chunk: Chunk) -> int:
         """Register a tensor of ``chunk`` and return its id; it starts in state FREE."""

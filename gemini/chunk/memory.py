@@ -66,13 +66,19 @@ class ChunkMemory(Protocol[W, H]):
     """The memory of one model's chunks and what moves their bytes, over windows ``W`` and HOST places ``H``
     of its own. For the thread that trains."""
 
-    def windows(self, nbytes: int, *, later: bool = False, floats: bool = False) -> tuple[W, H | None]:
+    def windows(
+        self, nbytes: int, *, later: bool = False, floats: bool = False, follows: bool = False
+    ) -> tuple[W, H | None]:
         """Return the window and, where there is a HOST tier, the place of a chunk; ``later``: one that the
         sizes it was opened with do not count; ``floats``: its addresses may be others each time that it is
-        given memory, where that is faster."""
+        given memory, where that is faster; ``follows``: they begin where those of the one before end, of
+        devices that cut chunks."""
 
     def tensor(self, window: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the flat tensor over a window, on the computing device. It keeps the addresses."""
+
+    def joined(self, first: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """Return the flat tensor over a window and those that follow it, of devices that cut chunks."""
 
     def lend(self, window: W) -> tuple[torch.UntypedStorage, object]:
         """Return a storage over a window, and an object that lives as long as the storage does, to refer to
@@ -181,6 +187,10 @@ class ComputeDevice(Protocol):
     def has_own_memory(self) -> bool:
         """Whether DEVICE is other memory than HOST. There torch keeps what operators have given up: the most
         that they took counts at every moment."""
+
+    @property
+    def cuts_chunks(self) -> bool:
+        """Whether a tensor may lie in several chunks."""
 
     @property
     def processors(self) -> tuple[int, ...]:

@@ -131,7 +131,9 @@ class _MetaMemory:
 
     mapped_bytes = parked_bytes = 0
 
-    def windows(self, nbytes: int, *, later: bool = False, floats: bool = False) -> tuple[_NoWindow, None]:
+    def windows(
+        self, nbytes: int, *, later: bool = False, floats: bool = False, follows: bool = False
+    ) -> tuple[_NoWindow, None]:
         return _NO_WINDOW, None
 
     def tensor(self, window: _NoWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -161,6 +163,7 @@ class _MetaDevice(CpuDevice):
     """The CPU, as far as what is decided goes: what it would hold (chunks, buffers) is on ``meta``."""
 
     torch_device = torch.device("meta")
+    cuts_chunks = False
 
     def open(
         self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
@@ -185,9 +188,10 @@ class _RehearsedManager(GeminiManager):
     """Tells views of a chunk by their storage: addresses on ``meta`` are all 0. Is never resident for good:
     every operator is a moment."""
 
-    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
+    def viewed(self, ref: TensorRef, tensor: torch.Tensor) -> TensorRef | None:
         chunk = self.chunks.chunks[self.chunks.table.chunk_of(ref.tensors[0])]
-        return bool(tensor.untyped_storage()._cdata == chunk.tensor.untyped_storage()._cdata)
+        is_there = tensor.untyped_storage()._cdata == chunk.tensor.untyped_storage()._cdata
+        return ref if is_there else None
 
     def _fits_for_good(self) -> bool:
         return False

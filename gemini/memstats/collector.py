@@ -79,6 +79,13 @@ class MemStatsCollector:
         self._layout_changing = True
         self._monitor.start_period()
 
+    def go_on(self) -> None:
+        """Say that the layout changes once more within the period that is open."""
+        self._require_collecting("go_on")
+        self._end_segment()
+        self._layout_changing = True
+        self._monitor.start_period()
+
     def note_model_data(self) -> None:
         """Say that model data has changed and may be read. Raises StateError before ``start()``."""
         self._require_collecting("note_model_data")

@@ -150,7 +150,7 @@ class _Start:
         model, manager = self._model, self._model.manager
         optimizers = model.optimizers
         updates = sorted((id(optimizer), sum(optimizer.steps.values())) for optimizer in optimizers)
-        managed = [slot.param_ref.tensors[0] for slot in model.storage.slots.values()]
+        managed = [tensor for slot in model.storage.slots.values() for tensor in slot.param_ref.tensors]
         unmanaged = [(id(param), param._version) for param in _unmanaged(model)]
         return (manager.step, updates), (manager.written.times(managed), unmanaged)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from gemini.chunk import ChunkManager, host_tensor
+from gemini.chunk import ChunkManager, CutChunk, host_tensor
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import StateError
 from gemini.optim.kernels import AdamHyper, AdamRow, AdamStep, GradScale, run_rows
@@ -41,8 +41,8 @@ def prepare_on_host(
     thread, while its chunks and those of parameters and gradients stay pinned on HOST; it waits for copies to
     them first. The same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
     param_chunk, grad_chunk, first = group.updated
-    if grad_chunk is None:
-        raise StateError("a group of frozen parameters has no update")
+    if grad_chunk is None or isinstance(param_chunk, CutChunk):
+        raise StateError("a group that is frozen, or cut, has no update on HOST")
     rule, states = rule_and_states
     kept = [piece.chunks[state.key] for state in states]
     used = [param_chunk, grad_chunk, *kept, *([piece.chunks[MASTER]] if piece.has_master else [])]

@@ -15,6 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn.parameter import is_lazy
 
+from gemini.chunk import TensorIds
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
@@ -236,10 +237,9 @@ def write_range(slot: ManagedSlot, first: int, values: torch.Tensor, manager: Ge
     start, stop = begin, begin + values.numel()
     if slot.group.shard is not None:
         start, stop = slot.group.shard.clip(start, stop)
-    if start < stop:
-        tensors = slot.group.value_tensors([slot])
+    for at, end, tensors in slot.group.stretches(slot, start, stop) if start < stop else ():
         with manager.operator(tensors, tensors):
-            slot.group.values(start, stop).copy_(values[start - begin : stop - begin])
+            slot.group.values(at, end).copy_(values[at - begin : end - begin])
     _write_master(slot, begin, values, manager)
 
 
@@ -266,8 +266,9 @@ def read_values(
     parameter's own memory layout; where it has none as ``dtype``, None for its own."""
     if not slot.group.has_master:
         flat = place.empty(slot.stop - slot.start, dtype or slot.param_view.dtype)
-        with manager.operator(slot.param_ref.tensors):
-            place.put(flat, 0, slot.group.param.tensor[slot.start : slot.stop])
+        for tensors, start, stop in _whole_stretches(slot):
+            with manager.operator(tensors):
+                place.put(flat, start - slot.start, slot.group.param.tensor[start:stop])
         return _shaped(flat, slot)
     refresh_master(slot, manager)
     return read_state(slot, _MASTERS, manager, place)
@@ -353,13 +354,25 @@ def adopt_parameter(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManag
     if manager.sharding is not None:
         manager.sharding.agree_on(param.data)
     values = _memory_order(slot, param.data)
-    with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):  # whole: forward comes next
-        kept = slot.group.param.tensor[slot.start : slot.stop]
-        kept.copy_(values)
-        rounded = not slot.group.has_master and _differs(kept, values)
+    rounded = False
+    for tensors, start, stop in _whole_stretches(slot):
+        with manager.operator(tensors, tensors):  # whole: forward comes next
+            kept, given = slot.group.param.tensor[start:stop], values[start - slot.start : stop - slot.start]
+            kept.copy_(given)
+            rounded = rounded or (not slot.group.has_master and _differs(kept, given))
     _write_master(slot, slot.start, values, manager)
     manage(param, slot)
     return Adopted(param, slot, dtype, device, rounded)
+
+
+def _whole_stretches(slot: ManagedSlot) -> Iterator[tuple[TensorIds, int, int]]:
+    """Yield the parameter, whole where ranks have shards of it, by the tensors to pin at once: with begin and
+    end in its chunk."""
+    if len(slot.param_ref.tensors) == 1:
+        yield slot.param_ref.tensors, slot.start, slot.stop
+        return
+    for start, stop, tensors in slot.group.stretches(slot, slot.start, slot.stop):
+        yield tensors, start, stop
 
 
 def _differs(kept: torch.Tensor, values: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from gemini.chunk import (
     TierBudgets,
     search_chunk_size,
 )
+from gemini.chunk.layout import page_elements
 from gemini.comm.peers import ModelRanks, Peers, Share, require_equal
 from gemini.errors import IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
@@ -52,6 +53,7 @@ from gemini.runtime.storage.data_sizes import (
     needs_of,
     plan_groups,
 )
+from gemini.runtime.storage.experts import ExpertSet, apart, choices, expert_sets
 from gemini.runtime.storage.model_storage import ModelStorage
 from gemini.sharding.sharding import Sharding
 from gemini.system.device import default_budget_bytes
@@ -66,13 +68,14 @@ class Outline:
     """The parameters of a module by name, in initialization order, as tensors on ``meta``.
 
     ``types``: what each computes in. ``trainable``: which were not frozen. ``operators``: submodules and the
-    parameters that the operator of each takes at once.
+    parameters that the operator of each takes at once. ``experts``: of which passes use some.
     """
 
     params: Mapping[str, torch.Tensor]
     types: Mapping[str, torch.dtype]
     trainable: frozenset[str]
     operators: tuple[tuple[str, tuple[str, ...]], ...]
+    experts: tuple[ExpertSet, ...] = ()
 
     @classmethod
     def of(cls, module: nn.Module, config: GeminiConfig, manager: GeminiManager | None = None) -> Outline:
@@ -94,6 +97,7 @@ class Outline:
             {name: types[id(param)] for name, param in params},
             frozenset(name for name, param in params if param.requires_grad),
             tuple(_operators(module)),
+            tuple(expert_sets(module)) if manager is None else (),
         )
 
 
@@ -244,6 +248,8 @@ def build_runtime(
     # The chunks of activations are made by the first step: no trace can name them before.
     manager = GeminiManager(storage.chunks, context, memstats=None if offload else config.memstats)
     storage.register(manager)
+    for members in choices(drawing.outline.experts, storage.slots) if device.cuts_chunks else ():
+        storage.chunks.add_choice(members)
     if peers is not None:
         sharding = Sharding(
             manager,
@@ -385,7 +391,7 @@ class Drawing:
             align_bytes=device.align_bytes,
         )
         _require_few_pieces(outline, found.chunk_numel)
-        groups = lay_out(outline, config, found.chunk_numel, device)
+        groups = lay_out(outline, config, found.chunk_numel, device, cut=share is None)
         plans = plan_groups(groups, found.chunk_numel, share, device.block_bytes)
         operator = largest_operator(outline.operators, chunk_bytes(groups, device.block_bytes))
         windows = data_sizes((plan, Needs()) for plan in plans)
@@ -423,10 +429,14 @@ def _least_itemsize(outline: Outline) -> int:
 
 
 def lay_out(
-    outline: Outline, config: GeminiConfig, chunk_numel: int, device: ComputeDevice
+    outline: Outline, config: GeminiConfig, chunk_numel: int, device: ComputeDevice, *, cut: bool = False
 ) -> list[GroupSpec]:
-    """Split parameters by (dtype, trainable) and lay out each part in chunks of ``chunk_numel`` elements."""
+    """Split parameters by (dtype, trainable) and lay out each part in chunks of ``chunk_numel`` elements;
+    where they may be ``cut``, experts by themselves."""
     itemsize = _least_itemsize(outline)
+    frozen = [name for name in outline.params if name not in outline.trainable]
+    cut = cut and device.cuts_chunks
+    experts = apart(outline.experts, outline.params, frozen, page_elements(itemsize)) if cut else {}
     parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, param in outline.params.items():
         parts.setdefault((outline.types[name], name in outline.trainable), []).append((name, param))
@@ -439,6 +449,7 @@ def lay_out(
                 itemsize=itemsize,
                 order=[name for name in order if name in dict(members)] or None,
                 align_bytes=device.align_bytes,
+                apart=experts,
             ),
             dtype=dtype,
             trainable=trainable,

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from gemini.chunk import TensorIds
+from gemini.chunk import Chunk, TensorIds
 from gemini.comm.peers import Peers, Transfer, stays_whole
 from gemini.runtime.gate.gate import Gate, TensorState
 from gemini.runtime.storage.gradient import GroupShard
@@ -93,6 +93,7 @@ class GatheredChunk:
         self.last_use = 0
         self.is_open = False
         self.is_written = False
+        assert isinstance(group.param, Chunk)  # ranks have parts of it: it is not cut
         self.anchor = gate.chunks.add_tensor(group.param)  # its pin is what keeps the chunk open
         self._gate = gate
         self._group = group

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gemini.chunk import ChunkKind
+from gemini.chunk import ChunkKind, CutChunk
 from gemini.memstats.trace import FORWARD
 from gemini.runtime import ChunkGroup
 from gemini.runtime.storage.model_storage import ModelStorage
@@ -228,7 +228,7 @@ def name_model(storage: ModelStorage) -> Names:
     labels = [""] * len(chunks)
     names = Names()
     for name, slot in storage.slots.items():
-        names.params[slot.param_ref.tensors[0]] = name
+        names.params |= dict.fromkeys(slot.param_ref.tensors, name)
         if slot.grad is not None:
             names.grads[slot.grad.ref.tensors[0]] = name
     for group in storage.groups:
@@ -255,7 +255,8 @@ def common_module(params: Sequence[str]) -> str:
 def _contents(group: ChunkGroup) -> list[tuple[int, str, list[str]]]:
     """Return each chunk of a group, what kind it is, and the parameters that have a part of it."""
     everything = [slot.name for slot in group.slots]
-    contents = [(group.param.id, ChunkKind.PARAM.value, everything)]
+    chunks = group.param.parts if isinstance(group.param, CutChunk) else (group.param,)
+    contents = [(chunk.id, ChunkKind.PARAM.value, everything) for chunk in chunks]
     if group.grad is not None:
         contents.append((group.grad.id, ChunkKind.GRAD.value, everything))
     for piece in group.pieces:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -72,17 +72,43 @@ NodeHooks = tuple[Callable[..., None], Callable[..., None]]
 
 
 class TensorRef:
-    """Which managed memory a tensor views: the gate of its use, and its id in the chunk table."""
+    """Which managed memory a tensor views: the gate of its use, and its ids in the chunk table, one unless
+    it is cut."""
 
     __slots__ = ("manager", "tensors")
 
-    def __init__(self, manager: Gate, tensor: int) -> None:
+    def __init__(self, manager: Gate, *tensors: int) -> None:
         self.manager = manager
-        self.tensors = (tensor,)
+        self.tensors = tensors
 
     def lead_to(self, manager: Gate) -> None:
         """Have ``manager`` asked from now on."""
         self.manager = manager
+
+
+class CutRef(TensorRef):
+    """The same of a tensor that is cut: ``tensors`` are its parts, the first at the address ``begin``, each
+    of ``part_bytes``."""
+
+    __slots__ = ("begin", "part_bytes")
+
+    def __init__(self, manager: Gate, tensors: Sequence[int], begin: int, part_bytes: int) -> None:
+        super().__init__(manager, *tensors)
+        self.begin, self.part_bytes = begin, part_bytes
+
+    def covering(self, address: int, nbytes: int) -> tuple[int, ...]:
+        """Return the tensors that have ``nbytes`` from ``address`` on; () where they lie outside."""
+        first = (address - self.begin) // self.part_bytes
+        last = (address + max(nbytes, 1) - 1 - self.begin) // self.part_bytes
+        return self.tensors[first : last + 1] if first >= 0 and last < len(self.tensors) else ()
+
+    def of(self, address: int, nbytes: int) -> TensorRef | None:
+        """Return what a view of these bytes refers to; None where they lie outside."""
+        tensors = self.covering(address, nbytes)
+        if len(tensors) < 2:
+            return TensorRef(self.manager, *tensors) if tensors else None
+        skipped = (address - self.begin) // self.part_bytes
+        return CutRef(self.manager, tensors, self.begin + skipped * self.part_bytes, self.part_bytes)
 
 
 class Moments(Protocol):
@@ -158,6 +184,7 @@ class Gate(ABC):
         self.phase = FORWARD
         self.step = 0  # finished ones
         self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
+        self.cuts_tensors = False  # whether there are any that lie in several chunks
         self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
         self.gradient_scale = GradientScale(self.operator)
         self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
@@ -186,6 +213,10 @@ class Gate(ABC):
         in its own type."""
         self.mixes_types = precision is not None
         self.gradient_scale = GradientScale(self.operator, slots, is_needed=precision == torch.float16)
+
+    def expect_cut(self) -> None:
+        """There are tensors that lie in several chunks."""
+        self.cuts_tensors = True
 
     def grow_with(self, growth: Grows) -> None:
         """Have ``growth`` make what comes after wrapping."""
@@ -387,9 +418,12 @@ class Gate(ABC):
 
     # -- where memory is -------------------------------------------------------------------------------
 
-    def views(self, ref: TensorRef, tensor: torch.Tensor) -> bool:
-        """Say whether ``tensor``, which begins in a window, does in that of the tensor of ``ref``."""
-        return self.chunks.chunk_at(tensor.data_ptr()) == self.chunks.table.chunk_of(ref.tensors[0])
+    def viewed(self, ref: TensorRef, tensor: torch.Tensor) -> TensorRef | None:
+        """Return what ``tensor``, which begins in a window, views of the memory of ``ref``; None: nothing."""
+        if type(ref) is CutRef:
+            return ref.of(tensor.data_ptr(), guards.span_bytes(tensor))
+        is_there = self.chunks.chunk_at(tensor.data_ptr()) == self.chunks.table.chunk_of(ref.tensors[0])
+        return ref if is_there else None
 
 
 _living: weakref.WeakSet[Gate] = weakref.WeakSet()

@@ -137,7 +137,7 @@ class CompiledBlock:
             return nodes_so_far([*tensors_in([args, kwargs]), *_held_tensors(self._module)])
 
     def _hook_backward(self, out: Any, nodes: NodesSoFar, operands: list[Any], arguments: Any) -> None:
-        tensors = tuple(dict.fromkeys(operand._ref.tensors[0] for operand in operands))
+        tensors = tuple(dict.fromkeys(tensor for operand in operands for tensor in operand._ref.tensors))
         seen: list[Any] = []
         returned = tensors_in(out)
         if not hook_backward(returned, nodes, self._gate, tensors, arguments, seen):

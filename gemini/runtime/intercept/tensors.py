@@ -27,7 +27,7 @@ from torch._C._functorch import peek_interpreter_stack as in_transform
 from torch._ops import OpOverload, OpOverloadPacket
 
 from gemini.errors import ConfigError
-from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
 from gemini.runtime.gate.waiting import NO_SNAPSHOT
 from gemini.runtime.intercept.backward import hook_backward, next_node_number, node_of, nodes_so_far
@@ -41,6 +41,8 @@ from gemini.runtime.intercept.functions import (
 )
 from gemini.runtime.intercept.nested import exchange_tensors, map_tensors
 from gemini.runtime.intercept.precision import run_in_one_type
+from gemini.runtime.intercept.rows import is_view as is_view_of_rows
+from gemini.runtime.intercept.rows import run_by_rows
 
 # Places of an argument: its position, None where it has to be named; and its name.
 Places = tuple[tuple[int | None, str], ...]
@@ -271,6 +273,18 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             if type(args[0]) is ManagedParameter and _for_parameter(func):
                 return args[0]._name_again(args[0]._slot, out)
             return adopt(out, operands)
+    if operands[0]._ref.manager.cuts_tensors:
+        if is_view_of_rows(func, args):
+            with PlainTensors():
+                return adopt(func(*args, **kwargs), operands)
+
+        def operate(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[int, ...]) -> Any:
+            given: list[Any] | None = [] if torch.is_grad_enabled() else None
+            return _operate(func, args, kwargs, operands_of(args, kwargs, given), given, tensors)
+
+        out = run_by_rows(func, args, kwargs, operate)
+        if out is not NotImplemented:
+            return out
     return _operate(func, args, kwargs, operands, given)
 
 
@@ -286,16 +300,18 @@ def _operate(
     kwargs: dict[str, Any],
     operands: list[Any],
     given: list[Any] | None,
+    cut: tuple[int, ...] | None = None,
 ) -> Any:
     """Run one operator with its managed operands pinned; see that its backward nodes do the same, if there
-    will be any. ``given``: the nodes that made its other operands, None without gradients."""
+    will be any. ``given``: the nodes that made its other operands, None without gradients. ``cut``: which
+    tensors it reads of an operand that is cut, None for all."""
     ref = operands[0]._ref
-    manager, tensors = ref.manager, ref.tensors
+    manager, tensors = ref.manager, _used(ref, cut)
     for operand in operands[1:]:
         ref = operand._ref
         if ref.manager is not manager:
             return _operate_across(func, args, kwargs, operands)
-        tensors += ref.tensors
+        tensors += _used(ref, cut)
     pinned = not manager.resident
     turn = manager.threads.take_turn() if pinned and not manager.threads.holder else None
     try:
@@ -338,6 +354,10 @@ def _operate(
             turn.release()
 
 
+def _used(ref: TensorRef, cut: tuple[int, ...] | None) -> tuple[int, ...]:
+    return cut if cut is not None and type(ref) is CutRef else ref.tensors
+
+
 def _operate_across(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
 ) -> Any:
@@ -355,7 +375,7 @@ def _operate_across(
             out = func(*args, **kwargs)
         if nodes is not None:
             for manager, share in shares.items():
-                pins = tuple([operand._ref.tensors[0] for operand in share])
+                pins = tuple([tensor for operand in share for tensor in operand._ref.tensors])
                 hook_backward(out, nodes, manager, pins, (args, kwargs))
         return adopt(out, operands)
 
@@ -392,7 +412,7 @@ def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 def pinned(manager: Gate, operands: list[Any], silent: Sequence[Any] = ()) -> Iterator[None]:
     """Pin the operands, all of one model, for the block; those it writes to count as written, and those of
     ``silent`` do."""
-    tensors = [operand._ref.tensors[0] for operand in operands]
+    tensors = [tensor for operand in operands for tensor in operand._ref.tensors]
     with manager.threads.turn():
         versions = [operand._version for operand in operands]
         unsaved = manager.snapshot.unsaved(tensors)
@@ -426,9 +446,10 @@ def _written(operands: list[Any], versions: list[int], silent: Sequence[Any]) ->
     """Return the ids of the operands whose version is no longer the given one, or that are in ``silent``."""
     certain = {id(tensor) for tensor in silent}
     return [
-        o._ref.tensors[0]
+        tensor
         for o, version in zip(operands, versions, strict=True)
         if o._version != version or id(o) in certain
+        for tensor in o._ref.tensors
     ]
 
 
@@ -469,9 +490,11 @@ def adopt(out: Any, operands: list[Any]) -> Any:
         if out.layout is torch.strided:
             address = out.data_ptr()
             for operand in operands:
-                ref = operand._ref
-                if address in ref.manager.windows and ref.manager.views(ref, out):
-                    return as_managed(out, ref)
+                manager = operand._ref.manager
+                if address in manager.windows:
+                    ref = manager.viewed(operand._ref, out)
+                    if ref is not None:
+                        return as_managed(out, ref)
     elif kind is list or kind is tuple:
         return kind([adopt(item, operands) for item in out])
     return out

@@ -168,7 +168,9 @@ class Learned:
             chunk_bytes=tuple(spec.nbytes for spec in specs),
             chunk_kinds=tuple(spec.label for spec in specs),
             links=(),
-            param_order=tuple(self._names[t] for t in self._recorder.first_uses if t in self._names),
+            param_order=tuple(
+                dict.fromkeys(self._names[t] for t in self._recorder.first_uses if t in self._names)
+            ),
             chunk_signature=self._context.chunk_signature,
         )
         self._adopt(self._with_links(trace), timed=False)

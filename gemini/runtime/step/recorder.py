@@ -122,13 +122,14 @@ class Recorder:
         chunks, timer = self._chunks, self._timer
         if timer is not None:
             timer.close_period()
+        again = chunks.has_choices and chunks.table.continues(tensors)  # within the moment before
         measured = self._warmup or self._collector is not None  # then nothing else may come to DEVICE
         if measured:
-            self._acquire_measured(tensors, phase, on_host)
+            self._acquire_measured(tensors, phase, on_host, again)
         else:
             chunks.acquire(tensors, traced=True, on_host=on_host)
         if timer is not None:
-            timer.open_period()
+            timer.open_period(again=again)
         if not measured:
             try:
                 chunks.prefetch()
@@ -136,6 +137,8 @@ class Recorder:
                 chunks.release(tensors, dirty=False)
                 raise
         log = self.log
+        if again:
+            return False
         log.usages.extend(chunks.table.usages() if chunks.stow is None else chunks.usages())
         log.phases.append(phase)
         return len(log.phases) == _LONGEST_STEP
@@ -170,9 +173,11 @@ class Recorder:
             self._monitor.close()
             self._monitor = None
 
-    def _acquire_measured(self, tensors: TensorIds, phase: str, on_host: bool) -> None:
+    def _acquire_measured(self, tensors: TensorIds, phase: str, on_host: bool, again: bool) -> None:
         # Sample before the layout changes.
-        if self._collector is not None:
+        if self._collector is not None and again:
+            self._collector.go_on()
+        elif self._collector is not None:
             self._collector.sample(self._chunks.table.moment(), phase)
         self._chunks.acquire(tensors, traced=True, on_host=on_host)
         if self._collector is not None:
@@ -192,6 +197,7 @@ class PeriodTimer:
         self._chunks = chunks
         self._runs_behind = chunks.device.has_own_memory  # operators go on after their calls returned
         self._since: float | None = None  # None: no period is open
+        self._before = 0.0  # of the period that is open
         self._stalled = 0.0
 
     def close_period(self) -> None:
@@ -200,11 +206,13 @@ class PeriodTimer:
             if self._runs_behind:
                 self._chunks.device.synchronize()
             waited = self._chunks.stall_seconds - self._stalled
-            self.seconds.append(max(0.0, time.perf_counter() - self._since - waited))
-            self._since = None
+            self.seconds.append(self._before + max(0.0, time.perf_counter() - self._since - waited))
+            self._since, self._before = None, 0.0
 
-    def open_period(self) -> None:
-        """Note that a PreOp has its chunks."""
+    def open_period(self, *, again: bool = False) -> None:
+        """Note that a PreOp has its chunks; ``again``: the period before goes on."""
+        if again and self.seconds:
+            self._before = self.seconds.pop()
         if self._runs_behind:
             self._chunks.device.synchronize()
         self._stalled = self._chunks.stall_seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from itertools import accumulate
 from typing import NamedTuple
@@ -53,7 +53,8 @@ class GroupPlan:
     """A parameter chunk and the chunks that may go with it. Over ranks ``pieces`` cover this rank's part.
 
     ``blocks``: of each piece, which of the blocks of its parameters, counted through the chunk.
-    ``largest_numel``: the elements of the largest parameter.
+    ``largest_numel``: the elements of the largest parameter. ``parts``: how many chunks the parameter chunk
+    is, one behind another, that move by themselves.
     """
 
     numel: int
@@ -65,6 +66,7 @@ class GroupPlan:
     share: Share | None
     block_bytes: int
     largest_numel: int
+    parts: int = 1
 
     @property
     def updated_dtype(self) -> torch.dtype:
@@ -77,8 +79,10 @@ class GroupPlan:
         return self.share.range_of(self.numel) if self.share is not None else (0, self.numel)
 
     def params(self) -> Iterator[ChunkSpec]:
-        """Yield the chunk of parameters, then this rank's shard of it."""
-        yield self._spec(ChunkKind.PARAM, self.numel, self.dtype)
+        """Yield the chunk of parameters, or its parts, then this rank's shard of it."""
+        part = self._spec(ChunkKind.PARAM, self.numel // self.parts, self.dtype)
+        yield part
+        yield from [replace(part, follows=True)] * (self.parts - 1)
         if self.share is not None:
             start, stop = self.owned
             yield self._spec(ChunkKind.SHARD, stop - start, self.dtype)
@@ -180,7 +184,8 @@ def plan_groups(
             blocks = _blocks_of(pieces, slots)
             kind = spec.dtype, spec.trainable, spec.master
             largest = max((slot.numel for slot in slots), default=0)
-            plans.append(GroupPlan(numel, *kind, pieces, blocks, share, block_bytes, largest))
+            parts = spec.layout.parts_of(chunk)
+            plans.append(GroupPlan(numel, *kind, pieces, blocks, share, block_bytes, largest, parts))
     return plans
 
 
@@ -222,6 +227,7 @@ def data_sizes(needs: Iterable[tuple[GroupPlan, Needs]]) -> DataSizes:
 @lru_cache(maxsize=2**14)  # for each parameter that is unfrozen the sizes of all groups are added up
 def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
     values = list(plan.params())
+    parts = len(values) if plan.parts > 1 else 1
     values += plan.gradients() if need.trains else ()
     masters = list(plan.masters()) if need.trains or need.masters else []
     states = list(plan.states(need.kept.states))
@@ -234,7 +240,7 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
     room = plan.room(need.kept)
     return DataSizes(
         total=sum(chunk.nbytes for chunk in (*kept, *masters, *states)),
-        working=sum(chunk.nbytes for chunk in kept)
+        working=sum(chunk.nbytes for chunk in (kept if need.trains else kept[parts - 1 :]))
         + (sum(by_piece) if need.kept.whole else max(by_piece, default=0)),
         largest=max(chunk.nbytes for chunk in (*values, *masters, *states)),
         windows=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.PARAM),

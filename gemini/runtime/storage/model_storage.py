@@ -15,12 +15,12 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, TensorSlot, TierBudgets
+from gemini.chunk import CPU, Chunk, ChunkKind, ChunkManager, ChunkSpec, CutChunk, TensorSlot, TierBudgets
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
 from gemini.comm.peers import Share
 from gemini.errors import ConfigError, StateError
 from gemini.memstats import LinkSpeed
-from gemini.runtime.gate.gate import Gate, TensorRef
+from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.storage.data_sizes import (
     DataSizes,
@@ -129,7 +129,7 @@ class ChunkGroup:
 
     number: int  # in forward order, but for what came later
     plan: GroupPlan
-    param: Chunk
+    param: Chunk | CutChunk
     grad: Chunk | None = None
     pieces: list[StatePiece] = field(default_factory=list)
     shard: GroupShard | None = None
@@ -150,18 +150,29 @@ class ChunkGroup:
         return self.param.tensor[start:stop]
 
     @property
-    def updated(self) -> tuple[Chunk, Chunk | None, int]:
+    def updated(self) -> tuple[Chunk | CutChunk, Chunk | None, int]:
         """The chunks of parameters and gradients that an update uses, the latter None for what is frozen, and
         the element that both begin at: those of the shard if there is one."""
         if self.shard is not None:
             return self.shard.param, self.shard.grad, self.shard.start
         return self.param, self.grad, 0
 
+    def stretches(self, slot: ManagedSlot, start: int, stop: int) -> Iterator[tuple[int, int, list[int]]]:
+        """Yield elements ``[start, stop)`` of a parameter, counted as :meth:`values` does, by what is pinned
+        at once: begin, end, and the tensors to pin."""
+        if not isinstance(self.param, CutChunk):
+            yield start, stop, self.value_tensors([slot])
+            return
+        size = self.param.parts[0].spec.numel
+        for index in range(start // size, -(-stop // size)):
+            begin, end = max(start, index * size), min(stop, (index + 1) * size)
+            yield begin, end, [slot.param_ref.tensors[index]]
+
     def value_tensors(self, slots: Sequence[ManagedSlot]) -> list[int]:
         """Return the tensors to pin before :meth:`values` of ``slots`` are used."""
         if self.shard is not None:
             return [self.shard.param_tensor]
-        return [slot.param_ref.tensors[0] for slot in slots]
+        return [tensor for slot in slots for tensor in slot.param_ref.tensors]
 
 
 class ManagedSlot:
@@ -174,8 +185,7 @@ class ManagedSlot:
         self.start = slot.offset
         self.stop = slot.offset + slot.numel
         self._first_block = first_block
-        add = gate.chunks.add_tensor
-        self.param_ref = TensorRef(gate, add(group.param))
+        self.param_ref = _ref(gate, group.param)
         self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
         self.grad: SlotGradient | None = None  # None: it was never to train
         if group.grad is not None:
@@ -254,6 +264,16 @@ class ManagedSlot:
             self.grad.free()
 
 
+def _ref(gate: Gate, chunk: Chunk | CutChunk) -> TensorRef:
+    """Return what refers to a new tensor of a chunk; of one that is cut, a tensor of each part."""
+    add = gate.chunks.add_tensor
+    if not isinstance(chunk, CutChunk):
+        return TensorRef(gate, add(chunk))
+    gate.expect_cut()
+    first = chunk.parts[0]
+    return CutRef(gate, [add(part) for part in chunk.parts], first.window.address, first.spec.nbytes)
+
+
 def slot_of(param: torch.Tensor) -> ManagedSlot:
     """Return the slot of a managed parameter."""
     slot = param._slot  # type: ignore[attr-defined]
@@ -307,7 +327,7 @@ class ModelStorage:
 
     def parameter_names(self) -> dict[int, str]:
         """Return which tensor of the chunk table is which parameter."""
-        return {slot.param_ref.tensors[0]: name for name, slot in self.slots.items()}
+        return {tensor: name for name, slot in self.slots.items() for tensor in slot.param_ref.tensors}
 
     def trainable_groups(self) -> Iterator[ChunkGroup]:
         """Yield the groups that an optimizer updates, in forward order."""
@@ -434,10 +454,12 @@ class ModelStorage:
 
     def _build(self, plans: Sequence[GroupPlan], chunks: Iterator[Chunk]) -> None:
         for plan in plans:
-            group = ChunkGroup(len(self.groups), plan, next(chunks), watcher=self._watcher)
+            parts = [next(chunks) for _ in range(plan.parts)]
+            param = parts[0] if len(parts) == 1 else self.chunks.join(parts)
+            group = ChunkGroup(len(self.groups), plan, param, watcher=self._watcher)
             if plan.share is not None:
-                param = next(chunks)
-                group.shard = GroupShard(*plan.owned, param, self.chunks.add_tensor(param), None)
+                shard = next(chunks)
+                group.shard = GroupShard(*plan.owned, shard, self.chunks.add_tensor(shard), None)
             if plan.trainable:
                 self._add_gradients(group, chunks)
                 for piece in group.pieces if plan.master else ():
@@ -512,7 +534,7 @@ class HostUpdates:
         for group in groups:
             param, grad, _ = group.updated
             param_bytes += param.spec.nbytes
-            if grad is not None:
+            if grad is not None and not isinstance(param, CutChunk):  # else updated on DEVICE
                 chunks = [chunk for piece in group.pieces for chunk in piece.chunks.values()]
                 state_bytes = sum(chunk.spec.nbytes for chunk in chunks)
                 ids = frozenset(chunk.id for chunk in chunks)

@@ -1,0 +1,263 @@
+"""Experts that do not train move by the expert: whichever fit, the numbers are those of the resident
+model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from training_harness import managed_optimizer
+
+import gemini
+from gemini import _C, GeminiDDP, GeminiOptimizer
+from gemini.checkpoint import load, save
+from gemini.chunk import ChunkManager
+from gemini.model.handle import ManagedModel
+
+EXPERTS, WIDTH, TOP = 8, 64, 2
+ROW_BYTES = WIDTH * WIDTH * 4  # 16 KiB
+
+
+class Arrays(nn.Module):
+    """Experts in two parameters with a row for each, as transformers has them."""
+
+    def __init__(self, product: str) -> None:
+        super().__init__()
+        self.num_experts, self.product = EXPERTS, product
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8)
+        self.bias = nn.Parameter(torch.randn(EXPERTS, WIDTH) / 8)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of what the chosen experts make of each token."""
+        experts, order = chosen.flatten().sort(stable=True)
+        tokens = x[order // TOP]
+        made = getattr(self, f"_{self.product}")(tokens, experts) * weights.flatten()[order, None]
+        return made[order.argsort()].view(len(x), TOP, WIDTH).sum(1)
+
+    def _grouped(self, tokens: Tensor, experts: Tensor) -> Tensor:
+        ends = torch.bincount(experts, minlength=EXPERTS).cumsum(0, dtype=torch.int32)
+        hidden = functional.grouped_mm(tokens, self.up.transpose(-2, -1), offs=ends) + self.bias[experts]
+        return functional.grouped_mm(functional.silu(hidden), self.down.transpose(-2, -1), offs=ends)
+
+    def _one_by_one(self, tokens: Tensor, experts: Tensor) -> Tensor:
+        made = torch.zeros_like(tokens)
+        for expert in experts.unique():
+            mine = experts == expert
+            hidden = functional.linear(tokens[mine], self.up[expert]) + self.bias[expert]
+            made[mine] = functional.linear(functional.silu(hidden), self.down[expert])
+        return made
+
+    def _gathered(self, tokens: Tensor, experts: Tensor) -> Tensor:
+        hidden = torch.bmm(self.up[experts], tokens.unsqueeze(-1)).squeeze(-1) + self.bias[experts]
+        return torch.bmm(self.down[experts], functional.silu(hidden).unsqueeze(-1)).squeeze(-1)
+
+
+class Expert(nn.Module):
+    """One of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run both layers."""
+        return self.down(functional.silu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Mixture(nn.Module):
+    """A layer that routes each token to two experts."""
+
+    def __init__(self, product: str) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.experts = (
+            nn.ModuleList(Expert() for _ in range(EXPERTS)) if product == "list" else Arrays(product)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add what the chosen experts make of each token."""
+        weights, chosen = self.router(x).softmax(-1).topk(TOP)
+        if not isinstance(self.experts, nn.ModuleList):
+            return x + self.experts(x, chosen, weights)
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            if len(token):
+                made.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return x + made
+
+
+PRODUCTS = ("grouped", "one_by_one", "gathered", "list")
+
+
+def model(product: str, layers: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(*(Mixture(product) for _ in range(layers)), nn.Linear(WIDTH, 4))
+    return made.requires_grad_(False)
+
+
+def tokens(count: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def managed(module: nn.Module, rows: float, disk: Path) -> GeminiDDP:
+    """``module`` with room on DEVICE for so many experts' matrices."""
+    room = int(rows * ROW_BYTES)
+    return GeminiDDP(module, device_bytes=room, host_bytes=0, disk_dir=disk, non_model_bytes=0)
+
+
+def parts(ddp: GeminiDDP) -> tuple[ManagedModel, ChunkManager]:
+    handle = gemini.handle_of(ddp)
+    return handle, handle.storage.chunks
+
+
+def read_bytes(ddp: GeminiDDP) -> int:
+    return int(parts(ddp)[1].link_stats()["disk_read"]["bytes"])
+
+
+@pytest.mark.parametrize("rows", [5.5, 12, 40])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_outputs_have_the_bits_of_the_resident_model_at_any_budget(
+    product: str, rows: float, tmp_path: Path
+) -> None:
+    plain = model(product)
+    ddp = managed(copy.deepcopy(plain), rows, tmp_path)
+    chunks = parts(ddp)[1]
+    for seed, count in enumerate((1, 9, 1, 30, 2, 2, 1)):
+        x = tokens(count, seed)
+        assert torch.equal(ddp(x), plain(x))
+    assert chunks.table.peak(_C.Tier.DEVICE) <= int(rows * ROW_BYTES)
+    assert chunks.has_choices
+    assert _C.stray_count() == 0
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_pass_reads_the_experts_that_it_uses_and_no_others(product: str, tmp_path: Path) -> None:
+    plain = model(product)
+    ddp = managed(copy.deepcopy(plain), 10, tmp_path)
+    for seed in range(4):
+        ddp(tokens(1, seed))
+    before = read_bytes(ddp)
+    passes = 8
+    for seed in range(10, 10 + passes):
+        ddp(tokens(1, seed))
+    used = passes * 3 * TOP * 2 * ROW_BYTES
+    spare = 4096 * passes * 3 * (2 * TOP + 4)  # biases and routers, a page each
+    assert 0 < read_bytes(ddp) - before <= used + spare
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_routing_is_no_divergence(product: str, tmp_path: Path) -> None:
+    ddp = managed(model(product), 12, tmp_path)
+    table = parts(ddp)[1].table
+    diverged = []
+    for seed in range(8):
+        ddp(tokens(1, seed))
+        diverged.append(table.diverged())
+    assert not any(diverged[1:])
+
+
+def test_more_experts_than_fit_are_used_in_turns(tmp_path: Path) -> None:
+    plain = model("grouped", layers=1)
+    ddp = managed(copy.deepcopy(plain), 3.5, tmp_path)
+    x = tokens(64)  # every expert is used
+    assert torch.equal(ddp(x), plain(x))
+    before = read_bytes(ddp)
+    ddp(x)
+    assert read_bytes(ddp) - before <= 2 * EXPERTS * ROW_BYTES + 16 * 4096  # each expert once
+
+
+def test_gradients_go_through_experts_that_do_not_train(tmp_path: Path) -> None:
+    plain = model("grouped")
+    ddp = managed(copy.deepcopy(plain), 14, tmp_path)
+    given = [tokens(12).requires_grad_() for _ in range(2)]
+    plain(given[0]).square().sum().backward()
+    gemini.handle_of(ddp).backward(ddp(given[1]).square().sum())
+    assert torch.equal(given[0].grad, given[1].grad)  # type: ignore[arg-type]
+
+
+def test_a_view_of_rows_refers_to_their_chunks_alone(tmp_path: Path) -> None:
+    ddp = managed(model("grouped", layers=1), 6, tmp_path)
+    up: Any = ddp.module[0].experts.up  # type: ignore[index, union-attr]
+    assert len(up._ref.tensors) == EXPERTS
+    whole = up._ref.tensors
+    assert up[3]._ref.tensors == whole[3:4]
+    assert up[2:5]._ref.tensors == whole[2:5]
+    assert up[2:5][1]._ref.tensors == whole[3:4]
+    assert up.transpose(1, 2)[5]._ref.tensors == whole[5:6]
+    assert up.transpose(1, 2).detach()._ref.tensors == whole
+    assert [row._ref.tensors for row in up.unbind()] == [(tensor,) for tensor in whole]
+    before = read_bytes(ddp)
+    up[7].sum()
+    assert read_bytes(ddp) - before <= ROW_BYTES
+
+
+def test_weights_are_written_and_read_by_the_expert(tmp_path: Path) -> None:
+    plain = model("grouped")
+    ddp = managed(copy.deepcopy(plain), 3.5, tmp_path)  # no array fits as a whole
+    expected = plain.state_dict()
+    found = ddp.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    changed = {name: value * 2 for name, value in expected.items()}
+    ddp.load_state_dict(changed)
+    assert all(torch.equal(value, changed[name]) for name, value in ddp.state_dict().items())
+    up: Any = ddp.module[0].experts.up  # type: ignore[index, union-attr]
+    with torch.no_grad():
+        up[4] += 1
+    expert = changed["0.experts.up"]
+    expert[4] += 1
+    assert torch.equal(ddp.state_dict()["0.experts.up"], expert)
+
+
+def test_a_checkpoint_is_saved_and_loaded_by_the_expert(tmp_path: Path) -> None:
+    def trained(module: nn.Module) -> tuple[GeminiDDP, GeminiOptimizer]:
+        module[-1].requires_grad_(True)  # type: ignore[operator, index]
+        ddp = managed(module, 5, tmp_path)  # no array fits as a whole
+        return ddp, managed_optimizer(ddp)
+
+    ddp, optimizer = trained(model("grouped"))
+    expected = ddp.state_dict()
+    save(tmp_path / "saved", ddp, optimizer)
+    other, its = trained(model("grouped").apply(_zero))
+    load(tmp_path / "saved", other, its)
+    assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
+
+
+@torch.no_grad()
+def _zero(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        param.zero_()
+
+
+def test_experts_that_train_are_laid_out_as_other_parameters(tmp_path: Path) -> None:
+    ddp = managed(model("grouped").requires_grad_(True), 400, tmp_path)
+    assert not parts(ddp)[1].has_choices
+
+
+def test_experts_that_are_unfrozen_train_with_the_numbers_of_torch(tmp_path: Path) -> None:
+    plain = model("grouped", layers=1)
+    ddp = managed(copy.deepcopy(plain), 200, tmp_path)
+    for module in (plain, ddp.module):
+        module[0].experts.up.requires_grad_(True)  # type: ignore[index, union-attr]
+    x = tokens(6)
+    plain(x).square().sum().backward()
+    gemini.handle_of(ddp).backward(ddp(x).square().sum())
+    expected = plain[0].experts.up.grad  # type: ignore[index, union-attr]
+    assert torch.equal(ddp.module[0].experts.up.grad.clone(), expected)  # type: ignore[index, union-attr, arg-type]
+
+
+def test_rows_that_are_no_whole_pages_share_chunks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    experts = Arrays("grouped")
+    experts.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 24))  # rows of 6 KiB: two make three pages
+    ddp = managed(nn.Sequential(experts).requires_grad_(False), 100, tmp_path)
+    up: Any = ddp.module[0].up  # type: ignore[index]
+    assert len(up._ref.tensors) == EXPERTS // 2
+    assert up[0]._ref.tensors == up[1]._ref.tensors
