@@ -162,7 +162,7 @@ def _load_other(
             def write(slot: ManagedSlot, value: torch.Tensor) -> None:
                 if not isinstance(value, UnreadTensor):
                     filling.write(slot, value)
-                elif not stored.take(slot, value.stored):
+                elif not stored.take(slot, value):
                     filling.write(slot, value.read())
 
             try:

@@ -1,20 +1,25 @@
 """Weights that stay where a checkpoint has them: chunks of frozen parameters are read from its safetensors.
 
 The files are the DISK tier of these chunks: no second copy is written, and nothing is read before it is used.
-A loader gets tensors that were not read yet. What it only assigns stays unread; whatever else it does with
-one, a cast or a merge, reads it, and the result is written into chunks as usual.
+A loader gets tensors that were not read yet. What it only assigns, or puts together from several, stays
+unread; whatever else it does with one, such as a cast, reads it, and the result is written into chunks as
+usual.
 """
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from gemini import _C
+from gemini.chunk import Chunk, CutChunk
 from gemini.chunk.manager import Parts
 from gemini.errors import InputError
 from gemini.integrations.safetensors_files import StoredTensor
@@ -24,41 +29,103 @@ from gemini.system.input_files import AGAIN
 
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _RESHAPES = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
+_MOST_PIECES = 2**16
+
+
+class Piece(NamedTuple):
+    """Bytes of a tensor that lie in a file: ``offset`` is where they begin in ``stored``, ``begin`` where in
+    the tensor."""
+
+    stored: StoredTensor
+    offset: int
+    begin: int
+    nbytes: int
 
 
 class UnreadTensor(torch.Tensor):
-    """A tensor of a file that nobody has read: an operator on it reads it."""
+    """A tensor of a file that nobody has read, or some that were put together: an operator on it reads it."""
 
-    stored: StoredTensor
+    pieces: Sequence[Piece]
+    _read: Callable[[], torch.Tensor]
 
     @staticmethod
     def __new__(cls, stored: StoredTensor) -> UnreadTensor:
         """Return what passes for the tensor that ``stored`` is."""
-        made: UnreadTensor = torch.Tensor._make_wrapper_subclass(
-            cls, stored.shape, dtype=stored.dtype, device=torch.device("cpu")
-        )
-        made.stored = stored
-        return made
+        pieces = [Piece(stored, 0, 0, stored.nbytes)]
+        return cls._made(stored.shape, stored.dtype, pieces, lambda: stored.reads.take(stored))
 
     def __init__(self, stored: StoredTensor) -> None:
         """Do nothing: it was made."""
 
+    @classmethod
+    def _made(
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        pieces: Sequence[Piece],
+        read: Callable[[], torch.Tensor],
+    ) -> UnreadTensor:
+        made: UnreadTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), dtype=dtype, device=torch.device("cpu")
+        )
+        made.pieces, made._read = pieces, read
+        return made
+
     def read(self) -> torch.Tensor:
         """Return a copy in memory. Raises CheckpointError."""
-        return self.stored.reads.take(self.stored)
+        return self._read()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Read what ``func`` is given, but where it only passes it on."""
+        """Read what ``func`` is given, but where it only passes it on or puts tensors behind each other, as
+        loaders do with experts that files have one by one."""
         if func in _SAME or (func in _RESHAPES and tuple(args[1]) == tuple(args[0].shape)):
-            return UnreadTensor(args[0].stored)
+            return cls._made(args[0].shape, args[0].dtype, args[0].pieces, args[0].read)
+        if func in (torch.ops.aten.stack.default, torch.ops.aten.cat.default) and not kwargs:
+            joined = cls._joined(func, *args)
+            if joined is not None:
+                return joined
         args, kwargs = tree_map_only(UnreadTensor, UnreadTensor.read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    @classmethod
+    def _joined(cls, func: Any, tensors: Sequence[Any], dim: int = 0) -> UnreadTensor | None:
+        """Return several tensors as one; None where they are not alike, or would be very many pieces."""
+        alike = all(type(t) is UnreadTensor and t.dtype == tensors[0].dtype for t in tensors)
+        if not alike or len({t.dim() for t in tensors}) > 1:
+            return None
+        with torch._C._DisableTorchDispatch():
+            described = [torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for t in tensors]
+        shape = func(described, dim).shape
+        outer = math.prod(shape[: dim % len(shape)])
+        if outer * sum(len(t.pieces) for t in tensors) > _MOST_PIECES:
+            return None
+        pieces: list[Piece] = []
+        at = 0
+        for index in range(outer):
+            for tensor in tensors:
+                nbytes = tensor.numel() * tensor.itemsize // outer
+                pieces += _part(tensor.pieces, index * nbytes, nbytes, at)
+                at += nbytes
+        return cls._made(shape, tensors[0].dtype, pieces, lambda: func([t.read() for t in tensors], dim))
+
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"UnreadTensor({self.stored.name}, {tuple(self.shape)}, {self.dtype})"
+        names = ", ".join(dict.fromkeys(piece.stored.name for piece in self.pieces[:2]))
+        return f"UnreadTensor({names}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _part(pieces: Sequence[Piece], first: int, nbytes: int, at: int) -> Iterator[Piece]:
+    """Yield ``nbytes`` of ``pieces``, which ascend, from ``first`` on; they begin at ``at`` in another
+    tensor."""
+    place = max(0, bisect_right(pieces, first, key=lambda piece: piece.begin) - 1)
+    for piece in islice(pieces, place, None):
+        if piece.begin >= first + nbytes:
+            return
+        begin, end = max(first, piece.begin), min(first + nbytes, piece.begin + piece.nbytes)
+        if begin < end:
+            yield Piece(piece.stored, piece.offset + begin - piece.begin, at + begin - first, end - begin)
 
 
 class StoredWeights:
@@ -66,18 +133,18 @@ class StoredWeights:
 
     def __init__(self, storage: ModelStorage, manager: GeminiManager) -> None:
         self._storage, self._manager = storage, manager
-        self._stored: dict[ManagedSlot, StoredTensor] = {}
+        self._stored: dict[ManagedSlot, UnreadTensor] = {}
 
     def __contains__(self, slot: ManagedSlot) -> bool:
         return slot in self._stored
 
-    def take(self, slot: ManagedSlot, stored: StoredTensor) -> bool:
-        """Say whether a parameter can be read where ``stored`` is; then it need not be written."""
+    def take(self, slot: ManagedSlot, tensor: UnreadTensor) -> bool:
+        """Say whether a parameter can be read where ``tensor`` is; then it need not be written."""
         view, chunks = slot.param_view, self._manager.chunks
-        fits = view.dtype == stored.dtype and view.shape == stored.shape and view.is_contiguous()
+        fits = view.dtype == tensor.dtype and view.shape == tensor.shape and view.is_contiguous()
         if not (fits and chunks.can_read_files and slot.group.shard is None and slot.group.grad is None):
             return False
-        self._stored[slot] = stored
+        self._stored[slot] = tensor
         return True
 
     def values_of(self, slot: ManagedSlot) -> torch.Tensor:
@@ -100,19 +167,37 @@ class StoredWeights:
 
     def _leave(self, groups: list[ChunkGroup]) -> None:
         slots = [slot for group in groups for slot in group.members]
-        used = {self._stored[slot].path: self._stored[slot].descriptor for slot in slots}
+        used = {
+            piece.stored.path: piece.stored.descriptor
+            for slot in slots
+            for piece in self._stored[slot].pieces
+        }
         for path, descriptor in used.items():
             if not os.path.samestat(path.stat(), os.fstat(descriptor)):
                 raise InputError(f"{path} was replaced while the model was loaded; {AGAIN}")
         places = {path: index for index, path in enumerate(used)}
         files = _C.SourceFiles([os.fspath(path) for path in used])
-        chunks: dict[int, Parts] = {
-            group.param.id: [self._part(slot, places[self._stored[slot].path]) for slot in group.members]
-            for group in groups
-        }
-        tensors = [slot.param_ref.tensors[0] for slot in slots]
+        chunks: dict[int, Parts] = {}
+        for group in groups:
+            pieces = [piece for slot in group.members for piece in self._placed(slot)]
+            for chunk, first in _chunks_of(group):
+                parts = _part(pieces, first, chunk.spec.nbytes, 0)
+                chunks[chunk.id] = [
+                    (places[p.stored.path], p.stored.begin + p.offset, p.begin, p.nbytes) for p in parts
+                ]
+        tensors = [tensor for slot in slots for tensor in slot.param_ref.tensors]
         self._manager.chunks.find_on_disk(tensors, files, chunks)
 
-    def _part(self, slot: ManagedSlot, file: int) -> tuple[int, int, int, int]:
-        stored = self._stored[slot]
-        return file, stored.begin, slot.start * stored.dtype.itemsize, stored.nbytes
+    def _placed(self, slot: ManagedSlot) -> Iterator[Piece]:
+        """Yield the pieces of a parameter by where they begin in its chunk."""
+        tensor = self._stored[slot]
+        for piece in tensor.pieces:
+            yield piece._replace(begin=piece.begin + slot.start * tensor.itemsize)
+
+
+def _chunks_of(group: ChunkGroup) -> Iterator[tuple[Chunk, int]]:
+    """Yield the chunks that a group's chunk of parameters is, with the byte at which each begins."""
+    first = 0
+    for chunk in group.param.parts if isinstance(group.param, CutChunk) else (group.param,):
+        yield chunk, first
+        first += chunk.spec.nbytes

@@ -290,7 +290,7 @@ class _Loading:
                 )
             plain = values.detach()
             if isinstance(plain, UnreadTensor):
-                if self._stored is None or not self._stored.take(slot, plain.stored):
+                if self._stored is None or not self._stored.take(slot, plain):
                     self._filling.write(slot, plain.read())
             else:
                 self._filling.write(slot, plain)

@@ -20,8 +20,8 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
 
 
-def mixtral() -> Any:
-    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+def mixtral(hidden: int = 32) -> Any:
+    sizes = {"vocab_size": 96, "hidden_size": hidden, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
 
@@ -51,11 +51,30 @@ def test_it_generates_the_same_tokens_without_a_second_copy(tmp_path: Path, dtyp
     handle.close()
 
 
-def test_experts_that_loading_merges_are_copied_and_all_others_stay(tmp_path: Path) -> None:
-    directory = saved(mixtral, tmp_path / "model", torch.float32)
+@pytest.mark.parametrize("hidden", [32, 64])  # rows of an array are whole pages with 64 alone
+def test_experts_that_files_have_one_by_one_stay_there(tmp_path: Path, hidden: int) -> None:
+    directory = saved(lambda: mixtral(hidden), tmp_path / "model", torch.float32)
+    names = transformers.modeling_utils.safe_open(next(directory.glob("*.safetensors")), "pt").keys()
+    assert any(".experts.0." in name for name in names)
     want = tokens(transformers.MixtralForCausalLM.from_pretrained(directory))
+    model = gemini.from_pretrained(directory, trains=False, device_bytes=256 * KIB, non_model_bytes=0)
+    handle = gemini.handle_of(model)
+    assert handle.stats()["disk_read"]["bytes"] == 0
+    assert tokens(model) == want
+    assert handle.stats()["disk_write"]["bytes"] == 0
+    handle.close()
+
+
+def test_a_cast_of_merged_experts_is_copied(tmp_path: Path) -> None:
+    directory = saved(mixtral, tmp_path / "model", torch.float32)
+    want = tokens(transformers.MixtralForCausalLM.from_pretrained(directory, dtype=torch.bfloat16))
     model = gemini.from_pretrained(
-        directory, trains=False, device_bytes=256 * KIB, disk_dir=str(tmp_path), non_model_bytes=0
+        directory,
+        trains=False,
+        dtype=torch.bfloat16,
+        device_bytes=256 * KIB,
+        disk_dir=str(tmp_path),
+        non_model_bytes=0,
     )
     assert tokens(model) == want
     gemini.handle_of(model).close()
