@@ -20,6 +20,8 @@ from torch import Tensor
 import gemini
 from gemini.errors import StateError
 from gemini_bench.cases import choose, run_cases
+from gemini_bench.inference_experts import experts
+from gemini_bench.inference_experts import measure as measure_experts
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
@@ -104,7 +106,11 @@ def checkpoint(session: Session) -> CaseResult:
     return CaseResult(rows, dataclasses.asdict(settings), found)
 
 
-CASES: Mapping[str, Callable[[Session], CaseResult]] = {"decode": decode, "checkpoint": checkpoint}
+CASES: Mapping[str, Callable[[Session], CaseResult]] = {
+    "decode": decode,
+    "checkpoint": checkpoint,
+    "experts": experts,
+}
 
 
 def chosen(names: Sequence[str] | None) -> list[str]:
@@ -124,21 +130,30 @@ def _options(settings: Settings, session: Session) -> dict[str, Any]:
 # -- in the worker -------------------------------------------------------------------------------
 
 
-class _Passes:
-    """What each pass took: processor seconds, and bytes read, where ``read`` says how many there were."""
+class Passes:
+    """What each pass took: processor seconds, bytes read, and what else ``count`` counts, where ``read`` says
+    how many bytes there were. ``before`` is called before each pass."""
 
-    def __init__(self, read: Callable[[], int], before: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        read: Callable[[], int],
+        count: Callable[[], int] = lambda: 0,
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         self.cpu_seconds: list[float] = []
         self.read_bytes: list[int] = []
-        self._read, self._prepare = read, before
-        self._since = (_cpu_seconds(), read())
+        self.others: list[int] = []
+        self._read, self._count, self._prepare = read, count, before
+        self._since = (_cpu_seconds(), read(), count())
 
     def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
-        now = _cpu_seconds(), self._read()
+        now = _cpu_seconds(), self._read(), self._count()
         self.cpu_seconds.append(now[0] - self._since[0])
         self.read_bytes.append(now[1] - self._since[1])
+        self.others.append(now[2] - self._since[2])
         self._prepare()
-        self._since = (_cpu_seconds(), self._read())
+        self._since = (_cpu_seconds(), self._read(), self._count())
         return scores
 
 
@@ -198,7 +213,7 @@ def measure_decode(options: dict[str, Any]) -> dict[str, Any]:
     elif options["kind"] == "accelerate":
         importlib.import_module("accelerate").disk_offload(model, str(folder), execution_device="cpu")
         drop = partial(_drop_from_cache, folder)
-    took = _Passes(partial(_read_bytes, handle), drop)
+    took = Passes(partial(read_bytes, handle), before=drop)
     tokens = _generate(model, options["batch"], _LEFT_OUT + options["passes"], took)
     held = 0 if handle is None else handle.stats()["device"]["bytes"]
     beside = _resident_bytes() - before - held
@@ -219,7 +234,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def _read_bytes(handle: Any) -> int:
+def read_bytes(handle: Any) -> int:
     """Return what was read from the disk so far; 0 where nobody manages the model."""
     return 0 if handle is None else int(handle.stats()["disk_read"]["bytes"])
 
@@ -250,8 +265,8 @@ def measure_checkpoint(options: dict[str, Any]) -> dict[str, Any]:
     answering = gemini.from_pretrained(directory, trains=False, device_bytes=budget).eval()
     seconds = _cpu_seconds() - begin
     handle = gemini.handle_of(answering)
-    loading = _read_bytes(handle)
-    took = _Passes(partial(_read_bytes, handle), _nothing)
+    loading = read_bytes(handle)
+    took = Passes(partial(read_bytes, handle))
     if _generate(answering, 1, 2, took) != want:
         raise StateError("the tokens are not those of the model that was saved")
     written = handle.stats()["disk_write"]["bytes"]
@@ -265,4 +280,4 @@ def measure_checkpoint(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TASKS = {"decode": measure_decode, "checkpoint": measure_checkpoint}
+TASKS = {"decode": measure_decode, "checkpoint": measure_checkpoint, "experts": measure_experts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -26,6 +27,13 @@ def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoint-4" / "gemini").is_dir()
     assert (tmp_path / "state" / "gemini").is_dir()
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")
+
+
+def test_the_mixture_of_the_page_answers_within_its_budget(tmp_path: Path) -> None:
+    (program,) = programs_of("experts.md")
+    tokens, read_bytes = run(program, tmp_path).splitlines()[-2:]
+    assert len(json.loads(tokens)) == 24
+    assert int(read_bytes) > 0
 
 
 @pytest.mark.dear("the commands of the page run in processes of their own")

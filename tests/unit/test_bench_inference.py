@@ -10,7 +10,7 @@ import pytest
 from pairs import first
 
 from gemini.cli.main import main
-from gemini_bench import inference
+from gemini_bench import inference, inference_experts
 
 
 @pytest.mark.dear("one real run of a case: two programs, each of which imports transformers")
@@ -26,6 +26,23 @@ def test_a_quick_run_measures_every_row_of_a_case(
     assert rows
     assert all(row["value"] is not None for row in rows)
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_verdicts_of_experts_follow_from_what_passes_read_and_used() -> None:
+    def run(read: int, prompt: float, peak: int) -> dict[str, Any]:
+        seconds = {"cpu_seconds": 0.3, "resident_cpu_seconds": 0.1}
+        sizes = {"used_bytes": 100, "device_bytes": 50, "peak_bytes": peak}
+        return {"read_bytes": read, "prompt_reads": prompt, **sizes, **seconds}
+
+    rows = {
+        row.what: row
+        for row in inference_experts.rows_of({"a 1": run(45, 0.8, 50), "a 8": run(75, 1.2, 51)}, (1, 8))
+    }
+    what = "bytes read / bytes of the experts used"
+    assert (rows[f"a 1: {what}"].value, rows[f"a 1: {what}"].met) == (0.45, True)
+    assert rows[f"a 8: {what}"].met is False
+    assert [rows[f"a {batch}: the same, of a long prompt"].met for batch in (1, 8)] == [True, False]
+    assert [rows[f"a {batch}: most on DEVICE / budget"].met for batch in (1, 8)] == [True, False]
 
 
 def test_verdicts_follow_from_bytes_and_processor_time() -> None:
