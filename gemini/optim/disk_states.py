@@ -30,7 +30,7 @@ import torch
 
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec
-from gemini.chunk.dense import flat
+from gemini.chunk.layout import flat
 from gemini.errors import IoError, StateError
 from gemini.offload.async_file import AsyncFile, direct_memory, round_to_block
 from gemini.optim.kernels import ARRAYS, AdamHyper, AdamRow, AdamStep, GradScale, KeptAdamTable, StateFormat

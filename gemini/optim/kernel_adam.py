@@ -14,7 +14,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch.optim.optimizer import ParamsT, StateDict
 
-from gemini.chunk.dense import is_dense, ordered_like
+from gemini.chunk.layout import is_dense, ordered_like
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload.async_file import Directories, checked_directories
 from gemini.optim.disk_states import DiskRows, DiskStates, Extent, Source, Update

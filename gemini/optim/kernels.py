@@ -19,7 +19,7 @@ import torch
 
 from gemini import _C
 from gemini.chunk.chunk import BLOCK_NUMEL, StateSpec, num_blocks
-from gemini.chunk.dense import flat, is_dense, ordered_like, same_order
+from gemini.chunk.layout import flat, is_dense, ordered_like, same_order
 from gemini.errors import ConfigError, StateError
 from gemini.system.device import launching
 

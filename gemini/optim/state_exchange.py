@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import Optimizer, StateDict
 
 from gemini.chunk.chunk import StateSpec
-from gemini.chunk.dense import flat
+from gemini.chunk.layout import flat
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError, StateError
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.chunk.chunk import StateSpec
-from gemini.chunk.dense import flat, ordered_like
+from gemini.chunk.layout import flat, ordered_like
 from gemini.errors import ConfigError, in_words
 from gemini.optim.data_flow import DataFlow
 from gemini.optim.marks import Marks, Seat

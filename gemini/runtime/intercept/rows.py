@@ -98,7 +98,9 @@ class _Work(ABC):
             mine = [place for place, row in enumerate(self._needs) if row in chosen]
             made.append(operate(*self.some(turn, mine), _together(used[row] for row in turn)))
             places += mine
-        return self._in_order(torch.cat(made), torch.tensor(places, device=self._weight.device))
+        return self._in_order(
+            torch.cat(made), torch.tensor(places, dtype=torch.int64, device=self._weight.device)
+        )
 
     @abstractmethod
     def all(self) -> Given:

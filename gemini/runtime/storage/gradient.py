@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from gemini.chunk import Chunk
-from gemini.chunk.dense import ordered_like
+from gemini.chunk.layout import ordered_like
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate, TensorRef, TensorState
 from gemini.runtime.gate.guards import RefusingGate
