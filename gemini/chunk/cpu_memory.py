@@ -45,8 +45,8 @@ class CpuMemory:
     def joined(self, first: _C.Window, dtype: torch.dtype, numel: int) -> torch.Tensor:
         return torch.frombuffer(self._space.span(first, numel * dtype.itemsize), dtype=dtype, count=numel)
 
-    def lend(self, window: _C.Window) -> tuple[torch.UntypedStorage, object]:
-        view = memoryview(window)
+    def lend(self, window: _C.Window, nbytes: int) -> tuple[torch.UntypedStorage, object]:
+        view = memoryview(window if nbytes <= window.nbytes else self._space.span(window, nbytes))
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage(), view
 
     def follow(self) -> None:

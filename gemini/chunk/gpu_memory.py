@@ -115,7 +115,7 @@ class GpuMemory:
     def joined(self, first: _C.GpuWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
         raise StateError("a tensor of a GPU lies in one chunk")
 
-    def lend(self, window: _C.GpuWindow) -> tuple[torch.UntypedStorage, object]:
+    def lend(self, window: _C.GpuWindow, nbytes: int) -> tuple[torch.UntypedStorage, object]:
         life = _Life()
         kind, bits = _DLPACK_TYPES[torch.uint8]
         return from_dlpack(self._gpu.dlpack(window, kind, bits, window.nbytes, life)).untyped_storage(), life

@@ -502,10 +502,10 @@ class ChunkManager:
         held = self.table.tensor_state(tensor) != _C.TensorState.FREE
         return held or (self.stow is not None and self.stow.holds(tensor))
 
-    def lend(self, chunk: Chunk) -> tuple[torch.UntypedStorage, object]:
-        """Return a storage over the window of ``chunk``, which keeps it in no place, and an object that lives
-        as long as the storage does."""
-        return self._memory.lend(chunk.window)
+    def lend(self, chunk: Chunk, count: int = 1) -> tuple[torch.UntypedStorage, object]:
+        """Return a storage over the windows of ``chunk`` and of those that follow it, ``count`` in all, which
+        keeps them in no place, and an object that lives as long as the storage does."""
+        return self._memory.lend(chunk.window, count * chunk.spec.nbytes)
 
     def acquire(self, tensors: TensorIds, *, traced: bool, on_host: bool = False) -> None:
         """Bring the tensors' chunks to DEVICE, or for the CPU to HOST (:func:`host_tensor`), and pin them

@@ -80,9 +80,9 @@ class ChunkMemory(Protocol[W, H]):
     def joined(self, first: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the flat tensor over a window and those that follow it, of devices that cut chunks."""
 
-    def lend(self, window: W) -> tuple[torch.UntypedStorage, object]:
-        """Return a storage over a window, and an object that lives as long as the storage does, to refer to
-        weakly."""
+    def lend(self, window: W, nbytes: int) -> tuple[torch.UntypedStorage, object]:
+        """Return a storage over ``nbytes`` from a window on, and an object that lives as long as the storage
+        does, to refer to weakly. What lies in one chunk has no more than the window."""
 
     def follow(self) -> None:
         """Take note of where the caller's operators run from now on."""

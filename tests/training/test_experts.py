@@ -261,3 +261,50 @@ def test_rows_that_are_no_whole_pages_share_chunks(tmp_path: Path) -> None:
     up: Any = ddp.module[0].up  # type: ignore[index]
     assert len(up._ref.tensors) == EXPERTS // 2
     assert up[0]._ref.tensors == up[1]._ref.tensors
+
+
+class Scaled(torch.autograd.Function):
+    """Saves a weight itself, as a kernel of one's own does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, row: int) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.row = row
+        return x @ weight[row]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return grad @ weight[ctx.row].T, None, None
+
+
+class Custom(nn.Module):
+    """Two experts in turn, by a function that saves all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 8, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of a product with rows 2 and 6."""
+        x = self.first(x)
+        for row in (2, 6):
+            x = Scaled.apply(x, self.up, row)  # type: ignore[no-untyped-call]
+        return x.sum()
+
+
+def test_a_function_that_saves_all_experts_gets_them_back_in_backward(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Custom()
+    model = copy.deepcopy(plain)
+    handle = gemini.manage(
+        model, device_bytes=20 * ROW_BYTES, host_bytes=0, disk_dir=tmp_path, activation_offload=True
+    )
+    assert handle.storage.chunks.has_choices
+    x = tokens(8)
+    plain(x).backward()
+    handle.backward(model(x))
+    expected = plain.first.weight.grad
+    assert torch.equal(model.first.weight.grad.clone(), expected)  # type: ignore[union-attr, arg-type]

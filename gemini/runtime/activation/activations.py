@@ -98,7 +98,7 @@ class Parcel:
         "pad",
         "start",
         "stop",
-        "tensor",
+        "tensors",
     )
 
     def __init__(
@@ -106,7 +106,7 @@ class Parcel:
     ) -> None:
         """``pad``: how far behind the begin of the chunk the bytes begin."""
         self._gone = gone
-        self.chunk, self.tensor = place
+        self.chunk, self.tensors = place[0], (place[1],)
         self.start, self.stop, self._whole = extent
         self.pad = pad
         base = _base(saved)
@@ -236,7 +236,7 @@ class ActivationOffload:
             return Kept(tensor)
         chunks = self._gate.chunks
         chunk = chunks.chunks[chunks.table.chunk_of(ref.tensors[0])]
-        owner = Weight(chunk, ref.tensors[0])
+        owner = Weight(chunk, ref.tensors)
         return Stored(tensor, self._leases, owner, tensor.data_ptr() - chunk.window.address)
 
     def _worth_storing(self, tensor: torch.Tensor) -> bool:
@@ -280,7 +280,7 @@ class ActivationOffload:
             since = time.perf_counter()
             parcel.fill(tensor)
         finally:
-            gate.post_op((parcel.tensor,), dirty=True)
+            gate.post_op(parcel.tensors, dirty=True)
         self._parcels.setdefault(tensor.untyped_storage()._cdata, []).append(weakref.ref(parcel))
         self._leave_behind(parcel.chunk)
         if self.recompute is not None:

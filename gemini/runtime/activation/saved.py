@@ -177,11 +177,11 @@ class KeepPlan:
 
 
 class Tenant(Protocol):
-    """What a lease keeps alive: ``tensor`` is its id in the chunk table, ``fate`` what to note before it is
-    fetched."""
+    """What a lease keeps alive: ``tensors`` are its ids in the chunk table, ``fate`` what to note before it
+    is fetched. Its memory is that of ``chunk`` and, of what is cut, of those that follow it: one each."""
 
     @property
-    def tensor(self) -> int: ...
+    def tensors(self) -> tuple[int, ...]: ...
 
     @property
     def chunk(self) -> Chunk: ...
@@ -197,7 +197,7 @@ def pin(gate: Gate, tenant: Tenant) -> None:
         OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
     """
     try:
-        gate.pre_op((tenant.tensor,))
+        gate.pre_op(tenant.tensors)
     except OutOfBudgetError as error:
         is_saved = tenant.chunk.spec.kind is ChunkKind.ACTIVATION
         too_large = too_large_now(gate.chunks, tenant.chunk) if is_saved else None
@@ -218,7 +218,7 @@ class Leases:
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._living: dict[int, tuple[weakref.ref[object], Tenant]] = {}  # by the id of the reference
-        self.ended: deque[int] = deque()  # tensors to unpin, once per entry
+        self.ended: deque[tuple[int, ...]] = deque()  # tensors to unpin, once per entry
         gate.settle_before(self.ended, self.settle)
 
     def storage(self, tenant: Tenant) -> torch.UntypedStorage:
@@ -234,29 +234,29 @@ class Leases:
             tenant.fate.settle(gate.chunks.table, tenant.chunk.id)
         pin(gate, tenant)
         try:
-            storage, life = gate.chunks.lend(tenant.chunk)
+            storage, life = gate.chunks.lend(tenant.chunk, len(tenant.tensors))
             lease = weakref.ref(life, self._end)
             self._living[id(lease)] = lease, tenant
         except BaseException:
-            gate.post_op((tenant.tensor,), False)
+            gate.post_op(tenant.tensors, False)
             raise
         return storage
 
     def settle(self) -> None:
         """Unpin what nobody looks at any more."""
         while self.ended:
-            self._gate.chunks.release((self.ended.popleft(),), dirty=False)
+            self._gate.chunks.release(self.ended.popleft(), dirty=False)
 
     def repin(self) -> None:
         """Pin again after everything was unpinned; nothing may have been evicted meanwhile."""
         self.ended.clear()
-        living = [tenant.tensor for _, tenant in list(self._living.values())]
+        living = [tensor for _, tenant in list(self._living.values()) for tensor in tenant.tensors]
         if living:
             self._gate.chunks.acquire(living, traced=False)
 
     def _end(self, lease: weakref.ref[object]) -> None:
         _, tenant = self._living.pop(id(lease))
-        self.ended.append(tenant.tensor)
+        self.ended.append(tenant.tensors)
 
 
 class Saved(Protocol):
@@ -348,5 +348,5 @@ class Weight:
     """Memory of a managed tensor, as a tenant that its parameter keeps."""
 
     chunk: Chunk
-    tensor: int
+    tensors: tuple[int, ...]
     fate: None = None
