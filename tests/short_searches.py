@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 # Of 25 million units. Every kind of plan is tried, and some are changed a little; a whole search takes longer
-# than most trainings of the tests. Tests of the search itself (tests/unit, tests/planner) run all of it.
+# than most trainings of the tests. Tests of the search itself (tests/unit) run all of it.
 SHORT_SEARCH = 3_000_000

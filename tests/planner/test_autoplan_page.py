@@ -13,6 +13,7 @@ import torch
 
 from gemini.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("kept_records")
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "autoplan.md").read_text()
 
 

@@ -34,7 +34,7 @@ from gemini.planner.operators.program import MisfitError, solve
 
 STEPS = 3
 MODELS = {
-    "language": (lambda: Language(dropout=0.1), language_batch, language_loss),
+    "language": (lambda: Language(1, dropout=0.1), language_batch, language_loss),
     "short": (lambda: Language(1), language_batch, language_loss),
     "pictures": (Pictures, picture_batch, picture_loss),
 }

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairs import first
 from planner_models import GIB, Net, machine, net, question, run_of
 
 from gemini import ConfigError
@@ -21,6 +22,8 @@ from gemini.planner.prices import Misfit, Price
 from gemini.planner.records import CutModel, Part
 from gemini.planner.search import Question, search, search_each
 from gemini.planner.space import Combination, Pins, below, combinations, layouts
+
+pytestmark = pytest.mark.usefixtures("kept_records")
 
 
 def drawn(seed: int) -> tuple[int, ...]:
@@ -59,7 +62,7 @@ def best(inner: tuple[int, ...], asked: Question) -> Price | None:
 
 
 @pytest.mark.dear("every combination of a model and a machine is priced")
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", first((11, 9, 8, 1, 0, 2, 4, 6, 3, 5, 7, 10), 8))
 def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
     inner, draw = drawn(seed), random.Random(seed)
     capacity = Capacity(draw.choice((2**14, 2**16, 2**20)), draw.choice((0, 2**20)), draw.choice((0, 2**20)))
@@ -74,7 +77,7 @@ def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
 
 
 @pytest.mark.dear("each seed is searched with several machines and pins")
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", first((1, 2, 0, 3, 4), 3))
 def test_more_room_and_faster_links_are_never_slower(seed: int) -> None:
     inner = drawn(seed)
     times = []
@@ -92,11 +95,12 @@ def test_more_room_and_faster_links_are_never_slower(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_pin_is_kept_and_one_less_is_never_slower(seed: int) -> None:
     inner, asked = drawn(seed), question(4, 8, seed)
-    free = best(inner, asked)
-    assert free is not None
-    for text in ("dp=2", "pp=2", "zero=3", "recompute=all", "microbatches=2", "schedule=gpipe"):
-        pinned = best(inner, replace(asked, pins=Pins.parse([text])))
-        assert pinned is not None, text
+    texts = ("dp=2", "pp=2", "zero=3", "recompute=all", "microbatches=2", "schedule=gpipe")
+    pins = [Pins({}), *(Pins.parse([text]) for text in texts)]
+    found = search_each(net(*inner), run_of, asked, pins)
+    assert all(each.prices for each in found)
+    free, *every = (each.prices[0] for each in found)
+    for text, pinned in zip(texts, every, strict=True):
         assert pinned.step_seconds >= free.step_seconds
         choice, (name, _, value) = pinned.combination, text.partition("=")
         said = {

@@ -13,6 +13,7 @@ import gemini
 from gemini.cli.main import main
 from gemini.parallel import ParallelPlan
 
+pytestmark = pytest.mark.usefixtures("kept_records")
 MODEL = "gpt:layers=4,hidden=32,heads=4"
 STEP = ["--seq", "16", "--batch", "8"]
 
@@ -35,10 +36,11 @@ def test_the_plan_is_explained_and_kept(
     assert main(asked("--ranks", "4", "--device-bytes", "1GiB", "--save-plan", str(kept), *described)) == 0
     said = capsys.readouterr().out
     plan = ParallelPlan.load(kept)
+    assert kept.name in said.replace("\n", "")  # a long path is broken
     assert plan.world_size == 4
     assert plan.num_microbatches * plan.microbatch_size * plan.layout.dp == 8
     assert plan.explain().splitlines()[0] in said
-    for words in ("Runners-up", "a step is predicted to take", "combinations were priced", str(kept.name)):
+    for words in ("Runners-up", "a step is predicted to take", "combinations were priced"):
         assert words in said
 
 
