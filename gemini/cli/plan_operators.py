@@ -14,9 +14,10 @@ from gemini.cli.plan_search import run as run_search
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import ModelSource
 from gemini.planner.operators.auto import make_problem
+from gemini.planner.operators.axes import solve_on_mesh
 from gemini.planner.operators.capture import CaptureError, capture
 from gemini.planner.operators.plan import plan_of
-from gemini.planner.operators.program import MisfitError, solve
+from gemini.planner.operators.program import MisfitError
 from gemini.planner.search import require_speeds
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 
@@ -68,7 +69,8 @@ def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, s
             problem = make_problem(
                 captured, (ranks,), settings.machine, sample_seconds=settings.sample_seconds
             )
-            plan = plan_of(problem, solve(problem.program, settings.config.device_bytes))
+            found = solve_on_mesh(problem.program, problem.axes, settings.config.device_bytes)
+            plan = plan_of(problem, found)
     except MisfitError as error:
         if options.json:
             print_json({"model": source.name, "fits": False, "why": str(error)})

@@ -22,11 +22,11 @@ from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.collective_speeds import measure_among
 from gemini.parallel.mesh import Axis
 from gemini.planner.operators.apply import MeshRank, OperatorParallel
+from gemini.planner.operators.axes import solve_on_mesh
 from gemini.planner.operators.capture import Captured, LossOf, capture
 from gemini.planner.operators.convert import Converter, Links
 from gemini.planner.operators.plan import OperatorPlan, plan_of
 from gemini.planner.operators.problem import OperatorSeconds, StepProblem
-from gemini.planner.operators.program import solve
 from gemini.planner.operators.rules import Rules
 from gemini.system.config import parse_bytes
 
@@ -144,4 +144,4 @@ class _Asked:
     def _plan(self, machine: MachineSpeeds) -> tuple[StepProblem, OperatorPlan]:
         seconds = _SAMPLE_SECONDS if self.machine is None else 0.0
         problem = make_problem(self.captured, self.sizes, machine, sample_seconds=seconds)
-        return problem, plan_of(problem, solve(problem.program, self.budget))
+        return problem, plan_of(problem, solve_on_mesh(problem.program, problem.axes, self.budget))

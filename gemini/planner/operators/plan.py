@@ -152,13 +152,12 @@ def plan_of(problem: StepProblem, solution: Solution) -> OperatorPlan:
                 seconds,
             )
         )
-    whole = [_whole_choice(each) for each in problem.choices]
     return OperatorPlan(
         problem.sizes,
         solution.choices,
         solution.seconds,
         solution.bound,
-        evaluate(program, whole)[0],
+        evaluate(program, problem.axes.whole)[0],
         int(solution.peak_bytes),
         dict(messages),
         dict(problem.uncovered),
@@ -189,12 +188,3 @@ def _told(
     said.append(f"{value.name}: {source} " + " ".join(f"{step} {made}" for step, made in path.steps))
     messages.update(step.kind for step, _ in path.steps if problem.converter.links.sends(step))
     return path.seconds
-
-
-def _whole_choice(strategies: Sequence[Strategy]) -> int:
-    """Return the choice in which every rank has all of everything."""
-    for number, each in enumerate(strategies):
-        layouts = [layout for layout in (*each.outputs, *each.inputs) if layout is not None]
-        if not any(layout.cut or layout.partial for layout in layouts):
-            return number
-    raise AssertionError("every node may run whole")

@@ -19,6 +19,7 @@ from torch import fx
 
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import Meter, Operation, OperationCosts
+from gemini.planner.operators.axes import Axes
 from gemini.planner.operators.capture import Captured, is_view
 from gemini.planner.operators.convert import Converter, OperatorLayout
 from gemini.planner.operators.local import tensors_of
@@ -328,6 +329,11 @@ class StepProblem:
             tuple(self._alike()),
             (self.captured.backward_begins - 1, len(self._position)),
         )
+
+    @cached_property
+    def axes(self) -> Axes:
+        """What the choices do along each axis of the mesh."""
+        return Axes.of(self.sizes, self.choices)
 
     def _alike(self) -> list[int]:
         """Return a number for each node. In a long step, nodes of equal blocks have equal ones, except in

@@ -24,7 +24,7 @@ from gemini.system.config import format_bytes
 _MOST_ROUNDS = 40  # of adding rows of bytes
 _MOST_MOMENTS = 8  # that a round adds
 _SCALE = 1000.0  # what the objective and budgets come to, for tolerances that are absolute
-_INFEASIBLE = 2
+_OPTIMAL, _INFEASIBLE = 0, 2
 _SMALL, _GAP, _LARGE_GAP, _LEAST_GAP = 500, 1e-6, 1e-3, 1e-6
 
 
@@ -66,6 +66,12 @@ class Program:
     alike: tuple[int, ...] = ()
     likely: tuple[int, ...] = (0,)
 
+    @property
+    def num_choices(self) -> int:
+        """How many choices nodes have that do not run alike."""
+        counts = {number: len(each) for number, each in zip(self.alike, self.seconds, strict=True)}
+        return sum(counts.values())
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -105,15 +111,14 @@ def solve(
     end = clock() + limit_seconds
     if gap is None:
         gap = _GAP if columns.num_binary <= _SMALL else _LARGE_GAP
-    found = columns.run((), None, limit_seconds, gap)
-    solution = columns.solution(found)
+    solution = columns.solution(columns.run((), None, limit_seconds, gap))
     if budget is None or solution.peak_bytes <= budget:
         return solution
     moments, slack = sorted({*program.likely, solution.peak_moment}), 0.0
     for _ in range(_MOST_ROUNDS):
         found = columns.run(moments, budget - slack, max(end - clock(), 1.0), gap)
         if found is None:
-            raise MisfitError(budget, least_bytes(program, moments))
+            raise MisfitError(budget, least_bytes(program))
         solution = columns.solution(found)
         if solution.peak_bytes <= budget:
             return solution
@@ -123,10 +128,9 @@ def solve(
     raise StateError(f"no choice within {budget} bytes was found in {_MOST_ROUNDS} rounds: raise the budget")
 
 
-def least_bytes(program: Program, moments: Sequence[int] = (), *, limit_seconds: float = 30.0) -> int:
-    """Return the smallest budget that does; ``moments`` may have the most bytes. Raises StateError where the
-    time is over."""
-    columns, moments = _Columns(program), sorted({*program.likely, *moments})
+def least_bytes(program: Program, *, limit_seconds: float = 30.0) -> int:
+    """Return the smallest budget that does. Raises StateError where the time is over."""
+    columns, moments = _Columns(program), sorted({*program.likely})
     peak = math.inf
     for _ in range(_MOST_ROUNDS):
         found = columns.run(moments, None, limit_seconds, _LEAST_GAP, least=True)
@@ -138,6 +142,45 @@ def least_bytes(program: Program, moments: Sequence[int] = (), *, limit_seconds:
             break
         moments += more
     return math.ceil(peak)
+
+
+def nearest(
+    program: Program, budget: int, price: float, moments: list[int], *, limit_seconds: float, gap: float
+) -> Solution:
+    """Return choices of few seconds where each byte above the budget costs ``price`` seconds, so there always
+    are some. ``moments`` that have too much are added to it. Raises StateError where time was too short."""
+    columns, end = _Columns(program), time.monotonic() + limit_seconds
+    best, least = None, math.inf
+    for _ in range(_MOST_ROUNDS):
+        left = end - time.monotonic()
+        if best is not None and left <= 0:
+            break
+        solution = columns.solution(columns.run(moments, budget, max(left, 1.0), gap, price=price))
+        cost = solution.seconds + price * max(solution.peak_bytes - budget, 0.0)
+        if cost < least:
+            best, least = solution, cost
+        known = evaluate_moments(program, solution.choices)[moments] if moments else [0.0]
+        more = _worst(program, solution.choices, max(budget, *known), moments)
+        moments += more
+        if not more:
+            break
+    assert best is not None
+    return best
+
+
+def lower_bound(
+    program: Program, budget: int | None, moments: Sequence[int], *, limit_seconds: float
+) -> float:
+    """Return seconds that no choices within the budget are below: of the linear program, with rows for these
+    moments; where time is over, of the fastest choice of each node."""
+    columns = _Columns(program)
+    try:
+        found = columns.run(moments if budget is not None else (), budget, limit_seconds, 0.0, relaxed=True)
+    except StateError:
+        found = None
+    if found is None or found.status != _OPTIMAL:
+        return sum(float(each.min()) for each in program.seconds)
+    return columns.seconds(found)
 
 
 def _worst(program: Program, choices: Sequence[int], limit: float, known: Sequence[int]) -> list[int]:
@@ -301,34 +344,32 @@ class _Columns:
         gap: float,
         *,
         least: bool = False,
+        price: float | None = None,
+        relaxed: bool = False,
     ) -> Any:
         """Return what the solver finds with rows for these moments; None where nothing fits. ``least``: the
-        fewest bytes at the worst of them, whatever the seconds."""
+        fewest bytes at the worst of them, whatever the seconds; ``price``: of a byte above the budget, in
+        seconds, where that is allowed; ``relaxed``: choices may be divided."""
         cost = np.array(self._cost)
+        cost *= _SCALE / (unit_cost := max(float(cost.max()), 1e-30))
         limits, integral = np.ones(len(cost)), np.zeros(len(cost))
-        integral[: self.num_binary] = 1
+        integral[: self.num_binary] = 0 if relaxed else 1
         constraints = [self._matrix]
-        cost *= _SCALE / max(float(cost.max()), 1e-30)
         if moments:
             matrix = np.array([self._row(number) for number in moments])
-            fixed = self._program.constant_bytes
-            if least:  # one more column: the bytes at the worst of these moments
-                unit = _SCALE / max(float(matrix.max(initial=1.0)), 1.0)
+            room = 0.0 if least else (budget or 0.0) - self._program.constant_bytes
+            if room < 0 and price is None:
+                return None
+            unit = _SCALE / max(float(matrix.max(initial=1.0)) if least else room, 1.0)
+            if least or price is not None:  # one more column: the bytes above the room at the worst of these
                 wider = csr_matrix(self._matrix.A, copy=True)
                 wider.resize(wider.shape[0], len(cost) + 1)
                 constraints = [LinearConstraint(wider, self._matrix.lb, self._matrix.ub)]
-                matrix = np.concatenate([matrix * unit, -np.ones((len(matrix), 1))], axis=1)
-                cost = np.append(np.zeros(len(cost)), 1.0)
+                matrix = np.concatenate([matrix, np.full((len(matrix), 1), -1 / unit)], axis=1)
+                above = 1.0 if price is None else price / unit * _SCALE / unit_cost
+                cost = np.append(np.zeros(len(cost)) if least else cost, above)
                 limits, integral = np.append(limits, math.inf), np.append(integral, 0)
-                constraints.append(LinearConstraint(csr_matrix(matrix), -math.inf, 0.0))
-            else:
-                assert budget is not None
-                if fixed > budget:
-                    return None
-                unit = _SCALE / max(budget - fixed, 1.0)
-                constraints.append(
-                    LinearConstraint(csr_matrix(matrix * unit), -math.inf, (budget - fixed) * unit)
-                )
+            constraints.append(LinearConstraint(csr_matrix(matrix * unit), -math.inf, room * unit))
         found = milp(
             cost,
             integrality=integral,
@@ -344,6 +385,10 @@ class _Columns:
                 f"({found.message}): allow more time, or a larger budget"
             )
         return found
+
+    def seconds(self, found: Any) -> float:
+        """Return the seconds of what was found."""
+        return float(np.array(self._cost) @ found.x)
 
     def solution(self, found: Any) -> Solution:
         """Return what was found as choices."""
