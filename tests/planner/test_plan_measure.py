@@ -1,4 +1,4 @@
-"""``gemini plan --search --measure``: the plan whose steps took the shortest time is kept."""
+"""``gemini plan --search --measure``: the plan with the fastest steps is kept."""
 
 from __future__ import annotations
 

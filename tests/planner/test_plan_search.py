@@ -62,7 +62,7 @@ def best(inner: tuple[int, ...], asked: Question) -> Price | None:
 
 
 @pytest.mark.dear("every combination of a model and a machine is priced")
-@pytest.mark.parametrize("seed", first((11, 9, 8, 1, 0, 2, 4, 6, 3, 5, 7, 10), 8))
+@pytest.mark.parametrize("seed", first((11, 9, 8, 0, 2, 1, 3, 4, 5, 6, 7, 10), 5))
 def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
     inner, draw = drawn(seed), random.Random(seed)
     capacity = Capacity(draw.choice((2**14, 2**16, 2**20)), draw.choice((0, 2**20)), draw.choice((0, 2**20)))
