@@ -208,7 +208,8 @@ def build_runtime(
     ranks_here = peers.ranks_on_this_host if peers is not None else 1
 
     def draw() -> tuple[Drawing, Blueprint]:
-        drawing = Drawing(Outline.of(module, config), share, device, ranks_here)
+        cuts = share is None and device.cuts_chunks
+        drawing = Drawing(Outline.of(module, config), share, device, ranks_here, cuts)
         return drawing, drawing.draw(config)
 
     drawing, blueprint = together(draw)
@@ -248,7 +249,7 @@ def build_runtime(
     # The chunks of activations are made by the first step: no trace can name them before.
     manager = GeminiManager(storage.chunks, context, memstats=None if offload else config.memstats)
     storage.register(manager)
-    for members in choices(drawing.outline.experts, storage.slots) if device.cuts_chunks else ():
+    for members in choices(drawing.outline.experts, storage.slots) if drawing.cuts else ():
         storage.chunks.add_choice(members)
     if peers is not None:
         sharding = Sharding(
@@ -360,12 +361,14 @@ def draw_blueprint(
 @dataclass(frozen=True)
 class Drawing:
     """What a blueprint is drawn from besides options: a model's outline, this rank's ``share`` of its chunks,
-    the computing device, and how many ranks have this machine's memory together (``ranks_here``)."""
+    the computing device, how many ranks have this machine's memory together (``ranks_here``), and whether
+    experts that do not train move by themselves (``cuts``)."""
 
     outline: Outline
     share: Share | None
     device: ComputeDevice
     ranks_here: int
+    cuts: bool = False
 
     def draw(self, config: GeminiConfig, trained: Trained | None = None) -> Blueprint:
         """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with what
@@ -391,7 +394,7 @@ class Drawing:
             align_bytes=device.align_bytes,
         )
         _require_few_pieces(outline, found.chunk_numel)
-        groups = lay_out(outline, config, found.chunk_numel, device, cut=share is None)
+        groups = lay_out(outline, config, found.chunk_numel, device, cut=self.cuts)
         plans = plan_groups(groups, found.chunk_numel, share, device.block_bytes)
         operator = largest_operator(outline.operators, chunk_bytes(groups, device.block_bytes))
         windows = data_sizes((plan, Needs()) for plan in plans)
@@ -432,10 +435,9 @@ def lay_out(
     outline: Outline, config: GeminiConfig, chunk_numel: int, device: ComputeDevice, *, cut: bool = False
 ) -> list[GroupSpec]:
     """Split parameters by (dtype, trainable) and lay out each part in chunks of ``chunk_numel`` elements;
-    where they may be ``cut``, experts by themselves."""
+    ``cut``: experts that do not train by themselves."""
     itemsize = _least_itemsize(outline)
     frozen = [name for name in outline.params if name not in outline.trainable]
-    cut = cut and device.cuts_chunks
     experts = apart(outline.experts, outline.params, frozen, page_elements(itemsize)) if cut else {}
     parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, param in outline.params.items():
