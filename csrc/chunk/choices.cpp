@@ -17,8 +17,8 @@ void Choices::add(const std::vector<std::vector<ChunkId>>& members) {
   }
   std::ranges::sort(all);
   for (size_t i = 0; i < all.size(); ++i) {
-    if (all[i] < 0 || has(all[i]) || (i > 0 && all[i] == all[i - 1])) {
-      throw StateError("chunk " + std::to_string(all[i]) + " cannot be in a choice, or not twice");
+    if (has(all[i]) || (i > 0 && all[i] == all[i - 1])) {
+      throw StateError("chunk " + std::to_string(all[i]) + " is in a choice already");
     }
   }
   if (all.empty()) throw StateError("a choice needs a member");

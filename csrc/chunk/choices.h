@@ -1,4 +1,4 @@
-// Choices: chunks of which a use takes some and leaves the others, as a pass takes a few experts of
+// Choices: a use takes some of their chunks and leaves the others, as a pass takes a few experts of
 // a layer.
 #pragma once
 

@@ -44,7 +44,7 @@ class ChunkTable {
   // FREE -> HOLD for tensors that somebody else has put on DISK, all of a chunk without content.
   // Throws OutOfBudget, and StateError for one that is in use already; then nothing has changed.
   void found_on_disk(std::span<const TensorId> tensors);
-  // Makes chunks a choice, see Choices. Throws StateError for one that is not there, and as that.
+  // Makes chunks a choice (choices.h). Throws StateError for one that is not there, and as that.
   void add_choice(const std::vector<std::vector<ChunkId>>& members);
 
   // --- operators ---

@@ -117,8 +117,8 @@ class Chunk:
 
 
 class CutChunk:
-    """Chunks that follow each other, used as the one that they are parts of: one tensor over all of them, of
-    which memory is behind the parts that are pinned."""
+    """Chunks that follow each other, used as the one that they are parts of: one tensor over all of them.
+    Only parts on DEVICE have memory."""
 
     __slots__ = ("parts", "spec", "tensor")
 

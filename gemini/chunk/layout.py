@@ -1,5 +1,5 @@
-"""Where each parameter lies: parameters in order, packed into chunks of one size; and which size wastes
-least; and the memory order of dense tensors.
+"""Where each parameter lies: parameters in order, packed into chunks of one size; which size wastes least;
+and the memory order of dense tensors.
 
 A layout is counted in elements and is the same for every chunk kind (parameter, gradient, moments): element
 ``i`` of a parameter and element ``i`` of its gradient have the same chunk and offset. It holds no memory.

@@ -171,7 +171,7 @@ def _load_other(
                 if isinstance(error, GeminiError):
                     raise
                 raise PretrainedError(f"{directory} does not hold the module: {in_words(error)}") from error
-            stored.finish(filling.write)
+            stored.finish(module, filling.write)
             filling.finish()
             sharding = built.manager.sharding
             if sharding is not None:

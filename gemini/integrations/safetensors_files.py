@@ -63,6 +63,7 @@ class TensorReads:
     def __init__(self) -> None:
         self.spent: list[torch.Tensor] = []
         self.stand_in: Callable[[StoredTensor], torch.Tensor] | None = None
+        self._is_over = False  # the files are closed
         self._order: list[Readable] = []
         self._places: dict[str, int] = {}
         self._next = 0  # in the order: what nobody has read yet
@@ -76,6 +77,11 @@ class TensorReads:
     def hand_out(self, stand_in: Callable[[StoredTensor], torch.Tensor]) -> None:
         """Give callers what ``stand_in`` makes of a tensor instead of its values."""
         self.stand_in = stand_in
+
+    def end(self) -> None:
+        """Refuse to read from now on."""
+        self.close()
+        self._is_over = True
 
     def expect(self, order: Iterable[Readable]) -> None:
         """Say in which order tensors will be asked for, as far as that is known: one that comes at another
@@ -94,6 +100,8 @@ class TensorReads:
     def take(self, tensor: Readable) -> torch.Tensor:
         """Return the values of ``tensor``, which are the caller's, and begin to read those that follow.
         Raises what reading it raised."""
+        if self._is_over:
+            raise CheckpointError(f"{tensor.name} was to be read after its file was closed")
         while self.spent:
             self._spare.add(self.spent.pop().untyped_storage())
         read = self._ahead.pop(tensor.name, None)
@@ -361,7 +369,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
 
     def close(self) -> None:
         """Close the files. Idempotent."""
-        self.reads.close()
+        self.reads.end()
         self._stack.close()
 
     def __enter__(self) -> SafetensorsFiles:

@@ -16,6 +16,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gemini import _C
@@ -151,9 +152,13 @@ class StoredWeights:
         """Return what a parameter that was taken has."""
         return self._stored[slot].read()
 
-    def finish(self, write: Callable[[ManagedSlot, torch.Tensor], None]) -> None:
+    def finish(self, module: nn.Module, write: Callable[[ManagedSlot, torch.Tensor], None]) -> None:
         """Have the chunks that hold nothing else read from the files; ``write`` gets the parameters of all
-        others."""
+        others, and buffers of ``module`` their values."""
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if isinstance(buffer, UnreadTensor):
+                    part._buffers[name] = buffer.read()
         whole: list[ChunkGroup] = []
         for group in self._storage.groups:
             if group.members and all(slot in self._stored for slot in group.members):

@@ -241,7 +241,7 @@ class _Loading:
             stored.reads.hand_out(UnreadTensor)
             result = original(model, dict(stored), files, *rest, **options)
             assert self._filling is not None
-            self._stored.finish(self._filling.write)
+            self._stored.finish(model, self._filling.write)
             return result
 
     def _begin(self, model: Any, apart: frozenset[str]) -> None:

@@ -68,7 +68,7 @@ class Outline:
     """The parameters of a module by name, in initialization order, as tensors on ``meta``.
 
     ``types``: what each computes in. ``trainable``: which were not frozen. ``operators``: submodules and the
-    parameters that the operator of each takes at once. ``experts``: of which passes use some.
+    parameters that the operator of each takes at once. ``experts``: passes use some of them.
     """
 
     params: Mapping[str, torch.Tensor]

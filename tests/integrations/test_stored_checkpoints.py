@@ -78,3 +78,23 @@ def test_a_cast_of_merged_experts_is_copied(tmp_path: Path) -> None:
     )
     assert tokens(model) == want
     gemini.handle_of(model).close()
+
+
+def deepseek() -> Any:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2}
+    fine = {"moe_intermediate_size": 32, "intermediate_size": 64, "first_k_dense_replace": 1}
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+    config = transformers.DeepseekV3Config(
+        **sizes, **experts, **fine, **latent, v_head_dim=16, num_key_value_heads=4
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def test_buffers_are_read_while_the_files_are_open(tmp_path: Path) -> None:
+    directory = saved(deepseek, tmp_path / "model", torch.float32)
+    want = tokens(transformers.DeepseekV3ForCausalLM.from_pretrained(directory))
+    model = gemini.from_pretrained(directory, trains=False, device_bytes=256 * KIB, non_model_bytes=0)
+    assert {type(buffer) for buffer in model.buffers()} == {torch.Tensor}
+    assert tokens(model) == want
+    gemini.handle_of(model).close()

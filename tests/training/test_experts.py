@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from training_harness import managed_optimizer
 
 import gemini
@@ -308,3 +309,84 @@ def test_a_function_that_saves_all_experts_gets_them_back_in_backward(tmp_path: 
     handle.backward(model(x))
     expected = plain.first.weight.grad
     assert torch.equal(model.first.weight.grad.clone(), expected)  # type: ignore[union-attr, arg-type]
+
+
+def array(ddp: GeminiDDP) -> Any:
+    return ddp.module[0].experts.up  # type: ignore[index, union-attr]
+
+
+def test_rows_may_be_set_from_other_rows_of_the_same_array(tmp_path: Path) -> None:
+    plain = model("grouped", layers=1)
+    ddp = managed(copy.deepcopy(plain), 5, tmp_path)
+    up = plain[0].experts.up  # type: ignore[index, union-attr]
+    for target in (up, array(ddp)):
+        target[0:2] = target[4:6]
+    assert torch.equal(ddp.state_dict()["0.experts.up"], up)
+    assert _C.stray_count() == 0
+
+
+INDICES: list[Any] = [
+    torch.tensor([], dtype=torch.int64),
+    torch.tensor([7, -8, 3]),
+    torch.tensor([[0, 1], [5, 0]]),
+    torch.arange(EXPERTS) % 2 == 0,
+    [6, 1],
+    (torch.tensor([2, 5]), 3),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_an_index_gives_the_rows_that_it_names_whatever_its_form(index: Any, tmp_path: Path) -> None:
+    plain = model("grouped", layers=1)
+    ddp = managed(copy.deepcopy(plain), 4.5, tmp_path)
+    assert torch.equal(array(ddp)[index], plain[0].experts.up[index])  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [torch.tensor([8]), torch.tensor([1], dtype=torch.int16), torch.ones(3, dtype=torch.bool)],
+    ids=str,
+)
+def test_an_index_that_torch_refuses_is_refused_alike(index: Tensor, tmp_path: Path) -> None:
+    ddp = managed(model("grouped", layers=1), 3.5, tmp_path)
+    with pytest.raises(IndexError):
+        array(ddp)[index]
+
+
+def test_no_token_uses_no_expert(tmp_path: Path) -> None:
+    for product in PRODUCTS:
+        plain = model(product)
+        ddp = managed(copy.deepcopy(plain), 5.5, tmp_path)
+        assert torch.equal(ddp(tokens(0)), plain(tokens(0)))
+
+
+@pytest.mark.parametrize("rows", [3.5, 5.5, 9])
+@pytest.mark.parametrize("count", [4, 8, 40])
+def test_a_pass_that_is_run_again_takes_the_same_turns(rows: float, count: int, tmp_path: Path) -> None:
+    plain = model("grouped")
+    ddp = managed(copy.deepcopy(plain), rows, tmp_path)
+    given = [tokens(count).requires_grad_() for _ in range(2)]
+    checkpoint(plain, given[0], use_reentrant=False).square().sum().backward()
+    loss = checkpoint(ddp, given[1], use_reentrant=False).square().sum()
+    gemini.handle_of(ddp).backward(loss)
+    assert torch.equal(given[0].grad, given[1].grad)  # type: ignore[arg-type]
+
+
+def test_arrays_that_layers_share_are_used_by_all_of_them(tmp_path: Path) -> None:
+    for product in ("grouped", "list"):
+        plain = model(product)
+        plain[1].experts = plain[0].experts  # type: ignore[index, union-attr]
+        if product == "grouped":
+            plain[2].experts.up = plain[0].experts.up  # type: ignore[index, union-attr, assignment]
+        ddp = managed(copy.deepcopy(plain), 8, tmp_path)
+        for seed in range(3):
+            assert torch.equal(ddp(tokens(5, seed)), plain(tokens(5, seed)))
+
+
+def test_lists_of_experts_may_share_some_and_nest(tmp_path: Path) -> None:
+    plain = model("list", layers=1)
+    shared = plain[0].experts  # type: ignore[index, union-attr]
+    shared[3].up = shared[2].up  # type: ignore[index, union-attr]
+    shared[4].experts = nn.ModuleList([Expert(), Expert()]).requires_grad_(False)  # type: ignore[index]
+    ddp = managed(copy.deepcopy(plain), 12, tmp_path)
+    assert torch.equal(ddp(tokens(9)), plain(tokens(9)))

@@ -57,7 +57,7 @@ def test_a_chunk_of_no_choice_passes_no_moment_by() -> None:
 
 def test_a_chunk_is_in_one_choice_at_most() -> None:
     table, choices = table_with_choices()
-    with pytest.raises(StateError, match="cannot be in a choice"):
+    with pytest.raises(StateError, match="is in a choice already"):
         table.add_choice([[choices[0][0]], [table.add_chunk(1)]])
     with pytest.raises(StateError, match="no chunk"):
         table.add_choice([[10**6]])

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
-from gemini.runtime.gate.gate import CutRef
+from gemini.runtime.gate.gate import CutRef, TensorRef
 from gemini.runtime.gate.guards import span_bytes
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # what an operator is given
-# Runs the operator with these chunks of a tensor that is cut, and with all of its other operands.
-Operate = Callable[[tuple[Any, ...], dict[str, Any], tuple[int, ...]], Any]
+# Runs the operator with these tensors of one that is cut, and with all of its other operands.
+Operate = Callable[[tuple[Any, ...], dict[str, Any], CutRef, tuple[int, ...]], Any]
 
 _VIEWS = frozenset(
     getattr(torch.Tensor, name)
@@ -29,7 +29,13 @@ _VIEWS = frozenset(
         *("view", "select", "narrow", "transpose", "permute", "t", "swapaxes", "swapdims", "movedim"),
         *("unsqueeze", "squeeze", "unbind", "split", "chunk", "unflatten", "expand"),
     )
-) | {torch.Tensor.mT.__get__, torch.Tensor.T.__get__, torch.transpose, torch.unbind, torch.permute}  # type: ignore[attr-defined]
+) | {
+    *(torch.transpose, torch.permute, torch.unbind, torch.split, torch.chunk, torch.select, torch.narrow),
+    *(torch.squeeze, torch.unsqueeze, torch.swapaxes, torch.movedim),
+    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+}
+_SHARE_OF_TURNS = 4  # of DEVICE, that one turn takes where turns may not depend on what is there
 _ROW_TYPES = (torch.int64, torch.int32)
 _PRODUCTS = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 
@@ -48,66 +54,99 @@ def _is_basic(index: Any) -> bool:
     return index is None or index is ... or type(index) in (int, slice)
 
 
-def run_by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operate: Operate) -> Any:
-    """Run ``func`` with those chunks alone that it reads of the one tensor among ``args`` that is cut;
-    NotImplemented where it may read all of it. Raises as a PreOp."""
-    work: _Work | None = None
-    if func is torch.Tensor.__setitem__ and _is_cut(args[0]) and is_view(torch.Tensor.__getitem__, args):
-        return operate(args, kwargs, _covering(args[0], args[1]))
-    if func is torch.Tensor.__getitem__ and _is_cut(args[0]):
+def run_by_rows(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], operate: Operate
+) -> Any:
+    """Run ``func`` with those chunks alone that it reads of one of its ``operands`` that is cut;
+    NotImplemented where it may read all of it. Raises as a PreOp, and as ``func`` for an index."""
+    if func is torch.Tensor.__setitem__ and _is_cut(args[0], operands):
+        if is_view(torch.Tensor.__getitem__, args):
+            return operate(args, kwargs, args[0]._ref, _covering(args[0], args[1]))
+    elif func is torch.Tensor.__getitem__ and _is_cut(args[0], operands):
         rows = _rows_of_index(args[1], len(args[0]))
-        work = _Index(args, kwargs, rows) if rows is not None else None
-    elif getattr(func, "__name__", "") in _PRODUCTS and len(args) >= 2 and _is_cut(args[1]):
+        if rows is not None and (args[1] is not rows.index or rows.rows.dim() != 1):
+            tensors = _together(_of_rows(args[0], rows.used()).values())
+            return operate(args, kwargs, args[0]._ref, tensors)
+        if rows is not None:
+            return _Index(args, kwargs, operands, rows).run(operate)
+    elif getattr(func, "__name__", "") in _PRODUCTS and 2 <= len(args) <= 3 and _is_cut(args[1], operands):
         offsets = args[2] if len(args) == 3 else kwargs.get("offs")
-        if offsets is not None and args[0].dim() == 2 and args[1].dim() == 3 and len(args) <= 3:
-            work = _Product(args, kwargs, offsets)
-    return work.run(operate) if work is not None else NotImplemented
+        if isinstance(offsets, torch.Tensor) and _are_groups(args, offsets):
+            return _Product(args, kwargs, operands, offsets).run(operate)
+    return NotImplemented
 
 
-def _is_cut(tensor: Any) -> bool:
-    return type(getattr(tensor, "_ref", None)) is CutRef
+def _is_cut(tensor: Any, operands: Sequence[Any]) -> bool:
+    """Say whether a tensor is cut, and is an operand once."""
+    ref = getattr(tensor, "_ref", None)
+    return type(ref) is CutRef and sum(operand._ref is ref for operand in operands) == 1
 
 
-def _rows_of_index(index: Any, num_rows: int) -> list[int] | None:
-    """Return the row of each element of an index, None where it is of another kind."""
-    if not isinstance(index, torch.Tensor) or index.dim() != 1 or index.dtype not in _ROW_TYPES:
+def _are_groups(args: tuple[Any, ...], offsets: torch.Tensor) -> bool:
+    """Say whether the tokens of the first operand are in groups, each for a matrix of the second."""
+    sizes = args[0].dim(), args[1].dim(), offsets.dim()
+    return sizes == (2, 3, 1) and offsets.dtype in _ROW_TYPES
+
+
+class _Rows(NamedTuple):
+    """The rows that an index names: ``index`` is the part of it for the first dimension."""
+
+    index: Any
+    rows: torch.Tensor
+
+    def used(self) -> list[int]:
+        """Return them, ascending, each once."""
+        found: list[int] = self.rows.unique().tolist()
+        return found
+
+
+def _rows_of_index(index: Any, num_rows: int) -> _Rows | None:
+    """Return the rows that an index of a tensor names, None where it does not begin with the rows. Raises as
+    torch where there are no such rows."""
+    first = index[0] if type(index) is tuple and index else index
+    if not isinstance(first, (torch.Tensor, list, range)):
         return None
-    rows: list[int] = index.tolist()
-    inside = all(-num_rows <= row < num_rows for row in rows)  # else torch refuses it
-    return [row % num_rows for row in rows] if inside and rows else None
+    if isinstance(first, torch.Tensor) and first.dtype == torch.bool and first.dim() != 1:
+        return None
+    return _Rows(first, torch.arange(num_rows)[first])
 
 
 class _Work(ABC):
-    """An operator whose result has rows of its own, each made with one row of the tensor ``weight``.
+    """An operator whose result has rows of its own, each made with one row of the tensor ``weight``."""
 
-    ``needs``: which row of ``weight`` each of them needs, from the first on.
-    """
-
-    def __init__(self, weight: torch.Tensor, needs: Sequence[int], num_rows: int) -> None:
-        self._weight, self._needs, self._num_rows = weight, needs, num_rows
+    def __init__(self, weight: torch.Tensor, operands: Sequence[Any], num_rows: int) -> None:
+        """``num_rows``: of the result."""
+        self._weight, self._num_rows = weight, num_rows
+        self._others = [operand._ref for operand in operands if operand is not weight]
 
     def run(self, operate: Operate) -> torch.Tensor:
         """Return the result, made in as many turns as it takes. Raises as a PreOp."""
-        used = _of_rows(self._weight, sorted(set(self._needs)))
-        turns = list(_turns(self._weight._ref, used))  # type: ignore[attr-defined]
+        ref: CutRef = self._weight._ref  # type: ignore[attr-defined]
+        used = _of_rows(self._weight, self.used())
+        turns = list(_turns(ref, used, self._others))
         if len(turns) < 2:
-            return operate(*self.all(), _together(used.values()))  # type: ignore[no-any-return]
+            return operate(*self.all(), ref, _together(used.values()))  # type: ignore[no-any-return]
         made, places = [], []
         for turn in turns:
-            chosen = set(turn)
-            mine = [place for place, row in enumerate(self._needs) if row in chosen]
-            made.append(operate(*self.some(turn, mine), _together(used[row] for row in turn)))
-            places += mine
-        return self._in_order(
-            torch.cat(made), torch.tensor(places, dtype=torch.int64, device=self._weight.device)
-        )
+            places.append(self.places(turn))
+            args, kwargs = self.some(turn, places[-1])
+            made.append(operate(args, kwargs, ref, _together(used[row] for row in turn)))
+        return self._in_order(torch.cat(made), torch.cat(places))
+
+    @abstractmethod
+    def used(self) -> list[int]:
+        """Return the rows of ``weight`` that are needed, ascending."""
+
+    @abstractmethod
+    def places(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return which rows of the result need ``rows``."""
 
     @abstractmethod
     def all(self) -> Given:
         """Return the arguments of the whole operator."""
 
     @abstractmethod
-    def some(self, rows: Sequence[int], places: Sequence[int]) -> Given:
+    def some(self, rows: Sequence[int], places: torch.Tensor) -> Given:
         """Return those of what makes the rows of the result at ``places``, which need ``rows``."""
 
     def _in_order(self, made: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -123,39 +162,57 @@ class _Work(ABC):
 class _Index(_Work):
     """Rows of a tensor, one after another."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Sequence[int]) -> None:
-        super().__init__(args[0], rows, len(rows))
-        self._args, self._kwargs = args, kwargs
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], rows: _Rows
+    ) -> None:
+        super().__init__(args[0], operands, len(rows.rows))
+        self._args, self._kwargs, self._rows = args, kwargs, rows
+
+    def used(self) -> list[int]:
+        return self._rows.used()
+
+    def places(self, rows: Sequence[int]) -> torch.Tensor:
+        chosen = torch.isin(self._rows.rows, torch.tensor(rows, dtype=torch.int64))
+        return chosen.nonzero().flatten()
 
     def all(self) -> Given:
         return self._args, self._kwargs
 
-    def some(self, rows: Sequence[int], places: Sequence[int]) -> Given:
-        return (self._args[0], self._args[1][list(places)]), self._kwargs
+    def some(self, rows: Sequence[int], places: torch.Tensor) -> Given:
+        return (self._args[0], self._rows.rows[places]), self._kwargs
 
 
 class _Product(_Work):
     """A product of groups of tokens: ``args[0]`` has those of the first expert first, ``offsets`` is where
     the tokens of each end."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], offsets: torch.Tensor) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], offsets: torch.Tensor
+    ) -> None:
+        super().__init__(args[1], operands, len(args[0]))
         ends: list[int] = offsets.tolist()
-        self._counts = [end - begin for begin, end in pairwise((0, *ends))]
-        needs = [expert for expert, count in enumerate(self._counts) for _ in range(count)]
-        super().__init__(args[1], needs, len(args[0]))
+        self._begins, self._ends = [0, *ends[:-1]], ends
         self._args, self._kwargs, self._offsets = args, kwargs, offsets
+
+    def used(self) -> list[int]:
+        each = enumerate(zip(self._begins, self._ends, strict=True))
+        return [expert for expert, (begin, end) in each if end > begin]
+
+    def places(self, rows: Sequence[int]) -> torch.Tensor:
+        return torch.cat([torch.arange(self._begins[row], self._ends[row]) for row in rows])
 
     def all(self) -> Given:
         return self._args, self._kwargs
 
-    def some(self, rows: Sequence[int], places: Sequence[int]) -> Given:
-        chosen = set(rows)
-        ends = accumulate(count if expert in chosen else 0 for expert, count in enumerate(self._counts))
-        offsets = self._offsets.new_tensor(list(ends))
+    def some(self, rows: Sequence[int], places: torch.Tensor) -> Given:
+        counts = [0] * len(self._ends)
+        for row in rows:
+            counts[row] = self._ends[row] - self._begins[row]
+        offsets = self._offsets.new_tensor(list(accumulate(counts)))
         given, weight, *rest = self._args
         if rest:
-            return (given[list(places)], weight, offsets), self._kwargs
-        return (given[list(places)], weight), {**self._kwargs, "offs": offsets}
+            return (given[places], weight, offsets), self._kwargs
+        return (given[places], weight), {**self._kwargs, "offs": offsets}
 
 
 def _covering(weight: torch.Tensor, index: Any) -> tuple[int, ...]:
@@ -180,15 +237,24 @@ def _together(needed: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tensor for tensors in needed for tensor in tensors))
 
 
-def _turns(ref: CutRef, needed: Mapping[int, Sequence[int]]) -> Iterable[list[int]]:
-    """Yield rows whose chunks have room together, those that are on DEVICE first; each turn ascending.
-    ``needed``: of each row its tensors."""
+def _turns(
+    ref: CutRef, needed: Mapping[int, Sequence[int]], others: Sequence[TensorRef]
+) -> Iterable[list[int]]:
+    """Yield rows whose chunks have room together beside those of ``others``, each turn ascending. Those on
+    DEVICE come first, but with gradients: checkpointing runs the operator again, and has to find the same
+    turns. ``needed``: of each row its tensors."""
     chunks = ref.manager.chunks
-    most = max(1, chunks.table.limit() // ref.part_bytes)
+    again = torch.is_grad_enabled()
+    room = chunks.budgets.device_bytes // _SHARE_OF_TURNS if again else chunks.table.limit()
+    beside = {chunks.table.chunk_of(tensor) for other in others for tensor in other.tensors}
+    room -= sum(chunks.chunks[chunk].spec.nbytes for chunk in beside)
+    most = max(1, room // ref.part_bytes)
     if len(_together(needed.values())) <= most:
         yield list(needed)
         return
-    waiting = sorted(needed, key=lambda row: not all(map(chunks.is_on_device, needed[row])))
+    waiting = list(needed)
+    if not again:
+        waiting.sort(key=lambda row: not all(map(chunks.is_on_device, needed[row])))
     turn: list[int] = []
     taken: set[int] = set()
     for row in waiting:

@@ -278,11 +278,11 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             with PlainTensors():
                 return adopt(func(*args, **kwargs), operands)
 
-        def operate(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: tuple[int, ...]) -> Any:
+        def operate(args: Any, kwargs: dict[str, Any], cut: CutRef, tensors: tuple[int, ...]) -> Any:
             given: list[Any] | None = [] if torch.is_grad_enabled() else None
-            return _operate(func, args, kwargs, operands_of(args, kwargs, given), given, tensors)
+            return _operate(func, args, kwargs, operands_of(args, kwargs, given), given, (cut, tensors))
 
-        out = run_by_rows(func, args, kwargs, operate)
+        out = run_by_rows(func, args, kwargs, operands, operate)
         if out is not NotImplemented:
             return out
     return _operate(func, args, kwargs, operands, given)
@@ -300,11 +300,11 @@ def _operate(
     kwargs: dict[str, Any],
     operands: list[Any],
     given: list[Any] | None,
-    cut: tuple[int, ...] | None = None,
+    cut: tuple[CutRef, tuple[int, ...]] | None = None,
 ) -> Any:
     """Run one operator with its managed operands pinned; see that its backward nodes do the same, if there
     will be any. ``given``: the nodes that made its other operands, None without gradients. ``cut``: which
-    tensors it reads of an operand that is cut, None for all."""
+    tensors it reads of an operand that is cut, None for all of each."""
     ref = operands[0]._ref
     manager, tensors = ref.manager, _used(ref, cut)
     for operand in operands[1:]:
@@ -312,7 +312,7 @@ def _operate(
         if ref.manager is not manager:
             return _operate_across(func, args, kwargs, operands)
         tensors += _used(ref, cut)
-    pinned = not manager.resident
+    pinned = bool(tensors) and not manager.resident
     turn = manager.threads.take_turn() if pinned and not manager.threads.holder else None
     try:
         with PlainTensors():
@@ -354,8 +354,8 @@ def _operate(
             turn.release()
 
 
-def _used(ref: TensorRef, cut: tuple[int, ...] | None) -> tuple[int, ...]:
-    return cut if cut is not None and type(ref) is CutRef else ref.tensors
+def _used(ref: TensorRef, cut: tuple[CutRef, tuple[int, ...]] | None) -> tuple[int, ...]:
+    return cut[1] if cut is not None and ref is cut[0] else ref.tensors
 
 
 def _operate_across(

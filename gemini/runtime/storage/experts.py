@@ -1,4 +1,4 @@
-"""Experts: parts of a module of which each pass uses some and leaves the others.
+"""Experts: each pass uses some of them and leaves the others.
 
 Found are modules that say how many experts they have and hold them in parameters with a leading dimension of
 that size, as those of transformers do; and lists of modules that are called experts. What does not train is
@@ -41,17 +41,27 @@ class ExpertSet:
 
 
 def expert_sets(module: nn.Module) -> list[ExpertSet]:
-    """Return the experts in ``module`` and its parts."""
+    """Return the experts in ``module`` and its parts. Of sets that share a parameter, as tied or nested ones
+    do, the first."""
+    found: list[ExpertSet] = []
+    taken: set[str] = set()
+    for each in _candidates(module):
+        names = list(each.params)
+        if len(set(names)) == len(names) and taken.isdisjoint(names):
+            found.append(each)
+            taken.update(names)
+    return found
+
+
+def _candidates(module: nn.Module) -> Iterator[ExpertSet]:
     names = {id(param): name for name, param in module.named_parameters()}
-    found = []
     for path, part in module.named_modules():
         if isinstance(part, nn.ModuleList) and path.rpartition(".")[2] in _LISTS:
             each = [tuple(names[id(p)] for p in expert.parameters() if id(p) in names) for expert in part]
             if len(each) > 1 and all(each) and len(set(map(type, part))) == 1:
-                found.append(ExpertSet(path, len(each), (), tuple(each)))
+                yield ExpertSet(path, len(each), (), tuple(each))
         elif not type(part).__module__.startswith("torch.nn."):
-            found += _of_arrays(path, part, names)
-    return found
+            yield from _of_arrays(path, part, names)
 
 
 def _of_arrays(path: str, part: nn.Module, names: Mapping[int, str]) -> Iterator[ExpertSet]:
@@ -67,8 +77,8 @@ def _of_arrays(path: str, part: nn.Module, names: Mapping[int, str]) -> Iterator
 def apart(
     sets: Iterable[ExpertSet], params: Mapping[str, torch.Tensor], frozen: Sequence[str], page_numel: int
 ) -> dict[str, Apart]:
-    """Return how a layout keeps experts apart, those of which everything is ``frozen``. ``params``: shapes,
-    by name; a part of an array is a multiple of ``page_numel`` elements."""
+    """Return how a layout keeps experts apart, of sets with all parameters ``frozen``. ``params``: shapes, by
+    name; a part of an array is a multiple of ``page_numel`` elements."""
     still = set(frozen)
     found: dict[str, Apart] = {}
     for each in sets:
