@@ -220,6 +220,7 @@ class RefusingGate(ABC):
 
     number = -1  # before all others: it refuses before they are pinned
     resident = False
+    cuts_tensors = False
     mixes_types = False
     snapshot = NO_SNAPSHOT
 
