@@ -108,7 +108,7 @@ def _rows_of_index(index: Any, num_rows: int) -> _Rows | None:
         return None
     if isinstance(first, torch.Tensor) and first.dtype == torch.bool and first.dim() != 1:
         return None
-    return _Rows(first, torch.arange(num_rows)[first])
+    return _Rows(first, torch.arange(num_rows, dtype=torch.int64, device="cpu")[first])
 
 
 class _Work(ABC):
@@ -172,7 +172,7 @@ class _Index(_Work):
         return self._rows.used()
 
     def places(self, rows: Sequence[int]) -> torch.Tensor:
-        chosen = torch.isin(self._rows.rows, torch.tensor(rows, dtype=torch.int64))
+        chosen = torch.isin(self._rows.rows, torch.tensor(rows, dtype=torch.int64, device="cpu"))
         return chosen.nonzero().flatten()
 
     def all(self) -> Given:
@@ -199,7 +199,10 @@ class _Product(_Work):
         return [expert for expert, (begin, end) in each if end > begin]
 
     def places(self, rows: Sequence[int]) -> torch.Tensor:
-        return torch.cat([torch.arange(self._begins[row], self._ends[row]) for row in rows])
+        device = self._offsets.device
+        ranges = [range(self._begins[row], self._ends[row]) for row in rows]
+        each = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
+        return torch.cat(each)
 
     def all(self) -> Given:
         return self._args, self._kwargs
