@@ -41,18 +41,18 @@ class Layout:
 
     @classmethod
     def from_config(cls, parallel: Mapping[str, Any] | None, world_size: int) -> Layout:
-        """Read ``parallel=dict(pipeline=, tensor=, data=)`` for ``world_size`` processes.
+        """Read ``parallel=dict(pipeline=, tensor=, data=, moe=)`` for ``world_size`` processes.
 
         ``pipeline`` is an int or ``dict(size=int)``; ``tensor`` is ``dict(size=int, mode=str)``, with
-        ``depth=int`` for 2.5d; ``data`` is an int. What is absent is 1, but for ``data``, which is the rest.
+        ``depth=int`` for 2.5d; ``data`` is an int; ``moe`` is ``dict(size=1)``. What is absent is 1, but for
+        ``data``, which is the rest.
 
         Raises:
             ConfigError: it says something else, or its sizes do not multiply to ``world_size``.
         """
         said = dict(parallel or {})
-        if "moe" in said:
-            raise ConfigError("parallel: moe is still to come, with mixtures of experts; leave it out")
-        _refuse_unknown("parallel", said, ("data", "pipeline", "tensor"))
+        _refuse_unknown("parallel", said, ("data", "moe", "pipeline", "tensor"))
+        _refuse_cut_experts(said.get("moe", 1))
         pipeline = said.get("pipeline", 1)
         if isinstance(pipeline, Mapping):
             pipeline = _size_of("pipeline", pipeline, ())
@@ -141,6 +141,16 @@ def _checked_size(name: str, size: object) -> int:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ConfigError(f"parallel: {name} is {size!r}; give a whole number of processes, 1 or more")
     return size
+
+
+def _refuse_cut_experts(moe: object) -> None:
+    """Raise ConfigError unless each process has all experts."""
+    size = _size_of("moe", moe, ()) if isinstance(moe, Mapping) else _checked_size("moe", moe)
+    if size > 1:
+        raise ConfigError(
+            f"parallel: moe has size {size}; experts cut over ranks are still to come. Write "
+            "moe=dict(size=1), and each rank has all experts"
+        )
 
 
 def _refuse_unknown(name: str, entry: Mapping[str, Any], known: tuple[str, ...]) -> None:

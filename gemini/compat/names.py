@@ -7,6 +7,7 @@ _LAUNCH = "gemini.parallel.launch"
 _LAYERS = "gemini.parallel.tensor.nn"
 _COLO = "gemini.parallel.colo"
 _PRECISION = "gemini.parallel.booster.mixed_precision"
+_MOE = "gemini.parallel.moe"
 _ENGINE = "gemini.parallel.engine"
 _TRAINER = "gemini.parallel.trainer"
 
@@ -134,6 +135,18 @@ NAMES: dict[str, str] = {
             *("Linear1D_Col", "Linear1D_Row", "Linear2D", "Linear2p5D", "Linear3D", "PatchEmbedding"),
         )
     },
+    # mixtures of experts
+    "context.random.moe_set_seed": f"{_MOE}:moe_set_seed",
+    "engine.gradient_handler.MoeGradientHandler": f"{_ENGINE}:MoeGradientHandler",
+    "global_variables.moe_env": f"{_MOE}:moe_env",
+    **{
+        f"nn.{place}.{name}": f"{_MOE}:{name}"
+        for place in ("layer.moe", "moe")
+        for name in (
+            *("Experts", "MoeLayer", "MoeLoss", "Moeloss", "NormalNoiseGenerator", "Top1Router"),
+            *("Top2Router", "UniformNoiseGenerator", "VanillaFFN", "moe_mlp_args"),
+        )
+    },
     # a layout that is found
     "auto_parallel.autoparallelize": f"{_HERE}.models:autoparallelize",
     "autoparallelize": f"{_HERE}.models:autoparallelize",  # no document says its path
@@ -143,22 +156,10 @@ NAMES: dict[str, str] = {
     "utils.print_rank_0": f"{_LAUNCH}:print_rank_0",
 }
 
-_EXPERTS = "it comes with mixtures of experts"
 _GRAPHS = "it comes with plans by operator"
 
 # What is still to come, and why.
 COMING: dict[str, str] = {
-    "context.random.moe_set_seed": _EXPERTS,
-    "global_variables.moe_env": _EXPERTS,
-    **{
-        f"nn.{place}.{name}": _EXPERTS
-        for place in ("layer.moe", "moe")
-        for name in (
-            *("Experts", "MoeLayer", "MoeLoss", "NormalNoiseGenerator"),
-            *("Top1Router", "Top2Router", "VanillaFFN"),
-        )
-    },
-    "engine.gradient_handler.MoeGradientHandler": _EXPERTS,
     "auto_parallel.ColoTracer": _GRAPHS,
 }
 

@@ -13,7 +13,11 @@ from gemini.parallel.engine.amp import (
 )
 from gemini.parallel.engine.dataloader import get_dataloader
 from gemini.parallel.engine.engine import Engine
-from gemini.parallel.engine.gradient_handler import BaseGradientHandler, DataParallelGradientHandler
+from gemini.parallel.engine.gradient_handler import (
+    BaseGradientHandler,
+    DataParallelGradientHandler,
+    MoeGradientHandler,
+)
 from gemini.parallel.engine.initialize import initialize
 from gemini.parallel.engine.pipeline_model import build_pipeline_model, build_pipeline_model_from_cfg
 from gemini.parallel.engine.schedule import (
@@ -43,6 +47,7 @@ __all__ = [
     "DataParallelGradientHandler",
     "Engine",
     "InterleavedPipelineSchedule",
+    "MoeGradientHandler",
     "NonPipelineSchedule",
     "PipelineSchedule",
     "build_pipeline_model",

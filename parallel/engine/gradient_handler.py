@@ -65,6 +65,12 @@ class DataParallelGradientHandler(BaseGradientHandler):
         average((param.grad for param, count in zip(params, has.tolist(), strict=True) if count), self._group)
 
 
+@GRADIENT_HANDLER.register_module
+class MoeGradientHandler(DataParallelGradientHandler):
+    """Averages all gradients, those of experts too, over the ranks of data parallelism: each of them has all
+    experts, as ``parallel=dict(moe=dict(size=1))`` says."""
+
+
 @torch.no_grad()
 def average(tensors: Iterable[torch.Tensor | None], group: dist.ProcessGroup | None) -> None:
     """Replace tensors by their mean over the ranks of ``group``. Extra memory: one bucket of 2**22 elements,
@@ -98,7 +104,7 @@ def make_handlers(
         kind = GRADIENT_HANDLER.get_module(entry["type"])
         if not issubclass(kind, BaseGradientHandler):
             raise ConfigError(f"{kind.__name__} must be made from BaseGradientHandler")
-        if kind is DataParallelGradientHandler:
+        if issubclass(kind, DataParallelGradientHandler):
             options.setdefault("process_group", group)
         handlers.append(kind(model, optimizer, **options))
     return handlers

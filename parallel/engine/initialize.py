@@ -30,6 +30,7 @@ from gemini.parallel.engine.gradient_handler import HandledPlugin, make_handlers
 from gemini.parallel.engine.schedule import BaseSchedule, InterleavedPipelineSchedule, PipelineSchedule
 from gemini.parallel.launch import ParallelMode, global_context, read_config
 from gemini.parallel.launch.launching import ConfigLike
+from gemini.parallel.moe.losses import MoeLoss
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import BuiltStages
 from gemini.parallel.tensor.nn import GridLayer, partition_of
@@ -95,6 +96,8 @@ def initialize(
     on each rank, which HybridParallelPlugin cuts, or ``BuiltStages`` of what the program has built for this
     rank; batches go through ``engine.execute_schedule``.
 
+    A ``MoeLoss`` is told the model.
+
     With gradient accumulation ``lr_scheduler`` comes back as one that steps with the updates; the model and
     the optimizer must be used through the engine.
 
@@ -122,6 +125,13 @@ def initialize(
             plugin = choose_plugin(features, parts_of(model))
     elif features.zero is not None:
         raise ConfigError("config: zero says how to train, and so does plugin=; give one of them")
+    if isinstance(criterion, MoeLoss):
+        if isinstance(plugin, HybridParallelPlugin):
+            raise ConfigError(
+                "MoeLoss does not go with HybridParallelPlugin: a stage does not see the losses of routers "
+                "in other stages. Use the loss function itself, and MoeLayer(..., aux_weight=0.01)"
+            )
+        criterion.bind(model)
     booster = Booster(features.precision, plugin)
     if schedule is None and isinstance(plugin, HybridParallelPlugin):
         chunks = model.num_chunks if isinstance(model, BuiltStages) else said.get("NUM_CHUNKS") or 1

@@ -18,10 +18,8 @@ class Registry:
     class Mlp(nn.Module): ...
     """
 
-    def __init__(self, name: str, coming: Mapping[str, str] | None = None) -> None:
-        """``coming``: why names of the documents have no class yet; a program may register one."""
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._coming = coming or {}
         self._classes: dict[str, type] = {}
 
     def register_module(self, cls: _Class) -> _Class:
@@ -41,8 +39,6 @@ class Registry:
     def get_module(self, name: str) -> type:
         """Return a class. Raises ConfigError where there is none."""
         if name not in self._classes:
-            if reason := self._coming.get(name):
-                raise ConfigError(f"{name} is still to come: {reason}; leave it out of the configuration")
             said = ", ".join(self._classes) or "none"
             raise ConfigError(
                 f"{self.name} has no {name!r} (it has {said}); decorate it with register_module"
@@ -53,7 +49,7 @@ class Registry:
 LAYERS = Registry("LAYERS")
 MODELS = Registry("MODELS")
 DIST_GROUP_INITIALIZER = Registry("DIST_GROUP_INITIALIZER")
-GRADIENT_HANDLER = Registry("GRADIENT_HANDLER", {"MoeGradientHandler": "it comes with mixtures of experts"})
+GRADIENT_HANDLER = Registry("GRADIENT_HANDLER")
 
 # By ``tensor=dict(mode=...)`` of a configuration: the name of a class in DIST_GROUP_INITIALIZER.
 INITIALIZER_MAPPING: dict[str, str] = {}

@@ -62,7 +62,8 @@ def test_what_is_absent_is_one_and_data_is_the_rest(
             "may be 1 x 1",
         ),
         ({"data": 2, "pipeline": 2}, 8, r"are 4 processes, and there are 8; start as many, leave data out"),
-        ({"moe": {"size": 2}}, 8, "moe is still to come"),
+        ({"moe": {"size": 2}}, 8, r"moe has size 2; .*each rank has all experts"),
+        ({"moe": {"sise": 1}}, 8, "moe has 'sise'"),
     ],
 )
 def test_what_is_refused_is_named_with_a_way_out(parallel: dict[str, Any], world: int, said: str) -> None:

@@ -1,0 +1,250 @@
+"""Experts: the feed-forward networks of a layer, their weights and the seeds of these.
+
+Feed-forward experts are parameters with a row for each expert, which are multiplied in groups and which the
+runtime finds. Experts of other classes are a list of modules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gemini.errors import ConfigError
+from gemini.parallel.launch import global_context
+from gemini.parallel.moe.router import no_autocast
+
+Activation = Callable[[Tensor], Tensor]
+
+_grouped_mm: Callable[..., Tensor] | None = getattr(functional, "grouped_mm", None)
+_GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
+
+
+class MoeEnv:
+    """Where experts are and how their weights begin; read-only. Each process has all experts."""
+
+    def __init__(self) -> None:
+        self._seed: int | None = None
+        self._num_layers = 0  # made since moe_set_seed()
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Return the number of processes that share the experts of a layer."""
+        return 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of processes that have the same experts."""
+        return int(global_context.data_parallel_size)
+
+    @property
+    def seed(self) -> int | None:
+        """Return the seed of :func:`moe_set_seed`; None before."""
+        return self._seed
+
+    def next_layer(self) -> tuple[int, int]:
+        """Return the seed and the number of the next layer's experts."""
+        if self._seed is None:
+            return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")), 0
+        self._num_layers += 1
+        return self._seed, self._num_layers - 1
+
+
+# A program's layers ask for their seed without being handed it.
+moe_env = MoeEnv()
+
+
+def moe_set_seed(seed: int) -> None:
+    """Have the weights of experts made from now on depend on ``seed``, their layer and their number alone.
+
+    Layers are counted from here on. Without a seed, each layer draws one from torch's generator.
+    """
+    moe_env._seed, moe_env._num_layers = seed, 0
+
+
+def expert_seed(seed: int, layer: int, expert: int) -> int:
+    """Return the seed of one expert's weights."""
+    digest = hashlib.sha256(f"{seed}/{layer}/{expert}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class VanillaFFN(nn.Module):
+    """Two linear layers with an activation between them."""
+
+    def __init__(
+        self, d_model: int, d_ff: int, drop_rate: float = 0.0, activation: Activation = functional.gelu
+    ) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
+        self.activation, self.dropout = activation, nn.Dropout(drop_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layers make of tokens."""
+        hidden = self.dropout(self.activation(self.up(x)))
+        return self.dropout(self.down(hidden))  # type: ignore[no-any-return]
+
+
+def moe_mlp_args(
+    d_model: int, d_ff: int, drop_rate: float = 0.0, activation: Activation = functional.gelu
+) -> dict[str, Any]:
+    """Return the arguments of :class:`VanillaFFN`."""
+    return {"d_model": d_model, "d_ff": d_ff, "drop_rate": drop_rate, "activation": activation}
+
+
+def new_parameter(*shape: int) -> nn.Parameter:
+    """Return a parameter without values, of torch's default device and type."""
+    where, kind = torch.get_default_device(), torch.get_default_dtype()
+    return nn.Parameter(torch.empty(shape, device=where, dtype=kind))
+
+
+class ExpertArray(nn.Module):
+    """``num_experts`` networks as :class:`VanillaFFN`, in parameters with a row for each."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        d_ff: int,
+        drop_rate: float = 0.0,
+        activation: Activation = functional.gelu,
+        *,
+        seed: int,
+        layer: int,
+    ) -> None:
+        """``seed``, ``layer``: what the weights depend on."""
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = new_parameter(num_experts, d_ff, d_model)
+        self.up_bias = new_parameter(num_experts, d_ff)
+        self.down = new_parameter(num_experts, d_model, d_ff)
+        self.down_bias = new_parameter(num_experts, d_model)
+        self.activation, self.dropout = activation, nn.Dropout(drop_rate)
+        self.seed, self.layer = seed, layer
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights from its own generator, uniformly as ``nn.Linear`` does."""
+        if self.up.is_meta:
+            return
+        for expert in range(self.num_experts):
+            generator = torch.Generator().manual_seed(expert_seed(self.seed, self.layer, expert))
+            for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
+                bound = 1 / math.sqrt(weight.shape[-1])
+                for array in (weight, bias):
+                    row = torch.empty(array.shape[1:], dtype=torch.float32, device="cpu")
+                    array[expert].copy_(row.uniform_(-bound, bound, generator=generator))
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Return what the experts make of tokens that are sorted by expert; ``counts``: how many each has."""
+        arrays = (tokens, self.up, self.up_bias, self.down, self.down_bias)
+        kind = _autocast_type(tokens)
+        with no_autocast(tokens):
+            tokens, up, up_bias, down, down_bias = (
+                arrays if kind is None else tuple(array.to(kind) for array in arrays)
+            )
+            product = _grouped if _can_group(tokens, up) else _one_by_one
+            hidden = self.dropout(self.activation(product(tokens, up, up_bias, counts)))
+            return self.dropout(product(hidden, down, down_bias, counts))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """Return the sizes for ``repr``."""
+        return f"{self.num_experts}, d_model={self.up.shape[2]}, d_ff={self.up.shape[1]}"
+
+
+class Experts(nn.Module):
+    """The experts of a layer, all of class ``expert``, made with ``**expert_args``.
+
+    :class:`VanillaFFN` becomes an :class:`ExpertArray`. Other classes become a list; built on ``meta``, a
+    list gets its weights later, from torch's generator. Layers may share one object. ``expert_cls`` is
+    another name of ``expert``. ``layer_number``: None: how many ``Experts`` were made since
+    :func:`moe_set_seed`.
+
+    Raises:
+        ConfigError: no class or no number of experts is given.
+    """
+
+    def __init__(
+        self,
+        expert: Callable[..., nn.Module] | None = None,
+        num_experts: int = 0,
+        *,
+        expert_cls: Callable[..., nn.Module] | None = None,
+        layer_number: int | None = None,
+        **expert_args: Any,
+    ) -> None:
+        super().__init__()
+        made_by = expert or expert_cls
+        if made_by is None or (expert is not None and expert_cls is not None):
+            raise ConfigError("Experts: give the class of the experts once, as expert=VanillaFFN")
+        if num_experts < 1:
+            raise ConfigError(f"Experts: num_experts is {num_experts}; give 1 or more")
+        self.num_experts = num_experts
+        seed, counted = moe_env.next_layer()
+        layer = counted if layer_number is None else layer_number
+        self.array: ExpertArray | None = None
+        self.experts: nn.ModuleList | None = None
+        if made_by is VanillaFFN:
+            self.array = ExpertArray(num_experts, **expert_args, seed=seed, layer=layer)
+            return
+        made = []
+        for number in range(num_experts):
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(expert_seed(seed, layer, number))
+                made.append(made_by(**expert_args))
+        self.experts = nn.ModuleList(made)
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Return what the experts make of tokens that are sorted by expert; ``counts``: how many each has."""
+        if self.array is not None:
+            return self.array(tokens, counts)  # type: ignore[no-any-return]
+        assert self.experts is not None
+        # With gradients, experts without tokens run as well: their gradients are zeros.
+        pairs = zip(self.experts, tokens.split(_sizes(counts, len(tokens))), strict=True)
+        runs = torch.is_grad_enabled() or not len(tokens)
+        return torch.cat([expert(part) for expert, part in pairs if runs or len(part)])
+
+
+def _autocast_type(tokens: Tensor) -> torch.dtype | None:
+    """Return the type that autocast asks for; None outside of it."""
+    kind = tokens.device.type
+    if tokens.is_meta:
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _can_group(tokens: Tensor, weight: Tensor) -> bool:
+    """Say whether torch multiplies these in groups: rows of whole 16 bytes, both ways."""
+    if _grouped_mm is None or tokens.dtype != weight.dtype or not len(tokens):
+        return False
+    is_aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+    return is_aligned and tokens.dtype in _GROUPED.get(tokens.device.type, ())
+
+
+def _grouped(tokens: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each token with the matrix of its expert, all at once."""
+    assert _grouped_mm is not None
+    ends = counts.cumsum(0, dtype=torch.int32)
+    rows = torch.arange(len(counts), dtype=torch.int64, device=counts.device)
+    owner = rows.repeat_interleave(counts, output_size=len(tokens))
+    return _grouped_mm(tokens, weight.transpose(-2, -1), offs=ends) + bias[owner]
+
+
+def _one_by_one(tokens: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
+    """Multiply the tokens of each expert with its matrix."""
+    # unbind: the backward pass of weight[e] makes a tensor of the whole parameter for each expert.
+    parts = zip(tokens.split(_sizes(counts, len(tokens))), weight.unbind(), bias.unbind(), strict=True)
+    return torch.cat([functional.linear(part, matrix, added) for part, matrix, added in parts])
+
+
+def _sizes(counts: Tensor, num_tokens: int) -> list[int]:
+    """Return how many tokens each expert has; without data, the same number."""
+    if not counts.is_meta:
+        return [int(size) for size in counts.tolist()]
+    share, rest = divmod(num_tokens, len(counts))
+    return [share + (number < rest) for number in range(len(counts))]

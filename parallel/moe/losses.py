@@ -1,0 +1,205 @@
+"""The losses of routers: how they are collected in a pass, and how they reach the gradients.
+
+Each model has a :class:`RouterRecord` of its own. Its layers report to it while the model's forward pass
+runs. Recomputation runs in backward, outside of a pass, so it reports nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.moe.router import Routing
+
+
+class RoutedLayer(nn.Module):
+    """A layer with a router that reports to the record of its model."""
+
+    expert_bias: Tensor | None  # [experts]; added to scores for the choice alone
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A bound method, not the record: a layer that runs again in backward must hold nothing that changes.
+        self.report: Callable[[RoutedLayer, Routing], None] | None = None
+
+
+class RouterRecord:
+    """What the routers of a model report.
+
+    Attributes:
+        balance: the balance loss of each layer, in the last pass in training.
+        z: the z losses.
+        counts: by layer, how many choices named each expert since :meth:`take_counts`.
+    """
+
+    def __init__(self) -> None:
+        self.balance: list[Tensor] = []
+        self.z: list[Tensor] = []
+        self.counts: dict[RoutedLayer, Tensor] = {}
+        self._depth = 0  # of running forward passes of the model
+
+    @staticmethod
+    def of(model: nn.Module) -> RouterRecord:
+        """Return the record of ``model``, made by the first call; that of a model is also its wrapper's.
+
+        Raises:
+            ConfigError: the model has no layer with a router.
+        """
+        layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
+        if not layers:
+            raise ConfigError(
+                f"{type(model).__name__} has no MoeLayer, so there are no losses of routers; use the loss "
+                "function without MoeLoss"
+            )
+        found = getattr(layers[0].report, "__self__", None)
+        if isinstance(found, RouterRecord) and all(layer.report == found.add for layer in layers):
+            return found
+        record = RouterRecord()
+        for layer in layers:
+            layer.report = record.add
+        model.register_forward_pre_hook(record._begin)
+        model.register_forward_hook(record._end, always_call=True)
+        return record
+
+    def add(self, layer: RoutedLayer, routing: Routing) -> None:
+        """Note what a layer in training reports; nothing outside of a forward pass of the model."""
+        if not self._depth:
+            return
+        self.balance.append(routing.balance_loss)
+        self.z.append(routing.z_loss)
+        if layer.expert_bias is not None:
+            before = self.counts.get(layer)
+            self.counts[layer] = routing.counts if before is None else before + routing.counts
+
+    def take_counts(self) -> dict[RoutedLayer, Tensor]:
+        """Return the counts and begin at 0."""
+        counts, self.counts = self.counts, {}
+        return counts
+
+    def _begin(self, _model: nn.Module, _args: Any) -> None:
+        if not self._depth:
+            self.balance, self.z = [], []
+        self._depth += 1
+
+    def _end(self, _model: nn.Module, _args: Any, _output: Any) -> None:
+        self._depth -= 1
+
+
+class MoeLoss(nn.Module):
+    """A loss plus the losses of the model's routers in the pass before it.
+
+    ``initialize`` tells it the model; other programs call :meth:`bind`. In evaluation it is the loss alone.
+
+    Args:
+        aux_weight: factor of the sum of the layers' balance losses.
+        loss_fn: the class of the loss; further arguments are its own.
+        z_weight: factor of the sum of the layers' z losses.
+    """
+
+    def __init__(
+        self,
+        aux_weight: float,
+        loss_fn: Callable[..., Callable[..., Tensor]],
+        *args: Any,
+        z_weight: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(loss_fn, type):
+            raise ConfigError(
+                f"MoeLoss: loss_fn is {loss_fn!r:.80}, and a class is called for; write "
+                "MoeLoss(0.01, nn.CrossEntropyLoss, label_smoothing=0.1)"
+            )
+        self.loss_fn = loss_fn(*args, **kwargs)
+        self.aux_weight, self.z_weight = aux_weight, z_weight
+        self.record: RouterRecord | None = None
+
+    def bind(self, model: nn.Module) -> MoeLoss:
+        """Take the losses of this model from now on; return self. Call it before the first pass.
+
+        Raises:
+            ConfigError: the model has no layer with a router.
+        """
+        self.record = RouterRecord.of(model)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the whole loss. Raises ConfigError before :meth:`bind`."""
+        if self.record is None:
+            raise ConfigError(
+                "MoeLoss does not know the model of its routers; call criterion.bind(model) before the first "
+                "pass, or train with initialize(), which calls it"
+            )
+        loss = self.loss_fn(*args, **kwargs)
+        for weight, parts in ((self.aux_weight, self.record.balance), (self.z_weight, self.record.z)):
+            if weight and parts:
+                total = torch.stack([part.to(loss.device) for part in parts]).sum()
+                loss = loss + (weight * total).to(loss.dtype)
+        return loss  # type: ignore[no-any-return]
+
+
+Moeloss = MoeLoss
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float | Callable[[], float]) -> Tensor:
+        ctx.scale, ctx.dtype, ctx.shape, ctx.device = scale, loss.dtype, loss.shape, loss.device
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        scale = ctx.scale() if callable(ctx.scale) else ctx.scale
+        return grad, torch.full(ctx.shape, float(scale), dtype=ctx.dtype, device=ctx.device), None
+
+
+def attach(y: Tensor, loss: Tensor, *, scale: float | Callable[[], float] = 1.0) -> Tensor:
+    """Return ``y``; its backward pass also computes the gradient of ``loss``.
+
+    This trains routers where no criterion sees their losses, such as in a stage of a pipeline. ``scale``: the
+    factor of the loss; a callable is asked in backward, for example for the scale of fp16.
+    """
+    return _Attached.apply(y, loss, scale)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class BiasBalance:
+    """Balances experts without a loss: moves the biases of layers after each step of an optimizer.
+
+    A bias moves by ``rate * sign(mean count - count)``, by the choices of all passes since the step before.
+    Layers have one if they are made with ``MoeLayer(has_bias=True)``.
+
+    Raises:
+        ConfigError: no layer has a bias, or there are several processes.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, rate: float = 1e-3) -> None:
+        self.rate = rate
+        self._record = RouterRecord.of(model)
+        layers = [each for each in model.modules() if isinstance(each, RoutedLayer)]
+        if all(layer.expert_bias is None for layer in layers):
+            raise ConfigError(
+                f"none of the {len(layers)} layers with routers has a bias to move; make them with "
+                "MoeLayer(..., has_bias=True)"
+            )
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ConfigError(
+                f"BiasBalance counts the choices of one process, and there are {dist.get_world_size()}: each "
+                "would move its own biases; balance with MoeLoss(aux_weight=0.01, ...)"
+            )
+        optimizer.register_step_post_hook(self._after_step)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Move the biases and begin to count at 0. The optimizer's step calls this."""
+        for layer, counts in self._record.take_counts().items():
+            if layer.expert_bias is not None:
+                load = counts.double()
+                layer.expert_bias += self.rate * torch.sign(load.mean() - load).float()
+
+    def _after_step(self, *_step: Any) -> None:
+        self.step()
