@@ -54,9 +54,9 @@ class LateDevice(SimulatedDevice):
         prepare_on_host = chunk_update.prepare_on_host
         lend = GpuMemory.lend
 
-        def noted_loan(memory: GpuMemory, window: Any) -> Any:
+        def noted_loan(memory: GpuMemory, window: Any, nbytes: int) -> Any:
             self.operators.kept_by_nobody.add(window.address)
-            return lend(memory, window)
+            return lend(memory, window, nbytes)
 
         def late_rows(rows: Sequence[AdamRow], steps: Sequence[Any], device: object, *more: Any) -> bool:
             if device == "cpu" and isinstance(device, str):  # on HOST, by the CPU
