@@ -1,9 +1,9 @@
 # Example: EX22, Integrate mixture of experts into your model
 # Repair: the fragments put together; VanillaFFN, moe_mlp_args and MoeLoss are imported, Widenet is ours;
-#   MOE_MODEL_PARALLEL_SIZE is 1, so each process has all experts; small sizes, generated pictures, a few steps
+#   MOE_MODEL_PARALLEL_SIZE is 1, so each process has all experts; small sizes, generated pictures, few steps
 # Run: gemini run --nproc-per-node 1 examples/documents/mixture_of_experts.py
-# Shows: a Widenet trains, and the loss has the routers' balance loss in it; a layer built by hand sends tokens to
-#   two experts each
+# Shows: a Widenet trains, and the loss has the routers' balance loss in it; a layer built by hand sends
+#   tokens to two experts each
 import torch
 from stand_ins import pictures
 from torch import nn
@@ -56,7 +56,7 @@ engine, train_dataloader, _, _ = colossalai.initialize(model, optimizer, criteri
 
 engine.train()
 losses = []
-for epoch in range(4):
+for _epoch in range(4):
     for img, label in train_dataloader:
         img, label = img.to(get_current_device()), label.to(get_current_device())
         engine.zero_grad()

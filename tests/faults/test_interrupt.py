@@ -106,6 +106,7 @@ def test_the_step_and_the_evaluation_after_an_interrupted_one_are_exact(tmp_path
     assert_weights(weights(model), want)
 
 
+@pytest.mark.dear("a process is interrupted in many places")
 def test_an_interrupted_save_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     model = managed(tmp_path)
     optimizer = adam(model)

@@ -48,6 +48,7 @@ def _as_ranks(*runs: dict[str, Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.dear("ranks import accelerate and train twice")
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_weights_are_those_of_distributed_data_parallel(precision: str) -> None:
     options = {"clip": None, "mixed_precision": precision}

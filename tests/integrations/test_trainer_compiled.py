@@ -46,6 +46,7 @@ def alone(args: Any) -> Any:
     return unmanaged(args, model)
 
 
+@pytest.mark.dear("the compiler runs")
 @pytest.mark.parametrize(
     "more",
     [

@@ -45,6 +45,7 @@ def _clip_everywhere(directory: str) -> list[dict[str, Tensor]]:
     ]
 
 
+@pytest.mark.dear("several optimizers over ranks")
 def test_b1_bf16_gradients_are_clipped_wherever_they_are(tmp_path: Path) -> None:
     clipped, clipped_on_disk, plain, plain_on_disk = run_on_ranks(_clip_everywhere, 2, str(tmp_path))[0]
     assert_same(clipped_on_disk, clipped)

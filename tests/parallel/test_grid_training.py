@@ -150,6 +150,7 @@ def assert_trains_as_one_process(ranks: int, mode: str, trained: Trained, tight:
             assert torch.equal(same[key], weights[key]), key
 
 
+@pytest.mark.dear("up to eight ranks train")
 @pytest.mark.parametrize("mode", MODES)
 def test_training_is_that_of_one_process_and_budgets_change_no_bit(mode: str) -> None:
     trained = Trained(recomputes=mode == "2d", on_meta=mode == "2.5d")

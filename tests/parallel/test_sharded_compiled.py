@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from processes import run_on_ranks
 from sharded_harness import WIDTH, Recipe, assert_same, train_sharded, train_step, wrap
@@ -63,6 +64,7 @@ def _compiled_later(recipe: Recipe) -> tuple[list[float], dict[str, Tensor]]:
         return losses, {key: value.clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.dear("the compiler runs on each rank")
 def test_compiled_blocks_over_ranks(tmp_path: Path) -> None:
     for result in run_on_ranks(_train_all_ways, 2, str(tmp_path), timeout=300.0):
         want_losses, want = result.pop("nothing compiled")

@@ -163,6 +163,7 @@ def _measured() -> tuple[dict[str, Any], int, float]:
     return found.plan.to_json(), found.num_samples, float(found.step(part_of(0, found.data_ranks)))
 
 
+@pytest.mark.dear("ranks measure the machine")
 def test_a_machine_that_nobody_describes_is_measured_by_one_rank_and_its_links_by_all() -> None:
     (plan, samples, loss), other = run_on_ranks(_measured, 2)
     assert (plan, samples, loss) == other

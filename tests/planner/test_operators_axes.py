@@ -50,6 +50,7 @@ def test_what_is_found_is_within_the_budget_and_the_bound_is_below_the_best(seed
     assert refused.value.least_bytes == least_bytes(program)
 
 
+@pytest.mark.dear("the step is planned whole as well, to compare with")
 def test_a_step_on_two_axes_is_close_to_the_best() -> None:
     problem = make_problem(capture(Language(1), language_batch(), language_loss), (2, 2), machine())
     free = solve(problem.program)

@@ -141,6 +141,7 @@ def test_a_rank_times_three_steps(
     assert all(0 < each < 10 for each in seconds)
 
 
+@pytest.mark.dear("two ranks are measured")
 def test_two_ranks_run_and_the_file_says_how_long_they_took(
     here: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,6 +262,7 @@ def test_what_plain_modules_deliver_is_updated(build: Any, tier: str, tmp_path: 
     assert_same(*found)
 
 
+@pytest.mark.dear("tests of this file once more, with freed memory poisoned")
 @pytest.mark.skipif(POISONED in os.environ, reason="this is that process")
 def test_nothing_reads_a_copy_that_was_freed() -> None:
     # Chunks are freed last of all: copies are made where gradients stay as autograd made them.

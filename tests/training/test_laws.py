@@ -122,6 +122,7 @@ def test_placement_never_changes_the_numbers(case: Case, tmp_path: Path) -> None
     assert (moved_bytes(got.stats) > 0) == (case.budget != "unbounded")
 
 
+@pytest.mark.dear("drawn budgets, with a training within each")
 @settings(
     max_examples=num_examples(12),
     derandomize=True,

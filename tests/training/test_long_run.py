@@ -36,6 +36,7 @@ def _train(model: GeminiDDP, optimizer: GeminiOptimizer, steps: range) -> None:
 MOST_IN_FLIGHT = 2 + 4
 
 
+@pytest.mark.dear("250 steps")
 @pytest.mark.parametrize(
     ("host_bytes", "precision"), first([(0, "bf16"), (96 * KIB, None), (0, None), (96 * KIB, "bf16")], 2)
 )

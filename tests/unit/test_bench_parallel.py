@@ -40,6 +40,7 @@ def measured(change: str = "") -> Any:
     return run
 
 
+@pytest.mark.dear("one real run of a case, with ranks of its own")
 @pytest.mark.parametrize("case", first(parallel.CASES))
 def test_a_quick_run_measures_every_row_of_a_case(case: str, capsys: Any, tmp_path: Path) -> None:
     out = tmp_path / "record.json"

@@ -117,6 +117,7 @@ def test_every_example_is_run_here() -> None:
     assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted([*EXAMPLES, *elsewhere])
 
 
+@pytest.mark.dear("an example from start to end, in a process of its own")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_runs_and_leaves_nothing_behind(name: str, ran: Runs) -> None:
     output, directory = ran(name)

@@ -15,6 +15,7 @@ from gemini_bench.placement_search import transformer
 from gemini_bench.placement_traces import TRACES, gpu_cpu
 
 
+@pytest.mark.dear("one real run of a case")
 @pytest.mark.parametrize(
     "case", first(["overlap", "exact", "plan-time", "routings", "predicted", "activations"], 4)
 )

@@ -49,6 +49,7 @@ def steps(tokens: int, cell: bool) -> ModelSource:
     )
 
 
+@pytest.mark.dear("a step of thousands of moments is measured")
 @pytest.mark.parametrize("cell", [False, True])
 def test_memory_and_time_of_a_token_loop_are_those_of_the_whole_step(
     cell: bool, monkeypatch: pytest.MonkeyPatch
