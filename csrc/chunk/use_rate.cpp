@@ -21,7 +21,9 @@ constexpr std::array<int64_t, kHalfLife> powers() {
   std::array<int64_t, kHalfLife> found{};
   double power = 1;
   for (int64_t& entry : found) {
-    entry = static_cast<int64_t>(power * kOneRate + 0.5);
+    const double exact = power * kOneRate;
+    const auto below = static_cast<int64_t>(exact);
+    entry = exact - static_cast<double>(below) < 0.5 ? below : below + 1;
     for (int64_t i = 0; i < 128 / kHalfLife; ++i) power *= kRoot;
   }
   return found;
