@@ -1,10 +1,12 @@
-"""One chunk: a fixed-size piece of model data with a window of stable addresses; what an optimizer keeps of
-parameters, as the chunks of its states know it; and chunks as the CPU uses them where they lie on HOST.
+"""One chunk: a fixed-size piece of model data with a window of stable addresses; chunks that are still to
+come; what an optimizer keeps of parameters, as the chunks of its states know it; and chunks as the CPU uses
+them where they lie on HOST.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -12,8 +14,9 @@ from enum import Enum
 import torch
 
 from gemini.chunk.memory import HostPlace, Window
-from gemini.errors import StateError
+from gemini.errors import ConfigError, StateError
 from gemini.memstats.trace import CHUNK_KINDS
+from gemini.system.config import format_bytes
 
 TensorIds = tuple[int, ...] | list[int]  # of the chunk table
 # Elements of a tensor, counted from its start, that may share a value of a state: the scale of int8 moments.
@@ -136,6 +139,48 @@ class CutChunk:
     def at(self, element: int) -> Chunk:
         """Return the part that has this element."""
         return self.parts[element // self.parts[0].spec.numel]
+
+
+class Expected:
+    """Bytes of addresses and of places in the DISK file, by the kind of chunk; and addresses to spare, for
+    chunks that nobody foresaw."""
+
+    def __init__(self, specs: Sequence[ChunkSpec], spare_bytes: int) -> None:
+        self._bytes: Counter[ChunkKind] = Counter()
+        self._spare_bytes = spare_bytes
+        self._add(specs)
+
+    def refuse(self, nbytes: int) -> None:
+        """Raise ConfigError where there are no addresses for further chunks of ``nbytes`` together."""
+        if nbytes > self._spare_bytes:
+            raise ConfigError(
+                f"what came into the model needs addresses for {format_bytes(nbytes)}, and of those reserved "
+                f"beside the model's at wrapping {format_bytes(self._spare_bytes)} are left; wrap the model "
+                "anew, with all that it has now"
+            )
+
+    def add(self, specs: Sequence[ChunkSpec]) -> None:
+        """Expect further chunks, for which there are addresses."""
+        self._spare_bytes -= sum(spec.nbytes for spec in specs)
+        self._add(specs)
+
+    def bytes_of(self, specs: Sequence[ChunkSpec]) -> int:
+        """Return what is reserved for ``specs``, if they come now."""
+        wanted: Counter[ChunkKind] = Counter()
+        for spec in specs:
+            wanted[spec.kind] += spec.nbytes
+        return (wanted & self._bytes).total()
+
+    def take(self, spec: ChunkSpec) -> bool:
+        """Say whether a chunk that comes now was expected, and expect it no longer."""
+        if self._bytes[spec.kind] < spec.nbytes:
+            return False
+        self._bytes[spec.kind] -= spec.nbytes
+        return True
+
+    def _add(self, specs: Sequence[ChunkSpec]) -> None:
+        for spec in specs:
+            self._bytes[spec.kind] += spec.nbytes
 
 
 def num_blocks(numel: int) -> int:
