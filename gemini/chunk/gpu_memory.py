@@ -155,7 +155,7 @@ class GpuMemory:
         return self._engine.read(window, nbytes, offset)
 
     def load_stored(self, window: _C.GpuWindow, stored: StoredChunk) -> int:
-        raise NotImplementedError("a GPU reads chunks from the DISK tier's own file")
+        raise StateError("a GPU reads chunks from the DISK tier's own file")
 
     def spill(self, source: _C.GpuWindow | _C.HostPlace, nbytes: int, offset: int) -> int:
         self.follow()

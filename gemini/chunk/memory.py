@@ -82,7 +82,7 @@ class ChunkMemory(Protocol[W, H]):
 
     def lend(self, window: W, nbytes: int) -> tuple[torch.UntypedStorage, object]:
         """Return a storage over ``nbytes`` from a window on, and an object that lives as long as the storage
-        does, to refer to weakly. What lies in one chunk has no more than the window."""
+        does, to refer to weakly. Of a chunk that is not cut, ``nbytes`` are those of its window."""
 
     def follow(self) -> None:
         """Take note of where the caller's operators run from now on."""

@@ -43,7 +43,7 @@ examples:
   gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16 --lr 2e-4 --merge
       train adapters of rank 16, and write the model with them merged in
   gemini finetune --model ./llama --data chats.jsonl --show 3
-      print the tokens of three records, and which of them are learned; trains nothing
+      print the tokens of three records and mark those that the loss counts; train nothing
   gemini finetune recipes/full.toml --data mine.jsonl --steps 100
       a recipe: the same names in a file (lr = 1e-5, device_bytes = "20GiB"); options given here win
   gemini finetune recipes/full.toml --resume auto

@@ -170,9 +170,9 @@ def test_lines_of_records_are_those_that_they_begin_in(tmp_path: Path) -> None:
         ("d.csv", 'text\na\n"b" c\n', "line 3 of .* is no CSV"),
         ("d.txt", '{"text": "a"}\n{"text": "b"}', "seems to hold JSON records .*--data-format text"),
         ("d", '[{"messages": []}]', "seems to hold JSON records"),
-        ("d.parquet", "PAR1 and no more", "cannot read --data .*d.parquet"),
+        ("d.parquet", "PAR1, then text", "cannot read --data .*d.parquet"),
         ("d.jsonl.gz", "no gzip", "cannot read --data .*d.jsonl.gz"),
-        ("d.bin", "PAR1 and no more", "seems to be parquet; name it .parquet"),
+        ("d.bin", "PAR1, then text", "seems to be parquet; name it .parquet"),
         ("d.xlsx", "PK\x03\x04", "a zip archive or a spreadsheet"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Documents as tokens, and which of them a loss is made of."""
+"""Documents as tokens, with marks on those that the loss counts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """The tokens of a document. ``learned``: which of them a loss is made of; None: all."""
+    """The tokens of a document. ``learned``: marks those that the loss counts; None: it counts all."""
 
     document: Document
     ids: list[int]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
@@ -172,20 +173,20 @@ class _Rows:
         self._ends.append(len(self._starts))
 
 
-class _Layouter:
-    """Makes rows of documents. ``num_cut`` documents lost their end, ``num_lost`` had nothing to learn "
-    "left."""
+class _Layouter(ABC):
+    """Makes rows of documents. ``num_cut`` documents lost their end, ``num_lost`` had nothing left to
+    learn."""
 
     def __init__(self, rows: _Rows, seq: int) -> None:
         self.num_cut = self.num_lost = 0
         self._rows = rows
         self._seq = seq
 
+    @abstractmethod
     def add(self, start: int, learned: npt.NDArray[np.bool_]) -> None:
         """Take a document, with its tokens at ``start`` and on."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - not every layout holds something back
         """Make the last rows."""
 
     def _kept(self, start: int, learned: npt.NDArray[np.bool_]) -> Piece | None:
