@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from gemini._C import build_info
-from gemini.cli import check, ckpt, convert_config, finetune, mode_speeds, plan, run, simulate, trace, train
+from gemini.cli import (
+    check,
+    ckpt,
+    convert_config,
+    finetune,
+    merge,
+    mode_speeds,
+    plan,
+    run,
+    simulate,
+    trace,
+    train,
+)
 from gemini.cli.console import discard, say_error
 from gemini.errors import ConfigError, GeminiError
 from gemini.system.config import did_you_mean
@@ -131,6 +143,7 @@ COMMANDS: dict[str, AddParser] = {
     "plan": plan.add_parser,
     "train": train.add_parser,
     "finetune": finetune.add_parser,
+    "merge": merge.add_parser,
     "run": run.add_parser,
     "ckpt": ckpt.add_parser,
     "convert-config": convert_config.add_parser,

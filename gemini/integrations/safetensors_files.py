@@ -209,7 +209,7 @@ class _Read:
         return self._values
 
 
-_SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 _MAX_DIMS = 64  # as torch
@@ -322,7 +322,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         for name, file in (named or {}).items():
             if name not in self._tensors:
                 self._stack.close()
-                raise CheckpointError(f"{file} does not hold {name!r}, as the index says")
+                raise InputError(f"{file} does not hold {name!r}, as the index says; {AGAIN}")
 
     @classmethod
     def of_directory(cls, path: Path) -> SafetensorsFiles:
@@ -332,12 +332,12 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         if INDEX in directory:
             named = read_index(directory, INDEX)
             return cls([directory.file(file) for file in sorted(set(named.values()))], named)
-        if _SINGLE not in directory:
+        if SINGLE not in directory:
             raise InputError(
-                f"{path} holds neither {_SINGLE} nor {INDEX}; save the model with save_pretrained(), or "
+                f"{path} holds neither {SINGLE} nor {INDEX}; save the model with save_pretrained(), or "
                 "give the directory that has its weights"
             )
-        return cls([directory.file(_SINGLE)])
+        return cls([directory.file(SINGLE)])
 
     def _open(self, path: Path) -> None:
         try:

@@ -28,6 +28,7 @@ from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
 from gemini.runtime import Filling, ManagedParameter, init_on, read_values
 from gemini.runtime.build import Built
 from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
+from gemini.system.input_files import errors_of
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
 _PATCHED = threading.Lock()
@@ -178,6 +179,19 @@ def _built(transformers: Any, config: Any, auto_class: Any, others: dict[str, An
     with init_on("meta"):
         model: nn.Module = build(config, **others)
     return model
+
+
+def meta_model_of(path: Path) -> Any:
+    """Return the model of a directory on ``meta``: its modules and names, without its weights.
+
+    Raises:
+        ConfigError: transformers is not installed, or has no model for the directory's config.
+    """
+    transformers = _transformers()
+    check_model(path)
+    with errors_of(f"transformers cannot build the model of {path}"):
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return _built(transformers, config, None, {})
 
 
 class _Loading:

@@ -15,6 +15,8 @@ WRITES = {
     "gemini/system/files.py": "lines added to a log, which has its name",
     "gemini/checkpoint/sealed_file.py": "synced by finish(), under a name that is not there yet",
     "gemini/checkpoint/convert.py": "in the scratch directory that convert() publishes",
+    "gemini/jobs/after_training/adapter_merge.py": "in the scratch directory that published() publishes",
+    "gemini/jobs/after_training/model_copy.py": "in the scratch directory that published() publishes",
     "gemini/jobs/finetune/engine.py": "in the directory that put_in_place() publishes",
     "gemini/integrations/transformers.py": "in the directory that put_in_place() publishes",
     "gemini/offload/mapped.py": "a file without a name, for this process",

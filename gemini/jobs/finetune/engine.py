@@ -119,9 +119,10 @@ class PretrainedEngine(ManagedTraining):
             self.module.train()
         return total / tokens
 
-    def export(self, target: Path, tokenizer: Any, *, merge: bool) -> None:
+    def export(self, target: Path, tokenizer: Any, *, merge: bool, card: str) -> None:
         """Write a directory that transformers loads to ``target``, whole or not at all: the model, or its
-        adapters. With ``merge`` adapters become part of the weights, and nothing can be trained after."""
+        adapters, with a model card. With ``merge`` adapters become part of the weights, and nothing can be
+        trained after."""
         made = temporary_of(target)
         model = self.module.merge_and_unload() if merge else self.module
         if self._use_cache is not None:
@@ -130,6 +131,7 @@ class PretrainedEngine(ManagedTraining):
             shutil.rmtree(made, ignore_errors=True)
             model.save_pretrained(made, max_shard_size=_SHARD)
             tokenizer.save_pretrained(made)
+            (made / "README.md").write_text(card, encoding="utf-8")
             put_in_place(made, target)
 
 

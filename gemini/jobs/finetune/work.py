@@ -15,6 +15,7 @@ from gemini.jobs.finetune.engine import PretrainedEngine
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, WHOLE, Batch, Order, Samples
+from gemini.jobs.run.model_card import tuned_card
 from gemini.jobs.run.training import RunOptions, shaped_factor
 
 LAYOUTS = {
@@ -146,7 +147,9 @@ class FineTuneWork:
 
     def finish(self, engine: PretrainedEngine) -> None:
         """Export what was trained."""
-        engine.export(self.target, self._tokenizer, merge=self.config.merge)
+        is_adapter = bool(self.config.lora) and not self.config.merge
+        card = tuned_card(self.target.parent, is_adapter=is_adapter)
+        engine.export(self.target, self._tokenizer, merge=self.config.merge, card=card)
         self.finished = True
 
     def _batch(self, step: int, micro: int) -> Batch:

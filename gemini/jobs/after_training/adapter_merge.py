@@ -1,0 +1,274 @@
+"""Adapters of PEFT become part of the weights that they were trained on, one tensor at a time.
+
+PEFT's own layers compute: they are put on the base on ``meta``, and one layer at a time gets its values, is
+merged and is emptied again. So the result is that of PEFT's ``merge_and_unload()``, bit for bit, for a base
+that is loaded with the types of its files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import ConfigError, InputError
+from gemini.integrations.adapters import Adapters
+from gemini.integrations.model_directory import ADAPTER_CONFIG, MAX_CONFIG_BYTES
+from gemini.integrations.safetensors_files import SafetensorsFiles, StoredTensor
+from gemini.integrations.transformers_loading import meta_model_of
+from gemini.jobs.after_training.model_copy import (
+    CARD,
+    Copied,
+    copy_documents,
+    copy_weights,
+    published,
+    read_config,
+    refuse_existing,
+    refuse_quantized,
+)
+from gemini.jobs.run.model_card import merged_card
+from gemini.system.input_files import InputDirectory, errors_of
+
+WEIGHTS = "adapter_model.safetensors"
+_NAME = "default"  # of the adapter, as PEFT has it where nobody names one
+_OUTER = "base_model.model."  # what names in the files of adapters begin with
+_SHORT = (torch.float16, torch.bfloat16)
+_OTHERWISE = "PEFT's merge_and_unload() takes them, in memory"
+# Those that leave the weights of the base as they are when the adapters are put on.
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+_OTHERS = (
+    "target_parameters",
+    "trainable_token_indices",
+    "megatron_config",
+    "loftq_config",
+    "layer_replication",
+    "arrow_config",
+    "use_bdlora",
+    "alora_invocation_tokens",
+)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was merged: of the tensors in ``copied``, adapters changed ``num_merged`` and ``num_replaced``
+    are the adapters' own (``modules_to_save``)."""
+
+    copied: Copied
+    num_merged: int
+    num_replaced: int
+
+
+def merge(base: Path, adapter: Path, target: Path) -> Merged:
+    """Write the model in ``base``, with the adapters in ``adapter`` merged in, to the directory ``target``.
+
+    Raises:
+        ConfigError: the adapters are of another base or of a kind that is not merged, a file is damaged, or
+            ``target`` exists. Nothing was written.
+        IoError: ``target`` cannot be written.
+    """
+    refuse_existing(target)
+    refuse_quantized(read_config(base), base)
+    with SafetensorsFiles.of_directory(base) as files, _adapter_files(adapter) as own:
+        merging = Merging(base, adapter, files, own)
+        with published(target, "write the merged model") as made:
+            made.mkdir()
+            copy_documents(base, made, tokenizer_of=adapter)
+            (made / CARD).write_text(merged_card(base, adapter), encoding="utf-8")
+            copied = copy_weights(files, made, dtype_of=lambda each: each.dtype, values_of=merging.values)
+    return Merged(copied, len(merging.layers), len(merging.replaced.keys() - merging.layers.keys()))
+
+
+@contextmanager
+def _adapter_files(adapter: Path) -> Iterator[SafetensorsFiles]:
+    directory = InputDirectory(adapter)
+    if ADAPTER_CONFIG not in directory:
+        raise ConfigError(f"{adapter} has no {ADAPTER_CONFIG}; give the directory that holds the adapters")
+    _refuse_other_kinds(directory.json(ADAPTER_CONFIG, MAX_CONFIG_BYTES), adapter)
+    if WEIGHTS not in directory:
+        raise ConfigError(
+            f"{adapter} has no {WEIGHTS}; save the adapters with save_pretrained(), which writes safetensors"
+        )
+    with SafetensorsFiles([directory.file(WEIGHTS)]) as files:
+        yield files
+
+
+def _refuse_other_kinds(fields: Mapping[str, Any], adapter: Path) -> None:
+    """Raise ConfigError for adapters that are more than an addition to each layer by itself."""
+    kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
+    if kind != "LORA":
+        raise ConfigError(f"{adapter} holds adapters of type {kind!r:.50}; LORA is merged here. {_OTHERWISE}")
+    if not isinstance(start, (bool, str)) or start not in _STARTS:
+        raise ConfigError(
+            f"{adapter} has init_lora_weights {start!r:.50}, which changes the weights of the base as well; "
+            "save them with path_initial_model_for_weight_conversion (PEFT), which makes plain adapters"
+        )
+    for name in _OTHERS:
+        if fields.get(name):
+            raise ConfigError(f"{adapter} has {name}, which is not merged here. {_OTHERWISE}")
+
+
+def _names_in_files(model: Any, files: SafetensorsFiles) -> dict[str, str]:
+    """Return the names in files of a model's parameters; those in files may lack the model's prefix, or have
+    one more."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    found = {}
+    for name, _ in model.named_parameters():
+        for held in (name, name.removeprefix(prefix), prefix + name):
+            if held in files:
+                found[name] = held
+                break
+    return found
+
+
+class Merging:
+    """Which tensors of a base change, and their new values: ``layers`` has PEFT's layer of each that is
+    merged, ``replaced`` the adapter's tensor of each that is replaced, by the names in the base's files.
+
+    Raises:
+        ConfigError: the adapters do not fit the base, or are of a kind that is not merged.
+    """
+
+    def __init__(self, base: Path, adapter: Path, files: SafetensorsFiles, own: SafetensorsFiles) -> None:
+        self.layers: dict[str, Any] = {}
+        self.replaced: dict[str, StoredTensor] = {}
+        self._adapter, self._files = adapter, files
+        adapters = Adapters.of(str(adapter))
+        model = meta_model_of(base)
+        self._ties = set(getattr(model, "all_tied_weights_keys", {}).items())
+        self._names = _names_in_files(model, files)
+        self._own_names = {id(param): name for name, param in model.named_parameters()}
+        outer = adapters.put_on(model)
+        self._stored = self._match(outer, own)
+        self._find_layers(outer)
+
+    def values(self, stored: StoredTensor) -> torch.Tensor:
+        """Return the new values of a tensor of the base."""
+        layer = self.layers.get(stored.name)
+        if layer is None:
+            return self._unmerged(stored)
+        kind = stored.name.rpartition(".")[2]
+        return self._merged(layer)[kind]
+
+    def _unmerged(self, stored: StoredTensor) -> torch.Tensor:
+        replaced = self.replaced.get(stored.name)
+        return stored.read() if replaced is None else replaced.read().to(stored.dtype)
+
+    def _match(self, outer: nn.Module, own: SafetensorsFiles) -> dict[int, StoredTensor]:
+        """Return the adapter's tensor of each parameter of PEFT's layers, by its id; fill
+        :attr:`replaced`."""
+        import peft
+
+        params = outer.state_dict(keep_vars=True)
+        wanted = peft.get_peft_model_state_dict(outer, state_dict=params, save_embedding_layers=False)
+        missing = sorted(wanted.keys() - own.keys())
+        if missing:
+            raise self._unfit(
+                f"its {ADAPTER_CONFIG} on this base asks for {len(missing)} tensors that it has not, such as "
+                f"{missing[0]!r}"
+            )
+        found: dict[int, StoredTensor] = {}
+        outlines = {id(param): name for name, param in params.items()}
+        for name, stored in own.items():
+            param = wanted.get(name, params.get(name))
+            if param is None or id(param) not in outlines:
+                raise self._unfit(f"the base has no place for its {name!r}")
+            if tuple(param.shape) != stored.shape:
+                raise self._unfit(
+                    f"its {name!r} has shape {list(stored.shape)}, and the base needs {list(param.shape)}"
+                )
+            found[id(param)] = stored
+            path = outlines[id(param)].removeprefix(_OUTER)
+            if f".modules_to_save.{_NAME}." in path:
+                self._replace(path.replace(f".modules_to_save.{_NAME}.", "."), stored)
+            elif name not in wanted:  # an embedding, which PEFT saves beside its adapters
+                self._replace(path.replace(".base_layer.", "."), stored)
+        return found
+
+    def _replace(self, name: str, stored: StoredTensor) -> None:
+        self.replaced[self._name_in_files(name)] = stored
+
+    def _find_layers(self, outer: nn.Module) -> None:
+        """Fill :attr:`layers`."""
+        from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, _ConvNd
+
+        for path, layer in outer.named_modules():
+            if not isinstance(layer, LoraLayer):
+                continue
+            if not isinstance(layer, (Linear, Embedding, _ConvNd)):
+                raise ConfigError(
+                    f"{self._adapter}: {path} is a {type(layer).__name__} of PEFT, which is not merged here; "
+                    f"{_OTHERWISE}"
+                )
+            own = {id(param) for param in layer.parameters()} - {
+                id(param) for param in layer.get_base_layer().parameters()
+            }
+            if not own <= self._stored.keys() or any(each.is_meta for each in layer.buffers()):
+                raise ConfigError(
+                    f"{self._adapter}: {path} has values that its file does not hold, so it is not merged "
+                    f"here; {_OTHERWISE}"
+                )
+            kinds = ["weight", *(["bias"] if layer.lora_bias.get(_NAME) else [])]
+            for kind in kinds:
+                self.layers[self._name_in_files(f"{path.removeprefix(_OUTER)}.{kind}")] = layer
+
+    def _name_in_files(self, name: str) -> str:
+        """Return what the files of the base call a parameter. Raises ConfigError where they have none, or
+        the parameter has two names."""
+        tied = next((pair for pair in self._ties if name in pair), None)
+        if tied is not None:
+            raise ConfigError(
+                f"{self._adapter} changes {name!r}, which the base ties ({' = '.join(tied)}); one tensor "
+                f"would become two. {_OTHERWISE}"
+            )
+        if name not in self._names:
+            raise self._unfit(f"the files of the base hold no {name!r}")
+        return self._names[name]
+
+    def _unfit(self, why: str) -> InputError:
+        return InputError(
+            f"the adapters in {self._adapter} do not fit this base: {why}; give the base that their "
+            f"{ADAPTER_CONFIG} names"
+        )
+
+    def _merged(self, layer: Any) -> dict[str, torch.Tensor]:
+        """Return the parameters of a layer after PEFT has merged it; the layer has no values before and
+        after."""
+        inner = layer.get_base_layer()
+        given: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+        def give(owner: nn.Module, key: str, values: torch.Tensor) -> None:
+            param = owner._parameters[key]
+            assert param is not None
+            given.append((owner, key, param))
+            owner._parameters[key] = nn.Parameter(values, requires_grad=False)
+
+        try:
+            for key, param in list(inner._parameters.items()):
+                if param is not None:
+                    stored = self._files[self._names[self._own_names[id(param)]]]
+                    give(inner, key, self._unmerged(stored))
+            dtype = inner.weight.dtype
+            for owner in layer.modules():
+                for key, param in list(owner._parameters.items()):
+                    if param is not None and id(param) in self._stored:
+                        # As PEFT loads them: the type of the base, but never one of 16 bits.
+                        kept = torch.float32 if dtype in _SHORT else dtype
+                        give(owner, key, self._stored[id(param)].read().to(kept))
+            with errors_of(f"PEFT cannot merge the adapters of {self._adapter}"), torch.no_grad():
+                layer.merge(adapter_names=[_NAME])
+            merged = {key: param.detach() for key, param in inner._parameters.items() if param is not None}
+        finally:
+            for owner, key, empty in given:
+                owner._parameters[key] = empty
+            layer.merged_adapters.clear()
+        if not all(bool(values.isfinite().all()) for values in merged.values()):
+            raise InputError(
+                f"the adapters in {self._adapter} make values that are not finite; train them again, or give "
+                "another checkpoint of them"
+            )
+        return merged

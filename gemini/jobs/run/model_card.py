@@ -1,0 +1,183 @@
+"""Model cards (README.md beside weights): the base, the data, the recipe and the losses, as the files of a
+run record them. What no file records is not in a card.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gemini import _C
+from gemini.errors import InputError, printable
+from gemini.system.input_files import InputDirectory
+
+Row = tuple[str, str]
+_RUN, _METRICS, _ADAPTER = "run.json", "metrics.jsonl", "adapter_config.json"
+_MAX_BYTES = 2**24  # of a run's record or an adapter's config; both have some hundred
+_MAX_METRICS_BYTES = 2**30
+_SILENT = (
+    "The files of the run record nothing else: what the model is for, what it cannot do, and under which "
+    "license it may be used follow from its base and its data."
+)
+
+
+def tuned_card(run: Path, *, is_adapter: bool) -> str:
+    """Return the card of what the run of ``gemini finetune`` in ``run`` has trained: adapters, or a model.
+
+    Raises:
+        InputError: the files of the run cannot be read.
+    """
+    options = _options_of(run)
+    base = name_of(options.get("model"))
+    return _card(
+        title=f"{base}, fine-tuned",
+        base=base,
+        library="peft" if is_adapter else "transformers",
+        method="fine-tuned with `gemini finetune`",
+        rows=[("base", base), *_recipe(options), *_losses(run)],
+    )
+
+
+def merged_card(base: Path, adapter: Path) -> str:
+    """Return the card of the model in ``base`` with the adapters in ``adapter`` merged in. It has the recipe
+    where the adapters lie in a run of ``gemini finetune``.
+
+    Raises:
+        InputError: a file that says it cannot be read.
+    """
+    fields = InputDirectory(adapter).json(_ADAPTER, _MAX_BYTES)
+    name = name_of(str(base))
+    rows = [("base", name), *_adapter_rows(fields)]
+    run = adapter.absolute().parent
+    if (run / _RUN).is_file() and adapter.name == "model":
+        known = {key for key, _ in rows}
+        rows += [row for row in (*_recipe(_options_of(run)), *_losses(run)) if row[0] not in known]
+    return _card(
+        title=f"{name} with adapters merged in",
+        base=name_of(fields.get("base_model_name_or_path")) if name == "unknown" else name,
+        library="transformers",
+        method="made with `gemini merge`: the adapters are part of the weights",
+        rows=rows,
+    )
+
+
+def name_of(path: Any) -> str:
+    """Return how a card names a model or data: a name of the hub as it is, of a path the last part, which
+    tells nothing of somebody's machine."""
+    if not isinstance(path, str) or not path.strip("/ "):
+        return "unknown"
+    is_hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
+    return path if is_hub_name else Path(path).absolute().name
+
+
+def _card(*, title: str, base: str, library: str, method: str, rows: Iterable[Row]) -> str:
+    head = {"base_model": base, "library_name": library, "pipeline_tag": "text-generation"}
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]
+    lines += [
+        f"# {_cell(title)}",
+        "",
+        f"This model was {method} (gemini-runtime {_C.build_info()['version']}).",
+        "",
+    ]
+    lines += ["| | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in rows), ""]
+    return "\n".join([*lines, _SILENT, ""])
+
+
+def _cell(text: str) -> str:
+    return printable(text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _options_of(run: Path) -> Mapping[str, Any]:
+    found = InputDirectory(run).json(_RUN, _MAX_BYTES)
+    options = found.get("options")
+    if not isinstance(options, dict):
+        raise InputError(f"{run / _RUN} has no options of a run; repair it, or move it away")
+    return {**options, "seq": found.get("seq", options.get("seq"))}
+
+
+def _recipe(options: Mapping[str, Any]) -> list[Row]:
+    """Return what a run was told, as far as its numbers depend on it."""
+    rows = [("data", name_of(options.get("data")))]
+    rank = options.get("lora")
+    if rank:
+        alpha = options.get("lora_alpha") or 2 * rank
+        said = f"rank {rank}, alpha {alpha}, dropout {options.get('lora_dropout')}"
+        rows.append(("trained", f"LoRA adapters of {said}, on {options.get('lora_targets')}"))
+    else:
+        rows.append(("trained", "all weights"))
+    names = {
+        "loss on": "loss_on",
+        "tokens in a row": "seq",
+        "packed": "packing",
+        "rows in a pass": "batch",
+        "passes in a step": "accumulate",
+        "learning rate": "lr",
+        "schedule": "schedule",
+        "warmup, share of steps": "warmup",
+        "weight decay": "weight_decay",
+        "largest gradient norm": "clip",
+        "precision": "precision",
+        "optimizer states": "state_dtype",
+        "seed": "seed",
+    }
+    return rows + [
+        (text, _shown(options[key])) for text, key in names.items() if options.get(key) is not None
+    ]
+
+
+def _losses(run: Path) -> list[Row]:
+    """Return the losses of a run's steps, first and last, and the last one on what is held out."""
+    directory = InputDirectory(run)
+    if _METRICS not in directory:
+        return []
+    first: dict[str, Any] | None = None
+    last: dict[str, Any] = {}
+    held_out: float | None = None
+    directory.check(_METRICS, _MAX_METRICS_BYTES)
+    with directory.file(_METRICS).open(encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue  # a killed run leaves half a line
+            if isinstance(record, dict) and _is_number(record.get("step")) and _is_number(record.get("loss")):
+                first, last = first or record, record
+                held_out = record["eval_loss"] if _is_number(record.get("eval_loss")) else held_out
+    if first is None:
+        return []
+    rows = [("steps", f"{last['step']:,}")]
+    rows.append(("loss, first and last step", f"{first['loss']:.4f}, {last['loss']:.4f}"))
+    if held_out is not None:
+        rows.append(("last loss on what is held out", f"{held_out:.4f}"))
+    return rows
+
+
+def _adapter_rows(fields: Mapping[str, Any]) -> list[Row]:
+    said = {
+        "adapters": "peft_type",
+        "rank": "r",
+        "alpha": "lora_alpha",
+        "dropout": "lora_dropout",
+        "on": "target_modules",
+        "replaced whole": "modules_to_save",
+        "rsLoRA": "use_rslora",
+        "DoRA": "use_dora",
+    }
+    rows = []
+    for text, key in said.items():
+        value = fields.get(key)
+        if value is None or value is False:
+            continue
+        shown = ", ".join(sorted(map(str, value))) if isinstance(value, list) else _shown(value)
+        rows.append((text, shown))
+    return rows
+
+
+def _shown(value: Any) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
