@@ -1,0 +1,247 @@
+"""Texts of a trained model, token by token, within byte budgets: the weights stay in the checkpoint and are
+read when they are needed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gemini
+from gemini.errors import ConfigError, GeminiError, InputError, in_words
+from gemini.integrations.model_directory import check_adapters, check_kinds
+from gemini.jobs.after_training.model_copy import read_config
+from gemini.jobs.run.managed import make_disk_directory
+from gemini.model.in_place import InPlace
+from gemini.system.input_files import InputDirectory, errors_of
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Options of ``gemini sample``; sizes are bytes, None leaves a budget to the runtime. ``temperature`` 0
+    takes the likeliest token.
+
+    Raise ConfigError for what cannot be.
+    """
+
+    model: Path
+    prompts: Sequence[str]
+    adapter: Path | None = None
+    chat: bool = False
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    device: str = "cpu"
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("there is no prompt; give --prompt TEXT, as often as you like")
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}; it must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"--temperature is {self.temperature}; it must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
+
+
+@dataclass
+class Sampled:
+    """What was generated so far, also where it was interrupted. ``peak_bytes`` and ``budget_bytes`` are of
+    DEVICE, of model data; ``read_bytes`` came from the checkpoint."""
+
+    num_prompts: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    budget_bytes: int | None = None
+    model_data_bytes: int = 0
+    read_bytes: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the speed, prompts included."""
+        return self.num_tokens / self.seconds if self.seconds else 0.0
+
+
+def sample(config: SampleConfig, say: Callable[[str], None], sampled: Sampled) -> None:
+    """Generate a text for each prompt. ``say`` gets pieces of text as soon as they are whole characters: the
+    prompt, what follows it, and an end of line. ``sampled`` is filled, whatever ends this.
+
+    Raises:
+        ConfigError: the model, its tokenizer or the adapters cannot be loaded.
+        OutOfBudgetError: the model cannot fit the budgets.
+    """
+    tokenizer = _tokenizer_of(config)
+    asked = [_encoded(config, tokenizer, prompt) for prompt in config.prompts]
+    if config.disk_dir is not None:
+        make_disk_directory(config.disk_dir)
+    with _loaded(config) as (model, handle), torch.no_grad():
+        try:
+            for prompt, ids in zip(config.prompts, asked, strict=True):
+                say(prompt if not config.chat else f"> {prompt}\n")
+                torch.manual_seed(config.seed)
+                _generate(config, model, tokenizer, ids, say, sampled)
+                sampled.num_prompts += 1
+        finally:
+            stats = handle.stats()
+            sampled.peak_bytes = stats["device"]["peak_bytes"]
+            sampled.budget_bytes = stats["device"]["budget_bytes"]
+            sampled.model_data_bytes = stats["model_data_bytes"]
+            sampled.read_bytes = stats["disk_read"]["bytes"]
+
+
+class _Streamer:
+    """Hands a growing text on, as far as its last characters cannot change any more."""
+
+    def __init__(self, tokenizer: Any, say: Callable[[str], None], sampled: Sampled) -> None:
+        self._tokenizer, self._say, self._sampled = tokenizer, say, sampled
+        self._ids: list[int] = []
+        self._shown = 0  # characters
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt at the first call, then one token at a time."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._ids += value.reshape(-1).tolist()
+        self._sampled.num_tokens += value.numel()
+        self._show(self._text())
+
+    def end(self) -> None:
+        """Hand on what is left."""
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        self._say(text[self._shown :] + "\n")
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return text.rstrip("\ufffd")  # a character of several tokens that has not ended
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._shown:
+            self._say(text[self._shown :])
+            self._shown = len(text)
+
+
+def _generate(
+    config: SampleConfig,
+    model: Any,
+    tokenizer: Any,
+    ids: torch.Tensor,
+    say: Callable[[str], None],
+    sampled: Sampled,
+) -> None:
+    chosen: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    if config.temperature:
+        chosen = {"do_sample": True, "temperature": config.temperature, "top_p": config.top_p, "top_k": 0}
+    streamer = _Streamer(tokenizer, say, sampled)
+    started = time.perf_counter()
+    try:
+        ids = ids.to(next(iter(model.parameters())).device)
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=config.max_new_tokens,
+            pad_token_id=_filler(tokenizer),
+            streamer=streamer,
+            **chosen,
+        )
+    except (GeminiError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # as many as there are entries in a generation_config.json
+        raise InputError(
+            f"transformers cannot generate with the model of {config.model}: {in_words(error)}"
+        ) from error
+    finally:
+        sampled.seconds += time.perf_counter() - started
+
+
+def _filler(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+
+
+def _tokenizer_of(config: SampleConfig) -> Any:
+    """Return the tokenizer of the adapters, if they have one, or of the model."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"gemini sample needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    read_config(config.model)
+    path = config.model
+    if config.adapter is not None:
+        check_adapters(config.adapter)
+        if "tokenizer_config.json" in InputDirectory(config.adapter):
+            path = config.adapter
+    check_kinds(InputDirectory(path))
+    with errors_of(f"transformers cannot read the tokenizer of {path}"):
+        return transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+
+
+def _encoded(config: SampleConfig, tokenizer: Any, prompt: str) -> torch.Tensor:
+    """Return the tokens of a prompt, one row."""
+    if config.chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"--chat needs a chat template, and the tokenizer of {config.model} has none; leave --chat "
+                "out, or put a chat_template.jinja beside the tokenizer"
+            )
+        with errors_of("the chat template cannot be applied"):
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        with errors_of("the prompt cannot be tokenized"):
+            ids = tokenizer(prompt)["input_ids"]
+    if not ids:
+        raise ConfigError(f"--prompt {prompt!r:.100} has no tokens; give a text")
+    return torch.tensor([ids])
+
+
+@contextmanager
+def _loaded(config: SampleConfig) -> Iterator[tuple[Any, InPlace]]:
+    """Yield the model, with its adapters, and the handle of its weights."""
+    model = gemini.from_pretrained(
+        config.model.absolute(),
+        "AutoModelForCausalLM",
+        trains=False,
+        local_files_only=True,
+        device=config.device,
+        device_bytes=config.device_bytes,
+        host_bytes=config.host_bytes,
+        disk_dir=config.disk_dir,
+    ).eval()
+    handle = gemini.handle_of(model)
+    assert isinstance(handle, InPlace)
+    try:
+        yield (model if config.adapter is None else _with_adapter(model, config.adapter)), handle
+    finally:
+        handle.close()
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    """Return the model with saved adapters, which stay in ordinary memory."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"--adapter needs the package peft: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    with errors_of(f"PEFT cannot put the adapters of {adapter} on the model"):
+        return peft.PeftModel.from_pretrained(model, str(adapter), local_files_only=True).eval()
