@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,26 @@ def test_the_toy_of_finetune_is_made_tuned_and_loaded_as_printed(tmp_path: Path)
     run(f"import sys\nfrom gemini.cli.main import main\nsys.exit(main({words}))", tmp_path)
     tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "toy" / "model")
     assert tuned.num_parameters() == 8_524_544
+
+
+@pytest.mark.dear("the commands of the page run in processes of their own")
+def test_what_comes_after_training_runs_as_printed(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the extra 'gguf' is not installed")
+    (program,) = programs_of("after-training.md")
+    page = (DOCS / "after-training.md").read_text()
+    lines = [
+        line.split() for line in re.findall(r"^    (gemini (?:finetune|merge|sample|export) .*)$", page, re.M)
+    ]
+    assert [words[1] for words in lines] == ["finetune", "merge", "sample", "export"]
+    commands = [shlex.split(" ".join(words))[1:] for words in lines]
+    run_all = "\n".join(f"assert main({words}) == 0" for words in commands)
+    output = run(f"{program}\nfrom gemini.cli.main import main\n{run_all}", tmp_path)
+    assert "> What is 30 plus 1?\n" in output
+    assert "out/small.gguf: gguf, 21 tensors, 427.5 KiB" in output
+    card = (tmp_path / "out" / "merged" / "README.md").read_text()
+    assert "| data | chats.jsonl |" in card
+    assert "| steps | 20 |" in card
+    assert str(tmp_path) not in card
 
 
 def test_the_program_with_lightning_runs_as_printed(tmp_path: Path) -> None:

@@ -1,0 +1,222 @@
+"""A model of transformers as one file of GGUF, for llama.cpp and what is built on it. The ``gguf`` package
+names the tensors and quantizes; one tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from gemini.errors import ConfigError, InputError
+from gemini.integrations.safetensors_files import SafetensorsFiles, StoredTensor
+from gemini.jobs.after_training.gguf_architectures import ModelShape
+from gemini.jobs.after_training.gguf_tokenizer import read_tokenizer
+from gemini.jobs.after_training.model_copy import (
+    Copied,
+    cast,
+    published,
+    read_config,
+    refuse_existing,
+    refuse_quantized,
+)
+from gemini.jobs.run.model_card import name_of
+
+TYPES = ("f16", "bf16", "q8_0")
+_CONVERTED_NUMEL = 2**20  # at a time
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a file of GGUF holds; ``notes`` are for the user."""
+
+    copied: Copied
+    architecture: str
+    notes: tuple[str, ...]
+
+
+def gguf_package() -> Any:
+    """Return the package. Raise ConfigError where it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError(
+            f"--format gguf needs the package gguf: pip install 'gemini-runtime[gguf]' ({error})"
+        ) from error
+    return gguf
+
+
+def export_gguf(source: Path, target: Path, kind: str) -> Exported:
+    """Write the model in ``source`` to the file ``target``, with matrices of type ``kind`` (``"f16"``,
+    ``"bf16"``, ``"q8_0"``) and vectors in fp32.
+
+    Raises:
+        ConfigError: the package gguf is not installed, GGUF has no name for the model or its tokenizer, or
+            ``target`` exists. IoError: it cannot be written.
+    """
+    gguf = gguf_package()
+    refuse_existing(target)
+    config = read_config(source)
+    refuse_quantized(config, source)
+    shape = ModelShape(config, source)
+    tokenizer = read_tokenizer(source, shape.vocabulary)
+    with SafetensorsFiles.of_directory(source) as files:
+        tensors = _tensors(gguf, shape, files, kind, source)
+        with published(target, "export the model") as made:
+            writer = gguf.GGUFWriter(made, shape.architecture.name)
+            with closing(writer):
+                writer.add_type("model")
+                writer.add_name(name_of(str(source)))
+                writer.add_file_type(int(_file_type(gguf, kind)))
+                writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+                shape.add_to(writer)
+                tokenizer.add_to(writer)
+                nbytes, largest_bytes = _write(writer, tensors)
+    padded = [each.name for each in tensors if each.kind == "f16" and kind == "q8_0"]
+    notes = [*tokenizer.notes]
+    if padded:
+        notes.append(
+            f"{len(padded)} matrices have rows that are no multiple of 32 and stay f16, such as {padded[0]}"
+        )
+    return Exported(Copied(len(tensors), nbytes, largest_bytes), shape.architecture.name, tuple(notes))
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of the file: its ``shape`` and ``kind`` there, and what makes its values."""
+
+    gguf: Any
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    stored: StoredTensor | None
+    model: ModelShape
+
+    @property
+    def ggml_type(self) -> Any:
+        return getattr(self.gguf.GGMLQuantizationType, self.kind.upper())
+
+    @property
+    def nbytes(self) -> int:
+        block, size = self.gguf.GGML_QUANT_SIZES[self.ggml_type]
+        return int(np.prod(self.shape, dtype=np.int64)) // int(block) * int(size)
+
+    def values(self) -> npt.NDArray[Any]:
+        """Return the values as the file has them, a row of bytes for each row; they are converted a few rows
+        at a time."""
+        if self.stored is None:
+            factors = self.model.rope_factors()
+            assert factors is not None
+            return factors.numpy()
+        found = self.model.rearranged(self.stored.name, self.stored.read()).reshape(-1, self.shape[-1])
+        made = np.empty((len(found), self.nbytes // len(found)), dtype=np.uint8)
+        step = max(1, _CONVERTED_NUMEL // self.shape[-1])
+        for first in range(0, len(found), step):
+            made[first : first + step] = self._converted(found[first : first + step])
+        return made
+
+    def _converted(self, rows: torch.Tensor) -> npt.NDArray[Any]:
+        assert self.stored is not None
+        if self.kind == "f16":
+            return cast(rows, torch.float16, self.stored.name).contiguous().view(torch.uint8).numpy()
+        if self.kind == "bf16":
+            return rows.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+        plain = rows.float().contiguous().numpy()
+        made = plain if self.kind == "f32" else self.gguf.quants.quantize(plain, self.ggml_type)
+        found: npt.NDArray[Any] = made.view(np.uint8)
+        return found
+
+
+def _tensors(gguf: Any, shape: ModelShape, files: SafetensorsFiles, kind: str, source: Path) -> list[_Tensor]:
+    """Return the tensors of the file, in the order in which they are written."""
+    arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[shape.architecture.name]
+    names = gguf.get_tensor_name_map(arch, shape.blocks)
+    wanted = set(gguf.MODEL_TENSORS[arch])
+    found: dict[str, _Tensor] = {}
+    if shape.rope_factors() is not None:
+        found[_ROPE_FACTORS] = _Tensor(gguf, _ROPE_FACTORS, (shape.head_size // 2,), "f32", None, shape)
+    for stored in files.values():
+        if not shape.is_weight(stored.name):
+            continue
+        named = names.get_type_and_name(stored.name, try_suffixes=(".weight", ".bias"))
+        is_known = named is not None and named[0] in wanted and shape.has_place_for(stored.name)
+        if named is None or not is_known or not stored.dtype.is_floating_point:
+            raise ConfigError(
+                f"{source} has {stored.name!r}, which GGUF has no name for in {shape.architecture.name!r}"
+            )
+        tensor_type, name = named
+        _check_shape(shape, stored, source)
+        if name in found:
+            raise InputError(f"{source} has {name!r} of GGUF twice, the second time as {stored.name!r}")
+        is_vector = len(stored.shape) < 2 or tensor_type == gguf.MODEL_TENSOR.POS_EMBD
+        own = "f32" if is_vector else kind
+        placed = shape.shape_of(stored.name, stored.shape)
+        if own == "q8_0" and placed[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType.Q8_0][0]:
+            own = "f16"
+        found[name] = _Tensor(gguf, name, placed, own, stored, shape)
+    _require_complete(found, shape, source)
+    return list(found.values())
+
+
+def _require_complete(names: Iterable[str], shape: ModelShape, source: Path) -> None:
+    """Raise InputError where a tensor is missing: a block has not those of the others, or one of the whole
+    model is not there."""
+    blocks: dict[str, set[str]] = {str(number): set() for number in range(shape.blocks)}
+    whole: set[str] = set()
+    for name in names:
+        kind, _, rest = name.partition(".")
+        number, _, own = rest.partition(".")
+        (blocks[number] if kind == "blk" else whole).add(own if kind == "blk" else name)
+    every = set().union(*blocks.values())
+    missing = [f"blk.{number}.{name}" for number, own in blocks.items() for name in sorted(every - own)]
+    missing += sorted({"token_embd.weight", "output_norm.weight"} - whole)
+    if "output.weight" not in whole and not shape.is_tied:
+        missing.append("output.weight")
+    if missing or not every:
+        raise InputError(
+            f"{source} lacks {len(missing)} tensors that its config.json asks for, such as "
+            f"{(missing or ['blk.0'])[0]!r} of GGUF; copy or download the model again"
+        )
+
+
+def _check_shape(shape: ModelShape, stored: StoredTensor, source: Path) -> None:
+    """Raise InputError where rows are not those that the config says, so that they cannot be rearranged."""
+    heads = {".q_proj.weight": shape.heads, ".k_proj.weight": shape.kv_heads}
+    heads |= {".q_proj.bias": shape.heads, ".k_proj.bias": shape.kv_heads}
+    for end, count in heads.items():
+        if stored.name.endswith(end) and stored.shape[:1] != (count * shape.head_size,):
+            raise InputError(
+                f"{source}: {stored.name!r} has shape {list(stored.shape)}, and config.json says "
+                f"{count} heads of {shape.head_size}; copy or download the model again"
+            )
+    if stored.name.endswith(("embed_tokens.weight", "wte.weight")) and stored.shape[:1] != (
+        shape.vocabulary,
+    ):
+        raise InputError(
+            f"{source}: {stored.name!r} has shape {list(stored.shape)}, and config.json says a vocab_size of "
+            f"{shape.vocabulary}; copy or download the model again"
+        )
+
+
+def _write(writer: Any, tensors: list[_Tensor]) -> tuple[int, int]:
+    """Write header, fields and tensors; return the bytes of all tensors and of the largest."""
+    for each in tensors:
+        info = np.empty(0, dtype=np.float32).dtype
+        writer.add_tensor_info(each.name, each.shape, info, each.nbytes, raw_dtype=each.ggml_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for each in tensors:
+        writer.write_tensor_data(each.values())
+    return sum(each.nbytes for each in tensors), max((each.nbytes for each in tensors), default=0)
+
+
+def _file_type(gguf: Any, kind: str) -> Any:
+    return getattr(gguf.LlamaFileType, f"MOSTLY_{kind.upper()}")
