@@ -141,7 +141,7 @@ class Merging:
         model = meta_model_of(base)
         self._ties = set(getattr(model, "all_tied_weights_keys", {}).items())
         self._names = _names_in_files(model, files)
-        self._own_names = {id(param): name for name, param in model.named_parameters()}
+        self._own_names = {param: name for name, param in model.named_parameters()}
         outer = adapters.put_on(model)
         self._stored = self._match(outer, own)
         self._find_layers(outer)
@@ -158,8 +158,8 @@ class Merging:
         replaced = self.replaced.get(stored.name)
         return stored.read() if replaced is None else replaced.read().to(stored.dtype)
 
-    def _match(self, outer: nn.Module, own: SafetensorsFiles) -> dict[int, StoredTensor]:
-        """Return the adapter's tensor of each parameter of PEFT's layers, by its id; fill
+    def _match(self, outer: nn.Module, own: SafetensorsFiles) -> dict[torch.Tensor, StoredTensor]:
+        """Return the adapter's tensor of each parameter of PEFT's layers; fill
         :attr:`replaced`."""
         import peft
 
@@ -171,18 +171,18 @@ class Merging:
                 f"its {ADAPTER_CONFIG} on this base asks for {len(missing)} tensors that it has not, such as "
                 f"{missing[0]!r}"
             )
-        found: dict[int, StoredTensor] = {}
-        outlines = {id(param): name for name, param in params.items()}
+        found: dict[torch.Tensor, StoredTensor] = {}
+        paths = {param: name for name, param in params.items()}
         for name, stored in own.items():
             param = wanted.get(name, params.get(name))
-            if param is None or id(param) not in outlines:
+            if param is None or param not in paths:
                 raise self._unfit(f"the base has no place for its {name!r}")
             if tuple(param.shape) != stored.shape:
                 raise self._unfit(
                     f"its {name!r} has shape {list(stored.shape)}, and the base needs {list(param.shape)}"
                 )
-            found[id(param)] = stored
-            path = outlines[id(param)].removeprefix(_OUTER)
+            found[param] = stored
+            path = paths[param].removeprefix(_OUTER)
             if f".modules_to_save.{_NAME}." in path:
                 self._replace(path.replace(f".modules_to_save.{_NAME}.", "."), stored)
             elif name not in wanted:  # an embedding, which PEFT saves beside its adapters
@@ -204,9 +204,7 @@ class Merging:
                     f"{self._adapter}: {path} is a {type(layer).__name__} of PEFT, which is not merged here; "
                     f"{_OTHERWISE}"
                 )
-            own = {id(param) for param in layer.parameters()} - {
-                id(param) for param in layer.get_base_layer().parameters()
-            }
+            own = {*layer.parameters()} - {*layer.get_base_layer().parameters()}
             if not own <= self._stored.keys() or any(each.is_meta for each in layer.buffers()):
                 raise ConfigError(
                     f"{self._adapter}: {path} has values that its file does not hold, so it is not merged "
@@ -250,15 +248,15 @@ class Merging:
         try:
             for key, param in list(inner._parameters.items()):
                 if param is not None:
-                    stored = self._files[self._names[self._own_names[id(param)]]]
+                    stored = self._files[self._names[self._own_names[param]]]
                     give(inner, key, self._unmerged(stored))
             dtype = inner.weight.dtype
             for owner in layer.modules():
                 for key, param in list(owner._parameters.items()):
-                    if param is not None and id(param) in self._stored:
+                    if param is not None and param in self._stored:
                         # As PEFT loads them: the type of the base, but never one of 16 bits.
                         kept = torch.float32 if dtype in _SHORT else dtype
-                        give(owner, key, self._stored[id(param)].read().to(kept))
+                        give(owner, key, self._stored[param].read().to(kept))
             with errors_of(f"PEFT cannot merge the adapters of {self._adapter}"), torch.no_grad():
                 layer.merge(adapter_names=[_NAME])
             merged = {key: param.detach() for key, param in inner._parameters.items() if param is not None}
