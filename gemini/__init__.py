@@ -14,6 +14,7 @@ from gemini.errors import (
     OutOfBudgetError,
     StateError,
 )
+from gemini.losses.tiled_cross_entropy import tiled_cross_entropy
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
@@ -50,6 +51,7 @@ __all__ = [
     "handle_of",
     "init_on",
     "manage",
+    "tiled_cross_entropy",
     "zero_model_wrapper",
     "zero_optim_wrapper",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from gemini_bench import endurance, largest, many, offload, preop, resident
+from gemini_bench import endurance, largest, loss, many, offload, preop, resident
 from gemini_bench.cases import choose, run_cases
 from gemini_bench.session import CaseResult, Session
 
@@ -16,6 +16,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
         "offload": offload.run,
         "preop": preop.run,
         "many": many.run,
+        "loss": loss.run,
         "largest": largest.run,
         "compact": largest.run_compact,
         "endurance": endurance.run,

@@ -22,7 +22,7 @@ from gemini.cli.train import add_memory_options, add_option, options_named, refu
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
-from gemini.jobs.finetune.config import RESUME, SCHEDULES, FineTuneConfig
+from gemini.jobs.finetune.config import RESUME, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
 from gemini.jobs.finetune.engine import adapter_errors, adapter_of
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
@@ -291,6 +291,15 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         metavar="NAMES",
         help="the blocks alone that do so, as in model.layers.0,model.layers.1",
     )
+    _option(
+        group,
+        "--tiled-loss",
+        nargs="?",
+        const="yes",
+        choices=tuple(TILED_LOSS),
+        help="compute the loss by tiles of rows, so that logits never exist at once; auto: where they would "
+        "take more than a sixteenth of --device-bytes",
+    )
     _option(group, "--seed", type=int, metavar="N", help="seed of the order of rows and of the adapters")
 
 
@@ -448,4 +457,5 @@ def _settings(config: FineTuneConfig) -> Settings:
     if config.device_kind != "cpu":
         raise ConfigError(f"steps on {config.device} are not planned ahead: the first one is measured")
     settings: Settings = settings_from(options)
-    return replace(settings, sample_seconds=_SAMPLE_SECONDS)
+    tiled = replace(settings.config, tiled_loss=TILED_LOSS[config.tiled_loss])
+    return replace(settings, sample_seconds=_SAMPLE_SECONDS, config=tiled)

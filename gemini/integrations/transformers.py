@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn import functional
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gemini import checkpoint
@@ -67,6 +70,7 @@ class GeminiTrainerMixin:
     optimizer: Any
     lr_scheduler: Any
     callback_handler: Any
+    label_smoother: Any
     optimizer_cls_and_kwargs: Any
     _staging: Path | None = None  # while a checkpoint is saved: the directory that it is written in
     _to_push = False
@@ -100,6 +104,8 @@ class GeminiTrainerMixin:
         self._optimizer_options = dict(gemini_optimizer or {})
         self._reference_options = gemini_reference
         super().__init__(*args, **options)
+        if self.label_smoother is not None and self.handle.tiled_heads is not None:
+            self.label_smoother = _Smoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
         self._figures = GeminiCallback()
         self.callback_handler.callbacks.insert(0, self._figures)  # reporters after it see what it adds
 
@@ -168,7 +174,7 @@ class GeminiTrainerMixin:
         if not getattr(self.args, "sync_ref_model", False):
             model.requires_grad_(False)
         if self._reference_options is None:
-            manage(model, config=self.handle.config)
+            manage(model, config=replace(self.handle.config, tiled_loss=False))  # it has no loss
         else:
             manage(model, **self._reference_options)
 
@@ -322,6 +328,14 @@ class GeminiTrainerMixin:
         with _resuming(TRAINER_STATE_NAME):
             super()._load_callback_state()  # type: ignore[misc]
 
+    # -- the loss --------------------------------------------------------------------------------
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        """Take the loss as the trainer does; of a model with a tiled loss by tiles, with smoothed labels and
+        a loss function of the user, too."""
+        with self.handle.expecting_loss():
+            return super().compute_loss(*args, **options)  # type: ignore[misc]
+
     # -- what is logged --------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -350,6 +364,31 @@ def _resuming(checkpoint: str | None) -> AbstractContextManager[None]:
     """Return what names the checkpoint where something in it cannot be taken over. Without one a Trainer's
     errors stay as they are."""
     return nullcontext() if checkpoint is None else errors_of(f"cannot go on from {checkpoint}")
+
+
+class _Smoother(LabelSmoother):  # type: ignore[misc, unused-ignore]
+    """transformers' smoothed labels as torch has them: the same loss, which tiles can compute."""
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: torch.Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> torch.Tensor:
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        labels = labels.flatten()
+        loss = functional.cross_entropy(
+            logits.float().reshape(-1, logits.shape[-1]),
+            labels,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.epsilon,
+        )
+        count = labels.ne(self.ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return loss / (count.to(loss.device) if isinstance(count, torch.Tensor) else count)
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc, unused-ignore]

@@ -22,6 +22,7 @@ from gemini.errors import ConfigError
 from gemini.memstats import Trace
 from gemini.model.handle import ManagedModel
 from gemini.model.retry import retry_step
+from gemini.model.tiled_heads import fit_heads
 from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.placement import PlacementPolicy, PlanReport
 from gemini.runtime import ManagedTensor
@@ -208,6 +209,9 @@ class GeminiDDP(LoadsAsPart):
             is short; ``"auto"`` only what would not stay there (docs/notes/activations.md).
         activation_recompute: blocks (members of the module's lists) may compute their activations again in
             backward where a simulated step is faster; needs ``activation_offload="auto"``.
+        tiled_loss: True computes the loss of a language model's head by tiles of rows, so that its logits
+            never exist at once; ``"auto"`` only where they would take more than a sixteenth of DEVICE
+            (docs/tiled-loss.md).
         strict_ddp_mode: every rank runs the same operators in the same order; where one does not, StateError
             is raised on all. Without it ranks may differ.
         process_group: the ranks among which every chunk is cut (ZeRO-3): a ProcessGroup, a DeviceMesh of one
@@ -258,6 +262,7 @@ class GeminiDDP(LoadsAsPart):
         force_outputs_fp32: bool = False,
         activation_offload: bool | str = False,
         activation_recompute: bool = False,
+        tiled_loss: bool | str = False,
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
         model_ranks: ModelRanks | None = None,
@@ -292,6 +297,7 @@ class GeminiDDP(LoadsAsPart):
             force_outputs_fp32=force_outputs_fp32,
             activation_offload=activation_offload,
             activation_recompute=activation_recompute,
+            tiled_loss=tiled_loss,
             keep_fp32=keep_fp32,
             memstats=memstats,
             optimizer_rule=optimizer_rule,
@@ -300,6 +306,8 @@ class GeminiDDP(LoadsAsPart):
         computing, chosen = prepared(
             peers, lambda: self._open_device(device, pin_memory), choose, model_ranks
         )
+        if chosen.tiled_loss:
+            fit_heads(module, chosen.tiled_loss)  # before anything changes
         self._gemini = self._manage(module, chosen, peers, computing, model_ranks)
         self._gemini.follow_calls()
         self.module = module

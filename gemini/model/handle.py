@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 from weakref import WeakSet
@@ -26,6 +26,7 @@ from gemini.memstats import Trace
 from gemini.memstats.trace import KINDS
 from gemini.model.entries import Entries
 from gemini.model.foreign_classes import intercept_foreign_classes
+from gemini.model.tiled_heads import TiledHeads
 from gemini.placement import PlanReport
 from gemini.runtime import ManagedSlot
 from gemini.runtime.adopt import Adopted, release_adopted, second_names
@@ -292,11 +293,24 @@ class ManagedModel:
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
         self.passes = Passes()
+        self.tiled_heads = self._tiled_heads()
         self._entries: Entries | None = None
         self.plain_call: Callable[..., Any] = module  # what a forward pass is
         intercept_foreign_classes()
         self.search.report(printed=config.verbose)
         _handles.add(self)
+
+    def _tiled_heads(self) -> TiledHeads | None:
+        if not self.config.tiled_loss:
+            return None
+        manager = self.manager
+        device_bytes = self.config.device_bytes or manager.chunks.table.budget(_C.Tier.DEVICE)
+        return TiledHeads(self.module, self.config.tiled_loss, device_bytes, lambda: manager.step)
+
+    def expecting_loss(self) -> AbstractContextManager[None]:
+        """Return what tells a model with a tiled loss that the caller takes the loss of passes in its
+        block: their logits are lazy without labels, too."""
+        return nullcontext() if self.tiled_heads is None else self.tiled_heads.expecting_loss()
 
     def shown(self, name: str) -> Any:
         """Return a part of the model, for inspection; as ``device``, where the parameters are, as for a
@@ -362,7 +376,8 @@ class ManagedModel:
         if precision is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, precision))
         taking_turns = nullcontext() if alone else self.manager.threads.outside()
-        with self._forward_pass(call, args, kwargs), taking_turns:
+        lazy = self.tiled_heads.during(kwargs) if self.tiled_heads is not None else nullcontext()
+        with self._forward_pass(call, args, kwargs), taking_turns, lazy:
             outputs = call(*args, **kwargs)
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
@@ -569,6 +584,8 @@ class ManagedModel:
         compiled.look_again()
         if manager.activations is not None and manager.activations.recompute is not None:
             manager.activations.recompute.begin(self.module)
+        if self.tiled_heads is not None:
+            self.tiled_heads.follow(self.module)
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -660,6 +677,8 @@ class ManagedModel:
             self._entries.release()
             self.plain_call = self.module
         self.compiled.release()
+        if self.tiled_heads is not None:
+            self.tiled_heads.release()
         recompute = self.manager.activations.recompute if self.manager.activations is not None else None
         for block in recompute.blocks if recompute is not None else ():
             block.remove()

@@ -18,6 +18,7 @@ from gemini.model.ddp import GeminiDDP, refuse_assign, torchs_checkpoint_asks
 from gemini.model.entries import ModuleOfModel, class_on_top, plain_class
 from gemini.model.handle import ManagedModel
 from gemini.model.retry import retry_step
+from gemini.model.tiled_heads import fit_heads
 from gemini.model.weights import export_shards, export_weights, import_weights
 from gemini.runtime import ManagedTensor
 from gemini.runtime.build import Built, build_runtime
@@ -143,6 +144,8 @@ def _open(
         lambda: GeminiConfig.choose(config[0], **config[1]),
         model_ranks,
     )
+    if chosen.tiled_loss:
+        fit_heads(module, chosen.tiled_loss)  # before anything changes
     return Opened(module, chosen, peers, computing, model_ranks)
 
 

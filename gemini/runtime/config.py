@@ -79,6 +79,7 @@ class GeminiConfig:
     force_outputs_fp32: bool = False
     activation_offload: bool | str = False
     activation_recompute: bool = False
+    tiled_loss: bool | str = False
     keep_fp32: tuple[str, ...] = ()
     memstats: Trace | None = None
     optimizer_rule: str | None = None
@@ -145,6 +146,8 @@ class GeminiConfig:
             raise ConfigError(
                 f"activation_offload={config.activation_offload!r} is unknown; choose False, True or 'auto'"
             )
+        if config.tiled_loss not in (False, True, "auto"):
+            raise ConfigError(f"tiled_loss={config.tiled_loss!r} is unknown; choose False, True or 'auto'")
         if config.reduce_dtype == torch.float16 != config.precision:
             raise ConfigError(
                 "reduce_dtype='fp16' needs the loss scale of mixed_precision='fp16': without one small "

@@ -37,6 +37,13 @@ def test_the_mixture_of_the_page_answers_within_its_budget(tmp_path: Path) -> No
     assert int(read_bytes) > 0
 
 
+def test_the_tiled_loss_of_the_page_falls(tmp_path: Path) -> None:
+    lines = run("\n".join(programs_of("tiled-loss.md")), tmp_path).splitlines()
+    losses = [float(line.removeprefix("loss ")) for line in lines if line.startswith("loss ")]
+    assert len(losses) == 3
+    assert losses[2] < losses[0]
+
+
 @pytest.mark.dear("the commands of the page run in processes of their own")
 def test_the_toy_of_finetune_is_made_tuned_and_loaded_as_printed(tmp_path: Path) -> None:
     (program,) = programs_of("finetune.md")

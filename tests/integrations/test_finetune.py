@@ -16,15 +16,19 @@ import torch
 from hf_models import SIZES, assert_same, saved
 
 import gemini
+from gemini.cli.finetune import _source
 from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
+from gemini.forecast.forecast import Settings, look
+from gemini.forecast.machine import MachineSpeeds
 from gemini.jobs.finetune import job
-from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.config import TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.job import FineTuneResult
 from gemini.jobs.finetune.work import FineTuneWork
 from gemini.jobs.run.display import SilentDisplay
 from gemini.jobs.run.report import StepReport
 from gemini.jobs.run.training import shaped_factor
+from gemini.runtime.config import GeminiConfig
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
@@ -128,6 +132,35 @@ def test_a_tight_budget_gives_the_weights_of_an_ordinary_loop(config: FineTuneCo
     records = [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "eval_loss" in record] == [2, 4, 6]
     assert result.summary.eval_loss == records[-1]["eval_loss"]
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_tiled_loss_trains_alike(
+    config: FineTuneConfig, lora: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = dataclasses.replace(config, accumulate=2, precision="fp32", eval_share=0.1, lora=lora)
+    want = run(config)
+    got = run(config, tiled_loss="yes", output=f"{config.output}-tiled")
+    assert list(got.losses) == pytest.approx(list(want.losses), rel=1e-5)
+    assert got.summary.eval_loss == pytest.approx(want.summary.eval_loss, rel=1e-5)
+    assert "logits are read" not in caplog.text
+    with pytest.raises(ConfigError, match="has tiled_loss = 'no'; this one tiled_loss = 'yes'"):
+        run(config, tiled_loss="yes", resume="yes")
+
+
+def test_the_plan_of_a_tiled_loss_counts_no_logits(config: FineTuneConfig) -> None:
+    sizes = {**SIZES, "vocab_size": 30_000, "num_hidden_layers": 1}
+    transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(config.model)
+
+    def non_model_bytes(tiled_loss: str) -> int:
+        changed = dataclasses.replace(config, tiled_loss=tiled_loss, batch=8, seq=512)
+        options = GeminiConfig(device_bytes=2**30, tiled_loss=TILED_LOSS[tiled_loss])
+        settings = Settings(8, options, MachineSpeeds("any", {"fp32": 1e11}, 1e10, 1e10))
+        return look(_source(changed, 512), settings, 8).non_model_bytes
+
+    whole = 4 * 8 * 512 * 30_000
+    assert non_model_bytes("no") > 2 * whole
+    assert non_model_bytes("yes") == non_model_bytes("auto") < whole / 5
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from import_graph import (
 PYTHON_LAYERS = [
     {"_C"},
     {"errors"},
-    {"system"},
+    {"losses", "system"},
     {"comm", "memstats", "offload"},
     {"chunk"},
     {"placement"},

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.jobs.gpt.model import GPTConfig, num_parameters
-from gemini_bench import endurance, largest, many, offload, preop, resident, runtime
+from gemini_bench import endurance, largest, loss, many, offload, preop, resident, runtime
 from gemini_bench.cases import run_cases
 from gemini_bench.cli import bench as command
 from gemini_bench.cli.output import command as command_line
@@ -172,6 +172,23 @@ def test_many_parameters_are_trained_by_both_and_what_runs_is_counted() -> None:
     assert table["files entered: wrap"].met is (entered["wrap"] <= 30)
     slow = {"plain": found["plain"], "managed": {**found["managed"], "wrap": 60.1}}
     assert many.rows({"30": [slow], "60": [slow]}, entered)[3].met is False
+
+
+def test_losses_are_measured_side_by_side(tmp_path: Path) -> None:
+    def run(task: str, options: dict[str, Any], **_: Any) -> WorkerRun:
+        return WorkerRun(find_task(task)(options), watched())
+
+    result = loss.run(Session(tmp_path, quick=True, run=run))
+    table = {row.what: row for row in result.rows}
+    assert table["tiny: gradients, difference from the plain ones"].met is True
+    losses = [runs[0]["loss"] for runs in result.measured["runs"]["tiny"].values()]
+    assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-5)
+    slow = {
+        "plain": [{"cpu_seconds": 1.0, "peak_bytes": 20.0}],
+        "tiled": [{"cpu_seconds": 1.1, "peak_bytes": 1.1}],
+    }
+    rows = {row.what: row.met for row in loss.rows({"any": slow}, {"any": {"loss": 0.0, "weight": 2e-6}})}
+    assert [met for met in rows.values() if met is not None] == [False] * 3
 
 
 def test_endurance_task_reads_files_without_a_name(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ cases:
   preop      the cost of one PreOp: in the core, and around a small operator
   many       25,000 and 100,000 parameters of 64 elements: wrapping, the first step and state_dict(), each per
              parameter; and how many files of the runtime it takes to wrap, forward, save and load
+  loss       a head and its loss by tiles of rows against torch's: processor time, peak memory, gradients
   largest    the largest model under a real limit on resident memory, against plain torch
   compact    the same with 8 bytes a parameter: 120 times the parameters of plain torch
   endurance  2,000 steps under a tight budget: growth of memory, open files and disk space

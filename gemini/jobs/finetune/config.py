@@ -25,6 +25,7 @@ from gemini.system.input_files import read_document
 
 SCHEDULES = ("cosine", "linear", "constant")
 RESUME = ("no", "auto", "yes")
+TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
 ALL_LINEAR = "all-linear"
 _PATHS = ("model", "data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
@@ -41,6 +42,7 @@ _IDENTITY = (
         "lora_targets",
         "eval_share",
         "seed",
+        "tiled_loss",
     ),
 )
 
@@ -95,6 +97,7 @@ class FineTuneConfig(MemoryOptions):
     seed: int = 0
     activation_checkpointing: bool = False
     recompute: str = ""
+    tiled_loss: str = "no"
     checkpoint_every: int = 0
     resume: str = "no"
     overwrite: bool = False
@@ -127,6 +130,10 @@ class FineTuneConfig(MemoryOptions):
     def recomputed_blocks(self) -> tuple[Names, ...]:
         """The names in ``recompute``; groups are in parentheses."""
         return names_in(self.recompute)
+
+    def managed_options(self) -> dict[str, Any]:
+        """Return the keywords of :func:`gemini.manage` that say the same."""
+        return {**super().managed_options(), "tiled_loss": TILED_LOSS[self.tiled_loss]}
 
     def identity(self) -> dict[str, Any]:
         """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
@@ -189,6 +196,7 @@ class FineTuneConfig(MemoryOptions):
             ("state_dtype", STATE_DTYPES),
             ("policy", POLICIES),
             ("resume", RESUME),
+            ("tiled_loss", tuple(TILED_LOSS)),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -289,7 +297,7 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
         return None if value == "auto" else parse_bytes(value, name=f"{name} in {path}")
     if name in ("lora_targets", "recompute") and isinstance(value, list):
         value = ",".join(map(str, value))
-    if name == "resume" and isinstance(value, bool):
+    if name in ("resume", "tiled_loss") and isinstance(value, bool):
         value = "yes" if value else "no"
     if type(value) is int and types[name] in (float, float | None) and abs(value) < 2**63:
         value = float(value)

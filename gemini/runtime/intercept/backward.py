@@ -19,6 +19,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import _get_sequence_nr, forward_ad  # type: ignore[attr-defined]
 
+from gemini.losses.tiled_cross_entropy import TiledCrossEntropy
 from gemini.memstats.trace import BACKWARD
 from gemini.runtime.gate.gate import Gate, NodeHooks
 from gemini.runtime.intercept.nested import map_tensors
@@ -62,7 +63,7 @@ _SAVES_NO_WEIGHT = frozenset(
         "AsStrided",
         "Detach",
     ]
-)
+) | {f"{TiledCrossEntropy.__name__}Backward"}  # made its gradients with the loss
 
 next_node_number: Callable[[], int] = _get_sequence_nr
 current_pass: Callable[[], int] = torch._C._current_graph_task_id  # -1: none

@@ -1,0 +1,1 @@
+"""Losses that need less memory than torch's."""

@@ -1,0 +1,335 @@
+"""Logits that a head has not computed: a cross entropy of them is taken by tiles, any other use gets them.
+
+A model computes its logits before it asks for their loss. So the head returns a tensor without memory, which
+remembers what the head was given. It follows what models do between head and loss: scales, a soft cap, a
+cast, parts and other shapes of the rows. ``torch.nn.functional.cross_entropy`` of it is a tiled loss. What
+else is asked of it is asked of the whole logits, which are computed then. See docs/tiled-loss.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from gemini.errors import StateError
+from gemini.losses.tiled_cross_entropy import (
+    Step,
+    TileOptions,
+    dtype_of_autocast,
+    loss_by_tiles,
+    without_autocast,
+)
+
+_GETTERS = (
+    *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "itemsize", "nbytes"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized", "is_mkldnn"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
+    *("get_device", "is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
+)
+# Answered without values.
+_METADATA = frozenset(
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    )
+)
+_WIDE = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class HeadCall:
+    """What a linear head was given: ``hidden`` (..., features), ``weight`` (entries, features), ``bias``.
+
+    ``steps``: what has happened to the logits since. ``compute_dtype``: of autocast. ``state``: something
+    that differs once the weight does. ``note``: is told the bytes of logits that are computed after all.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    state: Callable[[], object]
+    note: Callable[[int], None]
+    steps: tuple[Step, ...] = ()
+    compute_dtype: torch.dtype | None = None
+    made: object = field(default=None)
+
+    @classmethod
+    def of(
+        cls,
+        operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        state: Callable[[], object],
+        note: Callable[[int], None],
+    ) -> HeadCall:
+        """Return a call that is made now."""
+        hidden = operands[0]
+        compute = dtype_of_autocast(hidden.device.type)
+        return cls(*operands, state, note, compute_dtype=compute, made=(state(), _version(hidden)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the logits."""
+        casts = [value for name, value in self.steps if name == "to"]
+        return casts[-1] if casts else self.compute_dtype or self.hidden.dtype
+
+    def then(self, name: str, value: Any = None) -> HeadCall:
+        """Return the same with one more step."""
+        return replace(self, steps=(*self.steps, (name, value)))
+
+    def of_rows(self, hidden: torch.Tensor) -> HeadCall:
+        """Return the same for other rows: views of those that there were. Raises as :meth:`check`."""
+        self.check()
+        return replace(self, hidden=hidden, made=(self.state(), _version(hidden)))
+
+    def check(self) -> None:
+        """Raise StateError if the logits would no longer be those of the head's call."""
+        if self.made != (self.state(), _version(self.hidden)):
+            raise StateError(
+                "the logits of a tiled loss are read after the weights of the head, or its input, have "
+                "changed: they were not computed in the forward pass, and would be others now; read them "
+                "before optimizer.step(), or leave tiled_loss out"
+            )
+
+    def logits(self) -> torch.Tensor:
+        """Compute all of them."""
+        self.check()
+        device = self.hidden.device.type
+        autocast: AbstractContextManager[Any] = without_autocast(device)
+        if self.compute_dtype is not None:
+            autocast = torch.autocast(device, self.compute_dtype)
+        with autocast:
+            logits = functional.linear(self.hidden, self.weight, self.bias)
+        for name, value in self.steps:
+            logits = getattr(logits, name)() if name == "tanh" else getattr(logits, name)(value)
+        self.note(logits.nbytes)
+        return logits
+
+    def loss(self, labels: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Return the cross entropy of the rows, which have one dimension, by tiles."""
+        self.check()
+        chosen = TileOptions(steps=self.steps, compute_dtype=self.compute_dtype, **options)
+        return loss_by_tiles(self.hidden, self.weight, self.bias, labels, chosen)
+
+
+class LazyLogits(torch.Tensor):
+    """The logits of a :class:`HeadCall`, without memory until something other than a loss asks for them."""
+
+    _call: HeadCall
+    _whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, call: HeadCall) -> LazyLogits:
+        operands = (call.hidden, call.weight, call.bias)
+        is_recorded = torch.is_grad_enabled() and any(
+            each is not None and each.requires_grad for each in operands
+        )
+        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
+            cls,
+            (*call.hidden.shape[:-1], call.weight.shape[0]),
+            dtype=call.dtype,
+            device=call.hidden.device,
+            requires_grad=is_recorded,
+        )
+        made._call, made._whole = call, None
+        if is_recorded:
+            with PlainTensors():
+                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return made
+
+    def _may_stay_lazy(self) -> bool:
+        """Say whether a result may be lazy, too: not where gradients are off since, as in the forward of an
+        autograd.Function, whose backward is to be asked."""
+        with PlainTensors():
+            return self._whole is None and (torch.is_grad_enabled() or not self.requires_grad)
+
+    def whole(self) -> torch.Tensor:
+        """Return ordinary logits, computed at the first call."""
+        if self._whole is None:
+            with PlainTensors():
+                is_recorded = self.requires_grad
+            with torch.set_grad_enabled(is_recorded):
+                self._whole = self._call.logits()
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with PlainTensors():
+                return func(*args, **kwargs)
+        rule = _RULES.get(getattr(func, "__name__", ""))
+        if rule is not None and args and type(args[0]) is cls and args[0]._may_stay_lazy():
+            found = rule(args[0], *args[1:], **kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = tree_map(_ordinary, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute them for what asks no class of its operands, such as C++ code."""
+
+        def computed(value: Any) -> Any:
+            return value._call.logits() if type(value) is cls else value
+
+        args, kwargs = tree_map(computed, (tuple(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _ordinary(value: Any) -> Any:
+    return value.whole() if type(value) is LazyLogits else value
+
+
+def _refuse_gradient(_gradient: torch.Tensor) -> None:
+    raise StateError(
+        "the gradient of logits goes to a place where nobody computes it further: an autograd.Function took "
+        "the logits of a model with a tiled loss; give it logits.clone(), or leave tiled_loss out"
+    )
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+# -- what keeps logits lazy; each returns NotImplemented for what only whole ones can do ---------------------
+
+
+def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    call, wanted = logits._call, None
+    if kwargs.keys() - {"dtype", "device", "non_blocking"}:
+        return NotImplemented
+    for each in (*args, kwargs.get("dtype"), kwargs.get("device")):
+        if isinstance(each, torch.dtype):
+            wanted = each
+        elif isinstance(each, (str, torch.device)):
+            if torch.device(each) != call.hidden.device:
+                return NotImplemented
+        elif each is not None and not isinstance(each, bool):
+            return NotImplemented
+    if wanted is None or wanted is call.dtype:
+        return logits
+    if wanted not in _WIDE or call.dtype is torch.float64:
+        return NotImplemented
+    return LazyLogits(call.then("to", wanted))
+
+
+def _scaled(name: str) -> Callable[..., Any]:
+    def rule(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or type(args[0]) not in (int, float):
+            return NotImplemented
+        if args[0] == 0 or not math.isfinite(args[0]):
+            return NotImplemented
+        return LazyLogits(logits._call.then(name, args[0]))
+
+    return rule
+
+
+def _tanh(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    if args or kwargs or any(name == "tanh" for name, _ in logits._call.steps):
+        return NotImplemented
+    return LazyLogits(logits._call.then("tanh"))
+
+
+def _contiguous(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented if args or kwargs else logits
+
+
+def _part(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """``logits[..., :-1, :]`` and others that take rows, and all of each."""
+    if kwargs or len(args) != 1:
+        return NotImplemented
+    call, index = logits._call, args[0]
+    num_leading = call.hidden.dim() - 1
+    if isinstance(index, torch.Tensor):
+        is_mask = index.dtype is torch.bool and index.dim() <= num_leading
+        return LazyLogits(call.of_rows(call.hidden[index])) if is_mask else NotImplemented
+    places = list(index) if isinstance(index, tuple) else [index]
+    is_basic = all(each is Ellipsis or type(each) in (int, slice) for each in places)
+    if not is_basic or places.count(Ellipsis) > 1:
+        return NotImplemented
+    if Ellipsis in places:
+        at = places.index(Ellipsis)
+        places[at : at + 1] = [slice(None)] * (num_leading + 2 - len(places))
+    if len(places) == num_leading + 1 and places.pop() != slice(None):
+        return NotImplemented
+    if len(places) > num_leading:
+        return NotImplemented
+    return LazyLogits(call.of_rows(call.hidden[tuple(places)]))
+
+
+def _reshaped(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """``logits.view(-1, entries)`` and others that leave rows whole."""
+    shape = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+    if kwargs or not shape or not all(type(each) is int for each in shape):
+        return NotImplemented
+    call = logits._call
+    hidden, entries = call.hidden, call.weight.shape[0]
+    num_rows, leading = math.prod(hidden.shape[:-1]), list(shape[:-1])
+    if shape[-1] == -1 and -1 not in leading:
+        is_whole = math.prod(leading) == num_rows
+    else:
+        known = math.prod(each for each in leading if each != -1)
+        is_whole = shape[-1] == entries and leading.count(-1) <= 1
+        is_whole &= known > 0 and num_rows % known == 0 and (-1 in leading or known == num_rows)
+    if not is_whole:
+        return NotImplemented
+    return LazyLogits(call.of_rows(hidden.reshape(*leading, hidden.shape[-1])))
+
+
+def _flattened(logits: LazyLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    hidden = logits._call.hidden
+    last = end_dim + hidden.dim() if end_dim < 0 else end_dim
+    if not 0 <= start_dim <= last < hidden.dim() - 1:
+        return NotImplemented
+    return LazyLogits(logits._call.of_rows(hidden.flatten(start_dim, last)))
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """The loss, by tiles."""
+    hidden = logits._call.hidden
+    is_plain = all(each is None for each in (weight, size_average, reduce))
+    is_plain &= type(target) is torch.Tensor and not target.is_floating_point()
+    if not is_plain or hidden.dim() != 2 or target.shape != hidden.shape[:1] or reduction == "none":
+        return NotImplemented
+    if reduction not in ("mean", "sum") or target.device != hidden.device or not 0 <= label_smoothing <= 1:
+        return NotImplemented  # torch says what is wrong
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    return logits._call.loss(target, **options)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "float": lambda logits, *args, **kwargs: _to(logits, torch.float32, *args, **kwargs),
+    "double": lambda logits, *args, **kwargs: _to(logits, torch.float64, *args, **kwargs),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _scaled("mul")),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _scaled("div")),
+    "tanh": _tanh,
+    "contiguous": _contiguous,
+    "__getitem__": _part,
+    **dict.fromkeys(("view", "reshape"), _reshaped),
+    "flatten": _flattened,
+    "cross_entropy": _cross_entropy,
+}
