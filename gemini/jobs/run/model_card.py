@@ -51,7 +51,7 @@ def merged_card(base: Path, adapter: Path) -> str:
     name = name_of(str(base))
     rows = [("base", name), *_adapter_rows(fields)]
     run = adapter.absolute().parent
-    if (run / _RUN).is_file() and adapter.name == "model":
+    if adapter.name == "model" and _is_run(run):
         known = {key for key, _ in rows}
         rows += [row for row in (*_recipe(_options_of(run)), *_losses(run)) if row[0] not in known]
     return _card(
@@ -89,6 +89,15 @@ def _cell(text: str) -> str:
     return printable(text).replace("|", "\\|").replace("<", "&lt;")
 
 
+def _is_run(directory: Path) -> bool:
+    """Say whether a directory is that of a run of ``gemini finetune``: other programs have files of the same
+    name."""
+    try:
+        return {"model", "data", "lora"} <= _options_of(directory).keys()
+    except InputError:
+        return False
+
+
 def _options_of(run: Path) -> Mapping[str, Any]:
     found = InputDirectory(run).json(_RUN, _MAX_BYTES)
     options = found.get("options")
@@ -103,8 +112,10 @@ def _recipe(options: Mapping[str, Any]) -> list[Row]:
     rank = options.get("lora")
     if rank:
         alpha = options.get("lora_alpha") or 2 * rank
-        said = f"rank {rank}, alpha {alpha}, dropout {options.get('lora_dropout')}"
-        rows.append(("trained", f"LoRA adapters of {said}, on {options.get('lora_targets')}"))
+        said = {"rank": rank, "alpha": alpha, "dropout": options.get("lora_dropout")}
+        said["on"] = options.get("lora_targets")
+        parts = [f"{key} {value}" for key, value in said.items() if value is not None]
+        rows.append(("trained", f"LoRA adapters: {', '.join(parts)}"))
     else:
         rows.append(("trained", "all weights"))
     names = {
