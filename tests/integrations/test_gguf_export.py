@@ -190,6 +190,19 @@ def test_hyperparameters_and_tokenizer_are_written(model: tuple[Path, str], tmp_
     assert ("tokenizer.ggml.merges" in said) is not is_piece
 
 
+def test_what_the_tokenizer_does_not_name_the_config_may(tmp_path: Path) -> None:
+    source = llama(tmp_path / "base", eos_token_id=[7, 8])
+    path = source / "tokenizer_config.json"
+    templates = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    settings = {**json.loads(path.read_text()), "chat_template": templates}
+    del settings["eos_token"]
+    path.write_text(json.dumps(settings))
+    export_gguf(source, tmp_path / "model.gguf", "f16")
+    said = fields(tmp_path / "model.gguf")
+    assert (said["tokenizer.ggml.eos_token_id"], said["tokenizer.chat_template"]) == (7, "b")
+    assert "tokenizer.ggml.bos_token_id" not in said
+
+
 def test_scores_merge_a_text_as_the_merges_do(tmp_path: Path) -> None:
     source = mistral(tmp_path / "base")
     export_gguf(source, tmp_path / "model.gguf", "f16")

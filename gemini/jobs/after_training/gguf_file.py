@@ -66,7 +66,7 @@ def export_gguf(source: Path, target: Path, kind: str) -> Exported:
     config = read_config(source)
     refuse_quantized(config, source)
     shape = ModelShape(config, source)
-    tokenizer = read_tokenizer(source, shape.vocabulary)
+    tokenizer = read_tokenizer(source, shape.vocabulary, config)
     with SafetensorsFiles.of_directory(source) as files:
         tensors = _tensors(gguf, shape, files, kind, source)
         with published(target, "export the model") as made:

@@ -68,9 +68,9 @@ class TokenizerFields:
             writer.add_chat_template(self.template)
 
 
-def read_tokenizer(path: Path, num_tokens: int) -> TokenizerFields:
+def read_tokenizer(path: Path, num_tokens: int, config: Mapping[str, Any]) -> TokenizerFields:
     """Return what GGUF says of the tokenizer in the directory ``path``, for a model with embeddings for
-    ``num_tokens``.
+    ``num_tokens``. Where the tokenizer does not name a special token, the model's ``config`` may.
 
     Raises:
         ConfigError: there is none, it is of a kind that GGUF has not, or it is damaged.
@@ -96,7 +96,7 @@ def read_tokenizer(path: Path, num_tokens: int) -> TokenizerFields:
     make = _byte_level if is_bytes else _sentence_piece
     fields = make(found, model, pairs, TokenizerFields("", tokens, types), path)
     numbers = {token: number for number, token in enumerate(tokens)}
-    _add_special(fields, settings, numbers)
+    _add_special(fields, settings, numbers, config)
     begin, end = _ends(found.get("post_processor"))
     fields.adds = {"bos": begin == _text(settings.get("bos_token")) is not None}
     fields.adds["eos"] = end == _text(settings.get("eos_token")) is not None
@@ -250,11 +250,20 @@ def _text(token: Any) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _add_special(fields: TokenizerFields, settings: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
+def _add_special(
+    fields: TokenizerFields,
+    settings: Mapping[str, Any],
+    numbers: Mapping[str, int],
+    config: Mapping[str, Any],
+) -> None:
     for name in _SPECIAL:
         token = _text(settings.get(f"{name}_token"))
+        said = config.get(f"{name}_token_id")
+        said = said[0] if isinstance(said, list) and said else said
         if token is not None and token in numbers:
             fields.special[name] = numbers[token]
+        elif type(said) is int and 0 <= said < len(fields.tokens):
+            fields.special[name] = said
 
 
 def _ends(post_processor: Any) -> tuple[str | None, str | None]:
@@ -279,4 +288,7 @@ def _template(directory: InputDirectory, settings: Mapping[str, Any]) -> str | N
         except ValueError as error:
             raise InputError(f"{directory.path / _TEMPLATE} is not UTF-8 ({error}); {AGAIN}") from error
     found = settings.get("chat_template")
+    if isinstance(found, list):  # several, by their names
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
