@@ -244,6 +244,22 @@ def _tanh(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return LazyLogits(logits._call.then("tanh"))
 
 
+def _biased(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
+    """A number for each entry, which models have as a buffer beside their head."""
+    call = logits._call
+    if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor or call.steps:
+        return NotImplemented
+    (offset,) = args
+    entries = call.weight.shape[0]
+    if offset.numel() != entries or offset.shape[-1:] != (entries,) or offset.dim() > call.hidden.dim():
+        return NotImplemented
+    if (offset.dtype, offset.device) != (call.dtype, call.hidden.device):
+        return NotImplemented
+    offset = offset.flatten()
+    bias = offset if call.bias is None else call.bias + offset
+    return LazyLogits(replace(call, bias=bias))
+
+
 def _contiguous(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented if args or kwargs else logits
 
@@ -326,6 +342,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "double": lambda logits, *args, **kwargs: _to(logits, torch.float64, *args, **kwargs),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__"), _scaled("mul")),
     **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _scaled("div")),
+    **dict.fromkeys(("add", "__add__", "__radd__"), _biased),
     "tanh": _tanh,
     "contiguous": _contiguous,
     "__getitem__": _part,

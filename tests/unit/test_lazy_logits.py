@@ -60,6 +60,9 @@ TILED: dict[str, Use] = {
     "divided": lambda z, y: functional.cross_entropy(
         z.div(4).flatten(0, 1), y.flatten(), label_smoothing=0.1
     ),
+    "with another bias": lambda z, y: of_transformers(
+        z + torch.linspace(-1, 1, ENTRIES).to(z.dtype)[None], y
+    ),
     "by a mask": lambda z, y: functional.cross_entropy(z[y > 3], y[y > 3]),
     "of one row": lambda z, y: functional.cross_entropy(z[0, 2:5].reshape(3, -1), y[0, 2:5]),
     "of double type": lambda z, y: functional.cross_entropy(z.double()[1], y[1]),
@@ -75,6 +78,7 @@ WHOLE: dict[str, Use] = {
     ),
     "log_softmax": lambda z, y: -z.log_softmax(-1).gather(-1, y[..., None]).mean(),
     "some entries": lambda z, y: functional.cross_entropy(z[0, :, 2:], y[0].clamp(max=8)),
+    "with a bias of each row": lambda z, y: of_transformers(z + torch.ones(6, 1), y),
     "a tensor as scale": lambda z, y: of_transformers(z * torch.tensor(0.5), y),
     "capped twice": lambda z, y: of_transformers(z.tanh().tanh(), y),
     "written": lambda z, y: of_transformers(z.index_fill_(-1, torch.tensor([10]), -9.0), y),
