@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
 from gemini.errors import ConfigError, StateError
@@ -174,8 +173,13 @@ class TiledCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "a backward pass with create_graph=True goes through a tiled loss: its gradients were made "
+                "with the loss and have no graph; take the loss of whole logits (without tiled_loss, or "
+                "by torch.nn.functional.cross_entropy)"
+            )
         if ctx.gradients is None:
             raise StateError(
                 "a backward pass went through a tiled loss a second time: the first one has used up the "

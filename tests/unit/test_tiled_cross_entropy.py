@@ -183,6 +183,13 @@ def test_gradients_serve_as_often_as_the_graph_is_kept() -> None:
         loss.backward()
 
 
+def test_a_second_derivative_is_refused() -> None:
+    given = operands(6)
+    loss = gemini.tiled_cross_entropy(*given)
+    with pytest.raises(ConfigError, match="create_graph=True"):
+        torch.autograd.grad(loss, given[:2], create_graph=True)
+
+
 def test_tiles_are_all_that_there_is_of_logits() -> None:
     rows, entries, largest = 512, 4096, 0
 
