@@ -24,6 +24,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _LEAST_ROWS = {"cpu": 128, "meta": 128}  # steps on meta are rehearsals of the CPU's
 _LEAST_ROWS_ELSEWHERE = 1024
 _SMALL_TILE_BYTES = 16 * 2**20  # of fp32 logits: where the vocabulary is small a tile has more rows
+_LARGEST_SHARE = 7 / 8  # of rows that count; with more of them none is left out
 _BLOCK_BYTES = 64 * 2**20  # of a weight's gradient in 16 bits, before it is added to the whole
 
 
@@ -212,6 +213,10 @@ class _Tiles:
     ) -> None:
         compute = options.compute_dtype or hidden.dtype
         self._options = options
+        self._all_rows = len(labels)
+        self._kept = _rows_that_count(labels != options.ignore_index)
+        if self._kept is not None:
+            hidden, labels = hidden[self._kept], labels[self._kept]
         self._hidden, self._weight = hidden.to(compute), weight.to(compute)
         self._bias = None if bias is None else bias.to(compute)
         self._counts = labels != options.ignore_index
@@ -244,6 +249,10 @@ class _Tiles:
             losses[rows] = self._losses(rows)
             if any(gradient is not None for gradient in self.gradients):
                 self._add_gradients(rows)
+        of_hidden = self.gradients[0]
+        if self._kept is not None and of_hidden is not None:
+            whole = of_hidden.new_zeros(self._all_rows, of_hidden.shape[1])
+            self.gradients[0] = whole.index_copy_(0, self._kept, of_hidden)
         total = losses.sum()
         self.factor.mul_(self._inner * self._outer)
         if self._options.reduction == "mean":
@@ -300,6 +309,15 @@ class _Tiles:
         if of_weight is not None:
             hidden = torch.where(counts[:, None], self._hidden[rows], 0)
             _add_product(of_weight, slope, narrow, hidden)
+
+
+def _rows_that_count(counts: torch.Tensor) -> torch.Tensor | None:
+    """Return the numbers of the rows with a label that counts, where it is worth leaving out the others: not
+    where few are left out, and not on a device that would have to be waited for."""
+    if counts.device.type != "cpu":
+        return None
+    kept = counts.nonzero().squeeze(1)
+    return kept if len(kept) <= _LARGEST_SHARE * len(counts) else None
 
 
 def _add_product(

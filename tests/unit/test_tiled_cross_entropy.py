@@ -63,7 +63,7 @@ def error(got: Tensor, want: Tensor) -> float:
     rows=st.integers(0, 40),
     tile_rows=st.one_of(st.just("auto"), st.integers(1, 50)),
     bias=st.booleans(),
-    ignored=st.sampled_from([0.0, 0.4, 1.0]),
+    ignored=st.sampled_from([0.0, 0.05, 0.4, 1.0]),
     smoothing=st.sampled_from([0.0, 0.1, 1.0]),
     scale=st.sampled_from([1.0, 0.25, -3.0]),
     softcap=st.sampled_from([None, 0.5, 30.0]),
@@ -190,7 +190,10 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(loss, given[:2], create_graph=True)
 
 
-def test_tiles_are_all_that_there_is_of_logits() -> None:
+@pytest.mark.parametrize(
+    ("ignored", "tile_rows", "most"), [(0, 16, 16), (384, 512, 128)], ids=["in tiles", "of rows that count"]
+)
+def test_of_all_logits_there_are_only_those(ignored: int, tile_rows: int, most: int) -> None:
     rows, entries, largest = 512, 4096, 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -204,9 +207,10 @@ def test_tiles_are_all_that_there_is_of_logits() -> None:
     hidden = torch.randn(rows, 4, requires_grad=True)
     weight = torch.randn(entries, 4, requires_grad=True)
     labels = torch.zeros(rows, dtype=torch.long)
+    labels[:ignored] = -100
     with Watch():
-        gemini.tiled_cross_entropy(hidden, weight, labels, tile_rows=16).backward()
-    assert largest == 16 * entries
+        gemini.tiled_cross_entropy(hidden, weight, labels, tile_rows=tile_rows).backward()
+    assert largest == most * entries
 
 
 @pytest.mark.parametrize(
