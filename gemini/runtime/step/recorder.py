@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
+from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.memstats import LINKS, LinkSpeed, MemoryMonitor, MemStatsCollector
 from gemini.placement.probe import probe_links
@@ -112,6 +113,8 @@ class Recorder:
             self._timer = PeriodTimer(self._chunks)
         if sampled:
             device = self._chunks.device
+            if not device.has_own_memory:
+                _C.malloc_trim()  # free pages of the heap would hide what operators take of them
             self._monitor = device.monitor()
             self._collector = MemStatsCollector(self._monitor, device.model_data_bytes)
             self._collector.start()
