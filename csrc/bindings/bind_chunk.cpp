@@ -77,6 +77,10 @@ void bind_operators(BoundTable& table) {
           "Hold tensors that somebody else has put on DISK, all of chunks without content.")
       .def("add_choice", &ChunkTable::add_choice, py::arg("members"),
            "Make chunks a choice: each use takes some of its members, lists of chunks.")
+      .def("widen_choice", &ChunkTable::widen_choice, py::arg("chunk"), py::arg("members"),
+           "Give the choice that has a chunk further members.")
+      .def("known_as", &ChunkTable::known_as, py::arg("chunk"),
+           "Return what the record calls a chunk: the first one of its choice, or itself.")
       .def(
           "access",
           [](ChunkTable& self, py::handle tensors, bool traced, bool on_host) -> py::object {
@@ -93,6 +97,17 @@ void bind_operators(BoundTable& table) {
             return self.continues(IdList(tensors).view());
           },
           py::arg("tensors"), "Say whether an access of these is part of the latest moment.")
+      .def(
+          "leave",
+          [](ChunkTable& self, py::handle tensors) {
+            return to_tuple(self.leave(IdList(tensors).view()));
+          },
+          py::arg("tensors"),
+          "Start to take what is not used soon off DEVICE, if that is nearly full.")
+      .def(
+          "expect",
+          [](ChunkTable& self, py::handle tensors) { self.expect(IdList(tensors).view()); },
+          py::arg("tensors"), "Bring what of these is in a choice ahead of an untraced access.")
       .def(
           "can_access_on_host",
           [](ChunkTable& self, py::handle tensors) {

@@ -8,8 +8,7 @@
 
 namespace gemini {
 
-void Choices::add(const std::vector<std::vector<ChunkId>>& members) {
-  const auto index = static_cast<int32_t>(choices_.size());
+std::vector<ChunkId> Choices::checked(const std::vector<std::vector<ChunkId>>& members) const {
   std::vector<ChunkId> all;
   for (const std::vector<ChunkId>& chunks : members) {
     if (chunks.empty()) throw StateError("a member of a choice needs a chunk");
@@ -21,21 +20,47 @@ void Choices::add(const std::vector<std::vector<ChunkId>>& members) {
       throw StateError("chunk " + std::to_string(all[i]) + " is in a choice already");
     }
   }
-  if (all.empty()) throw StateError("a choice needs a member");
-  if (place_.size() <= static_cast<size_t>(all.back())) {
-    place_.resize(static_cast<size_t>(all.back()) + 1);
+  return all;
+}
+
+// Notes where the chunks of the members from `first` on are.
+void Choices::place_members(int32_t index, size_t first) {
+  Choice& choice = choices_[static_cast<size_t>(index)];
+  choice.rates.resize(choice.members.size());
+  for (size_t i = first; i < choice.members.size(); ++i) {
+    for (const ChunkId id : choice.members[i]) {
+      const auto c = static_cast<size_t>(id);
+      if (place_.size() <= c) place_.resize(c + 1);
+      place_[c] = {.choice = index, .member = static_cast<int32_t>(i)};
+    }
   }
+}
+
+void Choices::add(const std::vector<std::vector<ChunkId>>& members) {
+  const std::vector<ChunkId> all = checked(members);
+  if (all.empty()) throw StateError("a choice needs a member");
   Choice choice;
   choice.first = all.front();
   choice.members = members;
-  choice.rates.resize(members.size());
-  for (size_t i = 0; i < members.size(); ++i) {
-    for (const ChunkId id : members[i]) {
-      place_[static_cast<size_t>(id)] = {.choice = index, .member = static_cast<int32_t>(i)};
-    }
-  }
   choices_.push_back(std::move(choice));
+  place_members(static_cast<int32_t>(choices_.size()) - 1, 0);
 }
+
+void Choices::widen(ChunkId chunk, const std::vector<std::vector<ChunkId>>& members) {
+  if (!has(chunk)) throw StateError("chunk " + std::to_string(chunk) + " is in no choice");
+  static_cast<void>(checked(members));
+  const int32_t index = place_[static_cast<size_t>(chunk)].choice;
+  std::vector<std::vector<ChunkId>>& all = choices_[static_cast<size_t>(index)].members;
+  const size_t first = all.size();
+  all.insert(all.end(), members.begin(), members.end());
+  place_members(index, first);
+}
+
+namespace {
+// Of a rate: a member that the last 32 passes have used is used by the next one. Bringing it too
+// often costs less than waiting for it.
+constexpr int64_t kLikely = (int64_t{1} << 16) / 16 * 15;
+}  // namespace
 
 void Choices::name(std::vector<ChunkId>& chunks) const {
   if (choices_.empty()) return;
@@ -72,7 +97,36 @@ void Choices::note_used(std::span<const ChunkId> chunks) {
       awaited_.push_back(other);
     }
   }
+  forget_arrived();
+}
+
+void Choices::forget_arrived() {
   std::erase_if(awaited_, [&](ChunkId id) { return !place_[static_cast<size_t>(id)].awaited; });
+}
+
+void Choices::expect(std::span<const ChunkId> chunks) {
+  for (const ChunkId id : chunks) {
+    if (!has(id) || place_[static_cast<size_t>(id)].awaited) continue;
+    place_[static_cast<size_t>(id)].awaited = true;
+    awaited_.push_back(id);
+  }
+}
+
+void Choices::note_beside(std::span<const ChunkId> chunks) {
+  if (awaited_.empty()) return;
+  for (const ChunkId id : chunks) {
+    if (has(id)) place_[static_cast<size_t>(id)].awaited = false;
+  }
+  forget_arrived();
+}
+
+void Choices::find_likely(Choice& choice) {
+  choice.likely.clear();
+  for (size_t m = 0; m < choice.members.size(); ++m) {
+    if (choice.rates[m].at(choice.passes)[1] < kLikely) continue;
+    const std::vector<ChunkId>& chunks = choice.members[m];
+    choice.likely.insert(choice.likely.end(), chunks.begin(), chunks.end());
+  }
 }
 
 void Choices::end_moment() {
@@ -89,6 +143,7 @@ void Choices::end_moment() {
       for (const ChunkId id : choice.members[m]) place_[static_cast<size_t>(id)].used = false;
     }
     choice.used.clear();
+    find_likely(choice);
   }
   under_way_.clear();
 }

@@ -20,6 +20,8 @@ class Choices {
  public:
   // Throws StateError for a member without chunks, and for a chunk that is in a choice already.
   void add(const std::vector<std::vector<ChunkId>>& members);
+  // Gives the choice that has `chunk` further members. Throws as add(), and where none has it.
+  void widen(ChunkId chunk, const std::vector<std::vector<ChunkId>>& members);
 
   [[nodiscard]] bool empty() const { return choices_.empty(); }
   [[nodiscard]] bool has(ChunkId chunk) const {
@@ -37,12 +39,22 @@ class Choices {
 
   // An operator has got these chunks; those of choices count as used, in the moment under way.
   void note_used(std::span<const ChunkId> chunks);
+  // These chunks of choices are needed within the moment under way, after the operator that runs.
+  void expect(std::span<const ChunkId> chunks);
+  // An access beside the moment has got these chunks: nobody waits for them.
+  void note_beside(std::span<const ChunkId> chunks);
   // The moment is over: what its choices used counts for their rates, and nothing is awaited.
   void end_moment();
-  // The chunks of members of which the last moment has used another chunk, but not this one yet.
+  // The chunks that are expected, and those of members of which the last moment has used another
+  // chunk, but not this one yet.
   [[nodiscard]] std::span<const ChunkId> awaited() const { return awaited_; }
   [[nodiscard]] bool is_awaited(ChunkId chunk) const {
     return has(chunk) && place_[static_cast<size_t>(chunk)].awaited;
+  }
+
+  // The chunks of members that nearly every pass uses, of the choice that has this chunk.
+  [[nodiscard]] std::span<const ChunkId> likely(ChunkId chunk) const {
+    return choice_of(chunk).likely;
   }
 
   // How many moments go by in expectation, of steps of `num_moments`, between the next moment of
@@ -63,10 +75,17 @@ class Choices {
     std::vector<std::vector<ChunkId>> members;
     std::vector<UseRate> rates;  // by member
     std::vector<int32_t> used;   // members, in the moment under way
-    size_t cursor = 0;           // of RateJudge
+    std::vector<ChunkId> likely;
+    size_t cursor = 0;  // of RateJudge
     int64_t passes = 0;
   };
 
+  // Throws as add(); returns all chunks of the members, ascending.
+  [[nodiscard]] std::vector<ChunkId> checked(
+      const std::vector<std::vector<ChunkId>>& members) const;
+  void place_members(int32_t index, size_t first);
+  static void find_likely(Choice& choice);
+  void forget_arrived();
   [[nodiscard]] const Choice& choice_of(ChunkId chunk) const {
     return choices_[static_cast<size_t>(place_[static_cast<size_t>(chunk)].choice)];
   }

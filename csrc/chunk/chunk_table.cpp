@@ -105,6 +105,13 @@ void ChunkTable::add_choice(const std::vector<std::vector<ChunkId>>& members) {
   choices_.add(members);
 }
 
+void ChunkTable::widen_choice(ChunkId id, const std::vector<std::vector<ChunkId>>& members) {
+  for (const std::vector<ChunkId>& chunks : members) {
+    for (const ChunkId each : chunks) static_cast<void>(chunk(each));
+  }
+  choices_.widen(id, members);
+}
+
 int64_t ChunkTable::moments_passed_by(ChunkId id) const {
   static_cast<void>(chunk(id));
   return choices_.moments_passed_by(id, schedule_ != nullptr ? schedule_->num_moments() : 1);
@@ -158,6 +165,11 @@ bool ChunkTable::continues(std::span<const TensorId> tensors) {
   return choices_.common(wanted_) == open_choice_;
 }
 
+void ChunkTable::expect(std::span<const TensorId> tensors) {
+  collect_chunks(tensors);
+  choices_.expect(wanted_);
+}
+
 bool ChunkTable::can_access_on_host(std::span<const TensorId> tensors) {
   collect_chunks(tensors);
   return fits_on_host(chunks_, wanted_);
@@ -176,7 +188,11 @@ Actions ChunkTable::access(std::span<const TensorId> tensors, Access how) {
   const bool advanced = traced && advance(tier);
   try {
     Actions actions = settle(tier);
-    if (traced) choices_.note_used(wanted_);
+    if (traced) {
+      choices_.note_used(wanted_);
+    } else {
+      choices_.note_beside(wanted_);
+    }
     audit();
     return actions;
   } catch (const OutOfBudget&) {
@@ -234,7 +250,7 @@ void ChunkTable::claim_releases(std::span<const TensorId> tensors, Use use) {
 
 void ChunkTable::mark_dirty(const Tensor& tensor, Actions& actions) {
   chunks_.mark_dirty(tensor.chunk, tensor.used_on, actions);
-  record_.note_written(tensor.chunk);
+  if (!choices_.has(tensor.chunk)) record_.note_written(tensor.chunk);
 }
 
 Actions ChunkTable::release(std::span<const TensorId> tensors, Use use) {
@@ -267,6 +283,15 @@ Actions ChunkTable::release_all(Use use) {
   return actions;
 }
 
+Actions ChunkTable::leave(std::span<const TensorId> tensors) {
+  Actions actions;
+  if (chunks_.num_absent() == 0) return actions;
+  collect_chunks(tensors);
+  remove_ahead(chunks_, policy(), wanted_, limit() / 4 * 3, actions);
+  audit();
+  return actions;
+}
+
 Actions ChunkTable::free(std::span<const TensorId> tensors) {
   for (const TensorId tensor : tensors) {
     const TensorState state = tensor_at(tensor).state;
@@ -279,7 +304,7 @@ Actions ChunkTable::free(std::span<const TensorId> tensors) {
     set_state(tensor, TensorState::kFree);
     const ChunkId id = mut(tensor).chunk;
     if (chunks_[id].num_in_use > 0) continue;
-    if (chunks_[id].has_content()) record_.note_freed(id);
+    if (chunks_[id].has_content() && !choices_.has(id)) record_.note_freed(id);
     chunks_.discard(id, actions);
   }
   audit();

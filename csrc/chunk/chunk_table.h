@@ -46,6 +46,10 @@ class ChunkTable {
   void found_on_disk(std::span<const TensorId> tensors);
   // Makes chunks a choice (choices.h). Throws StateError for one that is not there, and as that.
   void add_choice(const std::vector<std::vector<ChunkId>>& members);
+  // Gives the choice of a chunk further members. Throws alike, and where it is in none.
+  void widen_choice(ChunkId id, const std::vector<std::vector<ChunkId>>& members);
+  // What the schedule and the record call a chunk: the first one of its choice.
+  [[nodiscard]] ChunkId known_as(ChunkId id) const { return choices_.known_as(id); }
 
   // --- operators ---
   // Puts the tensors in COMPUTE (counted), pins their chunks, and returns what can start now so
@@ -57,6 +61,8 @@ class ChunkTable {
   // Whether a traced access of these would be part of the latest moment: they are of the choice
   // that it was a use of.
   [[nodiscard]] bool continues(std::span<const TensorId> tensors);
+  // These are accessed soon, beside the moments: prefetch() may bring what of them is in a choice.
+  void expect(std::span<const TensorId> tensors);
   [[nodiscard]] bool can_access_on_host(std::span<const TensorId> tensors);
   // What can start now for tensors in COMPUTE; to be called after completions until ready().
   Actions ensure(std::span<const TensorId> tensors);
@@ -69,6 +75,9 @@ class ChunkTable {
   Actions release(std::span<const TensorId> tensors, Use use);
   // Ends every access, for use after an exception. kWritten: resident ones may have been.
   Actions release_all(Use use);
+  // These will not be used soon: those of them that can start to leave DEVICE now, if it is nearly
+  // full and there are chunks that are not on it.
+  Actions leave(std::span<const TensorId> tensors);
   // HOLD -> FREE. With the last tensor of a chunk its content is gone.
   Actions free(std::span<const TensorId> tensors);
 

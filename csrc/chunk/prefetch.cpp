@@ -96,7 +96,12 @@ class Prefetcher {
       }
       const auto flags = schedule_.flags_at(moment);
       for (size_t i = 0; i < chunks.size(); ++i) {
-        if (choices_.has(chunks[i])) continue;
+        if (choices_.has(chunks[i])) {
+          for (const ChunkId likely : choices_.likely(chunks[i])) {
+            if (!consider(likely, moment, false)) return std::move(actions_);
+          }
+          continue;
+        }
         const bool kept = !flags.empty() && (flags[i] & kKeep) != 0;
         if (!consider(chunks[i], moment, kept)) return std::move(actions_);
       }

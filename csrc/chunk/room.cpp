@@ -180,6 +180,20 @@ void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim,
   actions.push_back(chunks.start(victim, ActionKind::kEvict, Tier::kDevice, Tier::kHost));
 }
 
+void remove_ahead(Residency& chunks, const Policy& policy, std::span<const ChunkId> done,
+                  int64_t bound, Actions& actions) {
+  const TierLedger& ledger = chunks.ledger();
+  for (const ChunkId id : done) {
+    const Chunk& chunk = chunks[id];
+    const bool used = chunk.pinned_on(Tier::kDevice) || chunk.pinned_on(Tier::kHost);
+    if (used || !chunk.resident() || chunk.flight.has_value()) continue;
+    const bool has_place = !chunk.dirty() || chunk.nbytes <= ledger.free_bytes(Tier::kHost) ||
+                           fits_on_disk(chunks, chunk);
+    if (!has_place || ledger.usage(Tier::kDevice) - chunks.coming_free() <= bound) continue;
+    remove_from_device(chunks, policy, id, actions);
+  }
+}
+
 Action start_incoming(Residency& chunks, ChunkId chunk) {
   if (chunks[chunk].valid.has(Tier::kHost)) {
     return chunks.start(chunk, ActionKind::kFetch, Tier::kHost, Tier::kDevice);

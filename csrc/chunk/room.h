@@ -23,6 +23,11 @@ namespace gemini {
 // under way needs none.
 void remove_from_device(Residency& chunks, const Policy& policy, ChunkId victim, Actions& actions);
 
+// Takes those of `done`, which nothing will use soon, off DEVICE that can leave it at once, as long
+// as more than `bound` bytes stay there. Appends the actions.
+void remove_ahead(Residency& chunks, const Policy& policy, std::span<const ChunkId> done,
+                  int64_t bound, Actions& actions);
+
 // The HOST copy the policy gives up first among those whose bytes another tier has too. nullopt:
 // there is none, or none that may go.
 [[nodiscard]] std::optional<ChunkId> next_host_duplicate(const Residency& chunks,

@@ -123,6 +123,54 @@ TEST_F(FewOnDevice, AnAccessThatDoesNotFitLeavesTheMomentAsItWas) {
   EXPECT_TRUE(world.table.continues(std::vector<TensorId>{kUp + 1}));
 }
 
+TEST_F(TwoArrays, WhatIsExpectedComesBesideTheMoment) {
+  follow();
+  world.table.begin_step();
+  world.use({0});
+  world.use({kUp});
+  world.table.expect(std::vector<TensorId>{kUp + 3, 0});
+  world.prefetch(8);
+  world.complete_all();
+  EXPECT_TRUE(resident(kUp + 3));
+  EXPECT_FALSE(resident(kDown + 3));  // an access beside the moment says nothing of its member
+  world.access({kUp + 3}, testing::kUntraced);
+  world.release({kUp + 3});
+  EXPECT_EQ(world.table.moment(), 2);
+  EXPECT_TRUE(world.table.continues(std::vector<TensorId>{kUp + 1}));
+}
+
+TEST_F(TwoArrays, WhatNearlyEveryPassUsesComesAheadOfIt) {
+  follow();
+  for (int i = 0; i < 40; ++i) pass({1});
+  world.empty_device();
+  world.complete_all();
+  world.table.begin_step();
+  world.use({0});
+  world.prefetch(8);
+  world.complete_all();
+  EXPECT_TRUE(resident(kUp + 1));
+  EXPECT_FALSE(resident(kUp));
+}
+
+TEST_F(FewOnDevice, WhatWillNotBeUsedSoonLeavesANearlyFullDevice) {
+  world.use({0, 1, kUp});
+  world.leave({kUp});
+  EXPECT_TRUE(resident(kUp));  // three of five chunks
+  world.use({kUp + 1});
+  world.leave({kUp});
+  world.complete_all();
+  EXPECT_FALSE(resident(kUp));
+}
+
+TEST_F(TwoArrays, MembersThatComeLaterAreOfTheSameChoice) {
+  const ChunkId later = world.table.add_chunk(10);
+  world.table.widen_choice(kUp, {{later}});
+  EXPECT_EQ(world.table.known_as(later), kUp);
+  EXPECT_EQ(world.table.known_as(0), 0);
+  EXPECT_THROW(world.table.widen_choice(kUp, {{later}}), StateError);
+  EXPECT_THROW(world.table.widen_choice(0, {{1}}), StateError);
+}
+
 TEST(Choices, RefuseAChunkTwice) {
   Choices choices;
   choices.add({{2}, {3}});

@@ -30,7 +30,10 @@ class World {
     for (const int64_t nbytes : chunk_bytes) table.add_tensor(table.add_chunk(nbytes));
   }
 
-  Actions access(const std::vector<TensorId>& tensors) { return note(table.access(tensors)); }
+  Actions access(const std::vector<TensorId>& tensors, Access how = {}) {
+    return note(table.access(tensors, how));
+  }
+  Actions leave(const std::vector<TensorId>& tensors) { return note(table.leave(tensors)); }
   Actions ensure(const std::vector<TensorId>& tensors) { return note(table.ensure(tensors)); }
   Actions prefetch(int32_t max_in_flight) { return note(table.prefetch(max_in_flight)); }
   Actions free(const std::vector<TensorId>& tensors) { return note(table.free(tensors)); }
