@@ -438,6 +438,10 @@ class ChunkManager:
         self.table.add_choice(members)
         self.has_choices = True
 
+    def widen_choice(self, chunk: int, members: Sequence[Sequence[int]]) -> None:
+        """Give the choice that has ``chunk`` further members."""
+        self.table.widen_choice(chunk, members)
+
     def join(self, parts: Sequence[Chunk]) -> CutChunk:
         """Return chunks of which each but the first follows the one before as the one that they are."""
         first = parts[0]
@@ -500,6 +504,18 @@ class ChunkManager:
                 self._execute(actions)
             if self.stow is not None:
                 self.stow.released(tensors, dirty=dirty)
+        except BaseException:
+            self._needs_reconcile = True
+            raise
+
+    def leave(self, tensors: TensorIds) -> None:
+        """Start to evict the chunks of ``tensors``, which are not used soon, if DEVICE is nearly full."""
+        if self._needs_reconcile:
+            self._reconcile()
+        try:
+            actions = self.table.leave(tensors)
+            if actions:
+                self._execute(actions)
         except BaseException:
             self._needs_reconcile = True
             raise

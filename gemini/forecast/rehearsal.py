@@ -273,8 +273,8 @@ class _RehearsedOptimizer(GeminiOptimizer):
         visit_gradients(*self._chunks, lambda _slot, grad: torch.isfinite(grad))
         return True
 
-    def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
-        updates = super()._chunk_updates(groups)
+    def _chunk_updates(self, groups: Iterable[ChunkGroup], *, by_part: bool = False) -> list[ChunkUpdate]:
+        updates = super()._chunk_updates(groups, by_part=by_part)
         for update in updates:
             assert isinstance(update, _RehearsedUpdate)
             update.meter = self._meter

@@ -183,11 +183,11 @@ class BackwardUpdates:
             manager.lock.add([tensor for slot in update.steps for tensor in _own(slot)], _AGAIN)
 
 
-def _own(slot: ManagedSlot) -> tuple[int, int]:
-    return slot.param_ref.tensors[0], slot.trainable_grad.update_tensor
+def _own(slot: ManagedSlot) -> tuple[int, ...]:
+    return *slot.param_ref.tensors, *slot.trainable_grad.update_tensors
 
 
 def _tensors(group: ChunkGroup) -> list[int]:
     """Return the tensors of a group that a program can get at."""
-    found = [slot.param_ref.tensors[0] for slot in group.slots]
-    return found + [slot.grad.update_tensor for slot in group.slots if slot.grad is not None]
+    found = [tensor for slot in group.slots for tensor in slot.param_ref.tensors]
+    return found + [t for slot in group.slots if slot.grad is not None for t in slot.grad.update_tensors]

@@ -14,7 +14,7 @@ from gemini.optim.host_update import HostPart, prepare_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.optim.whole_parameter import WholeOverRanks, WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
-from gemini.runtime.gate.waiting import GivenWork
+from gemini.runtime.gate.waiting import GivenWork, PendingUpdate
 from gemini.runtime.storage.model_storage import HALF_LOADED, Mixture, Room
 from gemini.system.process import paused_collector, shown_as
 
@@ -91,23 +91,33 @@ class ChunkUpdate:
         completeness: Completeness,
         kept: tuple[UpdateRule, tuple[StateSpec, ...]],
         room: Room | None = None,
+        part: int | None = None,
     ) -> None:
         """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
         has a gradient. ``kept``: by which rule, and the states that it uses. ``room``: where parameters are
-        whole of which ranks have parts."""
-        self.order = order
-        self.tensors = _tensors(group)
+        whole of which ranks have parts. ``part``: of the group's, to be updated by itself; None: all."""
+        self.order = order, part or 0
+        self.has_moments = group.choice is None
         chunk_of = manager.chunks.table.chunk_of
-        self.chunks = frozenset(chunk_of(tensor) for tensor in self.tensors)
-        self.gradients = frozenset(tensor for slot in steps for tensor in slot.trainable_grad.tensors)
+        pieces = group.pieces
+        if part is None:
+            self.tensors = _tensors(group)
+            self.chunks = frozenset(chunk_of(tensor) for tensor in self.tensors)
+            self.gradients = frozenset(tensor for slot in steps for tensor in slot.trainable_grad.tensors)
+        else:
+            start, stop = group.parts[part]
+            pieces = [piece for piece in pieces if start <= piece.start < stop]
+            self.tensors, self.gradients = _tensors_of_part(group, part, pieces)
+            self.chunks = frozenset()
+        self._repeated: list[Mapping[ManagedSlot, UpdateStep]] = []  # of later steps, first one first
         self._manager = manager
         self._group = group
         self.steps = steps
         self._completeness = completeness
         self._rule, states = kept
         self._states = states
-        self._used = list(steps)  # what has a gradient to be given up
-        self._rewritten: set[ManagedSlot] | None = None  # parameters whose master is older than they are
+        self._used = list(steps) if part is None else []  # what has a gradient to be given up at the end
+        self._rewritten: frozenset[int] | None = None  # parameters whose master is older than they are
         self._begun: list[tuple[_Piece, GivenWork]] = []  # what the CPU is at, pinned on HOST
         self._left: list[_Piece | WholeParameter]
         if self._rule.whole and manager.sharding is not None:
@@ -117,26 +127,36 @@ class ChunkUpdate:
         elif self._rule.whole:
             self._left = [WholeParameter(group, slot, states, chunk_of) for slot in steps if slot.pieces]
         else:
-            self._left = [
-                _Piece(group, piece, touched, states, chunk_of)
-                for piece in group.pieces
-                if (touched := _touched(piece, steps))
-            ]
+            self._own = pieces
+            self._left = self._pieces(steps)
         here = {slot for piece in self._left for slot in piece.slots}
         # Parameters of which all elements are other ranks'.
         self._elsewhere = [slot for slot in steps if slot not in here and not self._rule.whole]
 
+    def _pieces(self, steps: Mapping[ManagedSlot, UpdateStep]) -> list[_Piece | WholeParameter]:
+        """Return the pieces that ``steps`` update."""
+        chunk_of = self._manager.chunks.table.chunk_of
+        return [
+            _Piece(self._group, piece, touched, self._states, chunk_of)
+            for piece in self._own
+            if (touched := _touched(piece, steps))
+        ]
+
     @property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
         """The chunks, ascending, that each operator still to run needs at once."""
-        return tuple(piece.chunks for piece in self._left)
+        return tuple(piece.chunks for piece in self._left) if self.has_moments else ()
 
     @property
     def can_begin(self) -> bool:
         """Whether all of it belongs on HOST and none of it was begun."""
         is_on_host = self._manager.order.is_on_host
         alone = self._manager.sharding is None and not self._begun and bool(self._left)
-        return alone and all(isinstance(left, _Piece) and is_on_host(left.chunks) for left in self._left)
+        return (
+            alone
+            and self.has_moments
+            and all(isinstance(left, _Piece) and is_on_host(left.chunks) for left in self._left)
+        )
 
     @property
     def is_begun(self) -> bool:
@@ -157,7 +177,9 @@ class ChunkUpdate:
 
     def run_now(self) -> None:
         """Run the update inside the step: each piece is a moment of it."""
-        self._manager.shortage.twice(lambda: self._run(self._manager.updates.inside))
+        updates = self._manager.updates
+        operator = updates.inside if self.has_moments else updates.beside
+        self._manager.shortage.twice(lambda: self._run(operator))
 
     def run(self) -> None:
         """Update what is left, then give the gradients up.
@@ -166,8 +188,25 @@ class ChunkUpdate:
             OutOfBudgetError, IoError: a chunk could not be had. Pieces updated so far stay updated; calling
                 again goes on with the others.
         """
+        updates = self._manager.updates
+        operator = updates.late if self.has_moments else updates.beside
         with OutsideTransforms():  # of torch.func, in which what needs it may be
-            self._manager.shortage.twice(lambda: self._run(self._manager.updates.late))
+            self._manager.shortage.twice(lambda: self._run(operator))
+            while self._repeated:
+                self._begin_next()
+                self._manager.shortage.twice(lambda: self._run(operator))
+
+    def repeat(self, update: PendingUpdate) -> None:
+        """Do what ``update``, of the same part at a later step, does, once this one has run."""
+        assert isinstance(update, ChunkUpdate)
+        self._repeated.append(update.steps)
+
+    def _begin_next(self) -> None:
+        steps = self._repeated[0]
+        left = self._pieces(steps)
+        # Nothing is called from here on: Ctrl-C comes before or after all of it.
+        self.steps, self._rewritten, self._left = steps, None, left
+        del self._repeated[0]
 
     @paused_collector()  # a part makes some objects, which all go at its end
     @shown_as("update")
@@ -194,16 +233,15 @@ class ChunkUpdate:
             self._used[-1].trainable_grad.end_update()
             del self._used[-1]
 
-    def _taken_rewritten(self) -> set[ManagedSlot]:
+    def _taken_rewritten(self) -> frozenset[int]:
         if self._rewritten is None:
-            take = self._manager.written.take
+            own = set(self.tensors)
+            params = [t for slot in self.steps for t in slot.param_ref.tensors if t in own]
             with self._completeness.change():
-                self._rewritten = {slot for slot in self.steps if take(slot.param_ref.tensors[0])}
+                self._rewritten = self._manager.written.take(params)
         return self._rewritten
 
-    def _update(
-        self, left: _Piece | WholeParameter, rewritten: set[ManagedSlot], operator: _Operator
-    ) -> None:
+    def _update(self, left: _Piece | WholeParameter, rewritten: frozenset[int], operator: _Operator) -> None:
         """Update the elements of a piece, everything they need pinned at once."""
         if isinstance(left, WholeParameter):
             self._update_whole(left, rewritten, operator)
@@ -211,14 +249,18 @@ class ChunkUpdate:
         if self._belongs_on_host(left):
             self._update_on_host(left, rewritten, operator)
             return
-        with operator(left.written + left.grads, left.written), torch.no_grad():
+        with operator(left.written + left.grads, left.written + _unmade(left)), torch.no_grad():
             self._manager.snapshot.before_update(left.piece)
+            _make(left)
             run = self._prepare(self._parts(left, rewritten))
             with self._completeness.change():
                 run()
                 del self._left[0]
+        _end(left)
+        if not self.has_moments:
+            self._manager.chunks.leave(left.kept)
 
-    def _parts(self, left: _Piece, rewritten: set[ManagedSlot]) -> list[Part]:
+    def _parts(self, left: _Piece, rewritten: frozenset[int]) -> list[Part]:
         """Return what the rule updates of a piece, which is pinned."""
         piece, parts = left.piece, []
         kept = [(state, piece.chunks[state.key].tensor) for state in left.states]
@@ -226,7 +268,8 @@ class ChunkUpdate:
             start, stop = slot.overlapping(piece)
             first = start - slot.start
             grad = slot.trainable_grad.flat(first, stop - slot.start)
-            param, half_out = _operands(self._group, piece, start, stop, slot in rewritten)
+            newer = self._is_newer(slot, piece, rewritten)
+            param, half_out = _operands(self._group, piece, start, stop, newer)
             here = slice(start - piece.start, stop - piece.start)
             states = {
                 state.name: values[slot.place_in(piece, state) if state.per_block else here]
@@ -235,16 +278,29 @@ class ChunkUpdate:
             parts.append(Part(param, grad, states, half_out, self.steps[slot], first))
         return parts
 
-    def _update_whole(self, left: WholeParameter, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+    def _is_newer(self, slot: ManagedSlot, piece: StatePiece, rewritten: frozenset[int]) -> bool:
+        """Say whether user code has written to what the parameter has in ``piece`` since its last update."""
+        if not rewritten:
+            return False
+        tensors = slot.param_ref.tensors
+        return not rewritten.isdisjoint(
+            self._group.tensors_under(piece, [slot]) if len(tensors) > 1 else tensors
+        )
+
+    def _update_whole(self, left: WholeParameter, rewritten: frozenset[int], operator: _Operator) -> None:
         (slot,) = left.slots
-        with operator(left.written + left.grads, left.written), torch.no_grad():
+        with operator(left.written + left.grads, left.written + _unmade(left)), torch.no_grad():
             for piece in left.pieces:
                 self._manager.snapshot.before_update(piece)
+            _make(left)
             with self._completeness.change():
-                part, put_back = left.gathered(self.steps[slot], rewritten=slot in rewritten)
+                part, put_back = left.gathered(
+                    self.steps[slot], rewritten=not rewritten.isdisjoint(slot.param_ref.tensors)
+                )
                 self._prepare([part])()
                 put_back()
                 del self._left[0]
+        _end(left)
         left.end(self._manager.chunks)
 
     def _step_elsewhere(self) -> None:
@@ -267,20 +323,21 @@ class ChunkUpdate:
             and manager.updates.can_use_host(left.written + left.grads)
         )
 
-    def _update_on_host(self, left: _Piece, rewritten: set[ManagedSlot], operator: _Operator) -> None:
+    def _update_on_host(self, left: _Piece, rewritten: frozenset[int], operator: _Operator) -> None:
         tensors = left.written + left.grads
         with operator(tensors, left.written, on_host=True), torch.no_grad(), self._completeness.change():
             self._prepare_on_host(left, rewritten, aside=False)()
             del self._left[0]
 
-    def _prepare_on_host(
-        self, left: _Piece, rewritten: set[ManagedSlot], *, aside: bool
-    ) -> Callable[[], None]:
-        parts = [HostPart(slot, self.steps[slot], slot in rewritten) for slot in left.slots]
+    def _prepare_on_host(self, left: _Piece, rewritten: frozenset[int], *, aside: bool) -> Callable[[], None]:
+        parts = [
+            HostPart(slot, self.steps[slot], self._is_newer(slot, left.piece, rewritten))
+            for slot in left.slots
+        ]
         by = self._rule, left.states
         return prepare_on_host(self._manager.chunks, self._group, left.piece, parts, by, aside)
 
-    def _give(self, left: _Piece, rewritten: set[ManagedSlot]) -> None:
+    def _give(self, left: _Piece, rewritten: frozenset[int]) -> None:
         """Pin a piece on HOST, have the CPU update it, and leave it pinned."""
         updates = self._manager.updates
         updates.pin_late(left.written + left.grads, on_host=True)
@@ -331,10 +388,28 @@ class _Piece:
         self.slots = slots
         self.states = states
         masters = (MASTER,) if piece.has_master else ()
-        kept = [piece.tensors[key] for key in (*masters, *(state.key for state in states))]
-        self.written = group.value_tensors(slots) + kept
-        self.grads = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
+        self.kept = [piece.tensors[key] for key in (*masters, *(state.key for state in states))]
+        self.written = group.tensors_under(piece, slots) + self.kept
+        self.places = [(slot.trainable_grad, *slot.span_under(piece)) for slot in slots]
+        self.grads = [tensor for grad, *place in self.places for tensor in grad.tensors_under(*place)]
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
+
+
+def _unmade(left: _Piece | WholeParameter) -> list[int]:
+    """Return the tensors of gradients of ``left`` that have nothing yet."""
+    return [tensor for grad, *place in left.places for tensor in grad.unmade_under(*place)]
+
+
+def _make(left: _Piece | WholeParameter) -> None:
+    """Have all gradients of ``left``, which is pinned, be there."""
+    for grad, *place in left.places:
+        grad.make_under(*place)
+
+
+def _end(left: _Piece | WholeParameter) -> None:
+    """Give up the gradients that ``left`` has used, as far as they move by themselves."""
+    for grad, *place in left.places:
+        grad.end_under(*place)
 
 
 def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, UpdateStep]) -> list[ManagedSlot]:
@@ -343,11 +418,21 @@ def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, UpdateStep]) -> list
 
 def _tensors(group: ChunkGroup) -> tuple[int, ...]:
     """Return every tensor that lies in a chunk of the group."""
-    params = dict.fromkeys(slot.param_ref.tensors[0] for slot in group.slots)
+    params = dict.fromkeys(tensor for slot in group.slots for tensor in slot.param_ref.tensors)
     values = [tensor for tensor in group.value_tensors(group.slots) if tensor not in params]
-    grads = [slot.grad.update_tensor for slot in group.slots if slot.grad is not None]
+    grads = [t for slot in group.slots if slot.grad is not None for t in slot.grad.update_tensors]
     states = [tensor for piece in group.pieces for tensor in piece.tensors.values()]
     return (*params, *values, *grads, *states)
+
+
+def _tensors_of_part(
+    group: ChunkGroup, part: int, pieces: Sequence[StatePiece]
+) -> tuple[tuple[int, ...], frozenset[int]]:
+    """Return every tensor of one part of a group that is cut, and that of its gradient."""
+    params = [slot.param_ref.tensors[part] for slot in group.slots]
+    grads = [slot.grad.update_tensors[part] for slot in group.slots if slot.grad is not None]
+    states = [tensor for piece in pieces for tensor in piece.tensors.values()]
+    return (*params, *grads, *states), frozenset(grads)
 
 
 def _operands(

@@ -286,7 +286,7 @@ class GeminiOptimizer(ManagedGroups):
             given = GivenLoss(loss)
         self.model.manager.raw.settle()  # what was written by address comes before the update
         if self._in_backward is None or not self._in_backward.awaits_step:
-            self.require_complete("step")
+            self.require_complete("step", parts=False)
         mean = self._finish_gradients("step", number_of(loss) if self.model.peers is not None else None)
         if mean is not None:  # ranks are to decide alike, by the loss of the whole batch
             given = GivenLoss(mean_like(loss, mean))
@@ -355,11 +355,12 @@ class GeminiOptimizer(ManagedGroups):
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def require_complete(self, doing: str) -> None:
-        """Run what is pending. Raise StateError when an update or a load failed half-way: for some values."""
+    def require_complete(self, doing: str, *, parts: bool = True) -> None:
+        """Run what is pending, also of ``parts`` that move alone. Raise StateError when an update or a
+        load failed half-way: for some values."""
         self.model.manager.lock.refuse_all()
         if not self._completeness.broken:
-            self.model.manager.run_pending()
+            self.model.manager.run_pending(parts=parts)
         if self._completeness.broken:
             states = "states of model and optimizer (load_state_dict of both)"
             if self._completeness.lacks_weights_alone:
@@ -477,13 +478,14 @@ class GeminiOptimizer(ManagedGroups):
         if manager.sharding is not None:
             manager.sharding.close_all()
         manager.shortage.twice(self.model.make_zeros)
-        updates = self._chunk_updates(self.model.storage.trainable_groups())
+        deferred = self.overlap and self._in_backward is None and self.can_defer_updates
+        updates = self._chunk_updates(self.model.storage.trainable_groups(), by_part=deferred)
         updated = {slot: None for update in updates for slot in update.steps}
         self.rule.begin(self.param_groups, loss)
         with self._completeness.change():
             for update in updates:
                 self._count(update)
-            if self.overlap and self._in_backward is None and self.can_defer_updates:
+            if deferred:
                 manager.pending.add(updates)
                 for slot in updated:
                     slot.trainable_grad.retire_aliases()
@@ -507,6 +509,7 @@ class GeminiOptimizer(ManagedGroups):
         for slot, step in update.steps.items():
             self.steps[slot] = step.number
             slot.trainable_grad.note_taken()
+            slot.trainable_grad.hand_over()
             if self.rule.keeps_small:
                 self.small[slot] = step.after
 
@@ -516,8 +519,9 @@ class GeminiOptimizer(ManagedGroups):
             increment_version([p for group in self.param_groups for p in group["params"] if p._slot in slots])
 
     @paused_collector()
-    def _chunk_updates(self, groups: Iterable[ChunkGroup]) -> list[ChunkUpdate]:
-        """Return the updates of what has a gradient in ``groups``, in forward order. Changes nothing."""
+    def _chunk_updates(self, groups: Iterable[ChunkGroup], *, by_part: bool = False) -> list[ChunkUpdate]:
+        """Return the updates of what has a gradient in ``groups``, in forward order; ``by_part``: one for
+        each part of a group that is cut. Changes nothing."""
         scale, hypers = self._clipping.scale, self.hypers()
         marks, number, small = self.marks(), self.steps, self.small
         updates = []
@@ -531,9 +535,17 @@ class GeminiOptimizer(ManagedGroups):
             }
             if steps:
                 kept, room = (self.rule, self.states_of(group)), self.model.storage.room
-                about = group, group.number, steps, self._completeness, kept, room
-                updates.append(self.update_type(self.model.manager, *about))
+                about = self.model.manager, group, group.number, steps, self._completeness, kept, room
+                if by_part and self._goes_by_part(group):
+                    updates += [self.update_type(*about, part) for part in range(len(group.parts))]
+                else:
+                    updates.append(self.update_type(*about))
         return updates
+
+    def _goes_by_part(self, group: ChunkGroup) -> bool:
+        """Whether parts of the group are updated by themselves, some of them steps later."""
+        in_chunks = all(slot.grad is None or not slot.grad.loose_bytes for slot in group.slots)
+        return bool(group.parts) and in_chunks and not (self.rule.whole or self.rule.keeps_small)
 
 
 def _nothing() -> None:

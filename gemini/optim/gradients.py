@@ -16,11 +16,13 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from gemini import _C
+from gemini.chunk import CutChunk
 from gemini.comm.peers import Peers, Topic
 from gemini.errors import ConfigError, StateError
 from gemini.model.handle import ManagedModel
 from gemini.optim.kernels import GradScale, sum_of_squares
 from gemini.runtime import GeminiManager, ManagedSlot, ModelStorage
+from gemini.runtime.storage.cut_gradient import CutGradient
 
 logger = logging.getLogger(__name__)
 
@@ -309,14 +311,38 @@ def visit_gradients(
     visit: Callable[[ManagedSlot, torch.Tensor], object],
     *,
     writes: bool = False,
+    by_part: bool = False,
 ) -> None:
-    """Call ``visit(slot, gradient)`` for every gradient there is, chunk by chunk, each pinned meanwhile."""
+    """Call ``visit(slot, gradient)`` for every gradient there is, chunk by chunk, each pinned meanwhile. It
+    gets a copy of one that lies in several chunks; the parts that are there if it ``writes``, or ``by_part``.
+    """
     for group in storage.trainable_groups():
         slots = [slot for slot in group.slots if slot.has_grad]
+        if isinstance(group.grad, CutChunk):
+            for slot in slots:
+                _visit_cut(slot, manager, visit, writes, whole=not (writes or by_part))
+            continue
         tensors = [tensor for slot in slots for tensor in slot.trainable_grad.tensors]
         with manager.operator(tensors, tensors if writes else ()), torch.no_grad():
             for slot in slots:
                 visit(slot, slot.trainable_grad.value)
+
+
+def _visit_cut(
+    slot: ManagedSlot,
+    manager: GeminiManager,
+    visit: Callable[[ManagedSlot, torch.Tensor], object],
+    writes: bool,
+    *,
+    whole: bool,
+) -> None:
+    grad = slot.trainable_grad
+    if whole and isinstance(grad, CutGradient):
+        visit(slot, grad.gathered())
+        return
+    for tensors, values in grad.held():
+        with manager.operator(tensors, tensors if writes else ()), torch.no_grad():
+            visit(slot, values)
 
 
 def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) -> torch.Tensor | None:
@@ -333,6 +359,9 @@ def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) 
         start, stop = shard.clip(slot.start, slot.stop)
         flat = torch.as_strided(full, (full.numel(),), (1,)).zero_()
         into = flat[start - slot.start : stop - slot.start]
+    if isinstance(grad, CutGradient):
+        into.copy_(scaled(grad.gathered(), scale))
+        return full
     with manager.operator(grad.tensors), torch.no_grad():
         into.copy_(scaled(grad.value, scale))
     if manager.sharding is not None and shard is not None:
@@ -357,7 +386,7 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
             # The largest element, which is NaN where one is: read as it is, with no copy in a wider type.
             on_gpu.append(torch.linalg.vector_norm(grad, math.inf).float())
 
-    visit_gradients(storage, manager, look)
+    visit_gradients(storage, manager, look, by_part=True)
     for other in scale.linked():
         for slot in other.slots:
             for tensors, values in slot.trainable_grad.held() if slot.has_grad else ():

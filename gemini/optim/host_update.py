@@ -41,7 +41,7 @@ def prepare_on_host(
     thread, while its chunks and those of parameters and gradients stay pinned on HOST; it waits for copies to
     them first. The same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
     param_chunk, grad_chunk, first = group.updated
-    if grad_chunk is None or isinstance(param_chunk, CutChunk):
+    if grad_chunk is None or isinstance(param_chunk, CutChunk) or isinstance(grad_chunk, CutChunk):
         raise StateError("a group that is frozen, or cut, has no update on HOST")
     rule, states = rule_and_states
     kept = [piece.chunks[state.key] for state in states]

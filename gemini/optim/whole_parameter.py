@@ -36,6 +36,7 @@ class WholeParameter:
         keys = (*((MASTER,) if group.has_master else ()), *(state.key for state in states))
         kept = [piece.tensors[key] for piece in self.pieces for key in keys]
         self.written = group.value_tensors(self.slots) + kept
+        self.places = [(slot.trainable_grad, 0, slot.stop - slot.start)]
         self.grads = list(slot.trainable_grad.tensors)
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
 

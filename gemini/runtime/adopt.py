@@ -246,7 +246,7 @@ def write_range(slot: ManagedSlot, first: int, values: torch.Tensor, manager: Ge
 def _write_master(slot: ManagedSlot, begin: int, values: torch.Tensor, manager: GeminiManager) -> None:
     """Copy ``values``, from element ``begin`` of the parameter chunk, to the parameter's master, uncast, if
     it has one."""
-    manager.written.take(slot.param_ref.tensors[0])
+    manager.written.take(slot.param_ref.tensors)
     for piece in _master_pieces(slot):
         start, stop = max(begin, piece.start), min(begin + values.numel(), piece.stop)
         if start < stop:
@@ -303,21 +303,23 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
     Raises:
         OutOfBudgetError, IoError: a chunk cannot be had; the master still counts as not up to date.
     """
-    tensor = slot.param_ref.tensors[0]
-    if not manager.written.take(tensor):
+    tensors = slot.param_ref.tensors
+    written = manager.written.take(tensors)
+    if not written:
         return
     try:
         if manager.sharding is not None:
-            manager.sharding.write_back(tensor)
-        values = slot.group.value_tensors([slot])
+            manager.sharding.write_back(*tensors)
         for piece in _master_pieces(slot):
             start, stop = slot.overlapping(piece)
-            master = piece.tensors[MASTER]
+            master, values = piece.tensors[MASTER], slot.group.tensors_under(piece, [slot])
+            if len(tensors) > 1 and written.isdisjoint(values):
+                continue
             manager.snapshot.before_change((master,))
             with manager.operator((*values, master), (master,)), torch.no_grad():
                 piece.master(start, stop).copy_(slot.group.values(start, stop))
     except BaseException:
-        manager.written.note((tensor,))
+        manager.written.note(list(written))
         raise
 
 

@@ -249,8 +249,8 @@ def build_runtime(
     # The chunks of activations are made by the first step: no trace can name them before.
     manager = GeminiManager(storage.chunks, context, memstats=None if offload else config.memstats)
     storage.register(manager)
-    for members in choices(drawing.outline.experts, storage.slots) if drawing.cuts else ():
-        storage.chunks.add_choice(members)
+    for groups, members in choices(drawing.outline.experts, storage.slots) if drawing.cuts else ():
+        storage.add_choice(groups, members)
     if peers is not None:
         sharding = Sharding(
             manager,

@@ -145,7 +145,7 @@ class Growth:
         assert group.grad is not None
         grad = slot.make_grad(group.grad)
         if is_first and group.has_master:
-            manager.written.note([each.param_ref.tensors[0] for each in group.members])
+            manager.written.note([t for each in group.members for t in each.param_ref.tensors])
         if manager.sharding is not None:
             manager.sharding.add_gradient(storage, grad)
         manager.replan(manager.context)

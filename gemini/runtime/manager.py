@@ -284,8 +284,9 @@ class GeminiManager(Gate):
         """
         return self._following is self.order and self.order.moves_updates
 
-    def run_pending(self) -> None:
-        """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
+    def run_pending(self, *, parts: bool = True) -> None:
+        """Run every pending update now, but those of parts that move by themselves if not ``parts``. Raises
+        as :meth:`run_due`; StateError where tensors are locked."""
         self.threads.refuse_other("an update")
         self.lock.refuse_all()
         if not self._due:
@@ -293,14 +294,15 @@ class GeminiManager(Gate):
         self.recover()  # an update that was interrupted may have left chunks pinned
         outside = not self.in_step
         if outside:
-            self.order.expect(self.pending.all(), first=True)
+            self.order.expect(self.pending.moments(), first=True)
             self._following = None if self.is_warmup else self.order
         try:
-            self.run_due(list(self._due))
+            due = list(self._due)
+            self.run_due(due if parts else [tensor for tensor in due if self._due[tensor].has_moments])
         finally:
             if outside:
                 self._following = None
-                self.order.expect(self.pending.all())
+                self.order.expect(self.pending.moments())
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -344,7 +346,7 @@ class GeminiManager(Gate):
                 self.abandon()
             if self.observer is not None:
                 self.observer.step_begins(self.step + 1)
-            self.order.begin(self.pending.all())
+            self.order.begin(self.pending.moments())
             if self.sharding is not None:
                 self.sharding.begin(training=True)
             self.in_step = True  # last: a step that Ctrl-C kept from beginning begins anew
@@ -406,7 +408,7 @@ class GeminiManager(Gate):
         evaluations = self._evaluations
         if evaluations is not None and following is evaluations.current:
             evaluations.abandon()
-            self.order.resume(self.pending.all())
+            self.order.resume(self.pending.moments())
         else:
             self.in_step = False
             self.clock.abandon()
@@ -430,7 +432,7 @@ class GeminiManager(Gate):
             self._following = None
             on_trace = not self.is_warmup and not self.chunks.table.diverged()
             try:
-                self.order.end(self.pending.all())
+                self.order.end(self.pending.moments())
             finally:
                 self.chunks.end_step()
                 self._end_activations(on_trace=on_trace)
@@ -484,7 +486,7 @@ class GeminiManager(Gate):
         if self._evaluations is not None:
             self._evaluations.withhold(nbytes)
         self.order.withhold(nbytes)
-        self.order.resume(self.pending.all())
+        self.order.resume(self.pending.moments())
 
     def update_on_host(self, updates: HostUpdates | None) -> None:
         """Have ``updates`` say which states the CPU updates on HOST from now on. A step under way is not

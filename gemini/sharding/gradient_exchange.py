@@ -226,7 +226,7 @@ class GradientExchange:
         shard = group.shard
         assert shard is not None
         assert shard.grad is not None
-        own = [grad.update_tensor for grad in _gradients(group)]
+        own = [tensor for grad in _gradients(group) for tensor in grad.update_tensors]
         gate.run_due(own)  # of the step before: it reads the shard
         gate.next_moment(own)
         if any(grad.is_shared for grad in _gradients(group)):
@@ -253,7 +253,7 @@ class GradientExchange:
             group = self._groups[index]
             assert group.shard is not None
             assert group.shard.grad is not None
-            own = [grad.update_tensor for grad in _gradients(group)]
+            own = [tensor for grad in _gradients(group) for tensor in grad.update_tensors]
             gate.next_moment((*own, self._room_tensor))
             for grad in _gradients(group):
                 if not grad.is_shared:

@@ -230,7 +230,7 @@ def name_model(storage: ModelStorage) -> Names:
     for name, slot in storage.slots.items():
         names.params |= dict.fromkeys(slot.param_ref.tensors, name)
         if slot.grad is not None:
-            names.grads[slot.grad.ref.tensors[0]] = name
+            names.grads |= dict.fromkeys(slot.grad.ref.tensors, name)
     for group in storage.groups:
         for chunk, kind, held in _contents(group):
             labels[chunk] = f"{kind} of {_several(held)}"
@@ -255,10 +255,11 @@ def common_module(params: Sequence[str]) -> str:
 def _contents(group: ChunkGroup) -> list[tuple[int, str, list[str]]]:
     """Return each chunk of a group, what kind it is, and the parameters that have a part of it."""
     everything = [slot.name for slot in group.slots]
-    chunks = group.param.parts if isinstance(group.param, CutChunk) else (group.param,)
-    contents = [(chunk.id, ChunkKind.PARAM.value, everything) for chunk in chunks]
-    if group.grad is not None:
-        contents.append((group.grad.id, ChunkKind.GRAD.value, everything))
+    contents: list[tuple[int, str, list[str]]] = []
+    for held, kind in ((group.param, ChunkKind.PARAM), (group.grad, ChunkKind.GRAD)):
+        if held is not None:
+            chunks = held.parts if isinstance(held, CutChunk) else (held,)
+            contents += [(chunk.id, kind.value, everything) for chunk in chunks]
     for piece in group.pieces:
         inside = [slot.name for slot in group.slots if slot.start < piece.stop and piece.start < slot.stop]
         contents += [(chunk.id, kind, inside) for kind, chunk in piece.chunks.items()]

@@ -30,11 +30,14 @@ def test_programs_with_hugging_face_run_as_printed(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "averaged")
 
 
-def test_the_mixture_of_the_page_answers_within_its_budget(tmp_path: Path) -> None:
-    (program,) = programs_of("experts.md")
-    tokens, read_bytes = run(program, tmp_path).splitlines()[-2:]
+def test_the_mixture_of_the_page_answers_and_trains_within_its_budget(tmp_path: Path) -> None:
+    lines = run("\n".join(programs_of("experts.md")), tmp_path).splitlines()
+    tokens, read_bytes = lines[-6:-4]
     assert len(json.loads(tokens)) == 24
     assert int(read_bytes) > 0
+    waiting = [int(line.split()[1]) for line in lines[-4:]]
+    assert waiting[0] == 0  # the step that is recorded
+    assert waiting[-1] > 4 * 32  # in four layers, two arrays of 32 experts
 
 
 def test_the_tiled_loss_of_the_page_falls(tmp_path: Path) -> None:

@@ -82,3 +82,35 @@ def test_a_mixture_generates_the_same_logits_at_three_budgets(
         assert not handle.storage.chunks.table.diverged()
         assert handle.storage.chunks.table.peak(_C.Tier.DEVICE) <= room
         handle.close()
+
+
+def _trained(model: Any, optimizer: Any, backward: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = []
+    for step in range(4):
+        ids = torch.randint(0, 96, (1, 6), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        backward(loss)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "eager", "batched_mm"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_mixture_trains_by_the_expert_with_the_bits_of_torch(
+    name: str, implementation: str, tmp_path: Path
+) -> None:
+    plain = _model(name, implementation).train().requires_grad_(True)
+    module = copy.deepcopy(plain)
+    room = int(1.3 * sum(param.nbytes for param in plain.parameters()))  # of 4, with gradients and states
+    optimizer = gemini.HybridAdam(plain.parameters(), lr=1e-3)
+    losses, weights = _trained(plain, optimizer, lambda loss: loss.backward())
+    budgets: dict[str, Any] = {"device_bytes": room, "host_bytes": 0, "disk_dir": tmp_path}
+    with gemini.GeminiDDP(module, non_model_bytes=0, **budgets) as ddp:
+        managed = gemini.GeminiOptimizer(gemini.HybridAdam(ddp.parameters(), lr=1e-3), ddp)
+        found = _trained(ddp, managed, managed.backward)
+        assert any(slot.group.parts for slot in ddp.storage.slots.values())
+        assert ddp.stats()["device"]["peak_bytes"] <= room
+    assert found[0] == losses
+    assert all(torch.equal(found[1][key], value) for key, value in weights.items())

@@ -92,7 +92,7 @@ def gradient_bytes(model: GeminiDDP) -> int:
     """Return the bytes of gradients that exist, on any tier."""
     slots = [slot for slot in model.storage.slots.values() if slot.grad is not None]
     there = [
-        slot for slot in slots if model.manager.tensors.state(slot.grad.update_tensor) != TensorState.FREE
+        slot for slot in slots if model.manager.tensors.state(slot.grad.update_tensors[0]) != TensorState.FREE
     ]
     return sum(4 * (slot.stop - slot.start) for slot in there)
 

@@ -22,11 +22,12 @@ from gemini.chunk import ChunkManager, TensorIds
 from gemini.errors import StateError
 from gemini.memstats.trace import FORWARD, OPTIMIZER
 from gemini.runtime.gate import guards
-from gemini.runtime.gate.gradients import GradientScale, LooseBytes, Slot, WrittenTensors
+from gemini.runtime.gate.gradients import GradientScale, LooseBytes, RowGradient, Slot, WrittenTensors
 from gemini.runtime.gate.guards import OneThread, ParametersByAddress, Strays, TensorLock
 from gemini.runtime.gate.waiting import NO_SNAPSHOT, PendingUpdate, PendingUpdates, Snapshot, StepObserver
 
 TensorState = _C.TensorState
+_UPDATES_AHEAD = 2  # parts whose chunks come while one is updated
 
 
 class StatefulTensorMgr:
@@ -85,16 +86,35 @@ class TensorRef:
         """Have ``manager`` asked from now on."""
         self.manager = manager
 
+    def again(self) -> TensorRef:
+        """Return another reference to the same."""
+        return TensorRef(self.manager, *self.tensors)
+
 
 class CutRef(TensorRef):
     """The same of a tensor that is cut: ``tensors`` are its parts, the first at the address ``begin``, each
-    of ``part_bytes``."""
+    of ``part_bytes``. ``row_gradient``: what collects the gradients of rows of it, if it trains."""
 
-    __slots__ = ("begin", "part_bytes")
+    __slots__ = ("begin", "part_bytes", "row_gradient")
 
-    def __init__(self, manager: Gate, tensors: Sequence[int], begin: int, part_bytes: int) -> None:
+    def __init__(
+        self,
+        manager: Gate,
+        tensors: Sequence[int],
+        begin: int,
+        part_bytes: int,
+        row_gradient: RowGradient | None = None,
+    ) -> None:
         super().__init__(manager, *tensors)
-        self.begin, self.part_bytes = begin, part_bytes
+        self.begin, self.part_bytes, self.row_gradient = begin, part_bytes, row_gradient
+
+    def again(self) -> TensorRef:
+        """Return another reference to the same."""
+        return CutRef(self.manager, self.tensors, self.begin, self.part_bytes)
+
+    def train_rows(self, gradient: RowGradient) -> None:
+        """Have ``gradient`` collect the gradients of rows."""
+        self.row_gradient = gradient
 
     def covering(self, address: int, nbytes: int) -> tuple[int, ...]:
         """Return the tensors that have ``nbytes`` from ``address`` on; () where they lie outside."""
@@ -108,7 +128,8 @@ class CutRef(TensorRef):
         if len(tensors) < 2:
             return TensorRef(self.manager, *tensors) if tensors else None
         skipped = (address - self.begin) // self.part_bytes
-        return CutRef(self.manager, tensors, self.begin + skipped * self.part_bytes, self.part_bytes)
+        begin = self.begin + skipped * self.part_bytes
+        return CutRef(self.manager, tensors, begin, self.part_bytes, self.row_gradient)
 
 
 class Moments(Protocol):
@@ -117,6 +138,9 @@ class Moments(Protocol):
     def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool) -> bool:
         """Pin ``tensors`` as the next moment; say whether the iteration has become too long to be one."""
         ...
+
+    def beside(self, tensors: TensorIds) -> None:
+        """Pin ``tensors`` within the moment under way."""
 
 
 class NodePins(Protocol):
@@ -302,8 +326,9 @@ class Gate(ABC):
         """Unpin what operators that raised half-way left pinned, as written: they may have been."""
 
     @abstractmethod
-    def run_pending(self) -> None:
-        """Run every pending update now. Raises as :meth:`run_due`; StateError where tensors are locked."""
+    def run_pending(self, *, parts: bool = True) -> None:
+        """Run every pending update now, but those of parts that move by themselves if not ``parts``. Raises
+        as :meth:`run_due`; StateError where tensors are locked."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -367,6 +392,18 @@ class Gate(ABC):
             raise
         return True
 
+    def next_beside(self, tensors: TensorIds) -> None:
+        """Pin ``tensors`` within the moment under way. Raises as :meth:`pre_op`."""
+        self.settle()
+        if self._following is None:
+            self.chunks.acquire(tensors, traced=False)
+            return
+        try:
+            self._following.beside(tensors)
+        except BaseException:
+            self.abandon()
+            raise
+
     def post_op(self, tensors: TensorIds, dirty: bool) -> None:
         """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
         if dirty and self._note_written is not None:
@@ -394,7 +431,11 @@ class Gate(ABC):
         Raises:
             OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
         """
-        for update in self.pending.needed_by(tensors):
+        updates = self.pending.needed_by(tensors)
+        for index, update in enumerate(updates):
+            if not update.has_moments:
+                ahead = updates[index + 1 : index + 1 + _UPDATES_AHEAD]
+                self.chunks.table.expect([tensor for each in ahead for tensor in each.tensors])
             self._finish_update(update)
             for following in self.pending.next_to_begin():
                 self._update(following, following.begin)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -37,6 +37,22 @@ class Gradient(Protocol):
     def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
         """Yield what there is of the gradient here: the ids to pin, and the values."""
         ...
+
+
+class RowGradient(Protocol):
+    """The gradient of a parameter that is cut, which gets rows of it one by one."""
+
+    def row_use(self, first: int, numel: int) -> Any:
+        """Return what counts as a use of the rows with these elements, for as long as it lives."""
+
+    def takes_rows(self, use: Any, grad: torch.Tensor) -> bool:
+        """Say whether ``grad``, of the rows of ``use``, may be taken by itself."""
+        ...
+
+    def collect_rows(
+        self, first: int, shape: Sequence[int], stride: Sequence[int], grad: torch.Tensor
+    ) -> None:
+        """Add the gradient of a view of the parameter, whose first element is ``first``."""
 
 
 class Slot(Protocol):
@@ -236,9 +252,8 @@ class WrittenTensors:
         """Return how often ``tensors``, or any, have been written to."""
         return self._times.total() if tensors is None else sum(self._times[tensor] for tensor in tensors)
 
-    def take(self, tensor: int) -> bool:
-        """Say whether user code wrote to ``tensor`` since the last call for it."""
-        if tensor in self._tensors:
-            self._tensors.discard(tensor)
-            return True
-        return False
+    def take(self, tensors: TensorIds) -> frozenset[int]:
+        """Return those of ``tensors`` that user code wrote to since the last call for them."""
+        written = self._tensors.intersection(tensors)
+        self._tensors -= written
+        return frozenset(written)

@@ -19,14 +19,15 @@ from gemini.system.threads import Workers
 
 
 class PendingUpdate(Protocol):
-    """What one optimizer step does to one chunk group, with everything it needs to know.
+    """What one optimizer step does to one chunk group, or a part of one, with everything it needs to know.
 
-    ``order``: the group's place in forward order, its identity among pending updates. ``tensors``: all of the
-    group; using any of them needs the update first. ``gradients``: those that it will use up. ``chunks``: the
-    chunks that all of them lie in.
+    ``order``: the group's place in forward order, and the part's, its identity among pending updates.
+    ``tensors``: all of it; using any of them needs the update first. ``gradients``: those that it will use
+    up. ``chunks``: the chunks that all of them lie in. ``has_moments``: its operators are moments of a step.
     """
 
-    order: int
+    order: tuple[int, int]
+    has_moments: bool
     tensors: tuple[int, ...]
     gradients: frozenset[int]
     chunks: frozenset[int]
@@ -45,6 +46,9 @@ class PendingUpdate(Protocol):
     def is_begun(self) -> bool:
         """Whether the CPU is at it, or has done it since: chunks are pinned on HOST until :meth:`run`."""
         ...
+
+    def repeat(self, update: PendingUpdate) -> None:
+        """Do what ``update``, of the same at a later step, does, once this one has run."""
 
     def begin(self) -> None:
         """Begin all of it, in the background where that is possible. Raises as :meth:`run`."""
@@ -65,29 +69,42 @@ BEGUN_AT_ONCE = 2
 
 
 class PendingUpdates:
-    """The pending updates of one model, at most one per chunk group.
+    """The pending updates of one model, at most one per chunk group, or part of one.
 
     Ctrl-C loses none: they come all at once, and each stays until it has run to its end.
     """
 
     def __init__(self) -> None:
         self.by_tensor: dict[int, PendingUpdate] = {}  # the same object for good: every PreOp looks into it
+        self._moments: dict[tuple[int, int], PendingUpdate] = {}  # those that are moments, by their order
 
     def __bool__(self) -> bool:
         return bool(self.by_tensor)
 
     def add(self, updates: Iterable[PendingUpdate]) -> None:
-        """Keep updates until they have run."""
+        """Keep updates until they have run; one that has not takes on the next of the same."""
+        pairs = [(update, self.by_tensor.get(update.tensors[0])) for update in updates]
+        for update, before in pairs:
+            if before is not None:
+                before.repeat(update)
+        updates = [update for update, before in pairs if before is None]
+        self._moments.update({update.order: update for update in updates if update.has_moments})
         self.by_tensor.update({tensor: update for update in updates for tensor in update.tensors})
 
     def remove(self, update: PendingUpdate) -> None:
         """Forget an update that has run."""
         for tensor in update.tensors:
             self.by_tensor.pop(tensor, None)
+        self._moments.pop(update.order, None)
 
     def clear(self) -> None:
         """Forget every update: the memory they would change is going away."""
         self.by_tensor.clear()
+        self._moments.clear()
+
+    def moments(self) -> list[PendingUpdate]:
+        """Return what is pending and a part of a step's order, in this order."""
+        return _in_order(self._moments.copy().values())
 
     def all(self) -> list[PendingUpdate]:
         """Return what is pending, in forward order."""
@@ -100,11 +117,11 @@ class PendingUpdates:
 
     def next_to_begin(self) -> list[PendingUpdate]:
         """Return what the CPU is to begin where an update has become due, in forward order."""
-        return list(islice((update for update in self.all() if update.can_begin), BEGUN_AT_ONCE))
+        return list(islice((update for update in self.moments() if update.can_begin), BEGUN_AT_ONCE))
 
     def begun(self) -> list[PendingUpdate]:
         """Return what the CPU has begun, in forward order."""
-        return [update for update in self.all() if update.is_begun]
+        return [update for update in self.moments() if update.is_begun]
 
 
 def _in_order(updates: Iterable[PendingUpdate]) -> list[PendingUpdate]:

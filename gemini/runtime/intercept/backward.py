@@ -245,7 +245,7 @@ def hook_backward(
     (first_node, older), behind = before, next_node_number()
     if behind == first_node:
         return True
-    stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in _tensors(out)]
+    stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in tensors_in(out)]
     seen = [] if seen is None else seen  # few: the nodes of one operator
     for further in (_nodes_of_written, _nodes_of_tangents, None):
         while stack:
@@ -279,7 +279,7 @@ def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nodes_of_written(_out: Any, arguments: Any) -> list[Any]:
-    return [tensor.grad_fn for tensor in _tensors(arguments) if tensor.requires_grad]
+    return [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.requires_grad]
 
 
 def _nodes_of_tangents(out: Any, arguments: Any) -> list[Any]:
@@ -287,15 +287,16 @@ def _nodes_of_tangents(out: Any, arguments: Any) -> list[Any]:
     have a graph of their own beside that of what they belong to."""
     if forward_ad._current_level < 0:
         return []
-    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in _tensors((out, arguments))]
+    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors_in((out, arguments))]
     return [tangent.grad_fn for tangent in tangents if tangent is not None]
 
 
-def _tensors(out: Any) -> Iterator[torch.Tensor]:
+def tensors_in(out: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a result, or in arguments."""
     if isinstance(out, torch.Tensor):
         yield out
     elif isinstance(out, (list, tuple)):
         for item in out:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(out, dict):
-        yield from _tensors(tuple(out.values()))
+        yield from tensors_in(tuple(out.values()))

@@ -9,7 +9,8 @@ of the tensor and is the same whichever others are made beside it; the rows are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini.runtime.gate.gate import CutRef, TensorRef
 from gemini.runtime.gate.guards import span_bytes
+from gemini.runtime.intercept.row_leaves import row_gradient_of
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # what an operator is given
 # Runs the operator with these tensors of one that is cut, and with all of its other operands.
@@ -123,6 +125,8 @@ class _Work(ABC):
         """Return the result, made in as many turns as it takes. Raises as a PreOp."""
         ref: CutRef = self._weight._ref  # type: ignore[attr-defined]
         used = _of_rows(self._weight, self.used())
+        if used and row_gradient_of(self._weight) is not None:
+            return self._run_on_leaves(operate, used)
         turns = list(_turns(ref, used, self._others))
         if len(turns) < 2:
             return operate(*self.all(), ref, _together(used.values()))  # type: ignore[no-any-return]
@@ -133,6 +137,17 @@ class _Work(ABC):
             made.append(operate(args, kwargs, ref, _together(used[row] for row in turn)))
         return self._in_order(torch.cat(made), torch.cat(places))
 
+    def _run_on_leaves(self, operate: Operate, used: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
+        """As :meth:`run`, on runs of rows that follow each other, each a leaf of the graph."""
+        runs = list(_runs(self._weight._ref, used, self._others))  # type: ignore[attr-defined]
+        made, places = [], []
+        for rows, place, given in zip(runs, *self.on_runs(runs), strict=True):
+            leaf: Any = self._weight[rows.start : rows.stop]
+            args, kwargs = given(leaf)
+            made.append(operate(args, kwargs, leaf._ref, leaf._ref.tensors))
+            places.append(place)
+        return self._in_order(torch.cat(made), torch.cat(places))
+
     @abstractmethod
     def used(self) -> list[int]:
         """Return the rows of ``weight`` that are needed, ascending."""
@@ -140,6 +155,13 @@ class _Work(ABC):
     @abstractmethod
     def places(self, rows: Sequence[int]) -> torch.Tensor:
         """Return which rows of the result need ``rows``."""
+
+    @abstractmethod
+    def on_runs(
+        self, runs: Sequence[range]
+    ) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], Given]]]:
+        """Return which rows of the result need each run of rows of ``weight``, ascending, and what makes, of
+        these rows as a tensor, the arguments of what makes them."""
 
     @abstractmethod
     def all(self) -> Given:
@@ -156,7 +178,9 @@ class _Work(ABC):
             made = torch.cat((made, made.new_zeros(missing, *made.shape[1:])))
             behind = torch.arange(len(places), self._num_rows, device=places.device)
             places = torch.cat((places, behind))
-        return made[places.argsort()]
+        order = places.argsort()
+        is_ordered = bool((order == torch.arange(len(order), device=order.device)).all())
+        return made if is_ordered else made[order]
 
 
 class _Index(_Work):
@@ -174,6 +198,16 @@ class _Index(_Work):
     def places(self, rows: Sequence[int]) -> torch.Tensor:
         chosen = torch.isin(self._rows.rows, torch.tensor(rows, dtype=torch.int64, device="cpu"))
         return chosen.nonzero().flatten()
+
+    def on_runs(
+        self, runs: Sequence[range]
+    ) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], Given]]]:
+        places = [self.places(run) for run in runs]
+        inside = [self._rows.rows[place] - run.start for place, run in zip(places, runs, strict=True)]
+        return places, [partial(self._of_leaf, index) for index in inside]
+
+    def _of_leaf(self, index: torch.Tensor, leaf: torch.Tensor) -> Given:
+        return (leaf, index), self._kwargs
 
     def all(self) -> Given:
         return self._args, self._kwargs
@@ -204,6 +238,18 @@ class _Product(_Work):
         each = [torch.arange(r.start, r.stop, dtype=torch.int64, device=device) for r in ranges]
         return torch.cat(each)
 
+    def on_runs(
+        self, runs: Sequence[range]
+    ) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], Given]]]:
+        places = [self.places(run) for run in runs]
+        counts = [len(place) for place in places]
+        tokens = self._args[0].split([*counts, self._num_rows - sum(counts)])
+        return places, [partial(self._of_leaf, of, run) for of, run in zip(tokens, runs, strict=False)]
+
+    def _of_leaf(self, tokens: torch.Tensor, run: range, leaf: torch.Tensor) -> Given:
+        offsets = self._offsets[run.start : run.stop] - self._begins[run.start]
+        return self._given(tokens, leaf, offsets)
+
     def all(self) -> Given:
         return self._args, self._kwargs
 
@@ -212,10 +258,12 @@ class _Product(_Work):
         for row in rows:
             counts[row] = self._ends[row] - self._begins[row]
         offsets = self._offsets.new_tensor(list(accumulate(counts)))
-        given, weight, *rest = self._args
-        if rest:
-            return (given[places], weight, offsets), self._kwargs
-        return (given[places], weight), {**self._kwargs, "offs": offsets}
+        return self._given(self._args[0][places], self._args[1], offsets)
+
+    def _given(self, tokens: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> Given:
+        if len(self._args) == 3:
+            return (tokens, weight, offsets), self._kwargs
+        return (tokens, weight), {**self._kwargs, "offs": offsets}
 
 
 def _covering(weight: torch.Tensor, index: Any) -> tuple[int, ...]:
@@ -248,10 +296,7 @@ def _turns(
     turns. ``needed``: of each row its tensors."""
     chunks = ref.manager.chunks
     again = torch.is_grad_enabled()
-    room = chunks.budgets.device_bytes // _SHARE_OF_TURNS if again else chunks.table.limit()
-    beside = {chunks.table.chunk_of(tensor) for other in others for tensor in other.tensors}
-    room -= sum(chunks.chunks[chunk].spec.nbytes for chunk in beside)
-    most = max(1, room // ref.part_bytes)
+    most = _most_parts(ref, chunks.table.limit(), others) if not again else _share_of_turns(ref, others)
     if len(_together(needed.values())) <= most:
         yield list(needed)
         return
@@ -267,3 +312,32 @@ def _turns(
         turn.append(row)
         taken.update(needed[row])
     yield sorted(turn)
+
+
+def _share_of_turns(ref: CutRef, others: Sequence[TensorRef]) -> int:
+    """Return how many parts of a tensor one turn has room for, whatever is there."""
+    return _most_parts(ref, ref.manager.chunks.budgets.device_bytes // _SHARE_OF_TURNS, others)
+
+
+def _most_parts(ref: CutRef, room: int, others: Sequence[TensorRef]) -> int:
+    """Return how many parts of a tensor have ``room`` beside the chunks of ``others``; one at least."""
+    chunks = ref.manager.chunks
+    beside = {chunks.table.chunk_of(tensor) for other in others for tensor in other.tensors}
+    room -= sum(chunks.chunks[chunk].spec.nbytes for chunk in beside)
+    return max(1, room // ref.part_bytes)
+
+
+def _runs(ref: CutRef, needed: Mapping[int, Sequence[int]], others: Sequence[TensorRef]) -> Iterator[range]:
+    """Yield rows that follow each other, as many as have room together: always the same, as in checkpointing
+    an operator is run again. ``needed``: of each row its tensors, ascending."""
+    most = _share_of_turns(ref, others)
+    run, taken = range(0), set[int]()
+    for row, tensors in needed.items():
+        if run and (row != run.stop or len(taken.union(tensors)) > most):
+            yield run
+            run = range(0)
+        if not run:
+            run, taken = range(row, row), set()
+        run = range(run.start, row + 1)
+        taken.update(tensors)
+    yield run

@@ -30,7 +30,13 @@ from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
 from gemini.runtime.gate.waiting import NO_SNAPSHOT
-from gemini.runtime.intercept.backward import hook_backward, next_node_number, node_of, nodes_so_far
+from gemini.runtime.intercept.backward import (
+    hook_backward,
+    next_node_number,
+    node_of,
+    nodes_so_far,
+    tensors_in,
+)
 from gemini.runtime.intercept.functions import (
     ALIASING_FUNCTIONS,
     METADATA_FUNCTIONS,
@@ -41,6 +47,7 @@ from gemini.runtime.intercept.functions import (
 )
 from gemini.runtime.intercept.nested import exchange_tensors, map_tensors
 from gemini.runtime.intercept.precision import run_in_one_type
+from gemini.runtime.intercept.row_leaves import count_whole_uses, leaves_of
 from gemini.runtime.intercept.rows import is_view as is_view_of_rows
 from gemini.runtime.intercept.rows import run_by_rows
 
@@ -276,7 +283,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if operands[0]._ref.manager.cuts_tensors:
         if is_view_of_rows(func, args):
             with PlainTensors():
-                return adopt(func(*args, **kwargs), operands)
+                return adopt(leaves_of(operands[0], func, func(*args, **kwargs)), operands)
 
         def operate(args: Any, kwargs: dict[str, Any], cut: CutRef, tensors: tuple[int, ...]) -> Any:
             given: list[Any] | None = [] if torch.is_grad_enabled() else None
@@ -348,6 +355,8 @@ def _operate(
                     manager.post_op(tensors, bool(written))
             if given is not None and pinned:
                 hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
+                if manager.cuts_tensors:
+                    count_whole_uses(operands, None if cut is None else cut[0], list(tensors_in(out)))
             return adopt(out, operands)
     finally:
         if turn is not None:

@@ -82,6 +82,7 @@ class Learned:
         self.planner = StepPlanner(context.capacity, transfers_take=taken)
         self._recorder = Recorder(chunks)
         self.pre_op = self._recorder.pre_op  # called per operator
+        self.beside = self._recorder.beside
         self._links = LinkMeter(chunks)
         self._rival: Accesses | None = None  # what the last diverging iteration did
         self._names: dict[int, str] = {}
@@ -525,13 +526,13 @@ def place_updates(
     period = len(trace.phases) - 1
     begins = [update.order for update in pending if update.can_begin]
 
-    def place(orders: Sequence[int]) -> None:
+    def place(orders: Sequence[tuple[int, int]]) -> None:
         for order in orders:
             if order in left:
                 accesses = left.pop(order).accesses
                 places.extend(Place(chunks, period, known.get(chunks)) for chunks in accesses)
 
-    def run(orders: Sequence[int]) -> None:
+    def run(orders: Sequence[tuple[int, int]]) -> None:
         for order in orders:
             place([order])
             place([each for each in begins if each in left][:BEGUN_AT_ONCE])
@@ -541,7 +542,7 @@ def place_updates(
         behind.setdefault(update.behind, []).extend(update.moments)
     if first:
         run(list(left))
-    ran: set[int] = set()
+    ran: set[tuple[int, int]] = set()
     for moment in core:
         if left:
             needed = {waiting[chunk].order for chunk in trace.accesses[moment] if chunk in waiting} - ran
@@ -654,6 +655,17 @@ class UpdateOperators:
     def unpin(self, tensors: TensorIds, dirty: TensorIds) -> None:
         """Unpin ``tensors``, of which those in ``dirty`` were written."""
         self._gate.post_ops(tensors, dirty)
+
+    @contextmanager
+    def beside(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
+        """Of an update of chunks of a choice, on DEVICE: no moment, since which of them it needs is not known
+        before."""
+        assert not on_host
+        self._gate.next_beside(tensors)
+        try:
+            yield
+        finally:
+            self._gate.post_ops(tensors, dirty)
 
     @contextmanager
     def aside(self, tensors: TensorIds) -> Iterator[None]:

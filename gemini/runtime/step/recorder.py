@@ -146,6 +146,20 @@ class Recorder:
         log.phases.append(phase)
         return len(log.phases) == _LONGEST_STEP
 
+    def beside(self, tensors: TensorIds) -> None:
+        """Acquire ``tensors`` on DEVICE within the moment under way, which stays what it is."""
+        if self._timer is not None:
+            self._timer.close_period()
+        if self._collector is not None and self.log.phases:
+            self._collector.go_on()
+        self._chunks.acquire(tensors, traced=False)
+        if self._collector is not None and self.log.phases:
+            self._collector.note_model_data()
+        elif not self._warmup:
+            self._chunks.prefetch()
+        if self._timer is not None:
+            self._timer.open_period(again=True)
+
     def end(self) -> Recorded:
         """Close the last period; return all of the iteration."""
         table = self._chunks.table

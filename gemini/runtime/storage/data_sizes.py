@@ -54,7 +54,7 @@ class GroupPlan:
 
     ``blocks``: of each piece, which of the blocks of its parameters, counted through the chunk.
     ``largest_numel``: the elements of the largest parameter. ``parts``: how many chunks the parameter chunk
-    is, one behind another, that move by themselves.
+    is, one behind another, that move by themselves; no piece lies in two of them.
     """
 
     numel: int
@@ -78,20 +78,23 @@ class GroupPlan:
         """The elements ``[start, stop)`` that this rank owns."""
         return self.share.range_of(self.numel) if self.share is not None else (0, self.numel)
 
+    @property
+    def grad_parts(self) -> int:
+        """How many chunks the gradient is: as many as the parameters, if they train from the beginning."""
+        return self.parts if self.trainable else 1
+
     def params(self) -> Iterator[ChunkSpec]:
         """Yield the chunk of parameters, or its parts, then this rank's shard of it."""
-        part = self._spec(ChunkKind.PARAM, self.numel // self.parts, self.dtype)
-        yield part
-        yield from [replace(part, follows=True)] * (self.parts - 1)
+        yield from self._parts(ChunkKind.PARAM, self.parts)
         if self.share is not None:
             start, stop = self.owned
             yield self._spec(ChunkKind.SHARD, stop - start, self.dtype)
 
     def gradients(self) -> Iterator[ChunkSpec]:
-        """Yield the chunk of gradients, then this rank's shard of it. Over ranks they are summed, and
-        accumulated, in fp32."""
+        """Yield the chunk of gradients, or its parts, then this rank's shard of it. Over ranks they are
+        summed, and accumulated, in fp32."""
         if self.share is None:
-            yield self._spec(ChunkKind.GRAD, self.numel, self.dtype)
+            yield from self._parts(ChunkKind.GRAD, self.grad_parts)
             return
         start, stop = self.owned
         yield self._spec(ChunkKind.GRAD, self.numel, torch.float32)
@@ -133,6 +136,11 @@ class GroupPlan:
             yield from self.gradients()
             yield from self.masters()
         yield from self.states(states)
+
+    def _parts(self, kind: ChunkKind, count: int) -> Iterator[ChunkSpec]:
+        part = self._spec(kind, self.numel // count, self.dtype)
+        yield part
+        yield from [replace(part, follows=True)] * (count - 1)
 
     def _spec(self, kind: ChunkKind, numel: int, dtype: torch.dtype, state: str = "") -> ChunkSpec:
         return ChunkSpec(kind, numel, dtype, self.block_bytes, state)
@@ -179,14 +187,21 @@ def plan_groups(
         for chunk, bare_numel in enumerate(spec.layout.chunk_numels):
             numel = share.whole_numel(bare_numel) if share is not None else bare_numel
             first, end = share.range_of(numel) if share is not None else (0, numel)
-            pieces = tuple((start, min(start + step, end)) for start in range(first, end, step))
+            parts = spec.layout.parts_of(chunk)
+            pieces = tuple(_pieces(first, end, step, max(1, numel // parts)))
             slots = spec.layout.slots_of(chunk)
             blocks = _blocks_of(pieces, slots)
             kind = spec.dtype, spec.trainable, spec.master
             largest = max((slot.numel for slot in slots), default=0)
-            parts = spec.layout.parts_of(chunk)
             plans.append(GroupPlan(numel, *kind, pieces, blocks, share, block_bytes, largest, parts))
     return plans
+
+
+def _pieces(first: int, end: int, step: int, part_numel: int) -> Iterator[tuple[int, int]]:
+    """Yield ``[first, end)`` in pieces of at most ``step`` elements, none of them in two parts."""
+    for begin in range(first, end, part_numel):
+        stop = min(begin + part_numel, end)
+        yield from ((start, min(start + step, stop)) for start in range(begin, stop, step))
 
 
 def _blocks_of(pieces: Sequence[tuple[int, int]], slots: Sequence[TensorSlot]) -> tuple[tuple[int, int], ...]:
@@ -226,9 +241,8 @@ def data_sizes(needs: Iterable[tuple[GroupPlan, Needs]]) -> DataSizes:
 
 @lru_cache(maxsize=2**14)  # for each parameter that is unfrozen the sizes of all groups are added up
 def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
-    values = list(plan.params())
-    parts = len(values) if plan.parts > 1 else 1
-    values += plan.gradients() if need.trains else ()
+    params, grads = list(plan.params()), list(plan.gradients()) if need.trains else []
+    values = params + grads
     masters = list(plan.masters()) if need.trains or need.masters else []
     states = list(plan.states(need.kept.states))
     kept = [chunk for chunk in values if plan.share is None or chunk.kind in _SHARDS]
@@ -236,11 +250,14 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
         sum(chunk.nbytes for chunk in (*masters[index : index + 1], *_nth(states, index, need.kept.states)))
         for index in range(len(plan.pieces))
     ]
+    at_once = kept
+    if plan.parts > 1 and not need.kept.whole:  # an update needs one part of each
+        at_once = [*params[:1], *grads[:1]]
     whole = [chunk for chunk in values if plan.share is not None and chunk.kind not in _SHARDS]
     room = plan.room(need.kept)
     return DataSizes(
         total=sum(chunk.nbytes for chunk in (*kept, *masters, *states)),
-        working=sum(chunk.nbytes for chunk in (kept if need.trains else kept[parts - 1 :]))
+        working=sum(chunk.nbytes for chunk in at_once)
         + (sum(by_piece) if need.kept.whole else max(by_piece, default=0)),
         largest=max(chunk.nbytes for chunk in (*values, *masters, *states)),
         windows=sum(chunk.nbytes for chunk in whole if chunk.kind is ChunkKind.PARAM),

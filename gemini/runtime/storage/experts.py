@@ -1,8 +1,8 @@
 """Experts: each pass uses some of them and leaves the others.
 
 Found are modules that say how many experts they have and hold them in parameters with a leading dimension of
-that size, as those of transformers do; and lists of modules that are called experts. What does not train is
-laid out by the expert: each has chunks of its own, and the chunk table is told which form a choice.
+that size, as those of transformers do; and lists of modules that are called experts. They are laid out by the
+expert: each has chunks of its own, and the chunk table is told which form a choice.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from math import prod
 import torch
 from torch import nn
 
-from gemini.chunk.chunk import CutChunk
+from gemini.chunk.chunk import Chunk, CutChunk
 from gemini.chunk.layout import Apart
-from gemini.runtime.storage.model_storage import ManagedSlot
+from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, gradient_chunks, master_chunks
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_experts")
 _LISTS = ("experts", "local_experts", "routed_experts")
@@ -77,12 +77,12 @@ def _of_arrays(path: str, part: nn.Module, names: Mapping[int, str]) -> Iterator
 def apart(
     sets: Iterable[ExpertSet], params: Mapping[str, torch.Tensor], frozen: Sequence[str], page_numel: int
 ) -> dict[str, Apart]:
-    """Return how a layout keeps experts apart, of sets with all parameters ``frozen``. ``params``: shapes, by
-    name; a part of an array is a multiple of ``page_numel`` elements."""
+    """Return how a layout keeps experts apart, of sets with all parameters ``frozen``, or none. ``params``:
+    shapes, by name; a part of an array is a multiple of ``page_numel`` elements."""
     still = set(frozen)
     found: dict[str, Apart] = {}
     for each in sets:
-        if not still.issuperset(each.params):
+        if len({name in still for name in each.params}) > 1:
             continue
         parts = _parts(each.count, [prod(params[name].shape[1:]) for name in each.arrays], page_numel)
         if each.arrays and parts < 2:
@@ -102,22 +102,40 @@ def _parts(count: int, row_numels: Sequence[int], page_numel: int) -> int:
     return next((count // rows for rows in range(1, count + 1) if fits(rows)), 1)
 
 
-def choices(sets: Iterable[ExpertSet], slots: Mapping[str, ManagedSlot]) -> Iterator[list[list[int]]]:
-    """Yield the choices of the chunk table: of each set its members, each the chunks that one expert, or as
-    many as share some, has."""
+def choices(
+    sets: Iterable[ExpertSet], slots: Mapping[str, ManagedSlot]
+) -> Iterator[tuple[list[ChunkGroup], list[list[int]]]]:
+    """Yield the choices of the chunk table: of each set its chunk groups, and the members. A member has the
+    chunks that are used together: the parameters of one expert, or of as many as share some; their gradients;
+    a piece of masters."""
     for each in sets:
         if not all(name in slots for name in each.params):
             continue
-        chunks = [slots[name].group.param for name in each.arrays]
-        cut = [chunk for chunk in chunks if isinstance(chunk, CutChunk)]
-        if each.arrays and len(cut) < len(chunks):
+        arrays = [slots[name].group for name in each.arrays]
+        others = [_groups(slots, names) for names in each.others]
+        if not all(isinstance(group.param, CutChunk) for group in arrays):
             continue
-        members = [[part.id for part in parts] for parts in zip(*(chunk.parts for chunk in cut), strict=True)]
-        for names in each.others:
-            ids = dict.fromkeys(slots[name].group.param.id for name in names)
-            members.append(list(ids))
-        if len(members) > 1 and _are_apart(each, members, slots):
-            yield members
+        members = _members([group.param for group in arrays])
+        members += [[group.param.id for group in together] for together in others]
+        if len(members) < 2 or not _are_apart(each, members, slots):
+            continue
+        members += _members([group.grad for group in arrays])
+        members += [[c for group in together for c in gradient_chunks(group)] for together in others]
+        groups = _groups(slots, each.params)
+        masters = [chunks for group in groups for chunks in master_chunks(group)]
+        yield groups, [chunks for chunks in (*members, *masters) if chunks]
+
+
+def _groups(slots: Mapping[str, ManagedSlot], names: Iterable[str]) -> list[ChunkGroup]:
+    return list({id(slots[name].group): slots[name].group for name in names}.values())
+
+
+def _members(cut: Sequence[Chunk | CutChunk | None]) -> list[list[int]]:
+    """Return the chunks that each row has of arrays that are cut alike; of whole ones those of all rows."""
+    if not all(isinstance(chunk, CutChunk) for chunk in cut):
+        return [[chunk.id for chunk in cut if chunk is not None]]
+    parts = [chunk.parts for chunk in cut if isinstance(chunk, CutChunk)]
+    return [[part.id for part in each] for each in zip(*parts, strict=True)]
 
 
 def _are_apart(each: ExpertSet, members: list[list[int]], slots: Mapping[str, ManagedSlot]) -> bool:
@@ -125,5 +143,4 @@ def _are_apart(each: ExpertSet, members: list[list[int]], slots: Mapping[str, Ma
     ids = [chunk for member in members for chunk in member]
     own = set(each.params)
     held = {slot.name for name in own for slot in slots[name].group.members}
-    trains = any(slots[name].group.grad is not None for name in own)
-    return len(ids) == len(set(ids)) and held <= own and not trains
+    return len(ids) == len(set(ids)) and held <= own

@@ -52,8 +52,8 @@ class SlotGradient:
 
     __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_left", "_loose", "_name", "_stride", "ref", "view")
 
-    def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor) -> None:
-        self.ref = TensorRef(gate, tensor)
+    def __init__(self, name: str, gate: Gate, ref: TensorRef, view: torch.Tensor) -> None:
+        self.ref = ref
         self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
         self._stride = self.view.stride()
         self._name = name
@@ -84,9 +84,9 @@ class SlotGradient:
         return update is not None and self.ref.tensors[0] in update.gradients
 
     @property
-    def update_tensor(self) -> int:
-        """The tensor of the chunk that an update takes the gradient from."""
-        return self.ref.tensors[0]
+    def update_tensors(self) -> tuple[int, ...]:
+        """The tensors of the chunks that an update takes the gradient from."""
+        return self.ref.tensors
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -116,6 +116,20 @@ class SlotGradient:
         if value.stride() != self._stride or value.is_neg() or value.data_ptr() == 0:
             value = ordered_like(value, self.view, value.dtype)
         return torch.as_strided(value, (stop - start,), (1,), value.storage_offset() + start)
+
+    def tensors_under(self, _start: int, _stop: int) -> tuple[int, ...]:
+        """Return the ids to pin before elements ``[start, stop)`` of :attr:`value` are used."""
+        return self.tensors
+
+    def unmade_under(self, _start: int, _stop: int) -> tuple[int, ...]:
+        """Return those of :meth:`tensors_under` that :meth:`make_under` writes to."""
+        return ()
+
+    def make_under(self, _start: int, _stop: int) -> None:
+        """Have elements ``[start, stop)``, which are pinned, be there: zeros where nothing has come."""
+
+    def end_under(self, _start: int, _stop: int) -> None:
+        """An update has used elements ``[start, stop)``: give up what of the gradient lies in them alone."""
 
     def collect(self, grad: torch.Tensor) -> None:
         """Take over a gradient that autograd made, adding to what is there.
@@ -147,7 +161,7 @@ class SlotGradient:
         if not self._in_chunk or self._is_taken:
             return None
         if self._alias_ref is None:
-            self._alias_ref = TensorRef(self._gate, self.ref.tensors[0])
+            self._alias_ref = self.ref.again()
         return as_managed(self.view.view_as(self.view), self._alias_ref)
 
     def assign(self, grad: torch.Tensor | None) -> None:
@@ -195,6 +209,9 @@ class SlotGradient:
         """A step uses the gradient, which is still there by torch's rules."""
         if self._left is Left.NOTHING:
             self._left = Left.TAKEN
+
+    def hand_over(self) -> None:
+        """Leave the gradient to an update that is about to run, or pending."""
 
     def make_zeros(self) -> None:
         """Have zeros be there that :meth:`fill_zero` left to be made. Raises as an operator."""
@@ -379,7 +396,7 @@ class ShardedGradient(SlotGradient):
     events: GradientEvents  # set by who exchanges gradients
 
     def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor, place: ShardPlace) -> None:
-        super().__init__(name, gate, tensor, view)
+        super().__init__(name, gate, TensorRef(gate, tensor), view)
         self._place = place
         self.is_shared = False  # there is a mean over the ranks
         self._is_offered = False  # the ranks will exchange it, once all of them have theirs
@@ -404,9 +421,9 @@ class ShardedGradient(SlotGradient):
         return self._in_chunk or self._has_mean
 
     @property
-    def update_tensor(self) -> int:
+    def update_tensors(self) -> tuple[int, ...]:
         """The shard's tensor in the chunk table."""
-        return self._place.tensor
+        return (self._place.tensor,)
 
     @property
     def tensors(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.memstats import LinkSpeed
 from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import MASTER, StatePiece
+from gemini.runtime.storage.cut_gradient import CutGradient
 from gemini.runtime.storage.data_sizes import (
     DataSizes,
     GroupPlan,
@@ -130,13 +131,14 @@ class ChunkGroup:
     number: int  # in forward order, but for what came later
     plan: GroupPlan
     param: Chunk | CutChunk
-    grad: Chunk | None = None
+    grad: Chunk | CutChunk | None = None
     pieces: list[StatePiece] = field(default_factory=list)
     shard: GroupShard | None = None
     slots: list[ManagedSlot] = field(default_factory=list)  # of the parameters that the module has
     members: list[ManagedSlot] = field(default_factory=list)  # of all that it ever had
     kept: Kept = field(default_factory=Kept)  # of its parameters, by optimizers
     watcher: GradientWatcher | None = None  # of the gradients of its parameters
+    choice: int | None = None  # of the chunk table, that its chunks are members of: one of them
 
     @property
     def has_master(self) -> bool:
@@ -150,7 +152,7 @@ class ChunkGroup:
         return self.param.tensor[start:stop]
 
     @property
-    def updated(self) -> tuple[Chunk | CutChunk, Chunk | None, int]:
+    def updated(self) -> tuple[Chunk | CutChunk, Chunk | CutChunk | None, int]:
         """The chunks of parameters and gradients that an update uses, the latter None for what is frozen, and
         the element that both begin at: those of the shard if there is one."""
         if self.shard is not None:
@@ -174,6 +176,22 @@ class ChunkGroup:
             return [self.shard.param_tensor]
         return [tensor for slot in slots for tensor in slot.param_ref.tensors]
 
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """The elements ``[start, stop)`` of each part of a parameter chunk that is cut with its gradient; ()
+        of others."""
+        if not isinstance(self.grad, CutChunk):
+            return ()
+        size = self.grad.parts[0].spec.numel
+        return [(start, start + size) for start in range(0, self.grad.spec.numel, size)]
+
+    def tensors_under(self, piece: StatePiece, slots: Sequence[ManagedSlot]) -> list[int]:
+        """Return the tensors to pin before what :meth:`values` has of ``slots`` in ``piece`` is used."""
+        if not isinstance(self.param, CutChunk):
+            return self.value_tensors(slots)
+        found = [self.stretches(slot, *slot.overlapping(piece)) for slot in slots]
+        return [tensor for stretches in found for _, _, tensors in stretches for tensor in tensors]
+
 
 class ManagedSlot:
     """One parameter: its place in its group's chunks and its gradient."""
@@ -191,17 +209,22 @@ class ManagedSlot:
         if group.grad is not None:
             self.make_grad(group.grad)
 
-    def make_grad(self, chunk: Chunk) -> SlotGradient:
+    def make_grad(self, chunk: Chunk | CutChunk) -> SlotGradient:
         """Have a gradient from now on, with its place in ``chunk``, that of the group."""
         gate, view, shard = self.param_ref.manager, self.param_view, self.group.shard
         add = gate.chunks.add_tensor
         place = torch.as_strided(chunk.tensor, view.shape, view.stride(), self.start)
-        if shard is not None and shard.grad is not None:
+        if isinstance(chunk, CutChunk):
+            self.grad = CutGradient(self.name, _cut_ref(gate, chunk), place)
+            assert isinstance(self.param_ref, CutRef)
+            self.param_ref.train_rows(self.grad)
+        elif shard is not None and shard.grad is not None:
+            assert isinstance(self.group.grad, Chunk)
             own = shard.clip(self.start, self.stop)
             part = ShardPlace(add(shard.grad), shard, *own, self.start)
             self.grad = ShardedGradient(self.name, gate, add(chunk), place, part)
         else:
-            self.grad = SlotGradient(self.name, gate, add(chunk), place)
+            self.grad = SlotGradient(self.name, gate, TensorRef(gate, add(chunk)), place)
         return self.grad
 
     def rename(self, name: str) -> None:
@@ -214,6 +237,11 @@ class ManagedSlot:
         """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
         >= stop."""
         return max(self.start, piece.start), min(self.stop, piece.stop)
+
+    def span_under(self, piece: StatePiece) -> tuple[int, int]:
+        """Return which elements of this parameter ``piece`` has."""
+        start, stop = self.overlapping(piece)
+        return start - self.start, stop - self.start
 
     def place_in(self, piece: StatePiece, state: StateSpec) -> slice:
         """Return where in the chunk of a state the values are that ``piece`` has of this parameter."""
@@ -267,11 +295,14 @@ class ManagedSlot:
 def _ref(gate: Gate, chunk: Chunk | CutChunk) -> TensorRef:
     """Return what refers to a new tensor of a chunk; of one that is cut, a tensor of each part."""
     add = gate.chunks.add_tensor
-    if not isinstance(chunk, CutChunk):
-        return TensorRef(gate, add(chunk))
+    return _cut_ref(gate, chunk) if isinstance(chunk, CutChunk) else TensorRef(gate, add(chunk))
+
+
+def _cut_ref(gate: Gate, chunk: CutChunk) -> CutRef:
     gate.expect_cut()
+    tensors = [gate.chunks.add_tensor(part) for part in chunk.parts]
     first = chunk.parts[0]
-    return CutRef(gate, [add(part) for part in chunk.parts], first.window.address, first.spec.nbytes)
+    return CutRef(gate, tensors, first.window.address, first.spec.nbytes)
 
 
 def slot_of(param: torch.Tensor) -> ManagedSlot:
@@ -318,6 +349,12 @@ class ModelStorage:
         """Create a slot per parameter, whose use goes through ``gate``."""
         self._register(gate, self._layouts, 0)
         self._layouts.clear()
+
+    def add_choice(self, groups: Sequence[ChunkGroup], members: Sequence[Sequence[int]]) -> None:
+        """Have chunks of ``groups`` be a choice of the chunk table, and what comes to these groups later."""
+        self.chunks.add_choice(members)
+        for group in groups:
+            group.choice = members[0][0]
 
     def watch_gradients(self, watcher: GradientWatcher | None) -> None:
         """Tell ``watcher`` of every gradient from now on; None: nobody."""
@@ -373,6 +410,7 @@ class ModelStorage:
                 self._add_gradients(group, iter([self.chunks.add_chunk(c) for c in group.plan.gradients()]))
                 for piece, spec in zip(group.pieces, group.plan.masters(), strict=False):
                     self._add_state(piece, MASTER, self.chunks.add_chunk(spec))
+                self._widen_choice(group, [gradient_chunks(group), *master_chunks(group)])
             self._add_states(group, _new(kept.states, group.kept.states))
             group.kept = group.kept.joined(kept)
         if room is not None:
@@ -467,7 +505,8 @@ class ModelStorage:
             self.groups.append(group)
 
     def _add_gradients(self, group: ChunkGroup, chunks: Iterator[Chunk]) -> None:
-        group.grad = next(chunks)
+        parts = [next(chunks) for _ in range(group.plan.grad_parts)]
+        group.grad = parts[0] if len(parts) == 1 else self.chunks.join(parts)
         if group.shard is not None:
             group.shard = replace(group.shard, grad=next(chunks))
         each = zip(group.plan.pieces, group.plan.blocks, strict=True)
@@ -478,10 +517,28 @@ class ModelStorage:
         for piece in group.pieces:
             for state in states:
                 self._add_state(piece, state.key, self.chunks.add_chunk(next(specs)))
+        kept = [[piece.chunks[state.key].id for state in states] for piece in group.pieces]
+        self._widen_choice(group, kept if states else ())
+
+    def _widen_choice(self, group: ChunkGroup, members: Sequence[Sequence[int]]) -> None:
+        if group.choice is not None:
+            self.chunks.widen_choice(group.choice, members)
 
     def _add_state(self, piece: StatePiece, key: str, chunk: Chunk) -> None:
         piece.chunks[key] = chunk
         piece.tensors[key] = self.chunks.add_tensor(chunk)
+
+
+def gradient_chunks(group: ChunkGroup) -> list[int]:
+    """Return the chunks of the gradients of a group."""
+    if group.grad is None:
+        return []
+    return [part.id for part in group.grad.parts] if isinstance(group.grad, CutChunk) else [group.grad.id]
+
+
+def master_chunks(group: ChunkGroup) -> list[list[int]]:
+    """Return the chunk of the master of each piece of a group that has one."""
+    return [[piece.chunks[MASTER].id] for piece in group.pieces if piece.has_master]
 
 
 def _exchange(plan: GroupPlan) -> ChunkSpec:
