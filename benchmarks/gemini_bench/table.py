@@ -23,6 +23,7 @@ _QUICK = {
     "parallel": "--quick: everything is tiny; these figures say only that the cases run.",
     "plan": "--quick: everything is tiny; these figures say only that the cases run.",
     "inference": "--quick: everything is tiny; these figures say only that the cases run.",
+    "moe": "--quick: everything is tiny; these figures say only that the cases run.",
     "programs": "--quick: everything is tiny; these figures say only that the cases run.",
     "gpu": "--quick or --simulated: everything is tiny; these figures say only that the cases run.",
 }

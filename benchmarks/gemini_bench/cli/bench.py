@@ -12,6 +12,7 @@ from gemini_bench.cli.checkpoint import add_checkpoint
 from gemini_bench.cli.disk import add_io, add_nvme
 from gemini_bench.cli.gpu import add_gpu
 from gemini_bench.cli.inference import add_inference
+from gemini_bench.cli.moe import add_moe
 from gemini_bench.cli.output import EXIT_CODES, add_common, check_paths, command, progress, publish
 from gemini_bench.cli.parallel import add_parallel
 from gemini_bench.cli.placement import add_placement
@@ -92,6 +93,7 @@ def add_parser(subparsers: Any) -> None:
     add_parallel(kinds)
     add_plan(kinds)
     add_inference(kinds)
+    add_moe(kinds)
     add_programs(kinds)
     add_gpu(kinds)
 
