@@ -37,7 +37,9 @@ _VIEWS = frozenset(
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
     torch.Tensor.T.__get__,  # type: ignore[attr-defined]
 }
-_SHARE_OF_TURNS = 4  # of DEVICE, that one turn takes where turns may not depend on what is there
+# Of DEVICE, that one turn takes where turns may not depend on what is there; and one run of rows that train,
+# whose gradient is as large and in no chunk until backward has made it.
+_SHARE_OF_TURNS, _SHARE_OF_RUNS = 4, 16
 _ROW_TYPES = (torch.int64, torch.int32)
 _PRODUCTS = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 
@@ -296,7 +298,8 @@ def _turns(
     turns. ``needed``: of each row its tensors."""
     chunks = ref.manager.chunks
     again = torch.is_grad_enabled()
-    most = _most_parts(ref, chunks.table.limit(), others) if not again else _share_of_turns(ref, others)
+    room = chunks.budgets.device_bytes // _SHARE_OF_TURNS if again else chunks.table.limit()
+    most = _most_parts(ref, room, others)
     if len(_together(needed.values())) <= most:
         yield list(needed)
         return
@@ -314,11 +317,6 @@ def _turns(
     yield sorted(turn)
 
 
-def _share_of_turns(ref: CutRef, others: Sequence[TensorRef]) -> int:
-    """Return how many parts of a tensor one turn has room for, whatever is there."""
-    return _most_parts(ref, ref.manager.chunks.budgets.device_bytes // _SHARE_OF_TURNS, others)
-
-
 def _most_parts(ref: CutRef, room: int, others: Sequence[TensorRef]) -> int:
     """Return how many parts of a tensor have ``room`` beside the chunks of ``others``; one at least."""
     chunks = ref.manager.chunks
@@ -330,7 +328,7 @@ def _most_parts(ref: CutRef, room: int, others: Sequence[TensorRef]) -> int:
 def _runs(ref: CutRef, needed: Mapping[int, Sequence[int]], others: Sequence[TensorRef]) -> Iterator[range]:
     """Yield rows that follow each other, as many as have room together: always the same, as in checkpointing
     an operator is run again. ``needed``: of each row its tensors, ascending."""
-    most = _share_of_turns(ref, others)
+    most = _most_parts(ref, ref.manager.chunks.budgets.device_bytes // _SHARE_OF_RUNS, others)
     run, taken = range(0), set[int]()
     for row, tensors in needed.items():
         if run and (row != run.stop or len(taken.union(tensors)) > most):
