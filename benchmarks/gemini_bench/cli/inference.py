@@ -15,6 +15,8 @@ cases:
               accelerate's disk_offload, whose files leave the page cache before each pass
   checkpoint  the same from a checkpoint that is the DISK tier (from_pretrained(trains=False)): bytes until
               the first token, bytes written
+  experts     a Qwen3-MoE that uses the experts of three shipped routings, a third of its weights on DEVICE:
+              bytes that a pass reads, of those of the experts that it uses
 
 All contenders must give the same tokens. Figures are bytes and processor time, which other programs on the
 machine disturb less than wall clock.
