@@ -39,7 +39,7 @@ from gemini.optim.state_exchange import (
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.storage.data_sizes import Kept
-from gemini.runtime.storage.model_storage import HostUpdates
+from gemini.runtime.storage.host_choice import HostUpdates
 from gemini.system.threads import usable_processors
 
 logger = logging.getLogger(__name__)

@@ -36,7 +36,7 @@ from gemini.runtime.intercept.raw_access import RawAccess
 from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.runtime.step.evaluations import Call, Evaluations
 from gemini.runtime.step.order import PlacementContext, StepOrder, UpdateOperators
-from gemini.runtime.storage.model_storage import HostUpdates
+from gemini.runtime.storage.host_choice import HostUpdates
 from gemini.sharding.sharding import Sharding
 from gemini.system.device import asked_bytes, ran_out_of_memory
 from gemini.system.process import shown_as

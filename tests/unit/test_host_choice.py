@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.memstats import LinkSpeed
-from gemini.runtime.storage.model_storage import GroupStates, HostUpdates
+from gemini.runtime.storage.host_choice import GroupStates, HostUpdates
 
 PARAMS = 1000  # bytes that all parameters take
 

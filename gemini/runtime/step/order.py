@@ -36,7 +36,7 @@ from gemini.runtime.step.schedule import (
     steady_modes,
     typical_seconds,
 )
-from gemini.runtime.storage.model_storage import HostUpdates
+from gemini.runtime.storage.host_choice import HostUpdates
 from gemini.system.config import format_bytes
 from gemini.system.process import paused_collector
 
