@@ -4,6 +4,7 @@ the numbers are those of plain torch."""
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from expert_models import EXPERTS, PRODUCTS, ROW_BYTES, managed, model, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from num_examples import num_examples
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -401,3 +405,43 @@ def test_updates_that_wait_for_long_take_no_objects(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert count() <= before
+
+
+@pytest.mark.dear("a plain and a managed model train for each of eight examples")
+@given(
+    product=st.sampled_from(PRODUCTS),
+    rows=st.floats(6, 60),
+    steps=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=2), min_size=4, max_size=7),
+    evaluates=st.booleans(),
+)
+@settings(max_examples=num_examples(8), deadline=None)
+def test_any_batches_at_any_budget_train_with_the_bits_of_torch(
+    product: str, rows: float, steps: list[list[int]], evaluates: bool
+) -> None:
+    """``steps``: of each the tokens of its batches."""
+
+    def run(module: nn.Module, optimizer: Any, backward: Callable[[Tensor], object]) -> list[float]:
+        losses = []
+        for step, batches in enumerate(steps):
+            for batch, count in enumerate(batches):
+                loss = module(tokens(count, seed=10 * step + batch)).square().mean()
+                backward(loss)
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if evaluates and step % 2:
+                with torch.no_grad():
+                    losses.append(module(tokens(3, seed=step)).sum().item())
+        return losses
+
+    plain = model(product, layers=2).requires_grad_(True)
+    want = run(plain, adam(plain.parameters()), lambda loss: loss.backward())
+    with (
+        tempfile.TemporaryDirectory() as disk,
+        managed(model(product, layers=2).requires_grad_(True), rows, Path(disk)) as ddp,
+    ):
+        optimizer = GeminiOptimizer(adam(ddp.parameters()), ddp)
+        assert run(ddp, optimizer, optimizer.backward) == want
+        assert ddp.stats()["device"]["peak_bytes"] <= rows * ROW_BYTES
+        found = ddp.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
