@@ -79,8 +79,6 @@ void bind_operators(BoundTable& table) {
            "Make chunks a choice: each use takes some of its members, lists of chunks.")
       .def("widen_choice", &ChunkTable::widen_choice, py::arg("chunk"), py::arg("members"),
            "Give the choice that has a chunk further members.")
-      .def("known_as", &ChunkTable::known_as, py::arg("chunk"),
-           "Return what the record calls a chunk: the first one of its choice, or itself.")
       .def(
           "access",
           [](ChunkTable& self, py::handle tensors, bool traced, bool on_host) -> py::object {
@@ -107,7 +105,8 @@ void bind_operators(BoundTable& table) {
       .def(
           "expect",
           [](ChunkTable& self, py::handle tensors) { self.expect(IdList(tensors).view()); },
-          py::arg("tensors"), "Bring what of these is in a choice ahead of an untraced access.")
+          py::arg("tensors"),
+          "Bring those of these that are in a choice ahead of an untraced access.")
       .def(
           "can_access_on_host",
           [](ChunkTable& self, py::handle tensors) {

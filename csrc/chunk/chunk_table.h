@@ -48,8 +48,6 @@ class ChunkTable {
   void add_choice(const std::vector<std::vector<ChunkId>>& members);
   // Gives the choice of a chunk further members. Throws alike, and where it is in none.
   void widen_choice(ChunkId id, const std::vector<std::vector<ChunkId>>& members);
-  // What the schedule and the record call a chunk: the first one of its choice.
-  [[nodiscard]] ChunkId known_as(ChunkId id) const { return choices_.known_as(id); }
 
   // --- operators ---
   // Puts the tensors in COMPUTE (counted), pins their chunks, and returns what can start now so
@@ -61,7 +59,7 @@ class ChunkTable {
   // Whether a traced access of these would be part of the latest moment: they are of the choice
   // that it was a use of.
   [[nodiscard]] bool continues(std::span<const TensorId> tensors);
-  // These are accessed soon, beside the moments: prefetch() may bring what of them is in a choice.
+  // These are accessed soon, beside the moments: prefetch() may bring those that are in a choice.
   void expect(std::span<const TensorId> tensors);
   [[nodiscard]] bool can_access_on_host(std::span<const TensorId> tensors);
   // What can start now for tensors in COMPUTE; to be called after completions until ready().

@@ -165,8 +165,10 @@ TEST_F(FewOnDevice, WhatWillNotBeUsedSoonLeavesANearlyFullDevice) {
 TEST_F(TwoArrays, MembersThatComeLaterAreOfTheSameChoice) {
   const ChunkId later = world.table.add_chunk(10);
   world.table.widen_choice(kUp, {{later}});
-  EXPECT_EQ(world.table.known_as(later), kUp);
-  EXPECT_EQ(world.table.known_as(0), 0);
+  world.table.begin_step();
+  world.use({kUp});
+  const TensorId tensor = world.table.add_tensor(later);
+  EXPECT_TRUE(world.table.continues(std::vector<TensorId>{tensor}));
   EXPECT_THROW(world.table.widen_choice(kUp, {{later}}), StateError);
   EXPECT_THROW(world.table.widen_choice(0, {{1}}), StateError);
 }
