@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from gemini_bench.cli.output import EXIT_CODES, add_common, check_paths, command, progress, publish
+from gemini_bench.cli.output import EXIT_CODES, add_session_options, run_session
 
 HELP = f"""\
 cases:
@@ -36,28 +35,12 @@ def add_moe(kinds: Any) -> None:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny settings: see that every case runs, no figures"
-    )
-    parser.add_argument(
-        "--disk-dir",
-        type=Path,
-        default=Path(),
-        metavar="DIR",
-        help="where the DISK tier gets a directory, removed at the end (default: .)",
-    )
-    add_common(parser)
+    add_session_options(parser, quick="tiny settings")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the cases of ``gemini bench moe``, print the record, and return the exit code."""
     from gemini_bench import moe
-    from gemini_bench.session import Session
 
-    names = moe.chosen(options.only)
-    check_paths(options.disk_dir, options.out)
-    session = Session(
-        disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress(), record=options.out
-    )
-    return publish(moe.run(session, names, command()), options)
+    return run_session(moe, options)

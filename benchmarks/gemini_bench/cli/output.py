@@ -33,6 +33,34 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the record to this file")
 
 
+def add_session_options(
+    parser: argparse.ArgumentParser, *, quick: str, held: str = "the DISK tier gets"
+) -> None:
+    """Add the options of a benchmark whose cases share a :class:`gemini_bench.session.Session`. ``quick``:
+    what is done with ``--quick``; ``held``: what lies in ``--disk-dir``."""
+    parser.add_argument("--quick", action="store_true", help=f"{quick}: see that every case runs, no figures")
+    parser.add_argument(
+        "--disk-dir",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help=f"where {held} a directory, removed at the end (default: .)",
+    )
+    add_common(parser)
+
+
+def run_session(benchmark: Any, options: argparse.Namespace) -> int:
+    """Run the cases of ``benchmark``, a module, print the record, and return the exit code."""
+    from gemini_bench.session import Session
+
+    names = benchmark.chosen(options.only)
+    check_paths(options.disk_dir, options.out)
+    session = Session(
+        disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress(), record=options.out
+    )
+    return publish(benchmark.run(session, names, command()), options)
+
+
 def check_paths(directory: Path, out: Path | None, *, option: str = "--disk-dir") -> None:
     """Refuse now what would fail after minutes of measuring; ``option`` gave ``directory``."""
     if not directory.is_dir():
