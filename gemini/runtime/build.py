@@ -362,7 +362,7 @@ def draw_blueprint(
 class Drawing:
     """What a blueprint is drawn from besides options: a model's outline, this rank's ``share`` of its chunks,
     the computing device, how many ranks have this machine's memory together (``ranks_here``), and whether
-    experts that do not train move by themselves (``cuts``)."""
+    experts move by themselves (``cuts``)."""
 
     outline: Outline
     share: Share | None
@@ -435,7 +435,7 @@ def lay_out(
     outline: Outline, config: GeminiConfig, chunk_numel: int, device: ComputeDevice, *, cut: bool = False
 ) -> list[GroupSpec]:
     """Split parameters by (dtype, trainable) and lay out each part in chunks of ``chunk_numel`` elements;
-    ``cut``: experts that do not train by themselves."""
+    ``cut``: experts by themselves."""
     itemsize = _least_itemsize(outline)
     frozen = [name for name in outline.params if name not in outline.trainable]
     experts = apart(outline.experts, outline.params, frozen, page_elements(itemsize)) if cut else {}
