@@ -248,19 +248,26 @@ def test_updates_that_wait_are_made_before_weights_and_states_are_read(tmp_path:
     assert torch.equal(states["exp_avg"].clone(), want[2][2]["exp_avg"])
 
 
+def assert_same_weights(
+    run: Callable[[nn.Module, Any, Callable[[Tensor], object]], object], disk: Path
+) -> None:
+    """``run`` trains a plain and a managed model to the same weights."""
+    plain = model("grouped").requires_grad_(True)
+    run(plain, adam(plain.parameters()), lambda loss: loss.backward())
+    with managed(model("grouped").requires_grad_(True), 14, disk) as ddp:
+        optimizer = GeminiOptimizer(adam(ddp.parameters()), ddp)
+        run(ddp, optimizer, optimizer.backward)
+        found = ddp.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+
+
 def test_each_update_that_waits_has_the_settings_of_its_step(tmp_path: Path) -> None:
     def run(module: nn.Module, optimizer: Any, backward: Callable[[Tensor], object]) -> None:
         for step in range(8):
             optimizer.param_groups[0]["lr"] = 1e-2 / (step + 1)
             train(module, optimizer, backward, steps=[step])
 
-    plain = model("grouped").requires_grad_(True)
-    run(plain, adam(plain.parameters()), lambda loss: loss.backward())
-    with managed(model("grouped").requires_grad_(True), 14, tmp_path) as ddp:
-        optimizer = GeminiOptimizer(adam(ddp.parameters()), ddp)
-        run(ddp, optimizer, optimizer.backward)
-        found = ddp.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    assert_same_weights(run, tmp_path)
 
 
 def test_a_checkpoint_of_updates_that_wait_goes_on_with_the_same_bits(tmp_path: Path) -> None:
@@ -283,13 +290,7 @@ def test_rows_that_the_user_writes_to_keep_what_was_written(tmp_path: Path) -> N
                 inner: Any = module.module if isinstance(module, GeminiDDP) else module
                 inner[1].experts.down[step] += 1.0
 
-    plain = model("grouped").requires_grad_(True)
-    run(plain, adam(plain.parameters()), lambda loss: loss.backward())
-    with managed(model("grouped").requires_grad_(True), 14, tmp_path) as ddp:
-        optimizer = GeminiOptimizer(adam(ddp.parameters()), ddp)
-        run(ddp, optimizer, optimizer.backward)
-        found = ddp.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    assert_same_weights(run, tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
