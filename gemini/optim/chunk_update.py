@@ -117,7 +117,7 @@ class ChunkUpdate:
         self._rule, states = kept
         self._states = states
         self._used = list(steps) if part is None else []  # what has a gradient to be given up at the end
-        self._rewritten: frozenset[int] | None = None  # parameters whose master is older than they are
+        self._rewritten: frozenset[int] | None = None  # tensors that are newer than their masters
         self._begun: list[tuple[_Piece, GivenWork]] = []  # what the CPU is at, pinned on HOST
         self._left: list[_Piece | WholeParameter]
         if self._rule.whole and manager.sharding is not None:

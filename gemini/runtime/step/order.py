@@ -658,8 +658,8 @@ class UpdateOperators:
 
     @contextmanager
     def beside(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
-        """Of an update of chunks of a choice, on DEVICE: no moment, since which of them it needs is not known
-        before."""
+        """Of an update of chunks of a choice, on DEVICE. It is no moment: nobody knows before which chunks it
+        needs."""
         assert not on_host
         self._gate.next_beside(tensors)
         try:

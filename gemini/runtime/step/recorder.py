@@ -148,14 +148,15 @@ class Recorder:
 
     def beside(self, tensors: TensorIds) -> None:
         """Acquire ``tensors`` on DEVICE within the moment under way, which stays what it is."""
+        collector = self._collector if self.log.phases else None  # before the first moment none is open
         if self._timer is not None:
             self._timer.close_period()
-        if self._collector is not None and self.log.phases:
-            self._collector.go_on()
+        if collector is not None:
+            collector.go_on()
         self._chunks.acquire(tensors, traced=False)
-        if self._collector is not None and self.log.phases:
-            self._collector.note_model_data()
-        elif not self._warmup:
+        if collector is not None:
+            collector.note_model_data()
+        if not self._warmup and self._collector is None:  # else nothing else may come to DEVICE
             self._chunks.prefetch()
         if self._timer is not None:
             self._timer.open_period(again=True)

@@ -52,7 +52,7 @@ class CutGradient(SlotGradient):
         self._made: set[int] = set()  # parts that are there
         self._taken: set[int] = set()  # parts that an update has taken over
         self._part_numel = ref.part_bytes // view.itemsize
-        self._uses: Counter[int] = Counter()  # of rows, by operators of graphs that there are
+        self._uses: Counter[int] = Counter()  # of rows, by operators of living graphs
 
     # -- rows, as backward makes them ----------------------------------------------------------------
 

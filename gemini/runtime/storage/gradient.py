@@ -129,7 +129,7 @@ class SlotGradient:
         """Have elements ``[start, stop)``, which are pinned, be there: zeros where nothing has come."""
 
     def end_under(self, _start: int, _stop: int) -> None:
-        """An update has used elements ``[start, stop)``: give up what of the gradient lies in them alone."""
+        """An update has used elements ``[start, stop)``: give up the chunks that hold no others."""
 
     def collect(self, grad: torch.Tensor) -> None:
         """Take over a gradient that autograd made, adding to what is there.
