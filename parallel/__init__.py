@@ -12,6 +12,7 @@ from gemini.parallel.booster import (
     GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "LowLevelZeroOptimizer",
     "LowLevelZeroPlugin",
     "Mesh",
+    "MoeHybridParallelPlugin",
     "ParallelPlan",
     "Partition",
     "PlanBudgets",

@@ -18,7 +18,8 @@ _FORMS = "tensor=dict(size=4, mode='2d') and tensor=dict(size=8, mode='2.5d', de
 class Layout:
     """``dp * pp * sp * tp`` processes: data, pipeline, sequence and tensor parallelism.
 
-    ``mode`` says how tensors are cut, None where they are not; ``depth`` is that of mode 2.5d.
+    ``mode`` says how tensors are cut, None where they are not; ``depth`` is that of mode 2.5d. ``ep`` of the
+    ``dp`` processes, neighbours, divide the experts of a mixture among them.
     """
 
     dp: int = 1
@@ -27,10 +28,16 @@ class Layout:
     tp: int = 1
     mode: str | None = None
     depth: int | None = None
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "sp", "tp"):
+        for name in ("dp", "pp", "sp", "tp", "ep"):
             _checked_size(name, getattr(self, name))
+        if self.dp % self.ep:
+            raise ConfigError(
+                f"experts cannot be divided among {self.ep} of {self.dp} processes of data parallelism, as "
+                f"{self.ep} does not divide {self.dp}; choose {_divisors(self.dp)}"
+            )
         if self.tp > 1 and self.mode is None:
             object.__setattr__(self, "mode", "1d")
 
@@ -44,15 +51,17 @@ class Layout:
         """Read ``parallel=dict(pipeline=, tensor=, data=, moe=)`` for ``world_size`` processes.
 
         ``pipeline`` is an int or ``dict(size=int)``; ``tensor`` is ``dict(size=int, mode=str)``, with
-        ``depth=int`` for 2.5d; ``data`` is an int; ``moe`` is ``dict(size=1)``. What is absent is 1, but for
-        ``data``, which is the rest.
+        ``depth=int`` for 2.5d; ``data`` is an int; ``moe`` is ``dict(size=int)``, over how many of the
+        processes of data parallelism experts are divided. What is absent is 1, but for ``data``, which is the
+        rest.
 
         Raises:
             ConfigError: it says something else, or its sizes do not multiply to ``world_size``.
         """
         said = dict(parallel or {})
         _refuse_unknown("parallel", said, ("data", "moe", "pipeline", "tensor"))
-        _refuse_cut_experts(said.get("moe", 1))
+        moe = said.get("moe", 1)
+        ep = _size_of("moe", moe, ()) if isinstance(moe, Mapping) else _checked_size("moe", moe)
         pipeline = said.get("pipeline", 1)
         if isinstance(pipeline, Mapping):
             pipeline = _size_of("pipeline", pipeline, ())
@@ -72,8 +81,8 @@ class Layout:
                 f"{_possible(world_size, mode, depth)}"
             )
         if mode == "sequence":
-            return cls(dp, pp, sp=size, mode=mode)
-        return cls(dp, pp, tp=size, mode=mode, depth=depth)
+            return cls(dp, pp, sp=size, mode=mode, ep=ep)
+        return cls(dp, pp, tp=size, mode=mode, depth=depth, ep=ep)
 
 
 def _read_tensor(tensor: object) -> tuple[int, str | None, int | None]:
@@ -143,14 +152,9 @@ def _checked_size(name: str, size: object) -> int:
     return size
 
 
-def _refuse_cut_experts(moe: object) -> None:
-    """Raise ConfigError unless each process has all experts."""
-    size = _size_of("moe", moe, ()) if isinstance(moe, Mapping) else _checked_size("moe", moe)
-    if size > 1:
-        raise ConfigError(
-            f"parallel: moe has size {size}; experts cut over ranks are still to come. Write "
-            "moe=dict(size=1), and each rank has all experts"
-        )
+def _divisors(size: int) -> str:
+    """Return what divides ``size``, as text."""
+    return " or ".join(str(each) for each in range(1, size + 1) if size % each == 0)
 
 
 def _refuse_unknown(name: str, entry: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -31,6 +31,8 @@ _SENT_BYTES: Mapping[str, Callable[[int, int], int]] = {
 }
 
 AXES = ("pp", "dp", "sp", "tp")  # outermost first: ranks of a tensor parallel group are neighbours
+# Parts of ``dp``: ranks that divide the experts of a mixture, and those that have the same ones.
+_EXPERT_AXES = ("ep", "moe_dp")
 
 
 class Axis(ProcessGroupPeers):
@@ -114,6 +116,18 @@ class Axis(ProcessGroupPeers):
         self._run(work, group, sent.device)
         return [part.view(*shape) for part, shape in zip(got.split(lengths), shapes, strict=True)]
 
+    def exchange_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Send each rank the next ``sent`` of the rows of a contiguous tensor, in order of the ranks; return
+        the ``received`` ones, in the same order. Both may be 0."""
+        first = sum(sent[: self.rank])
+        kept = rows[first : first + sent[self.rank]]
+        self.note("all_to_all", rows.nbytes, kept_bytes=kept.nbytes)
+        got = rows.new_empty(sum(received), *rows.shape[1:])
+        group = self._group_for(rows)
+        work = dist.all_to_all_single(got, rows, list(received), list(sent), group=group, async_op=True)
+        self._run(work, group, rows.device)
+        return got
+
     def pass_on(self, tensor: torch.Tensor) -> Arrival:
         """Send a flat ``tensor`` to the next rank, the first one behind the last; return what comes from the
         one before, of the same length. Both are under way until :meth:`Arrival.wait`."""
@@ -140,6 +154,19 @@ class Axis(ProcessGroupPeers):
             group = new_group([every[rank] for rank in key], self._timeout, backend=None)
             self._parts[key] = Axis(f"{self.name}/{name}", group)
         return self._parts[key]
+
+    def experts(self, size: int, apart: int = 1) -> tuple[Axis | None, Axis | None]:
+        """Return ``size`` ranks that divide experts, this rank among them, and the ranks of this axis that
+        have the same experts; None for this rank alone. Those that divide are neighbours, or as far ``apart``
+        as ranks with the same part of sequences. All ranks call it in the same order."""
+        place, shift = divmod(self.rank, apart)
+        first = place // size * size
+        sharing = [each * apart + shift for each in range(first, first + size)]
+        copies = [each for each in range(self.size) if each // apart % size == place % size]
+        return (
+            self.among(sharing, "ep") if size > 1 else None,
+            self.among(copies, "moe_dp") if len(copies) > 1 else None,
+        )
 
     def totals(self) -> tuple[Counter[str], Counter[str]]:
         """Return ``calls`` and ``sent_bytes``, those over some of the ranks alone included."""
@@ -207,8 +234,10 @@ class Arrival:
 class Mesh:
     """The processes of a run, laid out by a :class:`Layout`; this one's place is the one of its rank.
 
-    ``mesh["dp"]`` is the DeviceMesh of an axis, as ``process_group=`` of GeminiDDP takes it. Use it as a
-    context manager: a rank that leaves it with an error tells those that wait for it.
+    ``mesh["dp"]`` is the DeviceMesh of an axis, as ``process_group=`` of GeminiDDP takes it. ``mesh["ep"]``
+    has the ranks that divide the experts of a mixture, ``mesh["moe_dp"]`` those that have the same experts:
+    both are parts of ``dp``. Use the mesh as a context manager: a rank that leaves it with an error tells
+    those that wait for it.
     """
 
     def __init__(self, layout: Layout, *, device_type: str = "cpu") -> None:
@@ -226,16 +255,32 @@ class Mesh:
         sizes = tuple(getattr(layout, name) for name in AXES)
         self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
         self._axes: dict[str, Axis] = {}
+        self._device_type = device_type
+        self._expert_mesh: DeviceMesh | None = None
 
     def __getitem__(self, name: str) -> DeviceMesh:
+        """Return an axis; of the first of ``ep`` and ``moe_dp`` all ranks ask together."""
+        if name in _EXPERT_AXES:
+            return self._with_experts()[name]
         if name not in AXES:
-            raise ConfigError(f"there is no axis {name!r}; the axes are {', '.join(AXES)}")
+            raise ConfigError(f"there is no axis {name!r}; the axes are {', '.join((*AXES, *_EXPERT_AXES))}")
         return self.device_mesh[name]
+
+    def _with_experts(self) -> DeviceMesh:
+        if self._expert_mesh is None:
+            layout = self.layout
+            sizes = (layout.pp, layout.dp // layout.ep, layout.ep, layout.sp, layout.tp)
+            names = ("pp", "moe_dp", "ep", "sp", "tp")
+            self._expert_mesh = init_device_mesh(self._device_type, sizes, mesh_dim_names=names)
+        return self._expert_mesh
 
     def axis(self, *names: str) -> Axis | None:
         """Return the ranks along an axis, or along several as one; None where that is this rank alone. All
         ranks call it in the same order."""
         key = ",".join(names)
+        if key in _EXPERT_AXES:
+            data = self.axis("dp")
+            return None if data is None else data.experts(self.layout.ep)[_EXPERT_AXES.index(key)]
         if key not in self._axes:
             part = self.device_mesh[names if len(names) > 1 else names[0]]
             if part.size() == 1:

@@ -97,7 +97,8 @@ class PartOfTensor(Protocol):
 class Partition:
     """What :func:`gemini.parallel.tensor.parallelize` did to the parameters of a model, on this rank.
 
-    A parameter that was not cut is whole, and the same, on all ranks of the axis.
+    A parameter that was not cut is whole, and the same, on all ranks of the axis. Those of experts may be cut
+    over ranks of data parallelism instead.
     """
 
     def __init__(self, axis: Axis | None, names: Mapping[str, nn.Parameter]) -> None:
@@ -106,10 +107,19 @@ class Partition:
         self.axis = axis
         self._names = dict(names)
         self._cuts: dict[int, PartOfTensor] = {}
+        self._axes: dict[int, Axis] = {}  # over which parameters are cut that are not over ``axis``
 
-    def note(self, param: nn.Parameter, cut: PartOfTensor) -> None:
-        """Say that ``param`` is this rank's part of a tensor."""
+    def note(self, param: nn.Parameter, cut: PartOfTensor, *, over: Axis | None = None) -> None:
+        """Say that ``param`` is this rank's part of a tensor, cut ``over`` other ranks than those of the axis
+        if they are given. Raises ConfigError where it is cut already."""
+        if over is not None and id(param) in self._cuts:
+            raise ConfigError(
+                f"experts of shape {tuple(param.shape)} are cut over ranks already; leave them out of "
+                "tp_plan, or leave out ep_size"
+            )
         self._cuts[id(param)] = cut
+        if over is not None:
+            self._axes[id(param)] = over
 
     def keep_only(self, names: Collection[str]) -> None:
         """Forget the parameters of all other names: another stage of a pipeline has them."""
@@ -133,12 +143,12 @@ class Partition:
         """Say whether the gradient of ``param`` here is one that others do not have too."""
         if self.axis is None:
             return True
-        cut = self._cuts.get(id(param))
+        cut = None if id(param) in self._axes else self._cuts.get(id(param))
         return self.axis.rank == 0 if cut is None else cut.counts_on(self.axis.rank)
 
     def filling(self, param: torch.Tensor) -> int:
         """Return how many elements of ``param`` here are of no tensor: they fill up its part."""
-        cut = self._cuts.get(id(param))
+        cut = None if id(param) in self._axes else self._cuts.get(id(param))
         return cut.filling_on(self.axis.rank) if isinstance(cut, Cut) and self.axis is not None else 0
 
     @torch.no_grad()
@@ -146,14 +156,21 @@ class Partition:
         """Return a state dict of the cut model as that of the whole one, on the CPU; without ``everywhere``
         on the first rank of the axis alone, and an empty one on the others. All ranks call it."""
         keeps = self.axis is None or everywhere or self.axis.rank == 0
-        cuts, found = self.cuts, {}
+        cuts, axes, found = self.cuts, self._axes_by_name, {}
         for name, value in state.items():
             whole = value
-            if name in cuts and self.axis is not None:
-                whole = cuts[name].whole(self.axis.all_gather(value.detach().cpu()))
+            if (axis := axes.get(name)) is not None:
+                whole = cuts[name].whole(axis.all_gather(value.detach().cpu()))
             if keeps:
                 found[name] = whole
         return found
+
+    @property
+    def _axes_by_name(self) -> dict[str, Axis]:
+        """Over which ranks parameters are cut, by all their names; those that are not are left out."""
+        axes = {key: self._axes.get(key, self.axis) for key in self._cuts}
+        named = ((name, axes.get(id(param))) for name, param in self._names.items())
+        return {name: axis for name, axis in named if axis is not None}
 
     @torch.no_grad()
     def cut_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,10 +179,8 @@ class Partition:
         Raises:
             ConfigError: a tensor has another shape than the one that was cut.
         """
-        cuts = self.cuts
-        if self.axis is None:
-            return dict(state)
-        index = self.axis.rank
+        cuts, axes = self.cuts, self._axes_by_name
         return {
-            name: cuts[name].part(value, index) if name in cuts else value for name, value in state.items()
+            name: cuts[name].part(value, axes[name].rank) if name in axes else value
+            for name, value in state.items()
         }

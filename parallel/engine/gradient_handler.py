@@ -14,6 +14,7 @@ from gemini.errors import ConfigError
 from gemini.parallel.booster.data_parallel import SingleProcess
 from gemini.parallel.booster.plugin import TorchDDPPlugin
 from gemini.parallel.launch import GRADIENT_HANDLER
+from gemini.parallel.moe.divide import divided_experts
 
 _BUCKET_NUMEL = 2**22
 
@@ -59,29 +60,56 @@ class DataParallelGradientHandler(BaseGradientHandler):
         said = [float(param.grad is not None) for param in params]
         has = torch.tensor(said, dtype=torch.float32, device=params[0].device)
         dist.all_reduce(has, group=self._group)
-        for param, count in zip(params, has.tolist(), strict=True):
-            if count and param.grad is None:
+        used = [param for param, count in zip(params, has.tolist(), strict=True) if count]
+        for param in used:
+            if param.grad is None:
                 param.grad = torch.zeros_like(param)
-        average((param.grad for param, count in zip(params, has.tolist(), strict=True) if count), self._group)
+        self.share(used)
+
+    def share(self, params: Sequence[torch.Tensor]) -> None:
+        """Average the gradients of ``params``, the same on all ranks, which all have one."""
+        average((param.grad for param in params), self._group)
 
 
 @GRADIENT_HANDLER.register_module
 class MoeGradientHandler(DataParallelGradientHandler):
-    """Averages all gradients, those of experts too, over the ranks of data parallelism: each of them has all
-    experts, as ``parallel=dict(moe=dict(size=1))`` says."""
+    """Averages all gradients over the ranks of data parallelism. Where these divide experts, the gradient of
+    an expert has come from all of them: it is added up over the ranks that have the expert, and divided by
+    the number of all."""
+
+    def share(self, params: Sequence[torch.Tensor]) -> None:
+        """See :class:`DataParallelGradientHandler`."""
+        experts = divided_experts(self._model)
+        if experts is None:
+            super().share(params)
+            return
+        super().share([param for param in params if not experts.has(param)])
+        own = [param.grad for param in params if experts.has(param)]
+        if experts.copies is None:
+            for grad in own:
+                if grad is not None:
+                    grad.div_(experts.ranks.data.size)
+        else:
+            average(own, experts.copies, divided_by=experts.ranks.data.size)
 
 
 @torch.no_grad()
-def average(tensors: Iterable[torch.Tensor | None], group: dist.ProcessGroup | None) -> None:
-    """Replace tensors by their mean over the ranks of ``group``. Extra memory: one bucket of 2**22 elements,
-    or the largest tensor."""
+def average(
+    tensors: Iterable[torch.Tensor | None],
+    group: dist.ProcessGroup | None,
+    *,
+    divided_by: int | None = None,
+) -> None:
+    """Replace tensors by their sum over the ranks of ``group``, ``divided_by`` a number; None: that of the
+    ranks. Extra memory: one bucket of 2**22 elements, or the largest tensor."""
+    divisor = divided_by or dist.get_world_size(group)
     by_type: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
             by_type.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for same in by_type.values():
         for bucket in _buckets(same):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(dist.get_world_size(group))
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).div_(divisor)
             dist.all_reduce(flat, group=group)
             for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
                 tensor.copy_(part.view_as(tensor))

@@ -96,7 +96,8 @@ def initialize(
     on each rank, which HybridParallelPlugin cuts, or ``BuiltStages`` of what the program has built for this
     rank; batches go through ``engine.execute_schedule``.
 
-    A ``MoeLoss`` is told the model.
+    A ``MoeLoss`` is told the model. Where ``parallel=dict(moe=dict(size=n))`` divides experts among ranks,
+    gradients are shared as ``MoeGradientHandler`` does, and files have all experts.
 
     With gradient accumulation ``lr_scheduler`` comes back as one that steps with the updates; the model and
     the optimizer must be used through the engine.
@@ -118,6 +119,7 @@ def initialize(
             "parallel: an engine has no parts of sequences; they go through Booster and "
             "HybridParallelPlugin(sp_size=...)"
         )
+    divides = global_context.layout.ep > 1
     if plugin is None:
         if isinstance(model, BuiltStages) or global_context.pipeline_parallel_size > 1:
             plugin = choose_stages(features, model, optimizer, said)
@@ -125,15 +127,16 @@ def initialize(
             plugin = choose_plugin(features, parts_of(model))
     elif features.zero is not None:
         raise ConfigError("config: zero says how to train, and so does plugin=; give one of them")
+    in_stages = isinstance(plugin, HybridParallelPlugin) and (plugin.pp_size > 1 or not divides)
     if isinstance(criterion, MoeLoss):
-        if isinstance(plugin, HybridParallelPlugin):
+        if in_stages:
             raise ConfigError(
                 "MoeLoss does not go with HybridParallelPlugin: a stage does not see the losses of routers "
                 "in other stages. Use the loss function itself, and MoeLayer(..., aux_weight=0.01)"
             )
         criterion.bind(model)
     booster = Booster(features.precision, plugin)
-    if schedule is None and isinstance(plugin, HybridParallelPlugin):
+    if schedule is None and in_stages:
         chunks = model.num_chunks if isinstance(model, BuiltStages) else said.get("NUM_CHUNKS") or 1
         schedule = (InterleavedPipelineSchedule if chunks > 1 else PipelineSchedule)(booster)
     boosted, optim, loss, _, _ = booster.boost(model, optimizer, criterion, None, lr_scheduler)
@@ -146,7 +149,7 @@ def initialize(
         clip_grad_norm=features.clip_grad_norm,
         gradient_handlers=[]
         if optim is None
-        else make_handlers(features.handlers, boosted, optim, data_group()),
+        else make_handlers(() if divides else features.handlers, boosted, optim, data_group()),
         schedule=schedule,
     )
     if lr_scheduler is not None and features.accumulation > 1:
@@ -158,6 +161,8 @@ def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
     """Return what trains a model as a configuration says; ``parts``: which of its parts are here, None for
     all. Raises ConfigError where nothing does."""
     group, model_ranks = data_group(), None if parts is None else parts.model_ranks
+    if global_context.layout.ep > 1:
+        return choose_with_experts(features, parts)
     if features.handlers:
         return HandledPlugin(process_group=group, model_ranks=model_ranks)
     if features.zero is None and not features.casts:
@@ -177,6 +182,26 @@ def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
         )
     precision = {} if features.casts else {"precision": "fp16"}
     return LowLevelZeroPlugin(stage, dp_process_group=group, **{**precision, **options})
+
+
+def choose_with_experts(features: Features, parts: Partition | None) -> Plugin:
+    """Return what trains a model with experts that ranks divide; arguments and errors as of
+    :func:`choose_plugin`."""
+    ep = global_context.layout.ep
+    others = [str(entry["type"]) for entry in features.handlers if entry["type"] != "MoeGradientHandler"]
+    options = dict(features.zero or {})
+    stage = options.pop("stage", 0 if features.zero is None else 1)
+    for is_there, what in (
+        (parts is not None, "layers over the ranks of tensor parallelism; write tensor=dict(size=1)"),
+        (bool(others), f"{', '.join(others)}; use MoeGradientHandler, or no gradient handler"),
+        (stage == 3, "zero stage 3, which cuts chunks over ranks with different experts; use stage 1 or 2"),
+    ):
+        if is_there:
+            raise ConfigError(f"config: experts divided among {ep} ranks do not go with {what}")
+    if stage == 0:
+        return HybridParallelPlugin(zero_stage=0, ep_size=ep)
+    precision = {} if features.casts else {"precision": "fp16"}
+    return LowLevelZeroPlugin(stage, dp_process_group=data_group(), ep_size=ep, **{**precision, **options})
 
 
 def choose_stages(
@@ -207,11 +232,12 @@ def choose_stages(
             raise ConfigError(f"config: a pipeline of {layout.pp} stages does not go with {what}")
     options = dict(features.zero or {})
     chunks = model.num_chunks if isinstance(model, BuiltStages) else config.get("NUM_CHUNKS") or 1
-    stage = options.pop("stage", 3 if isinstance(optimizer, CPUAdam) else 0)
+    stage = options.pop("stage", 3 if isinstance(optimizer, CPUAdam) and layout.ep == 1 else 0)
     precision = {} if features.zero is None else {"mixed_precision": "fp16"}
     return HybridParallelPlugin(
         tp_size=layout.tp,
         pp_size=layout.pp,
+        ep_size=layout.ep,
         zero_stage=stage,
         pp_style="interleaved" if chunks > 1 else "1f1b",
         num_model_chunks=chunks,

@@ -14,6 +14,7 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.engine.initialize import parts_of
 from gemini.parallel.launch import global_context
+from gemini.parallel.moe.divide import divided_experts
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import BuiltStages
 from gemini.parallel.pipeline.absent import Absent
@@ -108,11 +109,13 @@ def load_checkpoint(
 def _refuse_stages(what: str, model: nn.Module) -> None:
     """Raise ConfigError where other ranks have stages of ``model``, or of what the run was launched for."""
     parts = (Absent, BuiltStages)
-    if global_context.pipeline_parallel_size > 1 or any(isinstance(m, parts) for m in model.modules()):
+    has_parts = any(isinstance(module, parts) for module in model.modules())
+    in_stages = global_context.pipeline_parallel_size > 1 or has_parts
+    if in_stages or divided_experts(model) is not None:
         raise ConfigError(
-            f"{what}: other ranks have stages of the model, and this is one file of the whole: take "
-            "engine.booster.save_model(engine.model, directory) and load_model, which know all stages, and "
-            "save_optimizer and load_optimizer for its states"
+            f"{what}: other ranks have {'stages' if in_stages else 'experts'} of the model, and this is one "
+            "file of the whole: take engine.booster.save_model(engine.model, directory) and load_model, "
+            "which know all of them, and save_optimizer and load_optimizer for its states"
         )
 
 

@@ -1,5 +1,6 @@
 """Mixtures of experts of one's own (docs/parallel.md, "Experts")."""
 
+from gemini.parallel.moe.divide import divide_experts, divided_experts, expert_ranks_of
 from gemini.parallel.moe.experts import (
     ExpertArray,
     Experts,
@@ -38,6 +39,9 @@ __all__ = [
     "VanillaFFN",
     "Widenet",
     "attach",
+    "divide_experts",
+    "divided_experts",
+    "expert_ranks_of",
     "moe_env",
     "moe_mlp_args",
     "moe_set_seed",

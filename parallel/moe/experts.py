@@ -1,14 +1,16 @@
 """Experts: the feed-forward networks of a layer, their weights and the seeds of these.
 
 Feed-forward experts are parameters with a row for each expert, which are multiplied in groups and which the
-runtime finds. Experts of other classes are a list of modules.
+runtime finds. Experts of other classes are modules in a list. Where ranks divide them, each has its own
+alone, with the weights that they would have in one process.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gemini.errors import ConfigError
+from gemini.parallel.expert_ranks import ExpertRanks
 from gemini.parallel.launch import global_context
+from gemini.parallel.mesh import Axis
+from gemini.parallel.moe.exchange import through_experts
 from gemini.parallel.moe.router import no_autocast
 
 Activation = Callable[[Tensor], Tensor]
@@ -26,7 +31,7 @@ _GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torc
 
 
 class MoeEnv:
-    """Where experts are and how their weights begin; read-only. Each process has all experts."""
+    """Where experts are and how their weights begin, by the launch and :func:`moe_set_seed`; read-only."""
 
     def __init__(self) -> None:
         self._seed: int | None = None
@@ -34,13 +39,25 @@ class MoeEnv:
 
     @property
     def model_parallel_size(self) -> int:
-        """Return the number of processes that share the experts of a layer."""
-        return 1
+        """Return the number of processes that divide the experts of a layer."""
+        return int(global_context.layout.ep)
 
     @property
     def data_parallel_size(self) -> int:
         """Return the number of processes that have the same experts."""
-        return int(global_context.data_parallel_size)
+        return int(global_context.data_parallel_size) // self.model_parallel_size
+
+    @property
+    def data_ranks(self) -> Axis | None:
+        """Return the ranks of data parallelism; None for this process alone, or before the launch."""
+        return global_context.mesh.axis("dp") if global_context.is_launched else None
+
+    def ranks_of(self, num_experts: int) -> ExpertRanks | None:
+        """Return the ranks that divide a layer of ``num_experts``; None where each has all. All ranks call
+        it. Raises ConfigError where they cannot."""
+        if self.model_parallel_size == 1:
+            return None
+        return ExpertRanks.of(self.data_ranks, self.model_parallel_size, [num_experts])
 
     @property
     def seed(self) -> int | None:
@@ -62,7 +79,8 @@ moe_env = MoeEnv()
 def moe_set_seed(seed: int) -> None:
     """Have the weights of experts made from now on depend on ``seed``, their layer and their number alone.
 
-    Layers are counted from here on. Without a seed, each layer draws one from torch's generator.
+    Layers are counted from here on. Without a seed, each layer draws one from torch's generator. Dropout in
+    experts that ranks divide depends on the rank, too.
     """
     moe_env._seed, moe_env._num_layers = seed, 0
 
@@ -71,6 +89,16 @@ def expert_seed(seed: int, layer: int, expert: int) -> int:
     """Return the seed of one expert's weights."""
     digest = hashlib.sha256(f"{seed}/{layer}/{expert}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+@contextmanager
+def stream_of(ranks: ExpertRanks, device: torch.device) -> Iterator[None]:
+    """Draw from a stream of this rank's own inside, such as dropout of its experts. The stream depends on
+    torch's generator, so a block that runs again draws the same."""
+    drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(expert_seed(drawn, moe_env.seed or 0, ranks.data.rank))
+        yield
 
 
 class VanillaFFN(nn.Module):
@@ -103,7 +131,8 @@ def new_parameter(*shape: int) -> nn.Parameter:
 
 
 class ExpertArray(nn.Module):
-    """``num_experts`` networks as :class:`VanillaFFN`, in parameters with a row for each."""
+    """``num_experts`` networks as :class:`VanillaFFN`, in parameters with a row for each. ``first``: the
+    number of the first one in its layer."""
 
     def __init__(
         self,
@@ -115,10 +144,11 @@ class ExpertArray(nn.Module):
         *,
         seed: int,
         layer: int,
+        first: int = 0,
     ) -> None:
         """``seed``, ``layer``: what the weights depend on."""
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts, self.first = num_experts, first
         self.up = new_parameter(num_experts, d_ff, d_model)
         self.up_bias = new_parameter(num_experts, d_ff)
         self.down = new_parameter(num_experts, d_model, d_ff)
@@ -127,13 +157,17 @@ class ExpertArray(nn.Module):
         self.seed, self.layer = seed, layer
         self.reset_parameters()
 
+    def note_own(self, own: range) -> None:
+        """Say which experts of the layer there are from now on."""
+        self.num_experts, self.first = len(own), own.start
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw each expert's weights from its own generator, uniformly as ``nn.Linear`` does."""
         if self.up.is_meta:
             return
         for expert in range(self.num_experts):
-            generator = torch.Generator().manual_seed(expert_seed(self.seed, self.layer, expert))
+            generator = torch.Generator().manual_seed(expert_seed(self.seed, self.layer, self.first + expert))
             for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
                 bound = 1 / math.sqrt(weight.shape[-1])
                 for array in (weight, bias):
@@ -154,7 +188,7 @@ class ExpertArray(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the sizes for ``repr``."""
-        return f"{self.num_experts}, d_model={self.up.shape[2]}, d_ff={self.up.shape[1]}"
+        return f"{self.num_experts}, d_model={self.up.shape[2]}, d_ff={self.up.shape[1]}, first={self.first}"
 
 
 class Experts(nn.Module):
@@ -165,8 +199,11 @@ class Experts(nn.Module):
     another name of ``expert``. ``layer_number``: None: how many ``Experts`` were made since
     :func:`moe_set_seed`.
 
+    Where the launch says so, ``parallel=dict(moe=dict(size=2))``, ranks divide the experts: ``ranks`` says
+    which, and this rank makes its own alone. A list has them by their numbers then.
+
     Raises:
-        ConfigError: no class or no number of experts is given.
+        ConfigError: no class or no number of experts is given, or ranks cannot divide so many.
     """
 
     def __init__(
@@ -188,26 +225,44 @@ class Experts(nn.Module):
         seed, counted = moe_env.next_layer()
         layer = counted if layer_number is None else layer_number
         self.array: ExpertArray | None = None
-        self.experts: nn.ModuleList | None = None
+        self.experts: nn.ModuleList | nn.ModuleDict | None = None
+        self.ranks = moe_env.ranks_of(num_experts)
+        own = range(num_experts) if self.ranks is None else self.ranks.own(num_experts)
         if made_by is VanillaFFN:
-            self.array = ExpertArray(num_experts, **expert_args, seed=seed, layer=layer)
+            self.array = ExpertArray(len(own), **expert_args, seed=seed, layer=layer, first=own.start)
             return
         made = []
-        for number in range(num_experts):
+        for number in own:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(expert_seed(seed, layer, number))
                 made.append(made_by(**expert_args))
-        self.experts = nn.ModuleList(made)
+        named = zip(map(str, own), made, strict=True)
+        self.experts = nn.ModuleList(made) if self.ranks is None else nn.ModuleDict(dict(named))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Return what the experts make of tokens that are sorted by expert; ``counts``: how many each has."""
+        if self.ranks is None:
+            return self._computed(tokens, counts)
+        return through_experts(self.ranks.sharing, tokens, counts, self._computed)
+
+    def note_ranks(self, ranks: ExpertRanks) -> None:
+        """Take part in the exchange from now on: parameters have this rank's experts."""
         if self.array is not None:
-            return self.array(tokens, counts)  # type: ignore[no-any-return]
-        assert self.experts is not None
-        # With gradients, experts without tokens run as well: their gradients are zeros.
-        pairs = zip(self.experts, tokens.split(_sizes(counts, len(tokens))), strict=True)
-        runs = torch.is_grad_enabled() or not len(tokens)
-        return torch.cat([expert(part) for expert, part in pairs if runs or len(part)])
+            self.array.note_own(ranks.own(self.num_experts))
+        self.ranks = ranks
+
+    def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Return what this rank's experts make of tokens that are sorted by them."""
+        draws = self.training and self.ranks is not None and (self.array is None or self.array.dropout.p > 0)
+        with stream_of(self.ranks, tokens.device) if draws and self.ranks is not None else nullcontext():
+            if self.array is not None:
+                return self.array(tokens, counts)  # type: ignore[no-any-return]
+            assert self.experts is not None
+            experts = self.experts.values() if isinstance(self.experts, nn.ModuleDict) else self.experts
+            # With gradients, experts without tokens run as well: their gradients are zeros.
+            pairs = zip(experts, tokens.split(_sizes(counts, len(tokens))), strict=True)
+            runs = torch.is_grad_enabled() or not len(tokens)
+            return torch.cat([expert(part) for expert, part in pairs if runs or len(part)])
 
 
 def _autocast_type(tokens: Tensor) -> torch.dtype | None:

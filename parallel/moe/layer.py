@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from gemini.errors import ConfigError
-from gemini.parallel.moe.experts import Experts, VanillaFFN, moe_mlp_args, new_parameter
+from gemini.parallel.moe.experts import Experts, VanillaFFN, moe_env, moe_mlp_args, new_parameter
 from gemini.parallel.moe.losses import RoutedLayer, attach
-from gemini.parallel.moe.router import NormalNoiseGenerator, Routing, Top2Router, no_autocast
+from gemini.parallel.moe.router import NormalNoiseGenerator, Routing, Top2Router, balance_loss, no_autocast
 
 
 class MoeLayer(RoutedLayer):
@@ -26,10 +27,12 @@ class MoeLayer(RoutedLayer):
         experts: :class:`Experts`, as many as ``num_experts``.
         aux_weight: 0: the losses of the router go to the record of the model, for ``MoeLoss``. Otherwise the
             layer adds the gradient of its balance loss times this in backward, and reports no loss.
+        balance_over: whose choices the balance loss counts: those of this "rank", or those of the "group" of
+            ranks of data parallelism, with which it is the loss of one process; all ranks run the layer then.
         has_bias: whether the choice has a bias, which ``BiasBalance`` moves.
 
     Raises:
-        ConfigError: the experts are not as many as ``num_experts``.
+        ConfigError: the experts are not as many as ``num_experts``, or there is no such ``balance_over``.
     """
 
     def __init__(
@@ -41,14 +44,18 @@ class MoeLayer(RoutedLayer):
         *,
         aux_weight: float = 0.0,
         has_bias: bool = False,
+        balance_over: Literal["group", "rank"] = "rank",
     ) -> None:
         super().__init__()
+        if balance_over not in ("group", "rank"):
+            raise ConfigError(f"MoeLayer: balance_over is {balance_over!r}; give 'group' or 'rank'")
         if experts.num_experts != num_experts:
             raise ConfigError(
                 f"MoeLayer: num_experts is {num_experts}, and there are {experts.num_experts} experts; make "
                 f"Experts(..., num_experts={num_experts})"
             )
-        self.num_experts, self.aux_weight = num_experts, aux_weight
+        self.num_experts, self.aux_weight, self.balance_over = num_experts, aux_weight, balance_over
+        self.data_ranks = moe_env.data_ranks
         self.router, self.experts = router, experts
         self.gate = new_parameter(num_experts, dim_model)
         where = torch.get_default_device()
@@ -70,6 +77,10 @@ class MoeLayer(RoutedLayer):
             logits = functional.linear(tokens.float(), self.gate.float())
         routing: Routing = self.router(logits, bias=self.expert_bias, token_mask=token_mask)
         y = self._combined(tokens, routing)
+        if self.training and self.balance_over == "group" and self.data_ranks is not None:
+            counts = routing.counts.clone()
+            self.data_ranks.all_reduce(counts)
+            routing = replace(routing, balance_loss=balance_loss(counts, routing.mean_scores))
         if self.training and self.aux_weight:
             y = attach(y, self.aux_weight * routing.balance_loss)
         elif self.training and self.report is not None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.mesh import Axis
 from gemini.parallel.moe.router import Routing
 
 
@@ -21,11 +22,16 @@ class RoutedLayer(nn.Module):
     """A layer with a router that reports to the record of its model."""
 
     expert_bias: Tensor | None  # [experts]; added to scores for the choice alone
+    data_ranks: Axis | None = None  # those of data parallelism, as far as somebody has said
 
     def __init__(self) -> None:
         super().__init__()
         # A bound method, not the record: a layer that runs again in backward must hold nothing that changes.
         self.report: Callable[[RoutedLayer, Routing], None] | None = None
+
+    def note_data_ranks(self, ranks: Axis | None) -> None:
+        """Say which ranks of data parallelism there are, None for this process alone."""
+        self.data_ranks = ranks
 
 
 class RouterRecord:
@@ -170,36 +176,46 @@ def attach(y: Tensor, loss: Tensor, *, scale: float | Callable[[], float] = 1.0)
 class BiasBalance:
     """Balances experts without a loss: moves the biases of layers after each step of an optimizer.
 
-    A bias moves by ``rate * sign(mean count - count)``, by the choices of all passes since the step before.
-    Layers have one if they are made with ``MoeLayer(has_bias=True)``.
+    A bias moves by ``rate * sign(mean count - count)``, by the choices of all passes since the step before,
+    on all ranks of data parallelism. Layers have one if they are made with ``MoeLayer(has_bias=True)``.
 
     Raises:
-        ConfigError: no layer has a bias, or there are several processes.
+        ConfigError: no layer has a bias, or there are several processes and no layer knows which.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, rate: float = 1e-3) -> None:
         self.rate = rate
         self._record = RouterRecord.of(model)
         layers = [each for each in model.modules() if isinstance(each, RoutedLayer)]
-        if all(layer.expert_bias is None for layer in layers):
+        self._layers = [layer for layer in layers if layer.expert_bias is not None]
+        if not self._layers:
             raise ConfigError(
                 f"none of the {len(layers)} layers with routers has a bias to move; make them with "
                 "MoeLayer(..., has_bias=True)"
             )
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if world > 1 and any(layer.data_ranks is None for layer in self._layers):
             raise ConfigError(
-                f"BiasBalance counts the choices of one process, and there are {dist.get_world_size()}: each "
-                "would move its own biases; balance with MoeLoss(aux_weight=0.01, ...)"
+                "BiasBalance adds up the choices of all ranks of data parallelism, and layers do not know "
+                f"which of the {world} processes these are: launch before you build the model, or boost it "
+                "with ep_size first"
             )
         optimizer.register_step_post_hook(self._after_step)
 
     @torch.no_grad()
     def step(self) -> None:
         """Move the biases and begin to count at 0. The optimizer's step calls this."""
-        for layer, counts in self._record.take_counts().items():
-            if layer.expert_bias is not None:
-                load = counts.double()
-                layer.expert_bias += self.rate * torch.sign(load.mean() - load).float()
+        counts = self._record.take_counts()
+        for layer in self._layers:
+            if layer.expert_bias is None:
+                continue
+            load = torch.zeros_like(layer.expert_bias, dtype=torch.int64)
+            if layer in counts:
+                load += counts[layer]
+            if layer.data_ranks is not None:
+                layer.data_ranks.all_reduce(load)
+            load = load.double()
+            layer.expert_bias += self.rate * torch.sign(load.mean() - load).float()
 
     def _after_step(self, *_step: Any) -> None:
         self.step()

@@ -29,6 +29,7 @@ class Routing:
         weights: [tokens, k], fp32; 0 where a choice is dropped.
         kept: [tokens, k]; None: nothing is dropped or padding.
         counts: [experts]; how many choices name each expert, dropped ones included and padding left out.
+        mean_scores: [experts]; the mean probability of each expert over the tokens.
         balance_loss: num_experts * sum(share of choices * mean probability); 1 when balanced.
         z_loss: mean of logsumexp(logits)**2.
     """
@@ -37,6 +38,7 @@ class Routing:
     weights: Tensor
     kept: Tensor | None
     counts: Tensor
+    mean_scores: Tensor
     balance_loss: Tensor
     z_loss: Tensor
 
@@ -172,12 +174,14 @@ class TopKRouter(nn.Module):
                 scores = self._scores(clean)
             kept = self._kept(experts, scores.detach().gather(1, experts), num_experts, mask)
             counts = _counts(experts, num_experts, mask)
+            means = _mean(scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True), mask)
             return Routing(
                 experts,
                 self._weights(scores.gather(1, experts), kept),
                 kept,
                 counts,
-                self._balance_loss(scores, counts, mask),
+                means,
+                balance_loss(counts, means),
                 _mean(clean.logsumexp(-1).square(), mask),
             )
 
@@ -190,11 +194,6 @@ class TopKRouter(nn.Module):
             return given
         total = (chosen if self.weights == "chosen" else given).sum(-1, keepdim=True)
         return given / total.clamp_min(torch.finfo(total.dtype).tiny)
-
-    def _balance_loss(self, scores: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
-        probabilities = scores if self.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-        share = counts / counts.sum().clamp_min(1)
-        return len(counts) * (share * _mean(probabilities, mask)).sum()
 
     def _kept(
         self, experts: Tensor, probabilities: Tensor, num_experts: int, mask: Tensor | None
@@ -285,6 +284,11 @@ class Top2Router(TopKRouter):
             noisy_func=noisy_func,
             weights_from="noisy",
         )
+
+
+def balance_loss(counts: Tensor, mean_scores: Tensor) -> Tensor:
+    """Return num_experts * sum(share of choices * mean probability)."""
+    return len(counts) * (counts / counts.sum().clamp_min(1) * mean_scores).sum()
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:

@@ -70,29 +70,38 @@ class _Summed(Flight):
 
 
 class Collectives:
-    """The ranks of one process group; ``None`` is the default group, or one process where there is none.
+    """The ranks of one process group; ``None`` is the default group, or one process where there is none, or
+    it is to be ``alone``.
 
     What is cut has ``num_parts`` parts, of which this rank has number ``part``: one per rank, or with
     ``cuts=False`` one that all ranks have. Every method is to be called by all ranks in the same order.
-    Raises ConfigError on a rank outside the group.
+    Raises ConfigError on a rank outside the group. ``traffic``: where to count; None: anew.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, cuts: bool = True) -> None:
-        if group is None and dist.is_available() and dist.is_initialized():
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        cuts: bool = True,
+        alone: bool = False,
+        traffic: Traffic | None = None,
+    ) -> None:
+        if group is None and not alone and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         self._group = group
-        self._device = device
+        self.device = device
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.num_parts, self.part = (self.size, self.rank) if cuts else (1, 0)
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         self._attendance: Attendance | None = None
         if self.rank < 0:
             raise ConfigError("this process is not a member of dp_process_group; pass a group that it is in")
 
     def attend(self) -> None:
         """From now on name the rank that others wait for in vain, over gloo; nccl has a watchdog."""
-        if self._group is not None and self.size > 1 and is_over_gloo(self._group, self._device):
+        if self._group is not None and self.size > 1 and is_over_gloo(self._group, self.device):
             store = store_of(self._group, self.first(uuid4().hex))
             self._attendance = Attendance(store, self.rank, self.size, self._group)
             weakref.finalize(self, self._attendance.leave, "let go of its optimizer").atexit = False
@@ -161,7 +170,7 @@ class Collectives:
         if self.num_parts == 1:
             return own.unsqueeze(0)
         self.traffic.other_bytes += own.nbytes * (self.size - 1)
-        sent = own.to(self._device)
+        sent = own.to(self.device)
         result = sent.new_empty(self.size, sent.numel())
         work = all_gather(result.view(-1), sent, group=self._group, async_op=True)
         self._wait(work, "gathers norms (clipping) or states (state_dict, saving)")
@@ -192,7 +201,7 @@ class Collectives:
         return frame[len(head) : len(head) + len(flags)] + rest
 
     def _largest(self, flags: list[int], doing: str) -> list[int]:
-        shared = torch.tensor(flags, dtype=torch.uint8, device=self._device)
+        shared = torch.tensor(flags, dtype=torch.uint8, device=self.device)
         self.traffic.other_bytes += shared.nbytes
         work = dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._wait(work, f"agrees with the others on: {doing.partition(' with ')[0]}")
@@ -214,7 +223,7 @@ class Collectives:
         if self.num_parts == 1:
             return
         self.traffic.other_bytes += values.nbytes
-        shared = values.to(self._device)
+        shared = values.to(self.device)
         work = dist.all_reduce(shared, op=how, group=self._group, async_op=True)
         self._wait(work, "adds up a norm (clipping)")
         if shared is not values:
@@ -225,7 +234,7 @@ class Collectives:
         if self.size == 1:
             return [own]
         content = self._pickled(own)
-        sizes = self._all_of(torch.tensor([content.numel()], dtype=torch.int64, device=self._device)).tolist()
+        sizes = self._all_of(torch.tensor([content.numel()], dtype=torch.int64, device=self.device)).tolist()
         padded = content.new_zeros(max(sizes))
         padded[: content.numel()] = content
         rows = self._all_of(padded).view(self.size, -1)
@@ -236,7 +245,7 @@ class Collectives:
         if self.size == 1:
             return own
         content = self._pickled(own if self.rank == 0 else None)
-        size = torch.tensor([content.numel()], dtype=torch.int64, device=self._device)
+        size = torch.tensor([content.numel()], dtype=torch.int64, device=self.device)
         self._broadcast(size)
         if self.rank != 0:
             content = content.new_empty(int(size))
@@ -253,7 +262,7 @@ class Collectives:
             tensor.detach().copy_(values)
 
     def _pickled(self, value: Any) -> torch.Tensor:
-        return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
 
     def _all_of(self, own: torch.Tensor) -> torch.Tensor:
         result = own.new_empty(self.size * own.numel())

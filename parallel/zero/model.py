@@ -84,10 +84,15 @@ class LowLevelZeroModel(NamedAsWrapped):
 
 
 def spread_rest(
-    module: nn.Module, optimizer: LowLevelZeroOptimizer | None, group: dist.ProcessGroup | None
+    module: nn.Module,
+    optimizer: LowLevelZeroOptimizer | None,
+    group: dist.ProcessGroup | None,
+    *,
+    apart: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Give all ranks of ``group`` the first one's buffers, and parameters that no optimizer has spread."""
-    done = set() if optimizer is None else {shard.param for shard in optimizer.sharded.shards}
+    """Give all ranks of ``group`` the first one's buffers, and parameters that no optimizer has spread, but
+    those that are ``apart``: ranks have others of them."""
+    done = set(apart) | (set() if optimizer is None else {shard.param for shard in optimizer.sharded.shards})
     for tensor in (*module.buffers(), *(param for param in module.parameters() if param not in done)):
         Collectives(group, tensor.device).spread(tensor)
 

@@ -16,6 +16,7 @@ from gemini.optim.gradients import INITIAL_SCALE, LossScale, LossScaleConfig, lo
 from gemini.optim.rule_choice import refuse_closure, steps_by_element
 from gemini.optim.shared_step import GivenLoss, Inseparable, mean_like, number_of
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
+from gemini.parallel.expert_ranks import DividedExperts
 from gemini.parallel.zero.collectives import Collectives, Traffic
 from gemini.parallel.zero.options import (
     check_norm,
@@ -83,6 +84,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         model_ranks: those that hold the other parts of a model whose parameters were cut before
             (``parallelize(...).model_ranks``, see docs/parallel.md): gradients have one norm over all parts,
             and a step is skipped on all.
+        experts: the parameters of experts that these ranks have divided among them (``divide_experts``): each
+            is cut over the ranks that have it, and its gradient divided by the number of all ranks. State
+            dicts have this rank's experts.
 
     Raises:
         ConfigError: an option out of range, an optimizer that is not element-wise and is to update parts, or
@@ -119,6 +123,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         cpu_offload: bool = False,
         dp_process_group: dist.ProcessGroup | None = None,
         model_ranks: ModelRanks | None = None,
+        experts: DividedExperts | None = None,
     ) -> None:
         stage = choose_stage(stage, partition_grad)
         scale = LossScaleConfig(
@@ -136,15 +141,20 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self._counts_zeros = log_num_zeros_in_grad
         self.collectives = Collectives(dp_process_group, device_of(optimizer), cuts=stage > 0)
         self._model_ranks = model_ranks
+        self._experts = experts
+        self._of_experts = self._copies_of(experts)
         self._has_tried_closure = False
         self._copies: list[tuple[ParamShard, Peers]] = []
         self.collectives.attend()
+        if self._of_experts is not self.collectives:
+            self._of_experts.attend()
         self.sharded = ShardedParams(
             optimizer,
             self.collectives,
             dtype=parse_precision(precision),
             kept=keep_fp32,
             home=torch.device("cpu") if cpu_offload else None,
+            ranks_of=self._ranks_of,
         )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.optim = optimizer
@@ -218,7 +228,12 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self._require_same(f"clip_grad_by_norm({float(max_norm)}, {float(norm_type)})")
         self._settle()
         norm = total_norm(
-            self._gradients(), norm_type, self.collectives, self._model_ranks, self.sharded.home
+            self._gradients(),
+            norm_type,
+            self.collectives,
+            self._model_ranks,
+            self._expert_norm,
+            self.sharded.home,
         )
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self._measured = float(norm)
@@ -258,7 +273,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         own = {each: grad for each, grad in self._gradients()}
         if shard not in own:
             return None
-        whole = whole_tensor(shard, own[shard], shard.master_dtype, self.collectives)
+        whole = whole_tensor(shard, own[shard], shard.master_dtype)
         scale = self._scale if self._settled_at is None else None
         return whole if scale is None else whole.div_(scale)
 
@@ -296,7 +311,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self._num_zeros_in_grad = None
         if not overflowed:
             if self._counts_zeros:
-                self._num_zeros_in_grad = count_zeros(self._gradients(), self.collectives, self._model_ranks)
+                self._num_zeros_in_grad = count_zeros(
+                    self._gradients(), self.collectives, self._model_ranks, self._expert_norm
+                )
             self._update(given)
         self.zero_grad()
         if self.loss_scale is not None:
@@ -375,7 +392,12 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self._is_closed = True
         self._reducer.forget()
         self._reducer.close()
-        self.collectives.leave("closed its optimizer")
+        self.leave("closed its optimizer")
+
+    def leave(self, why: str) -> None:
+        """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
+        self.collectives.leave(why)
+        self._of_experts.leave(why)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: parameters are cut once, in the constructor."""
@@ -386,6 +408,24 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         super().add_param_group(param_group)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _copies_of(self, experts: DividedExperts | None) -> Collectives:
+        """Return the ranks that have the same experts as this one."""
+        if experts is None:
+            return self.collectives
+        group, device = experts.copies, self.collectives.device
+        alone, traffic = group is None, self.collectives.traffic
+        return Collectives(group, device, cuts=self.stage > 0, alone=alone, traffic=traffic)
+
+    def _ranks_of(self, param: torch.Tensor) -> Collectives:
+        is_expert = self._experts is not None and self._experts.has(param)
+        return self._of_experts if is_expert else self.collectives
+
+    @property
+    def _expert_norm(self) -> ModelRanks | None:
+        """The ranks to sum a norm over beside ``collectives``: those that divide experts, where these do not
+        cut the rest, too."""
+        return self._experts.model_ranks if self._experts is not None and self.stage == 0 else None
 
     def _run_backward(
         self, tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Any, retain_graph: bool

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -36,6 +36,8 @@ class ParamShard:
     Args:
         param: changed in place: it gets ``dtype``. Must be contiguous in some order, floating-point.
         label: how errors call it.
+        ranks: those that it is cut over.
+        mean_over: the sum of what these ranks have of its gradient is divided by this.
         dtype: what the model computes in; ``None`` keeps the parameter's.
         home: where the master lives; ``None`` is where the parameter does.
     """
@@ -44,13 +46,14 @@ class ParamShard:
         self,
         param: torch.Tensor,
         label: str,
+        ranks: Collectives,
         *,
-        rank: int,
-        world_size: int,
+        mean_over: int,
         dtype: torch.dtype | None,
         home: torch.device | None,
     ) -> None:
-        self.param, self.label = param, label
+        self.param, self.label, self.ranks, self.mean_over = param, label, ranks, mean_over
+        rank, world_size = ranks.part, ranks.num_parts
         self.shape, self.numel = param.shape, param.numel()
         self.width = -(-self.numel // world_size)
         self.start = min(rank * self.width, self.numel)
@@ -147,13 +150,6 @@ class ParamShard:
         row[: self.own_numel].copy_(self.master.detach().reshape(-1))
 
 
-class Ranks(Protocol):
-    """How many ranks there are, and in how many parts they have what is cut."""
-
-    size: int
-    num_parts: int
-
-
 class Bucket:
     """What this rank has of the gradients of some parameters: local ones, and its part of the mean.
 
@@ -161,12 +157,12 @@ class Bucket:
     (width), in the masters' type and where they live.
     """
 
-    def __init__(self, shards: Sequence[ParamShard], ranks: Ranks) -> None:
+    def __init__(self, shards: Sequence[ParamShard]) -> None:
         self.shards = list(shards)
+        self.ranks, self._mean_over = shards[0].ranks, shards[0].mean_over
         self.dtype = shards[0].param.dtype
         self.width = sum(shard.width for shard in shards)
         self.mean: torch.Tensor | None = None
-        self._num_parts, self._num_ranks = ranks.num_parts, ranks.size
         ends = accumulate(shard.width for shard in shards)
         self._starts = {shard: end - shard.width for shard, end in zip(shards, ends, strict=True)}
         self._rows: torch.Tensor | None = None
@@ -210,16 +206,16 @@ class Bucket:
         self._spare = rows
 
     def absorb(self, received: torch.Tensor) -> None:
-        """Add the mean over the ranks, whose sum the rows have, to this rank's mean: in the order of the
+        """Add the mean, whose sum over the ranks the rows have, to this rank's mean: in the order of the
         ranks."""
         first = self.shards[0]
-        if self._num_ranks == 1:
+        if self._mean_over == 1:
             mean = received[0].to(first.master_dtype)
         else:
             mean = received[0].to(first.master_dtype, copy=True)
             for row in received[1:]:
                 mean.add_(row)
-            mean.div_(self._num_ranks)
+            mean.div_(self._mean_over)
         mean = mean.to(first.home)
         self.mean = mean if self.mean is None else self.mean.add_(mean)
 
@@ -265,10 +261,10 @@ class Bucket:
         spare, self._spare = self._spare, None
         if _fits(spare, dtype):
             return spare
-        return torch.empty(self._num_parts, self.width, dtype=dtype, device=device)
+        return torch.empty(self.ranks.num_parts, self.width, dtype=dtype, device=device)
 
 
-def make_buckets(shards: Sequence[ParamShard], ranks: Ranks, bucket_numel: int) -> list[Bucket]:
+def make_buckets(shards: Sequence[ParamShard], bucket_numel: int) -> list[Bucket]:
     """Return buckets of at most ``bucket_numel`` elements (or one parameter), last parameters first.
 
     Backward reaches the last ones first. Parameters that are frozen now get buckets of their own, so that
@@ -278,17 +274,17 @@ def make_buckets(shards: Sequence[ParamShard], ranks: Ranks, bucket_numel: int) 
     for shard in reversed(shards):
         if shard.numel:
             param = shard.param
-            key = (param.requires_grad, param.dtype, param.device, shard.master_dtype)
+            key = (param.requires_grad, param.dtype, param.device, shard.master_dtype, id(shard.ranks))
             kinds.setdefault(key, []).append(shard)
     buckets = []
     for members in kinds.values():
         first, numel = 0, 0
         for index, shard in enumerate(members):
             if index > first and numel + shard.numel > bucket_numel:
-                buckets.append(Bucket(members[first:index], ranks))
+                buckets.append(Bucket(members[first:index]))
                 first, numel = index, 0
             numel += shard.numel
-        buckets.append(Bucket(members[first:], ranks))
+        buckets.append(Bucket(members[first:]))
     return buckets
 
 
@@ -315,10 +311,11 @@ class ShardedParams:
         dtype: torch.dtype | None,
         home: torch.device | None,
         kept: Iterable[torch.Tensor] = (),
+        ranks_of: Callable[[torch.Tensor], Collectives] | None = None,
     ) -> None:
-        """``kept``: parameters that do not get ``dtype``."""
+        """``kept``: parameters that do not get ``dtype``. ``ranks_of``: which ranks have a parameter, where
+        it is not those of ``collectives``; gradients are divided by the number of these in any case."""
         keeps_type = {id(param) for param in kept}
-        self._collectives = collectives
         labels = _checked_labels(optimizer)
         _check_alike(optimizer, collectives)
         with hooks_set_aside(optimizer):
@@ -328,13 +325,14 @@ class ShardedParams:
         for group in optimizer.param_groups:
             shards = []
             for param in group["params"]:
-                collectives.spread(param)
+                ranks = collectives if ranks_of is None else ranks_of(param)
+                ranks.spread(param)
                 shards.append(
                     ParamShard(
                         param,
                         labels[param],
-                        rank=collectives.part,
-                        world_size=collectives.num_parts,
+                        ranks,
+                        mean_over=collectives.size,
                         dtype=None if id(param) in keeps_type else dtype,
                         home=home,
                     )
@@ -385,11 +383,11 @@ class ShardedParams:
         """Give every rank the new values of all parameters of ``buckets``."""
         flights: deque[tuple[Bucket, Flight]] = deque()
         for bucket in buckets:
-            if self._collectives.num_parts == 1 and all(shard.aliased for shard in bucket.shards):
+            if bucket.ranks.num_parts == 1 and all(shard.aliased for shard in bucket.shards):
                 continue  # updated in place
             if len(flights) == _MAX_FLIGHTS:
                 _land(flights)
-            flights.append((bucket, self._collectives.gather(bucket.own_values())))
+            flights.append((bucket, bucket.ranks.gather(bucket.own_values())))
         while flights:
             _land(flights)
 

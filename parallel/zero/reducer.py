@@ -48,7 +48,7 @@ class GradientReducer:
         scaled: bool,
     ) -> None:
         self.shards = [shard for shard in shards if shard.numel]
-        self.buckets = make_buckets(self.shards, collectives, bucket_numel)
+        self.buckets = make_buckets(self.shards, bucket_numel)
         self.used: set[ParamShard] = set()
         self.num_arrivals = 0
         self._collectives = collectives
@@ -176,12 +176,12 @@ class GradientReducer:
         first = bucket.shards[0]
         dtype = self._wire_dtype or (first.master_dtype if self._wide else bucket.dtype)
         message = bucket.take_message(dtype, first.param.device)
-        self._flights.append((bucket, message, self._collectives.exchange(message)))
+        self._flights.append((bucket, message, bucket.ranks.exchange(message)))
 
     def _land(self) -> None:
         bucket, message, flight = self._flights.popleft()
         bucket.absorb(flight.wait())
-        if not self._partition and self._collectives.size > 1:
+        if not self._partition and bucket.ranks.size > 1:
             bucket.keep_buffer(message)
 
     def _start_over(self) -> None:

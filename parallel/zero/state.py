@@ -88,11 +88,11 @@ def export_state(optimizer: ShardedStates, only_rank_0: bool = False) -> dict[st
             state[index] = dict(values if part is None else part.values)
         for name, dtype in names.items():
             mine = None if part is None else part.tensors[name]
-            whole = whole_tensor(shard, mine, dtype, collectives)
+            whole = whole_tensor(shard, mine, dtype)
             state[index].update({name: whole} if keeps else {})
         if shard.has_master and shard.numel:
             mine = None if part is None else part.master
-            whole = whole_tensor(shard, mine, shard.master_dtype, collectives)
+            whole = whole_tensor(shard, mine, shard.master_dtype)
             masters.update({index: whole} if keeps else {})
     if not keeps:
         return {}
@@ -257,14 +257,12 @@ def _split(
     return tensors, values
 
 
-def whole_tensor(
-    shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype, collectives: Collectives
-) -> torch.Tensor:
+def whole_tensor(shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy of what belongs to a whole parameter from all ranks' parts of it."""
     padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
     if own is not None:
         padded[: shard.own_numel].copy_(own)
-    rows = collectives.gather_anywhere(padded)
+    rows = shard.ranks.gather_anywhere(padded)
     return rows.reshape(-1)[: shard.numel].view(shard.shape)
 
 
@@ -332,21 +330,21 @@ def total_norm(
     norm_type: float,
     collectives: Collectives,
     model_ranks: ModelRanks | None,
+    experts: ModelRanks | None,
     device: torch.device,
 ) -> torch.Tensor:
     """Return the norm over the parts of all ranks, ``model_ranks`` too; the same bits on every rank, whatever
-    is cut; on ``device``.
+    is cut; on ``device``. ``experts``: where ranks divide experts and nothing else is cut, these ranks.
 
     ``gradients`` has this rank's part of every gradient, None where it has none. With one rank it is
     ``torch.nn.utils.get_total_norm``, bit for bit.
     """
     if collectives.size > 1 or model_ranks is not None:
-        norm = NormOverRanks(norm_type)
+        norm, groups = NormOverRanks(norm_type), [each for each in (experts, model_ranks) if each is not None]
         for shard, part in gradients:
-            if part is not None and part.numel() and (model_ranks is None or model_ranks.counts(shard.param)):
+            if part is not None and part.numel() and all(ranks.counts(shard.param) for ranks in groups):
                 norm.add(part.float())
-        others = [] if model_ranks is None else [model_ranks.peers]
-        return norm.over([collectives, *others]).to(device)
+        return norm.over([collectives, *(ranks.peers for ranks in groups)]).to(device)
     norms = [torch.linalg.vector_norm(part, norm_type) for _, part in gradients if part is not None]
     if not norms:
         return torch.zeros((), dtype=torch.float32, device=device)
@@ -354,18 +352,23 @@ def total_norm(
     return total
 
 
-def count_zeros(gradients: Gradients, collectives: Collectives, model_ranks: ModelRanks | None = None) -> int:
-    """Return how many elements are 0 over the parts of all ranks, ``model_ranks`` too; ``gradients`` as for
+def count_zeros(
+    gradients: Gradients,
+    collectives: Collectives,
+    model_ranks: ModelRanks | None = None,
+    experts: ModelRanks | None = None,
+) -> int:
+    """Return how many elements are 0 over the parts of all ranks, ``model_ranks`` too; arguments as for
     :func:`total_norm`."""
-    found = 0
+    found, groups = 0, [each for each in (experts, model_ranks) if each is not None]
     for shard, part in gradients:
-        if model_ranks is not None and not model_ranks.counts(shard.param):
+        if not all(ranks.counts(shard.param) for ranks in groups):
             continue
         if part is not None:
             found += part.numel() - int(torch.count_nonzero(part))
         if model_ranks is not None and collectives.part == 0:
             found -= model_ranks.filling(shard.param)
-    return sum_over_ranks(found, [collectives] if model_ranks is None else [collectives, model_ranks.peers])
+    return sum_over_ranks(found, [collectives, *(ranks.peers for ranks in groups)])
 
 
 def any_overflow(

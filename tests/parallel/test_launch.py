@@ -167,7 +167,7 @@ def test_half_a_place_is_refused(environ: dict[str, str], said: str) -> None:
         ({"config": 3}, "config is a int"),
         ({"config": {"parallel": {"pipeline": 2}}}, "do not divide 1 processes"),
         ({"config": {"parallel": {"tensor": 4}}}, "says no mode"),
-        ({"config": {"parallel": {"moe": {"size": 2}}}}, "moe has size 2; .* still to come"),
+        ({"config": {"parallel": {"moe": {"size": 2}}}}, "among 2 of 1 processes .*; choose 1$"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, Any], said: str) -> None:

@@ -51,7 +51,7 @@ def refuse() -> list[str]:
     said = []
     for make in (
         lambda: make_mesh(tp=4),
-        lambda: make_mesh(tp=2)["ep"],
+        lambda: make_mesh(tp=2)["cp"],
         lambda: parallelize(Language(), Mesh(Layout(tp=2, mode="2.5d", depth=2)), LANGUAGE_PLAN),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -63,7 +63,7 @@ def refuse() -> list[str]:
 def test_what_is_no_layout_of_these_ranks_is_refused() -> None:
     for world, axis, mode in run_on_ranks(refuse, 2):
         assert world.endswith("is for 4 processes, and there are 2")
-        assert axis == "there is no axis 'ep'; the axes are pp, dp, sp, tp"
+        assert axis == "there is no axis 'cp'; the axes are pp, dp, sp, tp, ep, moe_dp"
         assert "gemini.parallel.tensor.nn" in mode
 
 

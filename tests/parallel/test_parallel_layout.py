@@ -62,7 +62,7 @@ def test_what_is_absent_is_one_and_data_is_the_rest(
             "may be 1 x 1",
         ),
         ({"data": 2, "pipeline": 2}, 8, r"are 4 processes, and there are 8; start as many, leave data out"),
-        ({"moe": {"size": 2}}, 8, r"moe has size 2; .*each rank has all experts"),
+        ({"moe": {"size": 3}}, 8, "among 3 of 8 processes .*; choose 1 or 2 or 4 or 8"),
         ({"moe": {"sise": 1}}, 8, "moe has 'sise'"),
     ],
 )

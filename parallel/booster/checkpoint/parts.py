@@ -33,7 +33,9 @@ from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
 from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors
 from gemini.parallel.booster.checkpoint.zero import take_weights
 from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.expert_ranks import DividedExperts, ExpertRanks
 from gemini.parallel.mesh import Axis, Mesh
+from gemini.parallel.moe.divide import divide_experts, divided_experts
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
 from gemini.parallel.pipeline.absent import Absent
@@ -60,12 +62,15 @@ class WholeModel:
         """Describe ``model``. Weights count in the type of files: fp32, unless they are wider. Raises
         ConfigError where ``optimizer`` has parameters that are none of the model's."""
         params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        experts = divided_experts(model)  # before, by the launch
         tensors = {}
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
                 widened = name in params and value.dtype.itemsize <= 4
                 dtype = torch.float32 if widened else value.dtype
-                tensors[name] = torch.empty(value.shape, dtype=dtype, device="meta")
+                has_some = experts is not None and experts.has(value)
+                shape = experts.ranks.cut_of(value).shape if experts and has_some else value.shape
+                tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
         members = () if optimizer is None else group_members(optimizer, parameter_names(model))
         return cls(tensors, config_file(model), members)
 
@@ -106,12 +111,27 @@ class Parts:
         rank_of: Sequence[int],
     ) -> None:
         """``mesh``: None where there is one process; ``rank_of``: which rank along ``pp`` has which stage."""
+        self.experts: DividedExperts | None = None  # those that ranks of data parallelism have divided
         self.staged, self.partition, self.tied, self.whole = staged, partition, tied, whole
         self.axis = mesh.axis("pp") if mesh is not None else None
         self.is_first_column = mesh is None or all(
             mesh[axis].get_local_rank() == 0 for axis in ("dp", "sp", "tp")
         )
         self._mesh, self._rank_of = mesh, rank_of
+
+    @classmethod
+    def undivided(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Parts:
+        """Return the parts of a model that every rank has whole, until experts are divided."""
+        staged = StagedModel.undivided(model)
+        partition = Partition(None, dict(model.named_parameters(remove_duplicate=False)))
+        tied = TiedWeights(staged, None, (0,))
+        return cls(staged, partition, tied, WholeModel.of(model, optimizer), None, (0,))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of the model."""
+        alone = self._mesh is None or (self._mesh.axis("pp", "tp") is None and self._mesh.axis("sp") is None)
+        return alone and self.experts is None
 
     @property
     def place(self) -> int:
@@ -129,6 +149,12 @@ class Parts:
             return id(param) not in elsewhere and self.partition.counts(param)
 
         return ModelRanks(every, counts, [layers] if layers is not None else [], self.partition.filling)
+
+    def divide_experts(self, ranks: ExpertRanks) -> None:
+        """Leave of the experts of this part those that are this rank's own."""
+        self.experts = divide_experts(self.staged.module, ranks)
+        for param in () if self.experts is None else self.experts.params:
+            self.partition.note(param, ranks.cut_of(param), over=ranks.sharing)
 
     def refuse_as_whole(self, boosted: nn.Module) -> None:
         """Have ``state_dict()`` of a ``boosted`` model, of the module in it, and of every module with a part

@@ -16,7 +16,7 @@ from gemini.parallel.zero.params import ParamShard
 def master_sources(optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str]) -> list[TensorSource]:
     """Return the fp32 weights behind 16-bit parameters, by the names of those."""
     return [
-        _gathered(optimizer, names[shard.param], shard, shard.master_dtype, shard.master.detach().reshape(-1))
+        _gathered(names[shard.param], shard, shard.master_dtype, shard.master.detach().reshape(-1))
         for shard in optimizer.sharded.shards
         if shard.has_master
     ]
@@ -43,7 +43,7 @@ def state_sources(
             values[name] = dict(others)
         own = parts[index].tensors if index in parts else {}
         for key, dtype in types.items():
-            sources.append(_gathered(optimizer, f"{name}/{key}", shard, dtype, own.get(key)))
+            sources.append(_gathered(f"{name}/{key}", shard, dtype, own.get(key)))
     return sources, values
 
 
@@ -62,7 +62,6 @@ def take_weights(
 
 
 def _gathered(
-    optimizer: LowLevelZeroOptimizer,
     name: str,
     shard: ParamShard,
     dtype: torch.dtype,
@@ -76,7 +75,7 @@ def _gathered(
         padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
         if own is not None:
             padded[: own.numel()].copy_(own.detach())
-        rows = optimizer.collectives.gather_anywhere(padded)
+        rows = shard.ranks.gather_anywhere(padded)
         sink(rows.reshape(-1)[: shard.numel].cpu())
 
     return TensorSource(TensorSpec(name, dtype, tuple(shard.shape)), stream)

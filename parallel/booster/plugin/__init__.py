@@ -2,7 +2,7 @@
 
 from gemini.parallel.booster.plugin.base import Plugin
 from gemini.parallel.booster.plugin.gemini import GeminiPlugin
-from gemini.parallel.booster.plugin.hybrid import HybridParallelPlugin
+from gemini.parallel.booster.plugin.hybrid import HybridParallelPlugin, MoeHybridParallelPlugin
 from gemini.parallel.booster.plugin.low_level_zero import LowLevelZeroPlugin
 from gemini.parallel.booster.plugin.torch_ddp import TorchDDPPlugin
 from gemini.parallel.booster.plugin.torch_fsdp import TorchFSDPPlugin
@@ -11,6 +11,7 @@ __all__ = [
     "GeminiPlugin",
     "HybridParallelPlugin",
     "LowLevelZeroPlugin",
+    "MoeHybridParallelPlugin",
     "Plugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",

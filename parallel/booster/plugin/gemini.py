@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.comm.groups import group_of
-from gemini.errors import GeminiError
+from gemini.errors import ConfigError, GeminiError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
@@ -19,6 +19,7 @@ from gemini.optim.kernels import StateFormat
 from gemini.optim.rule_choice import rule_of
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin, with_precision
+from gemini.parallel.expert_ranks import checked_ep_size
 from gemini.placement import PlacementPolicy
 from gemini.system.config import keyword_names, refuse_unknown
 
@@ -39,20 +40,28 @@ class GeminiPlugin(Plugin):
 
     Args:
         device, placement_policy: see GeminiDDP.
+        ep_size: 1: chunks are cut over ranks, those of experts too, and no rank has experts of its own.
         options: further keywords of GeminiDDP (budgets, chunk search, ``mixed_precision``, ``process_group``)
             and of GeminiOptimizer (``max_norm``, ``initial_scale`` and the others of the loss scale,
             ``overlap``, ``elementwise``, ``whole``).
 
     Raises:
-        TypeError: a keyword that neither has.
+        TypeError: a keyword that neither has. ConfigError: ``ep_size`` above 1.
     """
 
     def __init__(
         self,
         device: torch.device | str | int | None = None,
         placement_policy: str | PlacementPolicy = "auto",
+        *,
+        ep_size: int = 1,
         **options: Any,
     ) -> None:
+        if checked_ep_size(ep_size) > 1:
+            raise ConfigError(
+                f"ep_size {ep_size}: GeminiPlugin cuts chunks over all ranks, which would have different "
+                "experts; choose LowLevelZeroPlugin(ep_size=...), or leave it out: every chunk is cut anyway"
+            )
         refuse_unknown("GeminiPlugin", options, _MODEL | _OPTIMIZER)
         self._model_options = {key: value for key, value in options.items() if key in _MODEL}
         self._model_options.update(device=device, placement_policy=placement_policy)

@@ -18,21 +18,18 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import handle_of
-from gemini.parallel.booster import checkpoint as files
-from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel, load_parts, parts_of, save_parts
-from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
-    load_parts_of_optimizer,
-    save_parts_of_optimizer,
-    states_of_part,
-)
+from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path, Plugin
+from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path
 from gemini.parallel.booster.plugin.hybrid_data import Chunks, Group, choose_data_parallelism
+from gemini.parallel.booster.plugin.of_parts import PluginOfParts
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
+from gemini.parallel.expert_ranks import ExpertRanks, checked_ep_size
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
 from gemini.parallel.mesh import Axis, Mesh
+from gemini.parallel.moe.divide import expert_ranks_of
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.absent import Absent, outline_of
@@ -81,7 +78,7 @@ def _taking_plan(init: _Init) -> _Init:
     return cast(_Init, with_plan)
 
 
-class HybridParallelPlugin(Plugin):
+class HybridParallelPlugin(PluginOfParts):
     """Train over a grid of ``pp_size`` x data x ``sp_size`` x ``tp_size`` processes: stages of the model,
     parts of the batch, of each sequence, of each layer; what is left of the processes goes over the data.
     Chunks move within budgets on each.
@@ -104,6 +101,8 @@ class HybridParallelPlugin(Plugin):
             ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences; a criterion returns the mean
             over the labels in its micro-batch, which are shifted already for a causal model of transformers
             and as they were given for one of your own; the loss is the mean over those of all ranks.
+        ep_size: how many neighbours among the ranks of data parallelism divide the experts of a mixture among
+            them, with ``zero_stage`` 0 to 2; see docs/experts.md.
         zero_stage: what ranks that have the same part cut: 3: weights too, in chunks (GeminiDDP); 2:
             gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, but for
             the order of sums. 0 to 2 take any element-wise torch optimizer (LowLevelZeroOptimizer).
@@ -142,6 +141,7 @@ class HybridParallelPlugin(Plugin):
         pp_size: int = 1,
         sp_size: int = 1,
         *,
+        ep_size: int = 1,
         sp_mode: str = "ulysses",
         zero_stage: int = 3,
         placement_policy: str | PlacementPolicy = "auto",
@@ -164,6 +164,7 @@ class HybridParallelPlugin(Plugin):
         self._plan = plan if isinstance(plan, ParallelPlan) else None
         self._recompute = tuple(map(_as_names, recompute))
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
+        self._ep_size = _checked_experts(ep_size, zero_stage)
         self._zero_stage = zero_stage
         self._data = choose_data_parallelism(
             zero_stage, placement_policy, options, alone=self._sizes.world_size == 1
@@ -185,14 +186,18 @@ class HybridParallelPlugin(Plugin):
         }
         self._split: dict[str, Any] = {"split": split, "costs": costs}
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind, "before": before}
+        super().__init__()
         self._mesh: Mesh | None = None
         # Of boosted models, of which a program may have several, one after another.
-        self.parts: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
         self._pipelines: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
         self._sequences: WeakKeyDictionary[nn.Module, SequenceParallel] = WeakKeyDictionary()
         # Of those without chunks: what a plan expects of a step, and what measures it.
         self._watched: WeakKeyDictionary[nn.Module, tuple[dict[str, float], StepClock]] = WeakKeyDictionary()
-        self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
+
+    @property
+    def pp_size(self) -> int:
+        """How many processes have stages."""
+        return self._sizes.pp
 
     @property
     def mesh(self) -> Mesh | None:
@@ -211,7 +216,7 @@ class HybridParallelPlugin(Plugin):
                 f"divides {world}"
             )
         if self._mesh is None and dist.is_available() and dist.is_initialized():
-            self._mesh = Mesh(replace(self._sizes, dp=world // each))
+            self._mesh = Mesh(replace(self._sizes, dp=world // each, ep=self._ep_size))
         return self._mesh
 
     def configure(
@@ -230,7 +235,10 @@ class HybridParallelPlugin(Plugin):
         if mesh is not None and (across := mesh.axis("sp")) is not None:
             across.together(partial(refuse_unfit_model, model))  # before layers are cut
         types = self._data.types(model, precision)
+        sharing = self._expert_ranks(model, mesh)
         parts, sequence = self._take_part(model, optimizer, mesh, types)
+        if sharing is not None:
+            parts.divide_experts(sharing)
         recompute_blocks(model, self._recomputed_here(model))
         if optimizer is not None:
             _forget_absent(optimizer, model)
@@ -240,9 +248,7 @@ class HybridParallelPlugin(Plugin):
         boosted, updating, trained = wrap(model, optimizer, parts, group)
         self._watch(boosted, updating)
         parts.refuse_as_whole(boosted)
-        self.parts[boosted] = parts
-        if updating is not None:
-            self._parts_of[updating] = parts
+        self.note_parts(parts, boosted, updating)
         cut = None if sequence is None else partial(own_part, sequence)
         self._pipelines[boosted] = Pipeline(parts.staged, trained, mesh, self._schedule, cut)
         if sequence is not None:
@@ -372,6 +378,20 @@ class HybridParallelPlugin(Plugin):
         tied.spread()
         return Parts(staged, partition, tied, whole, mesh, self._rank_of), sequence
 
+    def _expert_ranks(self, model: nn.Module, mesh: Mesh | None) -> ExpertRanks | None:
+        """Return the ranks that are to divide the experts of the whole ``model``; None: each has all."""
+        if self._ep_size == 1:
+            return None
+        if isinstance(model, BuiltStages):
+            raise ConfigError(
+                f"ep_size {self._ep_size}: experts are divided in a whole model, and BuiltStages are parts "
+                "already; leave out ep_size"
+            )
+        data, sp = None, self._sizes.sp
+        if mesh is not None:
+            data = mesh.axis("dp") if sp == 1 else mesh.axis("dp", "sp")
+        return expert_ranks_of(model, data, self._ep_size, apart=sp)
+
     def _cut_sequences(self, model: nn.Module, mesh: Mesh | None) -> SequenceParallel | None:
         """Return what gives each rank along ``sp`` its part of sequences; None: they stay whole."""
         if mesh is None or self._sizes.sp == 1:
@@ -410,6 +430,10 @@ class HybridParallelPlugin(Plugin):
         if isinstance(model, BuiltStages):
             raise ConfigError(
                 "BuiltStages are parts already, and plan() cuts a whole model: give it that one"
+            )
+        if self._ep_size > 1:
+            raise ConfigError(
+                f"plan() counts all experts on each rank, and ep_size is {self._ep_size}; plan with ep_size=1"
             )
         if self._sizes.sp > 1 and batch is None:
             raise ConfigError(
@@ -462,59 +486,31 @@ class HybridParallelPlugin(Plugin):
                 options["count"] = count_of_all(sequence.averaging, count)
         return self._pipelines[model].run(batch, criterion, **options)
 
-    def save_model(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        checkpoint: Path,
-        layout: files.Layout,
-    ) -> None:
-        """See :class:`Plugin`: whole tensors, under the names of the whole model."""
-        parts = self.parts.get(model) or parts_of(model)
-        if parts is None:
-            super().save_model(model, optimizer, checkpoint, layout)
-            return
-        save_parts(model, optimizer, parts, checkpoint, layout, self.ranks)
-
-    def load_model(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        checkpoint: Path,
-        ranks: Ranks | None,
-        *,
-        strict: bool,
-    ) -> None:
-        """See :class:`Plugin`: each rank reads its own part of whole tensors."""
-        parts = self.parts.get(model) or parts_of(model)
-        if parts is None:
-            super().load_model(model, optimizer, checkpoint, ranks, strict=strict)
-            return
-        load_parts(model, optimizer, parts, checkpoint, self.ranks, strict=strict)
-
-    def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
-    ) -> None:
-        """See :class:`Plugin`: whole tensors, under the names of the whole model."""
-        if self._sizes.world_size == 1:
-            super().save_optimizer(optimizer, names, checkpoint, layout)
-            return
-        states = states_of_part(optimizer, names)
-        save_parts_of_optimizer(states, self._parts_of[optimizer], checkpoint, layout, self.ranks)
-
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
-        """See :class:`Plugin`: each rank reads its own part of whole tensors."""
-        if self._sizes.world_size == 1:
-            super().load_optimizer(optimizer, names, checkpoint)
-            return
-        states = states_of_part(optimizer, names)
-        load_parts_of_optimizer(states, self._parts_of[optimizer], checkpoint, self.ranks)
-
     @property
     def data_ranks(self) -> Ranks:
         """Those that divide the data: along ``dp``."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
+
+
+class MoeHybridParallelPlugin(HybridParallelPlugin):
+    """:class:`HybridParallelPlugin` as programs for mixtures of experts call it: experts are divided among
+    ``ep_size`` ranks, and ``zero_stage`` is 1 unless it is given."""
+
+    def __init__(
+        self, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, *, zero_stage: int = 1, **options: Any
+    ) -> None:
+        super().__init__(tp_size, pp_size, ep_size=ep_size, zero_stage=zero_stage, **options)
+
+
+def _checked_experts(ep_size: int, zero_stage: int) -> int:
+    """Return over how many ranks experts are divided. Raises ConfigError where that cannot be."""
+    if checked_ep_size(ep_size) > 1 and zero_stage == 3:
+        raise ConfigError(
+            f"ep_size {ep_size} with zero_stage=3: chunks are cut over all ranks of data parallelism, and "
+            "these have different experts; choose zero_stage 0, 1 or 2"
+        )
+    return ep_size
 
 
 def _as_names(names: Names) -> Names:

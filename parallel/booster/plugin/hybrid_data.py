@@ -225,10 +225,11 @@ class Replicas:
                     keep_fp32=kept_in_fp32(part, dtype, self._keep_fp32),
                     dp_process_group=over,
                     model_ranks=parts.model_ranks,
+                    experts=parts.experts,
                     **optimizer_options,
                 )
                 parts.tied.add_up_in(cut)
-            spread_rest(part, cut, over)
+            spread_rest(part, cut, over, apart=() if parts.experts is None else parts.experts.params)
             model = LowLevelZeroModel(
                 part, dtype, keep_fp32=self._keep_fp32, cast_inputs=self._cast_inputs, stage=self._stage
             )
@@ -278,4 +279,4 @@ class _ReplicatedPart:
 
     def leave(self, why: str) -> None:
         if self._optimizer is not None:
-            self._optimizer.collectives.leave(why)
+            self._optimizer.leave(why)

@@ -11,8 +11,13 @@ from torch import distributed as dist
 from torch import nn
 
 from gemini.errors import ConfigError
+from gemini.parallel.booster.checkpoint.parts import Parts
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin, with_precision
+from gemini.parallel.booster.plugin.base import Boosted, Criterion, with_precision
+from gemini.parallel.booster.plugin.of_parts import PluginOfParts
+from gemini.parallel.expert_ranks import checked_ep_size
+from gemini.parallel.mesh import Axis
+from gemini.parallel.moe.divide import expert_ranks_of
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
 from gemini.parallel.zero.model import kept_in_fp32
 from gemini.parallel.zero.options import choose_stage, parse_precision
@@ -29,6 +34,7 @@ _OWN = frozenset(
         "keep_fp32",
         "dp_process_group",
         "model_ranks",
+        "experts",
     )
 )
 _RENAMED = frozenset(("optimizer", "partition_grad", "clip_grad_norm", "reduce_bucket_size"))
@@ -38,7 +44,7 @@ _DEFAULTS = {"overlap_communication": True}
 _FP16_DEFAULTS = {"growth_interval": 1000, "max_scale": 2**32}
 
 
-class LowLevelZeroPlugin(Plugin):
+class LowLevelZeroPlugin(PluginOfParts):
     """Train with :class:`gemini.parallel.LowLevelZeroOptimizer`: optimizer states are cut over ranks, with
     stage 2 gradients too.
 
@@ -55,6 +61,8 @@ class LowLevelZeroPlugin(Plugin):
         keep_fp32: parameters, or modules with them, that stay in fp32, by name or a part of it, as
             :class:`gemini.GeminiDDP` has it. Buffers keep their type.
         dp_process_group: the ranks; None: all.
+        ep_size: how many neighbours among the ranks divide the experts of a mixture among them; see
+            docs/experts.md.
         options: ``norm_type``, ``communication_dtype``, ``overlap_communication``, ``cpu_offload`` and the
             loss scale's, as LowLevelZeroOptimizer has them. Gradients are sent while backward goes on, and
             the loss scale may grow to 2**32, unless said otherwise.
@@ -73,6 +81,7 @@ class LowLevelZeroPlugin(Plugin):
         cast_inputs: bool = True,
         keep_fp32: Iterable[str] = (),
         dp_process_group: dist.ProcessGroup | None = None,
+        ep_size: int = 1,
         **options: Any,
     ) -> None:
         refuse_unknown("LowLevelZeroPlugin", options, _OPTIONS | _OWN)
@@ -88,8 +97,11 @@ class LowLevelZeroPlugin(Plugin):
             "clip_grad_norm": max_norm,
             "reduce_bucket_size": reduce_bucket_size_in_m * 2**20,
         }
+        super().__init__()
         self._options = options
+        self._ep_size = checked_ep_size(ep_size)
         self.process_group = dp_process_group
+        self._data: Axis | None = None  # the ranks, where some divide experts
 
     def configure(
         self,
@@ -108,6 +120,8 @@ class LowLevelZeroPlugin(Plugin):
                 "it on 'cpu', or use GeminiPlugin"
             )
         model.to(current_device())
+        parts = self._divide_experts(model, optimizer)
+        experts = None if parts is None else parts.experts
         dtype = parse_precision(chosen["precision"] or "fp32")
         cut = None
         if optimizer is not None:
@@ -115,10 +129,11 @@ class LowLevelZeroPlugin(Plugin):
                 optimizer,
                 precision=dtype,
                 keep_fp32=kept_in_fp32(model, dtype, self._keep_fp32),
+                experts=experts,
                 **self._own,
                 **{**_DEFAULTS, **(_FP16_DEFAULTS if dtype == torch.float16 else {}), **options},
             )
-        spread_rest(model, cut, self.process_group)
+        spread_rest(model, cut, self.process_group, apart=() if experts is None else experts.params)
         ready = LowLevelZeroModel(
             model,
             dtype,
@@ -126,7 +141,24 @@ class LowLevelZeroPlugin(Plugin):
             cast_inputs=self._cast_inputs,
             stage=self._own["stage"],
         )
+        if parts is not None:
+            parts.refuse_as_whole(ready)
+            self.note_parts(parts, ready, cut)
         return Boosted(ready, cut, criterion)
+
+    def _divide_experts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Parts | None:
+        """Leave of the experts of ``model`` this rank's own; None where each rank has all."""
+        if self._ep_size == 1:
+            return None
+        if self._data is None and self.ranks.size > 1:
+            group = self.process_group or dist.group.WORLD
+            assert group is not None
+            self._data = Axis("dp", group)
+        if (ranks := expert_ranks_of(model, self._data, self._ep_size)) is None:
+            return None
+        parts = Parts.undivided(model, optimizer)
+        parts.divide_experts(ranks)
+        return parts
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None

@@ -1,0 +1,80 @@
+"""Files of the whole model, for plugins that leave each rank a part of it."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from gemini.parallel.booster import checkpoint as files
+from gemini.parallel.booster.checkpoint.parts import Parts, load_parts, parts_of, save_parts
+from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
+    load_parts_of_optimizer,
+    save_parts_of_optimizer,
+    states_of_part,
+)
+from gemini.parallel.booster.plugin.base import Path, Plugin
+from gemini.parallel.booster.ranks import Ranks
+
+
+class PluginOfParts(Plugin):
+    """Writes and reads whole tensors, under the names of the whole model."""
+
+    def __init__(self) -> None:
+        self.parts: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
+        self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
+
+    def note_parts(self, parts: Parts, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Remember what a boosted ``model`` and its ``optimizer`` are."""
+        self.parts[model] = parts
+        if optimizer is not None:
+            self._parts_of[optimizer] = parts
+
+    def save_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        checkpoint: Path,
+        layout: files.Layout,
+    ) -> None:
+        """See :class:`Plugin`: whole tensors, under the names of the whole model."""
+        parts = self.parts.get(model) or parts_of(model)
+        if parts is None:
+            super().save_model(model, optimizer, checkpoint, layout)
+            return
+        save_parts(model, optimizer, parts, checkpoint, layout, self.ranks)
+
+    def load_model(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        checkpoint: Path,
+        ranks: Ranks | None,
+        *,
+        strict: bool,
+    ) -> None:
+        """See :class:`Plugin`: each rank reads its own part of whole tensors."""
+        parts = self.parts.get(model) or parts_of(model)
+        if parts is None:
+            super().load_model(model, optimizer, checkpoint, ranks, strict=strict)
+            return
+        load_parts(model, optimizer, parts, checkpoint, self.ranks, strict=strict)
+
+    def save_optimizer(
+        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
+    ) -> None:
+        """See :class:`Plugin`: whole tensors, under the names of the whole model."""
+        if (parts := self._parts_of.get(optimizer)) is None or parts.is_whole:
+            super().save_optimizer(optimizer, names, checkpoint, layout)
+            return
+        states = states_of_part(optimizer, names)
+        save_parts_of_optimizer(states, parts, checkpoint, layout, self.ranks)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
+        """See :class:`Plugin`: each rank reads its own part of whole tensors."""
+        if (parts := self._parts_of.get(optimizer)) is None or parts.is_whole:
+            super().load_optimizer(optimizer, names, checkpoint)
+            return
+        states = states_of_part(optimizer, names)
+        load_parts_of_optimizer(states, parts, checkpoint, self.ranks)

@@ -1,0 +1,162 @@
+"""Experts of a whole model divided among ranks: those of :class:`Experts`, and modules with a row for each
+expert that are called with tokens, choices and weights, as transformers has them. Model code stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.errors import ConfigError
+from gemini.parallel.expert_ranks import DividedExperts, ExpertRanks
+from gemini.parallel.mesh import Axis
+from gemini.parallel.moe.exchange import through_experts
+from gemini.parallel.moe.experts import Experts
+from gemini.parallel.moe.layer import MoeLayer
+from gemini.runtime.storage.experts import expert_sets
+from gemini.system.mixing import mix_in
+
+
+class CalledByChoice(nn.Module):
+    """Experts called as ``experts(tokens, chosen, weights)``, of which this rank has some.
+
+    The module computes with its own forward pass, in the implementation that its model chooses: each token
+    that arrives is one with a single choice, of weight 1.
+    """
+
+    ranks: ExpertRanks
+    num_experts: int  # of this rank
+
+    def note_ranks(self, ranks: ExpertRanks) -> None:
+        """Take part in the exchange from now on: parameters have this rank's experts."""
+        self.num_experts = len(ranks.own(self.num_experts))
+        self.ranks = ranks
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum over the choices of each token, in their order."""
+        width, num_choices = hidden_states.shape[-1], top_k_index.shape[-1]
+        chosen = top_k_index.reshape(-1)
+        order = chosen.argsort(stable=True)
+        num_experts = self.ranks.size * self.num_experts
+        counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+        rows = hidden_states.reshape(-1, width).index_select(0, order // num_choices)
+        made = through_experts(self.ranks.sharing, rows, counts, self._computed)
+        results = torch.empty_like(made).index_copy(0, order, made)
+        weighted = results.view(-1, num_choices, width) * top_k_weights.reshape(-1, num_choices, 1)
+        return weighted.sum(1).to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        num_rows = len(rows)
+        if not num_rows:  # no implementation takes none: gradients of a row that is left out are zeros
+            rows, counts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), counts.clone()
+            counts[0] = 1
+        numbers = torch.arange(len(counts), dtype=torch.int64, device=rows.device)
+        chosen = numbers.repeat_interleave(counts, output_size=len(rows))[:, None]
+        made: Tensor = super().forward(rows, chosen, rows.new_ones(len(rows), 1))
+        return made[:num_rows]
+
+
+def divided_experts(model: nn.Module) -> DividedExperts | None:
+    """Return the parameters of ``model`` that hold this rank's experts alone; None where each rank has all.
+
+    Raises:
+        ConfigError: layers are divided among different numbers of ranks.
+    """
+    params: dict[int, nn.Parameter] = {}
+    by_size: dict[int, ExpertRanks] = {}
+    for module in model.modules():
+        if isinstance(module, (Experts, CalledByChoice)) and module.ranks is not None:
+            params |= {id(param): param for param in module.parameters()}
+            by_size[module.ranks.size] = module.ranks
+    if len(by_size) > 1:
+        sizes = " and among ".join(map(str, sorted(by_size)))
+        raise ConfigError(
+            f"layers divide their experts among {sizes} ranks; choose a size that all numbers of experts are "
+            "multiples of"
+        )
+    return next((DividedExperts(ranks, list(params.values())) for ranks in by_size.values()), None)
+
+
+def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: int = 1) -> ExpertRanks | None:
+    """Return the ranks that are to divide the experts of ``model``, which is whole; None where each is to
+    have all. Nothing is changed.
+
+    Args:
+        data: the ranks of data parallelism, None for this process alone. All of them call this.
+        size: how many neighbours among them divide the experts. Where a layer has fewer experts, as many
+            ranks divide those of all layers.
+        apart: how many of ``data`` in a row have parts of the same sequences.
+
+    Raises:
+        ConfigError: the model has no experts, or some that cannot be divided, or not among so many ranks; the
+            message says among how many.
+    """
+    if (found := divided_experts(model)) is not None:
+        _refuse_lists([module for module in model.modules() if isinstance(module, Experts)])
+        return found.ranks
+    counts = [module.num_experts for module in _divisible(model)]
+    if not counts:
+        raise ConfigError(f"{type(model).__name__} has no experts to divide among ranks; leave out ep_size")
+    return ExpertRanks.of(data, size, counts, apart=apart)
+
+
+def divide_experts(model: nn.Module, ranks: ExpertRanks) -> DividedExperts | None:
+    """Leave of the experts of ``model``, or of a part of one, in place, this rank's own; return their
+    parameters, None where the part has none. Parameters keep their identity; values are those of the first
+    rank. All ranks of data parallelism call this; see :func:`expert_ranks_of`."""
+    for layer in model.modules():
+        if isinstance(layer, MoeLayer):
+            layer.note_data_ranks(ranks.data)
+    if divided_experts(model) is None:
+        for module in _divisible(model):
+            _divide(module, ranks)
+    return divided_experts(model)
+
+
+def _divisible(model: nn.Module) -> list[Any]:
+    """Return the modules with experts. Raises ConfigError for experts that cannot be divided."""
+    ours = [module for module in model.modules() if isinstance(module, Experts)]
+    _refuse_lists(ours)
+    within = {id(part) for module in ours for part in module.modules()}
+    sets = [(each, model.get_submodule(each.name)) for each in expert_sets(model)]
+    others = [(each, module) for each, module in sets if id(module) not in within]
+    for each, module in others:
+        params = list(module.parameters())
+        if any(param.dim() < 2 or len(param) != each.count for param in params):
+            raise ConfigError(
+                f"the experts {each.name!r} are not parameters with a row for each of {each.count} experts; "
+                "leave out ep_size"
+            )
+        if len(inspect.signature(module.forward).parameters) != 3:
+            raise ConfigError(
+                f"the experts {each.name!r} are called as forward{inspect.signature(module.forward)}, and to "
+                "be divided they take tokens, choices and weights; leave out ep_size"
+            )
+    return [*ours, *(module for _, module in others)]
+
+
+def _refuse_lists(modules: Sequence[Experts]) -> None:
+    if any(module.array is None for module in modules):
+        raise ConfigError(
+            "Experts of a class of your own are a list of modules, and files have rows of parameters: make "
+            "them of VanillaFFN, or train them in a loop of your own with MoeGradientHandler"
+        )
+
+
+@torch.no_grad()
+def _divide(module: Any, ranks: ExpertRanks) -> None:
+    own = ranks.own(module.num_experts)
+    for param in module.parameters():
+        if param.grad is not None:
+            raise ConfigError("experts have gradients already; divide a model before it is trained")
+        whole = param.detach().contiguous()
+        ranks.data.broadcast(whole)
+        param.data = whole[own.start : own.stop].clone()
+    if not isinstance(module, Experts):
+        mix_in(module, CalledByChoice)
+    module.note_ranks(ranks)
