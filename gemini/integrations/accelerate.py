@@ -125,6 +125,17 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
             device_placement = False
         return super().prepare_optimizer(optimizer, device_placement)
 
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """Compute gradients of ``loss``; scaled for a managed model with ``mixed_precision="fp16"``."""
+        scaling = [each for _, each in self._pairs() if each.loss_scale is not None]
+        if not scaling:
+            super().backward(loss, **options)
+            return
+        scaled = super().backward
+        scaling[0].run_backward(
+            lambda scale: scaled(loss.float() * (1.0 if scale is None else scale), **options)
+        )
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Clip the gradients of a managed model inside the update; return their norm before."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
