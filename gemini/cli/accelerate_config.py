@@ -1,127 +1,267 @@
-"""A configuration of Accelerate, with FSDP or DeepSpeed in it, as our call."""
+"""A configuration of Accelerate, with FSDP or DeepSpeed in it, as options of ours.
+
+``accelerate config`` writes it; ``fsdp_config=`` of TrainingArguments has the same keys of FSDP, without a
+prefix, in a JSON of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gemini.cli import deepspeed_config
-from gemini.cli.conversion import AUTO, BY_HAND, DONE, NONE, NOT_NEEDED, Conversion, Keys
+from gemini.cli.conversion import (
+    NOT_NEEDED,
+    NOT_SUPPORTED,
+    TAKEN,
+    WHOLE,
+    Conversion,
+    Document,
+    Key,
+    Target,
+    each,
+    report,
+)
+from gemini.cli.deepspeed_keys import KEYS as OF_DEEPSPEED
+from gemini.cli.deepspeed_keys import SWITCHED
 from gemini.errors import ConfigError
 
-_LAUNCH = (BY_HAND, "torchrun, or accelerate launch as before")
-_WRAPPING = (NOT_NEEDED, "chunks hold all parameters; none is wrapped by itself")
-_STATE = (NOT_NEEDED, "gemini.checkpoint streams; state_dict() is whole")
-
-_FSDP = {
-    "auto_wrap_policy": _WRAPPING,
-    "transformer_layer_cls_to_wrap": _WRAPPING,
-    "min_num_params": _WRAPPING,
-    "backward_prefetch": (NOT_NEEDED, "prefetch follows the recorded step"),
-    "backward_prefetch_policy": (NOT_NEEDED, "prefetch follows the recorded step"),
-    "forward_prefetch": (NOT_NEEDED, "prefetch follows the recorded step"),
-    "limit_all_gathers": (NOT_NEEDED, "gather_bytes= bounds whole chunks"),
-    "state_dict_type": _STATE,
-    "use_orig_params": (NOT_NEEDED, "parameters keep their identity"),
-    "sync_module_states": (NOT_NEEDED, "the first rank's weights are taken"),
-    "cpu_ram_efficient_loading": (BY_HAND, "gemini.from_pretrained(directory) reads straight into chunks"),
-    "activation_checkpointing": (
-        BY_HAND,
-        "model.gradient_checkpointing_enable(), or activation_recompute=True",
-    ),
-    "version": (NOT_NEEDED, "there is one"),
+_FSDP = "fsdp_config"
+_PLUGIN = "deepspeed_config"
+# The keys of a DeepSpeed plugin, by those of DeepSpeed.
+_OF_PLUGIN = {
+    "zero_optimization.stage": "zero_stage",
+    "zero_optimization.offload_param.device": "offload_param_device",
+    "zero_optimization.offload_param.nvme_path": "offload_param_nvme_path",
+    "zero_optimization.offload_optimizer.device": "offload_optimizer_device",
+    "zero_optimization.offload_optimizer.nvme_path": "offload_optimizer_nvme_path",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "zero3_save_16bit_model",
+    "gradient_clipping": "gradient_clipping",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
+_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # from 1
 
-_SHARDS_WHOLE = {
-    "FULL_SHARD": True,
-    "1": True,
-    "HYBRID_SHARD": True,
-    "4": True,
-    "SHARD_GRAD_OP": False,
-    "2": False,
-    "HYBRID_SHARD_ZERO2": False,
-    "5": False,
-    "NO_SHARD": False,
-    "3": False,
-}
+_WRAPPING = "chunks hold all parameters; no module is wrapped"
+_NO_XLA = "TPUs are not supported: each rank computes on CPUs or one GPU"
+_PREFETCH = "prefetch follows the recorded step"
+_LAUNCH = "it stays as it is: accelerate launch, or torchrun, starts the processes"
+_OF_LAUNCHER = "it is for DeepSpeed's launcher: accelerate launch, or torchrun, starts the processes"
+_TABLE = (
+    *(Key(f"{_FSDP}.fsdp_{name}", _WRAPPING, NOT_NEEDED)
+      for name in ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "ignored_modules",
+                   "use_orig_params")),
+    *(Key(f"{_FSDP}.fsdp_{name}", _PREFETCH, NOT_NEEDED)
+      for name in ("backward_prefetch", "backward_prefetch_policy", "forward_prefetch")),
+    Key(f"{_FSDP}.fsdp_limit_all_gathers", "gather_bytes= of {model} bounds whole chunks", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_reshard_after_forward", "gather_bytes= of {model} bounds whole chunks", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_sync_module_states", "all ranks take the weights of the first", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_cpu_ram_efficient_loading",
+        "gemini.from_pretrained(directory) reads a checkpoint straight into chunks", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_version", "both versions become the same", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_enable_fsdp_float8_all_gather", "there is no fp8: leave it out, and take bf16"),
+    Key(f"{_FSDP}.fsdp_activation_checkpointing_offload", "give {model} activation_offload='auto'"),
+    Key(f"{_FSDP}.fsdp_activation_cpu_offload", "give {model} activation_offload='auto'"),
+    *(Key(f"{_FSDP}.fsdp_{name}", _NO_XLA) for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings")),
+    Key(f"{_FSDP}.fsdp_xla_fsdp_grad_ckpt", "give gradient_checkpointing=True"),
+    *(Key(name, _LAUNCH, NOT_NEEDED) for name in (
+        "compute_environment", "num_processes", "num_machines", "machine_rank", "main_process_ip",
+        "main_process_port", "rdzv_backend", "same_network", "gpu_ids", "main_training_function", "debug",
+        "enable_cpu_affinity", "use_cpu", "mpirun_config", "command_file", "commands",
+    )),
+    Key("zero3_init_flag", "build the model on meta: gemini.init_on('meta'), or gemini.from_pretrained()",
+        NOT_NEEDED),
+    *(Key(f"deepspeed_{name}", _OF_LAUNCHER, NOT_NEEDED)
+      for name in ("hostfile", "inclusion_filter", "exclusion_filter", "multinode_launcher")),
+    Key("deepspeed_moe_layer_cls_names", "a managed model moves experts one by one (docs/experts.md)",
+        NOT_NEEDED),
+    Key("dynamo_config", each(
+        loop="{handle}.compile() compiles each block",
+        trainer="give TrainingArguments torch_compile=True: each block is compiled",
+        accelerate="it stays as it is: prepare() compiles each block",
+    )),
+    Key("megatron_lm_config", "cut the layers: parallelize() of gemini.parallel (docs/parallel.md)"),
+    Key("parallelism_config", "cut the model by HybridParallelPlugin (docs/parallel.md)", off=(1,)),
+    Key("fp8_config", "there is no fp8: give {model} mixed_precision='bf16'"),
+    *(Key(name, _NO_XLA)
+      for name in ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env",
+                   "downcast_bf16")),
+    *(Key(name, "start the job by torchrun in its container (docs/containers.md)")
+      for name in ("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name",
+                   "pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file",
+                   "sagemaker_metrics_file", "additional_args")),
+)  # fmt: skip
+KEYS: dict[str, Key] = {**OF_DEEPSPEED, **{key.path: key for key in _TABLE}}
+_FSDP_NAMES = frozenset(key.path.split(".fsdp_")[1] for key in _TABLE if ".fsdp_" in key.path) | {
+    "sharding_strategy", "offload_params", "cpu_offload", "state_dict_type", "activation_checkpointing"
+}  # fmt: skip
 
 
-def convert(document: Any, source: str) -> Conversion:
+def is_accelerates(document: Any) -> bool:
+    """Return whether ``accelerate config`` has written a document."""
+    return isinstance(document, dict) and bool(
+        document.keys() & {"distributed_type", _FSDP, "compute_environment", _PLUGIN}
+    )
+
+
+def is_of_fsdp(document: Any) -> bool:
+    """Return whether a document is for ``fsdp_config=`` of TrainingArguments."""
+    return isinstance(document, dict) and any(
+        str(key).removeprefix("fsdp_") in _FSDP_NAMES - {"version", "activation_checkpointing"}
+        for key in document
+    )
+
+
+def convert(document: Any, source: str, target: Target) -> Conversion:
     """Return what a configuration of Accelerate becomes; ``source`` is the file's name.
 
     Raises:
         ConfigError: a value that Accelerate would refuse as well, by its key.
     """
-    keys = Keys(document, "", source)
-    if "deepspeed_config" in keys:
-        found = _deepspeed(keys.under("deepspeed_config"), source)
+    values, names = _in_words_of_deepspeed(document, source)
+    found, given = Conversion(source, target), Document(values, source, names)
+    _processes(found, given)
+    _precision(found, given)
+    if _PLUGIN in document:
+        deepspeed_config.fill(found, given)
+        found.groups.get("arguments", {}).pop("max_grad_norm", None) if not given.has(
+            "gradient_clipping"
+        ) else None
     else:
-        found = Conversion(source)
-        found.say("(optimizer)", BY_HAND, "HybridAdam's defaults are printed, give what the script has")
-        _fsdp(found, keys.under("fsdp_config"))
-    precision = keys.take("mixed_precision", (str, bool), "no")
-    if precision in ("bf16", "fp16"):
-        found.model["mixed_precision"] = f'"{precision}"'
-        found.say("mixed_precision", DONE, f'mixed_precision="{precision}", fp32 masters are kept')
-    elif precision not in ("no", False):  # YAML reads an unquoted no as false
-        found.say("mixed_precision", NONE, f"no {precision}: bf16 or fp16")
-    times = keys.take("gradient_accumulation_steps", int)
-    if times not in (None, AUTO):
-        if times < 1:
-            raise ConfigError(f"{source}: gradient_accumulation_steps is {times}; it is to be 1 or more")
-        found.accumulate(times)
-        found.say("gradient_accumulation_steps", DONE, "the loop: gradients stay until step()")
-    for key in keys.left():
-        found.say(key, *_LAUNCH)
+        _fsdp(found, given)
+        _steps(found, given)
+        deepspeed_config.note_optimizer(found, given)
+    report(found, given, KEYS, SWITCHED)
     return found
 
 
-def _deepspeed(keys: Keys, source: str) -> Conversion:
-    """Convert what ``accelerate config`` asks of DeepSpeed, by DeepSpeed's own keys."""
-    file = keys.take("deepspeed_config_file", str)
+def convert_fsdp(document: dict[str, Any], source: str, target: Target) -> Conversion:
+    """Return what a JSON for ``fsdp_config=`` of TrainingArguments becomes. Raises as :func:`convert`."""
+    names = {f"{_FSDP}.fsdp_{str(key).removeprefix('fsdp_')}": str(key) for key in document}
+    values = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in document.items()}
+    found, given = Conversion(source, target), Document({_FSDP: values}, source, names)
+    _fsdp(found, given)
+    deepspeed_config.note_optimizer(found, given)
+    report(found, given, KEYS, SWITCHED)
+    return found
+
+
+def _in_words_of_deepspeed(document: Any, source: str) -> tuple[Any, Mapping[str, str]]:
+    """Return the document with the keys of a DeepSpeed plugin where DeepSpeed has them, and their names."""
+    if not isinstance(document, dict) or _PLUGIN not in document:
+        return document, {}
+    plugin = dict(Document(document, source).section(_PLUGIN))
+    file = plugin.get("deepspeed_config_file")
     if file is not None:
         raise ConfigError(
-            f"{source} names deepspeed_config_file {file!r}; convert that file: it has all there is"
+            f"{source}: deepspeed_config_file is {file!r:.200}, which has all options; convert that file: "
+            "gemini convert-config FILE --for accelerate"
         )
-    zero: dict[str, Any] = {"stage": keys.take("zero_stage", int, 2)}
-    for part, path in (
-        ("offload_param", "offload_param_nvme_path"),
-        ("offload_optimizer", "offload_optimizer_nvme_path"),
-    ):
-        device, where = keys.take(f"{part}_device", str, "none"), keys.take(path, str)
-        if device != "none":
-            zero[part] = {"device": device, "nvme_path": where}
-    document: dict[str, Any] = {"zero_optimization": zero}
-    for key, kind in (("gradient_clipping", (float,)), ("gradient_accumulation_steps", int)):
-        value = keys.take(key, kind)
-        if value is not None:
-            document[key] = value
-    found = deepspeed_config.convert(document, source)
-    for key in keys.left():
-        found.say(keys.path(key), NOT_NEEDED, "of DeepSpeed's launch and engine")
-    return found
+    values = {key: value for key, value in document.items() if key != _PLUGIN}
+    names: dict[str, str] = {}
+    for path, key in _OF_PLUGIN.items():
+        if key in plugin:
+            names[path] = f"{_PLUGIN}.{key}"
+            value = plugin.pop(key)
+            _set(values, path, None if key.endswith("nvme_path") and value == "none" else value)
+    for key, value in plugin.items():
+        values[str(key)] = value
+        names[str(key)] = f"{_PLUGIN}.{key}"
+    return values, names
 
 
-def _fsdp(found: Conversion, keys: Keys) -> None:
-    strategy = str(keys.take("fsdp_sharding_strategy", (str, int), "FULL_SHARD")).upper()
-    if strategy not in _SHARDS_WHOLE:
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    *sections, key = path.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+    values[key] = value
+
+
+def _processes(found: Conversion, document: Document) -> None:
+    kind = document.take("distributed_type", (str, bool), "NO")  # YAML reads an unquoted NO as false
+    if kind in ("FSDP", "DEEPSPEED"):
+        found.say("distributed_type", TAKEN,
+                  "chunks are cut among the ranks; write MULTI_GPU there (NO for one process) and take out "
+                  "the section of the plugin, and accelerate launch starts the same processes")  # fmt: skip
+    elif kind in ("MEGATRON_LM", "XLA", "TPU"):
+        found.say("distributed_type", NOT_SUPPORTED, "write MULTI_GPU, or NO for one process")
+    else:
+        found.say("distributed_type", NOT_NEEDED, _LAUNCH)
+
+
+def _precision(found: Conversion, document: Document) -> None:
+    precision = document.take("mixed_precision", (str, bool), "no")
+    if precision in ("bf16", "fp16"):
+        words = found.put("model.mixed_precision", f'"{precision}"')
+        more = (
+            "" if found.target is Target.LOOP else "; write no in the file, which asks for autocast otherwise"
+        )
+        found.say("mixed_precision", TAKEN, f"{words}: {precision} weights with masters in fp32{more}")
+    elif precision in ("no", False):  # YAML reads an unquoted no as false
+        found.say("mixed_precision", NOT_NEEDED, "it asks for nothing with this value")
+    else:
+        found.say("mixed_precision", NOT_SUPPORTED, f"there is no {precision!r:.20}: give bf16 or fp16")
+
+
+def _steps(found: Conversion, document: Document) -> None:
+    times = document.take_as("gradient_accumulation_steps", WHOLE)
+    if isinstance(times, int):
+        option = {
+            Target.LOOP: "loop.accumulation",
+            Target.TRAINER: "arguments.gradient_accumulation_steps",
+            Target.ACCELERATE: "accelerator.gradient_accumulation_steps",
+        }[found.target]
+        found.say("gradient_accumulation_steps", TAKEN, found.put(option, repr(times)))
+    norm = document.take("gradient_clipping", (float,))
+    if isinstance(norm, float):
+        found.take(document, OF_DEEPSPEED["gradient_clipping"])
+
+
+def _fsdp(found: Conversion, document: Document) -> None:
+    path = f"{_FSDP}.fsdp_sharding_strategy"
+    strategy = str(document.take(path, (str, int), "FULL_SHARD")).upper()
+    if strategy.isdigit() and 1 <= int(strategy) <= len(_STRATEGIES):
+        strategy = _STRATEGIES[int(strategy) - 1]
+    if strategy not in _STRATEGIES:
         raise ConfigError(
-            f"{found.source}: fsdp_sharding_strategy is {strategy!r}; there are {', '.join(_SHARDS_WHOLE)}"
+            f"{found.source}: {document.name(path)} is {strategy!r:.50}; there are {', '.join(_STRATEGIES)}, "
+            "or 1 to 5"
         )
     text = "every chunk is cut among the ranks, parameters too (ZeRO-3)"
-    if strategy in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
-        text += "; process_group= a DeviceMesh of two dimensions: a row per node"
-    elif not _SHARDS_WHOLE[strategy]:
-        text += "; LowLevelZeroPlugin(stage=2) keeps parameters whole"
-    found.say(keys.path("fsdp_sharding_strategy"), DONE, text)
-    reshard = keys.take("fsdp_reshard_after_forward", (bool, str))
-    if reshard is not None:
-        found.say(
-            keys.path("fsdp_reshard_after_forward"), NOT_NEEDED, "gather_bytes= bounds what stays whole"
+    if strategy.startswith("HYBRID"):
+        text += "; give process_group= a DeviceMesh of two dimensions: a row for each node"
+    elif strategy != "FULL_SHARD" and found.target is Target.LOOP:
+        text += "; LowLevelZeroPlugin(stage=2) of gemini.parallel.booster keeps parameters whole"
+    found.say(path, TAKEN, text)
+    for name in ("offload_params", "cpu_offload"):
+        if _flag(document, f"{_FSDP}.fsdp_{name}"):
+            words = "HOST holds what a GPU has no room for; host_bytes= bounds it"
+            found.say(f"{_FSDP}.fsdp_{name}", TAKEN, words)
+        else:
+            found.say(f"{_FSDP}.fsdp_{name}", NOT_NEEDED, "it asks for nothing with this value")
+    path = f"{_FSDP}.fsdp_activation_checkpointing"
+    if _flag(document, path):
+        option = (
+            "arguments.gradient_checkpointing" if found.target is Target.TRAINER else "loop.checkpointing"
         )
-    offload = keys.take("fsdp_offload_params", bool, False)
-    if offload is True:
-        found.say(keys.path("fsdp_offload_params"), DONE, "HOST is used where a GPU's memory is short")
-    found.say("(budget)", BY_HAND, "device_bytes= and, for a DISK tier, disk_dir=")
-    for key in keys.left():
-        verdict, what = _FSDP.get(key.removeprefix("fsdp_"), (NONE, "not known here"))
-        found.say(keys.path(key), verdict, what)
+        found.say(path, TAKEN, found.put(option, "True"))
+    else:
+        found.say(path, NOT_NEEDED, "it asks for nothing with this value")
+    kind = document.take(f"{_FSDP}.fsdp_state_dict_type", (str,), "SHARDED_STATE_DICT")
+    found.say(f"{_FSDP}.fsdp_state_dict_type", *_state_dict_type(str(kind), found.target))
+    found.notes.append("device_bytes=, host_bytes= and disk_dir= bound what the model takes on each tier")
+
+
+def _state_dict_type(kind: str, target: Target) -> tuple[str, str]:
+    saved = each(
+        loop="gemini.checkpoint.save()",
+        trainer="checkpoint-N of the Trainer",
+        accelerate="save_state()",
+    )[target]
+    if kind == "FULL_STATE_DICT":
+        return NOT_NEEDED, f"state_dict() is whole and in fp32; {saved} streams"
+    return NOT_NEEDED, f"{saved} streams the part of each rank, and any number of ranks loads it"
+
+
+def _flag(document: Document, path: str) -> bool:
+    value = document.take(path, (bool, str), False)
+    return value is True or (isinstance(value, str) and value.lower() in ("true", "1", "yes"))

@@ -1,131 +1,326 @@
-"""What another library's configuration becomes: our call, and a word about each of its keys."""
+"""What another library's configuration becomes: options of ours, and a verdict on each of its keys."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from gemini.errors import ConfigError
 
-DONE = "converted"
+TAKEN = "taken"
 NOT_NEEDED = "not needed"
-BY_HAND = "by hand"
-NONE = "no equivalent"
+NOT_SUPPORTED = "not supported"
 
-AUTO = "auto"  # in files for transformers' Trainer: it fills the value in
+AUTO = "auto"  # transformers' Trainer, or Accelerate, fills the value in
 _NOTHING = object()
+Path = tuple[str, ...]
 
 
-@dataclass
-class Conversion:
-    """Options of our call by name, each as the text of its value, and what became of each key."""
+class Target(Enum):
+    """The program that a configuration belongs to."""
 
-    source: str
-    model: dict[str, str] = field(default_factory=dict)
-    optimizer: dict[str, str] = field(default_factory=dict)  # of the optimizer itself
-    optimizer_class: str = "gemini.HybridAdam"
-    managed: dict[str, str] = field(default_factory=dict)  # of GeminiOptimizer
-    schedule: list[str] = field(default_factory=list)  # lines that make the scheduler
-    accumulation: int = 1
-    keys: list[tuple[str, str, str]] = field(default_factory=list)  # key, verdict, what to do
-
-    def say(self, key: str, verdict: str, text: str) -> None:
-        """Note what became of a key."""
-        self.keys.append((key, verdict, text))
-
-    def drive(self, optimizer_class: str) -> None:
-        """Have this class make the optimizer."""
-        self.optimizer_class = optimizer_class
-
-    def accumulate(self, times: int) -> None:
-        """Have a step follow so many batches."""
-        self.accumulation = times
-
-    def program(self) -> str:
-        """Return our lines, for a program that has ``model`` and ``loader``."""
-        call = [f"# from {self.source}", "import gemini", "import torch", ""]
-        call += _call("model = gemini.GeminiDDP", ["model"], self.model)
-        call += _call(f"optimizer = {self.optimizer_class}", ["model.parameters()"], self.optimizer)
-        call += _call("optimizer = gemini.GeminiOptimizer", ["optimizer", "model"], self.managed)
-        return "\n".join([*call, *self.schedule, "", *self._loop()]) + "\n"
-
-    def _loop(self) -> Iterator[str]:
-        step = ["optimizer.step()", *(["scheduler.step()"] if self.schedule else []), "optimizer.zero_grad()"]
-        if self.accumulation == 1:
-            yield from ("for batch in loader:", "    optimizer.backward(model(**batch).loss)")
-            yield from (f"    {line}" for line in step)
-            return
-        yield "for index, batch in enumerate(loader, start=1):"
-        yield f"    optimizer.backward(model(**batch).loss / {self.accumulation})"
-        yield f"    if index % {self.accumulation} == 0:"
-        yield from (f"        {line}" for line in step)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
-        return {
-            "source": self.source,
-            "program": self.program(),
-            "keys": [{"key": key, "verdict": verdict, "what": text} for key, verdict, text in self.keys],
-        }
+    LOOP = "loop"
+    TRAINER = "trainer"
+    ACCELERATE = "accelerate"
 
 
-class Keys:
-    """The keys of a configuration, each asked for once; what nobody has asked for is left over."""
+# ------------------------------------------------------------------------------- tables of keys
+@dataclass(frozen=True)
+class Kind:
+    """The values of a key: their types, their range, and the text of one in a program."""
 
-    def __init__(self, values: Any, where: str, source: str) -> None:
+    types: tuple[type, ...]
+    least: float = -math.inf
+    most: float = math.inf
+    text: Callable[[Any], str] = repr
+
+
+NUMBER = Kind((float,), least=0)
+WHOLE = Kind((int,), least=1)
+FLAG = Kind((bool,))
+ROUNDED = Kind((float,), least=0, text=lambda value: f"{int(value)}")
+
+Sentence = str | Mapping[Target, str]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a configuration, or a section with all that is below it.
+
+    ``options`` has the option of ours that takes the value, as ``GROUP.NAME``, for each target or for all of
+    them; a key without one for the target is not taken there. ``off``: values that ask for nothing.
+    ``filled``: the option of TrainingArguments that the Trainer writes in where the file says "auto".
+    """
+
+    path: str
+    says: Sentence = ""
+    verdict: str = NOT_SUPPORTED
+    kind: Kind | None = None
+    options: str | Mapping[Target, str] = ""
+    off: tuple[Any, ...] = ()
+    filled: str = ""
+
+    def option(self, target: Target) -> str:
+        """Return ``GROUP.NAME`` of the option that takes the value, or ""."""
+        return self.options if isinstance(self.options, str) else self.options.get(target, "")
+
+    def sentence(self, target: Target) -> str:
+        """Return what there is to say about it; ``{GROUP}`` stands for the call that has these options."""
+        text = self.says if isinstance(self.says, str) else self.says.get(target, "")
+        for group, names in _GROUPS.items():
+            text = text.replace(f"{{{group}}}", names[target])
+        return text
+
+
+def each(loop: str = "", trainer: str = "", accelerate: str = "") -> dict[Target, str]:
+    """Return a text for each target."""
+    return {Target.LOOP: loop, Target.TRAINER: trainer, Target.ACCELERATE: accelerate}
+
+
+_GROUPS: dict[str, dict[Target, str]] = {
+    "model": each("GeminiDDP", "gemini={...}", "gemini={...}"),
+    "managed": each("GeminiOptimizer", "gemini_optimizer={...}", "gemini_optimizer={...}"),
+    "arguments": each(trainer="TrainingArguments"),
+    "accelerator": each(accelerate="GeminiAccelerator"),
+    "handle": each("model", "trainer.handle", "gemini.handle_of(model)"),
+}
+_LOOP = {
+    "accumulation": "an update follows {text} batches, in the loop",
+    "max_norm": "accelerator.clip_grad_norm_(), with {text}, in the loop",
+    "batch": "batches of {text} from the loader, which the script makes",
+    "checkpointing": "model.gradient_checkpointing_enable()",
+}
+
+
+def quoted(text: str) -> str:
+    """Return a text of the file as Python has it."""
+    return f'"{text}"' if re.fullmatch(r"[\w/. -]*", text, re.ASCII) else repr(text)
+
+
+# --------------------------------------------------------------------------------- the document
+class Document:
+    """The values of a configuration by their paths, such as ``"zero_optimization.stage"``.
+
+    ``names`` has the path of a key in the user's file where it is another one; errors and reports say that.
+    """
+
+    def __init__(self, values: Any, source: str, names: Mapping[str, str] | None = None) -> None:
         if not isinstance(values, dict):
+            raise ConfigError(f"{source}: the whole is a {type(values).__name__}, not an object with keys")
+        self.source = source
+        self._values = values
+        self._names = {_parts(path): _parts(name) for path, name in (names or {}).items()}
+
+    def name(self, path: str | Path) -> str:
+        """Return the path of a key in the user's file."""
+        parts = _parts(path)
+        for count in range(len(parts), 0, -1):
+            if parts[:count] in self._names:
+                return ".".join((*self._names[parts[:count]], *parts[count:]))
+        return ".".join(parts)
+
+    def has(self, path: str) -> bool:
+        """Return whether the file has the key, with any value."""
+        return self._find(path) is not _NOTHING
+
+    def section(self, path: str) -> dict[str, Any]:
+        """Return the keys under one; none where the file has none. Raises ConfigError for another value."""
+        found = self._find(path)
+        if found is _NOTHING or found is None:
+            return {}
+        if not isinstance(found, dict):
             raise ConfigError(
-                f"{source}: {where or 'the whole'} is a {type(values).__name__}, not an object with keys"
+                f"{self.source}: {self.name(path)} is a {type(found).__name__}, not an object with keys"
             )
-        self._left = {str(key): value for key, value in values.items()}
-        self._where = where
-        self._source = source
+        return found
 
-    def path(self, key: str) -> str:
-        """Return the key with those that it is under."""
-        return f"{self._where}.{key}" if self._where else key
-
-    def take(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-        """Return the value of a key, ``"auto"`` as it is. Raises ConfigError where it is of no such kind."""
-        value = self._left.pop(key, _NOTHING)
-        if value is _NOTHING or value is None:
+    def take(self, path: str, types: tuple[type, ...], default: Any = None) -> Any:
+        """Return the value of a key, ``"auto"`` as it is. Raises ConfigError where it has another type."""
+        section, _, key = path.rpartition(".")
+        value = (self.section(section) if section else self._values).get(key)
+        if value is None:
             return default
-        wanted = kind if isinstance(kind, tuple) else (kind,)
         if value == AUTO and isinstance(value, str):
             return AUTO
-        if float in wanted and type(value) in (int, float, str):  # "1e-5" is a text in YAML
-            value = self._number(key, value)
-        if (isinstance(value, bool) and bool not in wanted) or not isinstance(value, wanted):
-            names = " or ".join(each.__name__ for each in wanted)
-            raise ConfigError(
-                f"{self._source}: {self.path(key)} is {value!r:.100}; it is to be of type {names}"
-            )
+        if float in types and type(value) in (int, float, str):  # "1e-5" is a text in YAML
+            value = self._number(path, value)
+        if (isinstance(value, bool) and bool not in types) or not isinstance(value, types):
+            names = " or ".join(sorted({each.__name__ for each in types}))
+            raise ConfigError(f"{self.source}: {self.name(path)} is {value!r:.100}; it needs type {names}")
         return value
 
-    def _number(self, key: str, value: Any) -> float:
+    def take_as(self, path: str, kind: Kind, default: Any = None) -> Any:
+        """Return the value of a key as :meth:`take`. Raises ConfigError where it is out of range, too."""
+        value = self.take(path, kind.types, default)
+        if type(value) in (int, float) and not kind.least <= value <= kind.most:
+            wanted = (
+                f"{kind.least:g} or more" if kind.most == math.inf else f"{kind.least:g} to {kind.most:g}"
+            )
+            raise ConfigError(f"{self.source}: {self.name(path)} is {value!r}; it must be {wanted}")
+        return value
+
+    def is_on(self, path: str) -> bool:
+        """Return whether a section has ``"enabled": true``, or ``"auto"``, which may become that."""
+        return self.take(f"{path}.enabled", (bool,), False) in (True, AUTO)
+
+    def leaves(self) -> Iterator[tuple[Path, Any]]:
+        """Return each key that has no keys below it, with its value, in the order of the file."""
+        return _leaves(self._values, ())
+
+    def _find(self, path: str) -> Any:
+        found: Any = self._values
+        for part in _parts(path):
+            if not isinstance(found, dict) or part not in found:
+                return _NOTHING
+            found = found[part]
+        return found
+
+    def _number(self, path: str, value: Any) -> float:
         try:
             number = float(value)
         except (ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
-            raise ConfigError(f"{self._source}: {self.path(key)} is {value!r:.100}; it is to be a number")
+            raise ConfigError(f"{self.source}: {self.name(path)} is {value!r:.100}; it must be a number")
         return number
 
-    def under(self, key: str) -> Keys:
-        """Return the keys under one, none where there is none."""
-        return Keys(self._left.pop(key, None) or {}, self.path(key), self._source)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._left
-
-    def left(self) -> list[str]:
-        """Return the keys that nobody has asked for."""
-        return list(self._left)
+def _parts(path: str | Path) -> Path:
+    return tuple(path.split(".")) if isinstance(path, str) else path
 
 
-def _call(name: str, first: list[str], options: dict[str, str]) -> list[str]:
-    given = [*first, *(f"{key}={value}" for key, value in options.items())]
-    line = f"{name}({', '.join(given)})"
-    return [line] if len(line) <= 88 else [f"{name}(", *(f"    {each}," for each in given), ")"]
+def _leaves(values: Any, above: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(values, dict) and values:
+        for key, value in values.items():
+            yield from _leaves(value, (*above, str(key)))
+    elif isinstance(values, list) and any(isinstance(value, dict) for value in values):
+        for number, value in enumerate(values):
+            yield from _leaves(value, (*above, f"{number}"))
+    elif above:
+        yield above, values
+
+
+# ------------------------------------------------------------------------------------ the result
+@dataclass(frozen=True)
+class Schedule:
+    """The rate of each update, as a share of the optimizer's: lines of Python.
+
+    ``settings`` are names with their values, which ``share`` and ``momentum`` use: the bodies of functions of
+    ``update``, the number of updates before it.
+    """
+
+    settings: tuple[tuple[str, str], ...]
+    share: tuple[str, ...]
+    height: tuple[str, ...] = ()  # of a cycle, which both of the others call
+    momentum: tuple[str, ...] = ()
+
+
+@dataclass
+class Conversion:
+    """Options of ours by group, each as the text of its value, and what happened to each key.
+
+    Groups: ``model`` (of manage()), ``managed`` (of GeminiOptimizer), ``optimizer``, ``arguments`` (of
+    TrainingArguments), ``accelerator`` and ``loop`` (``accumulation``, ``max_norm``, ``batch``).
+    """
+
+    source: str
+    target: Target
+    groups: dict[str, dict[str, str]] = field(default_factory=dict)
+    optimizer_class: str = "gemini.HybridAdam"
+    schedule: Schedule | None = None
+    notes: list[str] = field(default_factory=list)  # comments above the program
+    keys: list[tuple[str, str, str]] = field(default_factory=list)  # key, verdict, sentence
+    said: dict[Path, tuple[str, str]] = field(default_factory=dict)
+
+    def of(self, group: str) -> dict[str, str]:
+        """Return the options of a group."""
+        return self.groups.setdefault(group, {})
+
+    def drive(self, optimizer_class: str) -> None:
+        """Have this class make the optimizer."""
+        self.optimizer_class = optimizer_class
+
+    def follow(self, schedule: Schedule) -> None:
+        """Have the rates follow a schedule."""
+        self.schedule = schedule
+
+    def say(self, path: str, verdict: str, text: str) -> None:
+        """Note what happened to a key, or to all keys of a section."""
+        self.said[_parts(path)] = (verdict, text)
+
+    def put(self, option: str, text: str) -> str:
+        """Give an option, ``GROUP.NAME``, a value; return the words for a reader."""
+        group, _, name = option.partition(".")
+        self.of(group)[name] = text
+        if group == "loop":
+            return _LOOP[name].replace("{text}", text)
+        call = self.optimizer_class if group == "optimizer" else _GROUPS[group][self.target]
+        return f"{name}={text} of {call}"
+
+    def take(self, document: Document, key: Key) -> None:
+        """Convert a key of a table, if the file has it and has not said of it yet."""
+        if key.kind is None or _parts(key.path) in self.said:
+            return
+        value = document.take_as(key.path, key.kind)
+        if value is None:
+            return
+        option, sentence = key.option(self.target), key.sentence(self.target)
+        if value == AUTO and isinstance(value, str):
+            self.say(key.path, *auto(self.target, key.filled))
+        elif option and value not in key.off:
+            words = self.put(option, key.kind.text(value))
+            self.say(key.path, TAKEN, f"{words}; {sentence}" if sentence else words)
+
+
+_AUTO_HERE = each(
+    loop='"auto" is a value that a Trainer fills in; write the number, or print a program --for trainer',
+    accelerate='"auto" is a value that DeepSpeed\'s plugin fills in; write the number',
+)
+
+
+def auto(target: Target, filled: str) -> tuple[str, str]:
+    """Return the verdict on a key with ``"auto"``; ``filled`` names the options of TrainingArguments."""
+    if target is not Target.TRAINER:
+        return NOT_SUPPORTED, _AUTO_HERE[target]
+    if not filled:
+        return NOT_SUPPORTED, '"auto" is no value that the Trainer fills in; write the number'
+    return TAKEN, f"{filled} of TrainingArguments, as the Trainer filled it in"
+
+
+def report(found: Conversion, document: Document, table: Mapping[str, Key], switched: frozenset[str]) -> None:
+    """Give each key of the file its verdict: one that was said already, that of its row, or of the nearest
+    section above it. ``switched`` are sections that do nothing without ``"enabled": true``."""
+    rows = {_parts(path): row for path, row in table.items()}
+    for path, value in document.leaves():
+        found.keys.append((document.name(path), *_verdict(found, document, path, value, (rows, switched))))
+
+
+def _verdict(
+    found: Conversion,
+    document: Document,
+    path: Path,
+    value: Any,
+    tables: tuple[dict[Path, Key], frozenset[str]],
+) -> tuple[str, str]:
+    rows, switched = tables
+    if path in found.said:
+        return found.said[path]
+    if path[0] in switched and not document.is_on(path[0]):
+        return NOT_NEEDED, f'{path[0]} is off: it has no "enabled": true'
+    for count in range(len(path), 0, -1):
+        above = path[:count]
+        if above in found.said:
+            return found.said[above]
+        if above in rows:
+            return _of_row(rows[above], found.target, value, is_itself=count == len(path))
+    return NOT_SUPPORTED, "this key is not known here; look for an option of GeminiDDP or GeminiOptimizer"
+
+
+def _of_row(row: Key, target: Target, value: Any, *, is_itself: bool) -> tuple[str, str]:
+    if is_itself and (value in (None, False, {}, []) or value in row.off) and row.verdict == NOT_SUPPORTED:
+        return NOT_NEEDED, "it asks for nothing with this value"
+    return row.verdict, row.sentence(target)

@@ -6,24 +6,44 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from gemini.cli import accelerate_config, deepspeed_config
 from gemini.cli.console import Console, print_json
-from gemini.cli.conversion import NONE, Conversion
+from gemini.cli.conversion import AUTO, NOT_NEEDED, NOT_SUPPORTED, TAKEN, Conversion, Document, Target
+from gemini.cli.conversion_programs import program
+from gemini.cli.deepspeed_keys import KEYS
 from gemini.errors import ConfigError, InputError, printable
 from gemini.system.input_files import read_document
 
 HELP = """\
-FILE is ds_config.json, or the YAML that accelerate config writes (FSDP or DeepSpeed). It is only read:
-nothing in it is run. Standard output is a program; what became of each key goes to standard error.
+FILE is one of
+  ds_config.json         a configuration of DeepSpeed
+  default_config.yaml    what accelerate config writes, with FSDP or DeepSpeed
+  fsdp_config.json       for fsdp_config= of TrainingArguments
+It is only read: nothing in it is run.
+
+Standard output is a program that does the same with a managed model:
+  --for trainer       TrainingArguments and GeminiTrainer; what the file
+                      leaves "auto" stays in your TrainingArguments
+  --for accelerate    GeminiAccelerator and its loop
+  --for loop          GeminiDDP, GeminiOptimizer and a plain loop
+Without --for: a DeepSpeed file with "auto" values, or one of FSDP's, is for the
+Trainer; a file of accelerate config is for Accelerate; any other for a loop.
+
+Standard error has every key of the file:
+  taken               as the option that is named
+  not needed          and why
+  not supported       and what to do instead
+The rates of a scheduler are DeepSpeed's, update for update.
 
 examples:
   gemini convert-config ds_config.json
-  gemini convert-config default_config.yaml > train.py
+  gemini convert-config ds_config.json --for trainer > train.py
+  gemini convert-config default_config.yaml --for accelerate
   gemini convert-config ds_config.json --json
 """
+_NO_AUTO_OF_THE_TRAINER = ("zenflow", "pipeline", "autotuning")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -31,12 +51,17 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "convert-config",
         help="print our call for a DeepSpeed or Accelerate config",
-        description="Print the call that a configuration becomes, and name each key that has no equivalent.",
+        description="Print the program that a configuration of DeepSpeed or Accelerate becomes, and what "
+        "happened to each of its keys.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("file", type=Path, metavar="FILE", help="a JSON or YAML file, see below")
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="ds_config.json, or a YAML of accelerate config"
+        "--for",
+        dest="target",
+        choices=[target.value for target in Target],
+        help="the program that the configuration belongs to (default: follows from the file)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: program, and keys with verdicts"
@@ -50,31 +75,77 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: the file cannot be read, holds what its own library refuses, or no key that is known.
     """
-    found = convert(options.file)
+    found = convert(options.file, None if options.target is None else Target(options.target))
     if options.json:
-        print_json(found.as_json())
+        print_json(as_json(found))
         return 0
-    print(found.program(), end="")
-    table = Table("key", "", "what to do", title=Text(f"keys of {found.source}"))
-    for key, verdict, text in found.keys:
-        table.add_row(*(Text(printable(each)) for each in (key, verdict, text)))
-    Console(stderr=True).print(table)
+    print(program(found), end="")
+    console = Console(stderr=True, soft_wrap=True, highlight=False)  # no key is cut, however narrow
+    for line in _report(found, is_guessed=options.target is None):
+        console.print(Text(line))
     return 0
 
 
-def convert(path: Path) -> Conversion:
-    """Return what the configuration at ``path`` becomes. Raises ConfigError."""
+def _report(found: Conversion, *, is_guessed: bool) -> list[str]:
+    """Return the lines about all keys, by their verdicts."""
+    others = " or ".join(f"--for {target.value}" for target in Target if target is not found.target)
+    guess = f"; for another program: {others}" if is_guessed else ""
+    lines = [f"keys of {found.source}, --for {found.target.value}{guess}"]
+    for verdict in (TAKEN, NOT_NEEDED, NOT_SUPPORTED):
+        said = [(key, text) for key, own, text in found.keys if own == verdict]
+        if said:
+            lines += ["", f"{verdict}:", *(f"  {printable(key)}: {printable(text)}" for key, text in said)]
+    return lines
+
+
+def as_json(found: Conversion) -> dict[str, Any]:
+    """Return a conversion as plain data."""
+    return {
+        "source": found.source,
+        "target": found.target.value,
+        "program": program(found),
+        "keys": [{"key": key, "verdict": verdict, "what": text} for key, verdict, text in found.keys],
+    }
+
+
+def convert(path: Path, target: Target | None = None) -> Conversion:
+    """Return what the configuration at ``path`` becomes; without a ``target``, for the program that it
+    belongs to. Raises ConfigError."""
     document = _read(path)
-    is_accelerate = isinstance(document, dict) and document.keys() & {"distributed_type", "fsdp_config"}
-    part = accelerate_config if is_accelerate else deepspeed_config
-    found: Conversion = part.convert(document, ascii(path.name)[1:-1])  # one line of any name
-    if document and document.keys() <= {key for key, verdict, _ in found.keys if verdict == NONE}:
-        keys = printable(", ".join(str(key) for key in list(document)[:5]))
-        raise ConfigError(
-            f"{path} has no key of a configuration of DeepSpeed or Accelerate, but {keys}; "
-            "name ds_config.json, or the YAML that accelerate config writes"
-        )
+    source = ascii(path.name)[1:-1]  # one line of any name
+    if accelerate_config.is_accelerates(document):
+        found = accelerate_config.convert(document, source, target or Target.ACCELERATE)
+    elif accelerate_config.is_of_fsdp(document):
+        found = accelerate_config.convert_fsdp(document, source, target or Target.TRAINER)
+    else:
+        _require_known(document, path)
+        target = target or (Target.TRAINER if _leaves_to_trainer(document, source) else Target.LOOP)
+        found = deepspeed_config.convert(document, source, target)
     return found
+
+
+def _leaves_to_trainer(document: Any, source: str) -> bool:
+    """Return whether a file of DeepSpeed has values that transformers' Trainer fills in."""
+    return any(
+        isinstance(value, str) and value == AUTO and not {*key} & {*_NO_AUTO_OF_THE_TRAINER}
+        for key, value in Document(document, source).leaves()
+    )
+
+
+def _require_known(document: Any, path: Path) -> None:
+    """Raise ConfigError for a document without any key of a configuration."""
+    known = {key.split(".")[0] for key in KEYS} | _TOP
+    if not isinstance(document, dict) or not document or {str(key) for key in document} & known:
+        return
+    keys = printable(", ".join(str(key) for key in list(document)[:5]))
+    raise ConfigError(
+        f"{path} has no key of a configuration of DeepSpeed or Accelerate, but {keys}; "
+        "name ds_config.json, or the YAML that accelerate config writes"
+    )
+
+
+_TOP = {"bf16", "bfloat16", "fp16", "zero_optimization", "optimizer", "scheduler", "train_batch_size",
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}  # fmt: skip
 
 
 def _read(path: Path) -> Any:

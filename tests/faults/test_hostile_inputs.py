@@ -17,6 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import gemini
+from gemini.cli.conversion import Target
+from gemini.cli.conversion_programs import program
 from gemini.cli.convert_config import convert
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import GeminiError
@@ -197,7 +199,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[tuple[str, str]]]] = {
     "data": (lambda path: list(Documents(find_data(str(path)))),
              [("d.json", RECORDS), ("d.jsonl", '{"text": "a"}\n{"text": "b"}\n'), ("d.txt", "some text"),
               ("d.csv", 'prompt,completion\n"a, b",c\n'), ("d.jsonl", CHATS)]),
-    "configurations": (lambda path: convert(path).program(),
+    "configurations": (lambda path: [compile(program(convert(path, each)), "", "exec") for each in Target],
                        [("c.json", CONFIG), ("c.yaml", "fsdp_config:\n  fsdp_offload_params: true\n")]),
     "hosts": (read_hostfile, [("hosts", "node1\nme@node2\n")]),
     "model configs": (lambda path: find_model(str(path), ModelOptions(seq=8, checkpointing=False)),

@@ -1,9 +1,8 @@
-"""``gemini convert-config``: what it prints runs, and no key of a file is left without a word."""
+"""``gemini convert-config``: what it prints runs, and every key of a file has its verdict."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from gemini.cli.conversion import BY_HAND, DONE, NONE, NOT_NEEDED, Conversion
+from gemini.cli.conversion import NOT_NEEDED, NOT_SUPPORTED, TAKEN, Conversion, Target
+from gemini.cli.conversion_programs import program
 from gemini.cli.convert_config import convert
 from gemini.cli.main import main
 from gemini.errors import ConfigError
@@ -87,28 +87,19 @@ def written(document: Any, path: Path, *, disk: Path) -> Path:
 
 
 def run_program(found: Conversion) -> dict[str, Any]:
-    """Run what is printed on four batches; return its names."""
+    """Run what is printed for a loop on four batches; return its names."""
     torch.manual_seed(0)
     names: dict[str, Any] = {"model": Model(), "loader": [{"x": torch.rand(4, 6)} for _ in range(4)]}
-    exec(compile(found.program(), "printed", "exec"), names)
+    exec(compile(program(found), "printed", "exec"), names)
     return names
-
-
-def leaves(document: Any, where: str = "") -> set[str]:
-    """Return the paths of the sections at the top and of the keys below them."""
-    found = set()
-    for key, value in document.items():
-        path = f"{where}.{key}" if where else key
-        found |= leaves(value, path) if isinstance(value, dict) and value else {path}
-    return found
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_what_is_printed_trains(name: str, tmp_path: Path) -> None:
-    found = convert(written(PLAIN[name], tmp_path / "ds_config.json", disk=tmp_path))
+    found = convert(written(PLAIN[name], tmp_path / "ds_config.json", disk=tmp_path), Target.LOOP)
     names = run_program(found)
-    assert names["model"].stats()["step"] == 4 // found.accumulation
-    assert {verdict for _, verdict, _ in found.keys} <= {DONE, NOT_NEEDED, BY_HAND, NONE}
+    assert names["model"].stats()["step"] == 4 // int(found.of("loop").get("accumulation", "1"))
+    assert {verdict for _, verdict, _ in found.keys} <= {TAKEN, NOT_NEEDED, NOT_SUPPORTED}
     assert all(text for _, _, text in found.keys)
 
 
@@ -145,53 +136,55 @@ def test_each_optimizer_trains_under_each_scheduler(
     assert names["scheduler"].last_epoch == 4
 
 
-def share_of_deepspeed(scheduler: str, step: int) -> float:
-    """Return the share of the highest rate that DeepSpeed's schedulers have in a step, by their defaults."""
-    least = 0.01 if scheduler == "WarmupCosineLR" else 0.0
-    if step < WARMUP:
-        return least + (1 - least) * math.log(step + 1) / math.log(WARMUP)
-    if scheduler == "WarmupDecayLR":
-        return (TOTAL - step) / (TOTAL - WARMUP)
-    if scheduler == "WarmupCosineLR":
-        way = (step - WARMUP + 1) / (TOTAL - WARMUP)
-        return 0.0001 + (1 - 0.0001) * (1 + math.cos(math.pi * way)) / 2
-    return 1.0
+def test_the_words_say_how_a_warmup_rises_and_what_follows(tmp_path: Path) -> None:
+    for kind, shape in (("WarmupLR", "log"), ("WarmupCosineLR", "linear")):
+        params = {"warmup_num_steps": WARMUP, "warmup_type": shape}
+        if kind != "WarmupLR":
+            params["total_num_steps"] = TOTAL
+        document = {"scheduler": {"type": kind, "params": params}}
+        found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
+        ((verdict, text),) = [each[1:] for each in found.keys if each[0] == "scheduler.type"]
+        assert verdict == TAKEN
+        assert ("logarithmic" if shape == "log" else "linear") in text
+        assert ("cosine" in text) == (kind == "WarmupCosineLR")
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_a_logarithmic_warmup_has_the_rates_of_deepspeed(scheduler: str, tmp_path: Path) -> None:
-    params = {"warmup_num_steps": WARMUP, "total_num_steps": TOTAL}
-    if scheduler == "WarmupLR":
-        del params["total_num_steps"]
+@pytest.mark.parametrize(
+    ("kind", "params", "says"),
+    [
+        ("Staircase", {}, "has no scheduler 'Staircase'"),
+        ("WarmupLR", {"warmup_max_lr": [1e-3, 1e-4]}, "a rate for each group"),
+        ("WarmupLR", {"warmup_num_steps": "auto"}, "write numbers for warmup_num_steps"),
+        ("OneCycle", {"cycle_min_lr": "auto", "cycle_max_lr": 1e-3}, "write numbers for cycle_min_lr"),
+    ],
+)
+def test_a_schedule_that_nobody_knows_is_left_out(
+    kind: str, params: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     document = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "scheduler": {"type": scheduler, "params": params},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "scheduler": {"type": kind, "params": params},
     }
-    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
-    names: dict[str, Any] = {"torch": torch}
-    names["optimizer"] = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
-    exec("\n".join(found.schedule), names)
-    rates = []
-    for _ in range(TOTAL):
-        rates.append(names["optimizer"].param_groups[0]["lr"])
-        names["optimizer"].step()
-        names["scheduler"].step()
-    assert rates == pytest.approx([1e-3 * share_of_deepspeed(scheduler, step) for step in range(TOTAL)])
-    assert any("logarithmic" in text for key, _, text in found.keys if key == "scheduler.type")
+    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path), Target.LOOP)
+    assert found.schedule is None
+    assert found.of("optimizer")["lr"] == "0.5"  # the rate of the optimizer stays
+    said = [each for each in found.keys if each[0].startswith("scheduler")]
+    assert {verdict for _, verdict, _ in said} == {NOT_SUPPORTED}
+    assert any(says in text for _, _, text in said)
 
 
 def test_lamb_is_ours_and_muon_says_why_it_is_not_printed(tmp_path: Path) -> None:
     lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
     found = convert(written(lamb, tmp_path / "lamb.json", disk=tmp_path))
     assert found.optimizer_class == "gemini.Lamb"
-    assert found.optimizer == {"lr": "0.001", "eps": "1e-08", "bias_correction": "True"}
+    assert found.of("optimizer") == {"lr": "0.001", "eps": "1e-08", "bias_correction": "True"}
     muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}}
     found = convert(written(muon, tmp_path / "muon.json", disk=tmp_path))
-    assert found.optimizer == {}
+    assert found.of("optimizer") == {}
     (said,) = [(verdict, text) for key, verdict, text in found.keys if key == "optimizer.type"]
-    assert said[0] == NONE
+    assert said[0] == NOT_SUPPORTED
     assert "takes matrices alone" in said[1]
-    assert {key for key, verdict, _ in found.keys if verdict == NONE} >= {
+    assert {key for key, verdict, _ in found.keys if verdict == NOT_SUPPORTED} >= {
         "optimizer.params.lr",
         "optimizer.params.momentum",
     }
@@ -203,8 +196,8 @@ def test_values_arrive_where_ours_are(tmp_path: Path) -> None:
     group = optimizer.param_groups[0]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.99), 1e-7, 0.1)
     assert group["initial_lr"] == 3e-5
-    assert found.model == {"mixed_precision": '"fp16"', "disk_dir": repr(str(tmp_path))}
-    assert found.managed == {
+    assert found.of("model") == {"mixed_precision": '"fp16"', "disk_dir": f'"{tmp_path}"'}
+    assert found.of("managed") == {
         "growth_interval": "500", "hysteresis": "3", "initial_scale": "2**12", "max_norm": "1.0"
     }  # fmt: skip
 
@@ -215,17 +208,72 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         convert(path)
 
 
-def test_no_key_is_left_without_a_word(tmp_path: Path) -> None:
-    unknown = {**OFFLOADED, "invented": 1, "zero_optimization": {"stage": 1, "also_invented": {"a": 2}}}
-    for document in (*PLAIN.values(), unknown):
-        found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
-        said = {key for key, _, _ in found.keys}
-        for path in leaves(document) - {"fp16.loss_scale"}:
-            sections = {path.rsplit(".", count)[0] for count in range(path.count(".") + 1)}
-            assert sections & said or any(key.startswith(f"{path.split('.')[0]}.") for key in said), path
+def test_unknown_keys_are_reported_one_by_one(tmp_path: Path) -> None:
+    document = {
+        **OFFLOADED,
+        "invented": 1,
+        "zero_optimization": {"stage": 1, "also": {"a": 2, "b": [{"c": 3}]}},
+    }
+    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
     verdicts = {key: verdict for key, verdict, _ in found.keys}
-    assert verdicts["invented"] == NONE
-    assert verdicts["zero_optimization.also_invented"] == NONE
+    for key in ("invented", "zero_optimization.also.a", "zero_optimization.also.b.0.c"):
+        assert verdicts[key] == NOT_SUPPORTED
+
+
+AUTOMATIC = {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}}
+FSDP = {"transformer_layer_cls_to_wrap": "GPT2Block"}
+
+
+@pytest.mark.parametrize(
+    ("document", "suffix", "target"),
+    [
+        ({"train_batch_size": 8}, ".json", Target.LOOP),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, ".json", Target.TRAINER),
+        (AUTOMATIC, ".json", Target.TRAINER),
+        ({"pipeline": {"stages": "auto"}}, ".json", Target.LOOP),  # DeepSpeed's own
+        (FSDP, ".json", Target.TRAINER),
+        ({"distributed_type": "NO"}, ".yaml", Target.ACCELERATE),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {}}, ".json", Target.ACCELERATE),
+    ],
+)
+def test_the_target_follows_from_the_file_unless_it_is_named(
+    document: Any, suffix: str, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(document, tmp_path / f"a{suffix}", disk=tmp_path)
+    assert convert(file).target is target
+    for each in Target:
+        assert convert(file, each).target is each
+        assert main(["convert-config", str(file), "--for", each.value]) == 0
+        classes = {Target.LOOP: "GeminiDDP", Target.TRAINER: "GeminiTrainer"}
+        assert classes.get(each, "GeminiAccelerator") in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_cuts_no_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    name = "stage3_gather_16bit_weights_on_model_save"
+    file = written({"zero_optimization": {name: True}}, tmp_path / "ds.json", disk=tmp_path)
+    assert main(["convert-config", str(file)]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if name in line]
+    assert line.startswith(f"  zero_optimization.{name}: ")
+    assert line.endswith("in pieces")
+
+
+def test_batches_are_worked_out_as_deepspeed_does(tmp_path: Path) -> None:
+    for document, batch, times in (
+        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4}, "4", "max(1, 6 // ranks)"),
+        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, "max(1, 8 // ranks)", "3"),
+        ({"train_batch_size": 24}, "max(1, 24 // ranks)", "1"),
+        (
+            {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
+            "4",
+            "3",
+        ),
+    ):
+        found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
+        loop = found.of("loop")
+        assert (loop["batch"], loop.get("accumulation", "1")) == (batch, times)
 
 
 ACCELERATE = """\
@@ -245,12 +293,12 @@ fsdp_config:
 def test_an_fsdp_section_of_accelerate_is_converted(strategy: str, tmp_path: Path) -> None:
     file = tmp_path / "default_config.yaml"
     file.write_text(ACCELERATE.format(strategy=strategy))
-    found = convert(file)
+    found = convert(file, Target.LOOP)
     assert run_program(found)["model"].stats()["step"] == 2
     verdicts = {key: verdict for key, verdict, _ in found.keys}
     assert verdicts["fsdp_config.fsdp_auto_wrap_policy"] == NOT_NEEDED
-    assert verdicts["fsdp_config.fsdp_something_new"] == NONE
-    assert verdicts["num_processes"] == BY_HAND
+    assert verdicts["fsdp_config.fsdp_something_new"] == NOT_SUPPORTED
+    assert verdicts["num_processes"] == NOT_NEEDED
 
 
 def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
@@ -261,9 +309,10 @@ def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
         "  zero3_init_flag: true\n"
     )
     found = convert(file)
-    assert found.model == {"disk_dir": repr(str(tmp_path))}
-    assert found.managed == {"max_norm": "0.5"}
-    run_program(found)
+    assert found.of("model") == {"disk_dir": f'"{tmp_path}"'}
+    assert found.of("loop") == {"max_norm": "0.5"}
+    assert "deepspeed_config.offload_param_nvme_path" in {key for key, _, _ in found.keys}
+    run_program(convert(file, Target.LOOP))
 
 
 @pytest.mark.parametrize(
@@ -277,8 +326,8 @@ def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
         ("a.json", '{"zero_optimization": {"stage": 7}}', "stage is 7"),
         ("a.json", '{"zero_optimization": {"stage": true}}', "stage is True"),
         ("a.json", '{"gradient_accumulation_steps": 0}', "steps is 0"),
-        ("a.json", '{"gradient_clipping": 1e999}', "to be a number"),
-        ("a.json", '{"gradient_clipping": NaN}', "to be a number"),
+        ("a.json", '{"gradient_clipping": 1e999}', "must be a number"),
+        ("a.json", '{"gradient_clipping": NaN}', "must be a number"),
         ("a.json", '{"fp16": {"enabled": true, "initial_scale_power": 1e9}}', "0 to 126"),
         ("a.json", '{"gradient_clipping": "much"}', "clipping is 'much'"),
         ("a.json", '{"zero_optimization": {"offload_param": {"device": "nvme"}}}', "nvme_path is missing"),
@@ -289,7 +338,7 @@ def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
         (
             "a.json",
             '{"optimizer": {"type": "Adam", "params": {"lr": -1e-4}}}',
-            "params.lr is -0.0001; it is to be 0 or more",
+            "params.lr is -0.0001; it must be 0 or more",
         ),
         ("a.json", '{"optimizer": {"type": "Adam", "params": {"eps": -1}}}', "params.eps is -1"),
         (
@@ -316,6 +365,32 @@ def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
             "warmup_max_lr is -1",
         ),
         ("a.json", '{"gradient_clipping": -1}', "clipping is -1"),
+        (
+            "a.json",
+            '{"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}',
+            "a multiple of the second",
+        ),
+        (
+            "a.json",
+            '{"scheduler": {"type": "OneCycle", "params": {"cycle_max_lr": 1}}}',
+            "cycle_min_lr is missing",
+        ),
+        (
+            "a.json",
+            '{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0}}}',
+            "warmup_max_lr is 0",
+        ),
+        (
+            "a.json",
+            '{"scheduler": {"type": "LRRangeTest", "params": {"lr_range_test_step_size": 0}}}',
+            "1 or more",
+        ),
+        ("a.json", '{"scheduler": []}', "scheduler is a list"),
+        ("a.json", '{"optimizer": "AdamW"}', "optimizer is a str"),
+        ("a.json", '{"zero_optimization": true}', "zero_optimization is a bool"),
+        ("a.json", '{"tensorboard": true}', "tensorboard is a bool"),
+        ("a.yaml", "deepspeed_config: 3\n", "deepspeed_config is a int"),
+        ("a.yaml", "deepspeed_config:\n  deepspeed_config_file: ds.json\n", "convert that file"),
         ("a.yaml", "a: &a [1]\nb: *a\n", "a.yaml has aliases"),
         ("a.yaml", "fsdp_config: {}\ngradient_accumulation_steps: 0\n", "1 or more"),
         ("a.yaml", "a: [", "no YAML"),
@@ -335,7 +410,7 @@ def test_texts_of_a_file_and_its_name_never_become_code(tmp_path: Path) -> None:
     disk.mkdir()
     found = convert(written(OFFLOADED, tmp_path / "a\nnames['ran'] = 1\n.json", disk=disk))
     assert "ran" not in run_program(found)
-    assert found.model["disk_dir"] == repr(str(disk))
+    assert found.of("model")["disk_dir"] == repr(str(disk))
 
 
 def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
@@ -378,4 +453,4 @@ def test_a_key_in_brackets_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_an_unquoted_no_is_a_precision(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nmixed_precision: no\n")
-    assert "mixed_precision" not in convert(tmp_path / "a.yaml").model
+    assert "mixed_precision" not in convert(tmp_path / "a.yaml").of("model")

@@ -1,0 +1,264 @@
+"""The keys of a configuration of DeepSpeed: the option of ours that takes each, or why there is none.
+
+A key that is listed for its section stands for all keys below it. ``deepspeed_config`` has the code for keys
+that need more than a row: types of optimizers and schedulers, devices, batches.
+"""
+
+from __future__ import annotations
+
+from gemini.cli.conversion import (
+    FLAG,
+    NOT_NEEDED,
+    NOT_SUPPORTED,
+    NUMBER,
+    ROUNDED,
+    WHOLE,
+    Key,
+    Kind,
+    Sentence,
+    each,
+)
+
+MOST_POWER = 126  # of fp32
+_POWER = Kind((float,), least=0, most=MOST_POWER, text=lambda value: f"2**{int(value)}")
+_OFFLOAD = Kind((bool,), text=lambda value: 'torch.cuda.is_available() and "auto"')
+_REDUCED = Kind((str,), text=lambda value: '"fp16"' if value == "fp16" else '"bf16"')
+_STATES = Kind((bool,), text=lambda value: '"bf16"')
+_STATS = "{handle}.stats(flat=True, since_last=True)"
+
+
+def _needless(says: Sentence, *paths: str) -> list[Key]:
+    return [Key(path, says, NOT_NEEDED) for path in paths]
+
+
+def _missing(says: Sentence, *paths: str, off: tuple[object, ...] = ()) -> list[Key]:
+    return [Key(path, says, NOT_SUPPORTED, off=off) for path in paths]
+
+
+def _zero(*names: str) -> list[str]:
+    return [f"zero_optimization.{name}" for name in names]
+
+
+_TAKEN = [
+    Key(
+        "gradient_clipping",
+        kind=NUMBER,
+        options=each("managed.max_norm", "arguments.max_grad_norm", "loop.max_norm"),
+        filled="max_grad_norm=",
+    ),
+    Key("fp16.loss_scale_window", kind=ROUNDED, options="managed.growth_interval"),
+    Key("fp16.hysteresis", kind=ROUNDED, options="managed.hysteresis"),
+    Key("fp16.initial_scale_power", kind=_POWER, options="managed.initial_scale"),
+    Key("fp16.min_loss_scale", kind=NUMBER, options="managed.min_scale"),
+    Key("activation_checkpointing.cpu_checkpointing", kind=_OFFLOAD, options="model.activation_offload",
+        off=(False,)),
+    Key("bf16.bf16_optimizer_states", "only HybridAdam has states in bf16: state_dtype='bf16'", kind=_STATES,
+        options="optimizer.state_dtype", off=(False,)),
+    Key(
+        "steps_per_print",
+        each(
+            loop=f"print or log {_STATS} every so many updates",
+            accelerate=f"accelerator.log({_STATS}) every so many updates",
+        ),
+        kind=WHOLE,
+        options=each(trainer="arguments.logging_steps"),
+        filled="logging_steps=",
+    ),
+    Key(
+        "dataloader_drop_last",
+        each(loop="give DataLoader drop_last=True", accelerate="give DataLoader drop_last=True"),
+        kind=FLAG,
+        options=each(trainer="arguments.dataloader_drop_last"),
+    ),
+]  # fmt: skip
+
+_OTHER_STEP = [
+    *_missing("make steps in the loop: an update follows where optimizer.step() is called",
+              "managed_gradient_accumulation", off=(True,)),
+    *_needless("over ranks gradients are added up in fp32", "prescale_gradients",
+               "gradient_predivide_factor"),
+    *_missing("gradients are averaged over ranks; multiply the loss for a sum", "gradient_allreduce_op",
+              off=("avg", "mean")),
+    *_missing("gradients are dense: use nn.Embedding(sparse=False)", "sparse_gradients"),
+    *_missing("an optimizer class of your own: elementwise=True of {managed}",
+              "zero_allow_untested_optimizer"),
+    *_needless("HybridAdam updates states where they lie", "zero_force_ds_cpu_optimizer"),
+    *_needless("the optimizer runs on chunks, not on a fused buffer", "optimizer.legacy_fusion"),
+    *_missing("over ranks gradients are added up in fp32, on one process in the type of the weights; leave "
+              "it out", "data_types.grad_accum_dtype"),
+    *_missing("reduce_dtype='bf16' of {model} halves what ranks send", "communication_data_type",
+              "seq_parallel_communication_data_type", "seq_parallel_comm_data_type", off=("fp32", "none")),
+    *_needless("collectives are chosen by the library", "disable_allgather"),
+    *_needless("sizes follow from the model", "vocabulary_size"),
+    *_missing("{handle}.compile() compiles each block", "graph_harvesting", "compile"),
+]  # fmt: skip
+
+_PRECISION = [
+    *_missing("inputs keep the types that the loader gives them; cast them there", "fp16.auto_cast"),
+    *_missing("the hysteresis is refilled when the scale grows; give a larger hysteresis",
+              "fp16.consecutive_hysteresis"),
+    *_missing("masters and gradients stay in fp32; master_remainders=True of HybridAdam stores masters in 2 "
+              "bytes", "fp16.fp16_master_weights_and_grads", "bf16.bf16_master_weights_and_grads"),
+    *_needless("overlap='backward' of {managed} updates during backward", "bf16.immediate_grad_update"),
+    *_missing("the loss is not scaled in bf16; optimizer.get_grad_norm() shows an overflow",
+              "bf16.check_grad_overflow"),
+    *_missing("apex is not used: mixed_precision='bf16' of {model} has fp32 masters", "amp"),
+    *_missing(each(
+        loop="put torch.autocast around the model; or mixed_precision='bf16' of {model}",
+        trainer="give TrainingArguments bf16=True: that is torch's autocast",
+        accelerate="give GeminiAccelerator mixed_precision='bf16': that is torch's autocast",
+    ), "torch_autocast"),
+]  # fmt: skip
+
+_CUT_BY_CHUNKS = "a chunk is what ranks send: min_chunk_size_mb= of {model}"
+_BY_USE = "what stays and what leaves follows from the recorded step and the budget"
+_BUFFERS = "buffers are sized by the budget"
+_MESH = "give {model} process_group= a DeviceMesh of two dimensions: a row for each node"
+_ZERO = [
+    *_needless("exchange and transfers run beside computing", *_zero("overlap_comm")),
+    *_needless("gradients lie in chunks", *_zero("contiguous_gradients")),
+    *_needless("collectives are chosen by the library", *_zero(
+        "reduce_scatter", "allgather_partitions", "use_multi_rank_bucket_allreduce",
+        "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
+    )),
+    *_needless(_CUT_BY_CHUNKS, *_zero(
+        "reduce_bucket_size", "allgather_bucket_size", "stage3_module_granularity_threshold", "leaf_module",
+    )),
+    *_needless("every chunk is cut among the ranks", *_zero("round_robin_gradients", "legacy_stage1")),
+    *_needless("states are updated chunk by chunk", *_zero("sub_group_size")),
+    *_needless(_BY_USE, *_zero(
+        "stage3_prefetch_bucket_size", "stage3_max_reuse_distance", "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold", "prefetch_bucket_size", "param_persistence_threshold",
+        "model_persistence_threshold", "max_reuse_distance",
+    )),
+    *_needless("gather_bytes= of {model} bounds whole chunks, in bytes",
+               *_zero("stage3_max_live_parameters", "max_live_parameters")),
+    *_needless("state_dict() is whole and in fp32; state_dict_shard() comes in pieces", *_zero(
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "gather_16bit_weights_on_model_save",
+    )),
+    *_needless("any number of ranks loads a checkpoint", *_zero("elastic_checkpoint")),
+    *_needless("checkpoints have the fp32 masters", *_zero("load_from_fp32_weights")),
+    *_needless("unused parameters are allowed", *_zero("ignore_unused_parameters")),
+    *_needless("parameters are managed where they are built: gemini.init_on('meta')",
+               *_zero("stage3_partition_stream_chunk_size", "override_module_apply")),
+    *_needless("activations go to HOST and DISK with activation_offload='auto'",
+               *_zero("memory_efficient_linear")),
+    *_needless("pin_memory= of {model} is True on a GPU", *_zero("cpu_offload_use_pin_memory")),
+    *_needless("a step that leaves the recorded order is recorded again",
+               *_zero("log_trace_cache_warnings", "enable_sanity_checks")),
+    *_needless("checkpoints are streamed", *_zero("pipeline_loading_checkpoint")),
+    *_missing(_MESH, *_zero("zero_hpz_partition_size", "mics_shard_size"), off=(0, 1, -1)),
+    *_missing(_MESH, *_zero("mics_hierarchical_params_gather")),
+    *_missing("ranks gather weights in the type that they compute in: leave it out, and take bf16",
+              *_zero("zero_quantized_weights", "zero_quantized_nontrainable_weights")),
+    *_missing("reduce_dtype='bf16' of {model} halves what ranks send",
+              *_zero("zero_quantized_gradients", "zeropp_loco_param")),
+    *_missing("overlap=True of {managed} hides updates behind the next forward pass, with the same bits",
+              *_zero("zenflow")),
+    *_needless("there is no momentum of Muon", *_zero("save_muon_momentum_buffer_in_memory")),
+    *_needless(_BUFFERS, *(
+        f"zero_optimization.offload_{part}.{name}" for part in ("param", "optimizer")
+        for name in ("buffer_count", "buffer_size", "fast_init", "pipeline_read", "pipeline_write",
+                     "pipeline", "convert_grad_on_cpu", "super_offload", "cpuadam_cores_perc")
+    )),
+    *_needless("host_bytes= of {model} bounds HOST in bytes, for parameters, gradients and states",
+               *_zero("offload_param.max_in_cpu", "offload_optimizer.max_in_cpu")),
+    *_missing("gpu_margin_mem_ratio= of {managed}; its default 'auto' measures",
+              *_zero("offload_optimizer.ratio"), off=(1, 1.0, "auto")),
+]  # fmt: skip
+
+_PARALLEL = [
+    *_missing("cut the model into stages: gemini.parallel.pipeline, or HybridParallelPlugin "
+              "(docs/parallel.md)", "pipeline"),
+    *_missing("cut the layers: parallelize() of gemini.parallel (docs/parallel.md)", "tensor_parallel",
+              off=(1,)),
+    *_missing("cut the sequences: gemini.parallel.sequence (docs/parallel.md)", "sequence_parallel_size",
+              off=(1,)),
+    *_missing("a managed model moves experts one by one (docs/experts.md); over ranks use the experts of "
+              "gemini.parallel.moe (docs/parallel.md)", "moe", "expert_parallel",
+              "use_data_before_expert_parallelism"),
+    *_missing("attention is the model's own: torch's scaled_dot_product_attention takes a mask",
+              "sparse_attention"),
+    *_missing("make the groups of ranks yourself: process_group= of {model}", "data_parallel_group"),
+]  # fmt: skip
+
+_FLOATS_ONLY = "only floating-point weights are trained; state_dtype='int8' of HybridAdam makes states small"
+_FEATURES = [
+    *_missing(_FLOATS_ONLY, "compression_training", "quantize_training", "weight_quantization"),
+    *_missing("order the data in the sampler of the loader", "curriculum_learning", "data_efficiency"),
+    *_missing("drop layers in the model: a step that differs from the recorded one runs, without a plan",
+              "progressive_layer_drop"),
+    *_missing("there are no eigenvalues of layers; torch.autograd.functional.hvp has what they need",
+              "eigenvalue"),
+    *_missing("any number of ranks loads a checkpoint of gemini.checkpoint; start again with that number",
+              "elasticity"),
+    *_missing("gemini plan says what fits and how long a step takes", "autotuning"),
+    *_missing("generate() of the managed model works between steps", "hybrid_engine", "inference"),
+    *_missing("gemini.checkpoint.save() streams, and keeps its last checkpoints: keep=", "checkpoint",
+              "nebula", "datastates"),
+    *_missing("make the DataLoader in the script", "data_sampling", "dataloader"),
+]  # fmt: skip
+
+_WATCHING = [
+    *_missing(each(
+        loop="{handle}.record_timeline() shows each wait; or run gemini trace SCRIPT",
+        trainer="{handle}.record_timeline() shows each wait",
+        accelerate="{handle}.record_timeline() shows each wait",
+    ), "wall_clock_breakdown", "memory_breakdown", "timers"),
+    *_missing("gemini plan has the time of a step; torch.profiler shows gemini:: ranges", "flops_profiler"),
+    *_missing("torch.profiler shows collectives as gemini::exchange", "comms_logger", "comms_config"),
+    *_missing(each(
+        loop=f"give {_STATS} to its writer",
+        trainer="name it in report_to= of TrainingArguments; the logs have gemini/ figures",
+        accelerate=f"log_with= of GeminiAccelerator, and accelerator.log({_STATS})",
+    ), "tensorboard", "wandb", "comet"),
+    *_missing(f"write {_STATS} to a file", "csv_monitor"),
+    *_needless("print({handle}.plan()) shows what is in force", "dump_state"),
+    *_missing("logging.getLogger('gemini').setLevel(...)", "log_level"),
+]  # fmt: skip
+
+_REST = [
+    *_needless("the depth and the size of requests are measured for each disk", "aio"),
+    *_missing(each(
+        loop="call model.gradient_checkpointing_enable() before GeminiDDP, or torch.utils.checkpoint",
+        trainer="give TrainingArguments gradient_checkpointing=True",
+        accelerate="call model.gradient_checkpointing_enable() before prepare()",
+    ), "activation_checkpointing"),
+    *_needless("chunks hold saved activations with activation_offload='auto'",
+               "activation_checkpointing.contiguous_memory_optimization",
+               "activation_checkpointing.synchronize_checkpoint_boundary"),
+    *_needless("a run that is resumed takes the state of its scheduler from the checkpoint",
+               "scheduler.params.last_batch_iteration"),
+    *_missing("torch.profiler shows what is computed again", "activation_checkpointing.profile"),
+    *_missing("cut the sequences among ranks: gemini.parallel.sequence (docs/parallel.md)",
+              "activation_checkpointing.partition_activations"),
+]  # fmt: skip
+
+KEYS: dict[str, Key] = {
+    key.path: key
+    for key in (
+        *_TAKEN, *_OTHER_STEP, *_PRECISION, *_ZERO, *_PARALLEL, *_FEATURES, *_WATCHING, *_REST
+    )
+}  # fmt: skip
+
+# Sections that do nothing without "enabled": true.
+SWITCHED = frozenset(
+    (
+        "fp16", "bf16", "bfloat16", "amp", "torch_autocast", "flops_profiler", "tensorboard", "wandb",
+        "comet", "csv_monitor", "comms_logger", "eigenvalue", "progressive_layer_drop", "elasticity",
+        "autotuning",
+        "hybrid_engine", "curriculum_learning", "data_efficiency", "nebula", "datastates", "expert_parallel",
+    )
+)  # fmt: skip
+
+# What the Trainer fills in where the file says "auto", by the key.
+FILLED = {
+    "train_batch_size": "per_device_train_batch_size= and gradient_accumulation_steps=",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size=",
+    "gradient_accumulation_steps": "gradient_accumulation_steps=",
+    "optimizer.params.lr": "learning_rate=",
+    "optimizer.params.betas": "adam_beta1= and adam_beta2=",
+    "optimizer.params.eps": "adam_epsilon=",
+    "optimizer.params.weight_decay": "weight_decay=",
+}
