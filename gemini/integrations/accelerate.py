@@ -17,6 +17,7 @@ from torch import nn
 
 from gemini import checkpoint
 from gemini.errors import ConfigError
+from gemini.integrations import other_engines
 from gemini.model.handle import ManagedModel
 from gemini.model.in_place import manage
 from gemini.model.weights import LazyState, lazy_weights
@@ -56,13 +57,17 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
             gemini_optimizer: options of :class:`gemini.GeminiOptimizer` for their optimizers.
 
         Raises:
-            ConfigError: options for optimizers of models that nobody manages.
+            ConfigError: options for optimizers of models that nobody manages, or models that are given to
+                DeepSpeed, FSDP or another engine, too.
         """
         if gemini is None and gemini_optimizer is not None:
             raise ConfigError(
                 f"gemini_optimizer={gemini_optimizer!r} is for optimizers of models that prepare() manages; "
                 "give gemini={...}, too, or make the GeminiOptimizer yourself"
             )
+        if gemini is not None:
+            other_engines.refuse_in_options(options)
+            other_engines.refuse_in_environment("accelerate")
         super().__init__(*args, **options)
         self._manage_options, self._optimizer_options = gemini, gemini_optimizer
 

@@ -34,7 +34,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from gemini import checkpoint
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
-from gemini.integrations import trainer_files
+from gemini.integrations import other_engines, trainer_files
 from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
 from gemini.integrations.whole_files import written_whole
 from gemini.model.handle import ManagedModel, handle_of
@@ -119,6 +119,8 @@ class GeminiTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Manage the model, which every trainer has by now, and make an accelerator that leaves it alone."""
+        other_engines.refuse_in_arguments(self.args)
+        other_engines.refuse_in_environment("trainer")
         if self.args.fp16:
             raise ConfigError(
                 "TrainingArguments(fp16=True) scales gradients that are not in chunks; use bf16=True, or "
