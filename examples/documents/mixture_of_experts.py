@@ -1,7 +1,8 @@
 # Example: EX22, Integrate mixture of experts into your model
 # Repair: the fragments put together; VanillaFFN, moe_mlp_args and MoeLoss are imported, Widenet is ours;
-#   MOE_MODEL_PARALLEL_SIZE is 1, so each process has all experts; small sizes, generated pictures, few steps
-# Run: gemini run --nproc-per-node 1 examples/documents/mixture_of_experts.py
+#   MOE_MODEL_PARALLEL_SIZE is 2, so each process has half of the experts; small sizes, generated pictures,
+#   few steps
+# Run: gemini run --nproc-per-node 2 examples/documents/mixture_of_experts.py
 # Shows: a Widenet trains, and the loss has the routers' balance loss in it; a layer built by hand sends
 #   tokens to two experts each
 import torch
@@ -23,7 +24,7 @@ from gemini.compat.nn.layer.moe import (
 from gemini.compat.utils import get_current_device, get_dataloader
 from gemini.parallel.moe import Widenet
 
-MOE_MODEL_PARALLEL_SIZE = 1
+MOE_MODEL_PARALLEL_SIZE = 2
 parallel = dict(moe=dict(size=MOE_MODEL_PARALLEL_SIZE))
 
 colossalai.launch_from_torch(config=dict(parallel=parallel))
