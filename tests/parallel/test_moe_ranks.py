@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from moe_models import (
 from processes import own_part, run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from gemini import ConfigError
 from gemini.parallel import Booster, HybridParallelPlugin, Layout, LowLevelZeroPlugin, Mesh
@@ -106,6 +108,42 @@ def test_four_ranks_train_as_one_process_in_twos_and_all_together() -> None:
     wanted = train_alone(mixture(OwnLayer))
     for found in zip(*run_on_ranks(_train_each, 4, "own", [(1, 2), (0, 2), (1, 4)]), strict=True):
         assert_as_alone(list(found), wanted)
+
+
+class Recomputed(nn.Module):
+    """A layer that runs again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = CalledLayer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run it, and keep its input alone."""
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _accumulated(stage: int) -> dict[str, Tensor]:
+    plugin = HybridParallelPlugin(zero_stage=stage, ep_size=2, overlap_communication=True)
+    booster, model = Booster(plugin=plugin), mixture(Recomputed)
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    for step in range(STEPS):
+        tokens, target = map(own_part, batch_of(step))
+        halves = list(zip(tokens.chunk(2), target.chunk(2), strict=True))
+        with booster.no_sync(model, optimizer):
+            booster.backward(loss_of(model(halves[0][0]), halves[0][1]) / 2, optimizer)
+        booster.backward(loss_of(model(halves[1][0]), halves[1][1]) / 2, optimizer)
+        optimizer.step()
+    weights = plugin.parts[model].partition.gather_state(model.state_dict(keep_vars=True))
+    plugin.mesh.leave("ended the test")
+    optimizer.close()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_accumulation_and_recomputation_change_no_weight(stage: int) -> None:
+    wanted = train_alone(mixture(Recomputed))["weights"]
+    for found in run_on_ranks(_accumulated, 2, stage):
+        assert all(torch.allclose(found[name], value, atol=1e-5) for name, value in wanted.items())
 
 
 def _norm_of_given(stage: int, size: int) -> float:
@@ -321,6 +359,39 @@ def test_an_engine_trains_as_one_process(more: dict[str, Any]) -> None:
     found = run_on_ranks(_with_engine, 2, {"parallel": {"moe": {"size": 2}}, **more, **handlers})
     assert torch.tensor([each[0] for each in found]).mean(0).tolist() == pytest.approx(wanted, abs=1e-5)
     assert [each[1] for each in found] == pytest.approx([norm] * 2, rel=1e-6)
+
+
+def _engine_files(config: dict[str, Any], directory: Path, loads: bool) -> float:
+    launch_from_torch(config)
+    model = Classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 if loads else 0.01)
+    engine, *_ = initialize(model, optimizer, nn.CrossEntropyLoss())
+    if loads:
+        engine.booster.load_model(engine.model, directory / "model")
+        engine.booster.load_optimizer(engine.optimizer, directory / "optimizer")
+    for step in range(3):
+        if step == 1 and not loads:
+            engine.booster.save_model(engine.model, directory / "model")
+            engine.booster.save_optimizer(engine.optimizer, directory / "optimizer")
+        if step == 0 and loads:
+            continue
+        tokens, target = map(own_part, batch_of(step))
+        engine.zero_grad()
+        loss = engine.criterion(engine(tokens), target.argmax(1))
+        engine.backward(loss)
+        engine.step()
+    shutdown()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("more", [{}, {"zero": {"stage": 1, "precision": "fp32"}}])
+def test_files_of_an_engine_load_in_one_process(more: dict[str, Any], tmp_path: Path) -> None:
+    divided = {"parallel": {"moe": {"size": 2}}, **more}
+    wanted = run_on_ranks(_engine_files, 2, divided, tmp_path, False)
+    again = run_on_ranks(_engine_files, 2, divided, tmp_path, True)
+    alone = run_on_ranks(_engine_files, 1, more, tmp_path, True)
+    assert again == wanted
+    assert alone == pytest.approx([sum(wanted) / 2], abs=1e-5)
 
 
 def _handled() -> dict[str, Tensor]:
