@@ -20,6 +20,7 @@ from gemini.parallel.booster.mixed_precision import MixedPrecision, choose_preci
 from gemini.parallel.booster.plugin import Plugin, TorchDDPPlugin
 from gemini.parallel.booster.plugin.base import Criterion
 from gemini.parallel.booster.ranks import join_launched_group
+from gemini.parallel.moe.divide import divided_experts
 from gemini.parallel.pipeline.batches import ENDED
 
 logger = logging.getLogger(__name__)
@@ -292,6 +293,13 @@ class Booster:
             )
         if model in self._models or (optimizer is not None and optimizer in self._optimizers):
             raise ConfigError("this model or optimizer is boosted already")
+        experts = divided_experts(model)
+        if experts is not None and not self.plugin.divides_experts:
+            raise ConfigError(
+                f"{experts.ranks.size} ranks have divided the experts of the model when it was built, and "
+                f"{type(self.plugin).__name__} would average different ones; pass "
+                f"LowLevelZeroPlugin(ep_size={experts.ranks.size}), or launch without moe"
+            )
         if optimizer is not None:
             _check_parameters(model, optimizer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,9 +92,12 @@ def expert_seed(seed: int, layer: int, expert: int) -> int:
 
 
 @contextmanager
-def stream_of(ranks: ExpertRanks, device: torch.device) -> Iterator[None]:
-    """Draw from a stream of this rank's own inside, such as dropout of its experts. The stream depends on
-    torch's generator, so a block that runs again draws the same."""
+def stream_of(ranks: ExpertRanks | None, device: torch.device) -> Iterator[None]:
+    """Draw from a stream of this rank's own inside, such as dropout of its experts; without ``ranks`` from
+    torch's. It depends on torch's generator, so a block that runs again draws the same."""
+    if ranks is None:
+        yield
+        return
     drawn = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(expert_seed(drawn, moe_env.seed or 0, ranks.data.rank))
@@ -253,8 +256,8 @@ class Experts(nn.Module):
 
     def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Return what this rank's experts make of tokens that are sorted by them."""
-        draws = self.training and self.ranks is not None and (self.array is None or self.array.dropout.p > 0)
-        with stream_of(self.ranks, tokens.device) if draws and self.ranks is not None else nullcontext():
+        draws = self.training and (self.array is None or self.array.dropout.p > 0)
+        with stream_of(self.ranks if draws else None, tokens.device):
             if self.array is not None:
                 return self.array(tokens, counts)  # type: ignore[no-any-return]
             assert self.experts is not None

@@ -26,7 +26,14 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from gemini import ConfigError
-from gemini.parallel import Booster, HybridParallelPlugin, Layout, LowLevelZeroPlugin, Mesh
+from gemini.parallel import (
+    Booster,
+    HybridParallelPlugin,
+    Layout,
+    LowLevelZeroPlugin,
+    Mesh,
+    TorchDDPPlugin,
+)
 from gemini.parallel.engine import MoeGradientHandler, initialize
 from gemini.parallel.expert_ranks import ExpertRanks, fitting_size
 from gemini.parallel.launch import launch_from_torch, shutdown
@@ -392,6 +399,22 @@ def test_files_of_an_engine_load_in_one_process(more: dict[str, Any], tmp_path: 
     alone = run_on_ranks(_engine_files, 1, more, tmp_path, True)
     assert again == wanted
     assert alone == pytest.approx([sum(wanted) / 2], abs=1e-5)
+
+
+def _refused_plugins() -> list[str]:
+    launch_from_torch({"parallel": {"moe": {"size": 2}}})
+    said = []
+    for plugin in (TorchDDPPlugin(), HybridParallelPlugin(zero_stage=1), LowLevelZeroPlugin(1)):
+        with pytest.raises(ConfigError) as caught:
+            Booster(plugin=plugin).boost(mixture())
+        said.append(str(caught.value))
+    shutdown()
+    return said
+
+
+def test_plugins_that_would_average_different_experts_are_refused() -> None:
+    for said in run_on_ranks(_refused_plugins, 2):
+        assert all(text.endswith("LowLevelZeroPlugin(ep_size=2), or launch without moe") for text in said)
 
 
 def _handled() -> dict[str, Tensor]:

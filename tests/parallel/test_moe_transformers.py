@@ -79,7 +79,6 @@ def _each_over_ranks(runs: list[tuple[str, str]]) -> list[Any]:
     return [_over_ranks(*run) for run in runs]
 
 
-@pytest.mark.dear("three processes import four architectures of transformers")
 def test_unmodified_models_train_as_in_one_process() -> None:
     wanted = {name: _alone(name) for name in CONFIGS}
     runs = [(name, "grouped_mm") for name in CONFIGS] + [("Mixtral", "eager"), ("Mixtral", "batched_mm")]

@@ -40,6 +40,7 @@ class Plugin(ABC):
     """How a model is trained: over processes, and in which memory."""
 
     process_group: dist.ProcessGroup | None = None
+    divides_experts = False  # whether each rank may have experts of its own
 
     @property
     def ranks(self) -> Ranks:

@@ -165,6 +165,7 @@ class HybridParallelPlugin(PluginOfParts):
         self._recompute = tuple(map(_as_names, recompute))
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
         self._ep_size = _checked_experts(ep_size, zero_stage)
+        self.divides_experts = ep_size > 1
         self._zero_stage = zero_stage
         self._data = choose_data_parallelism(
             zero_stage, placement_policy, options, alone=self._sizes.world_size == 1

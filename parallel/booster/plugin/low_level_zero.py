@@ -100,6 +100,7 @@ class LowLevelZeroPlugin(PluginOfParts):
         super().__init__()
         self._options = options
         self._ep_size = checked_ep_size(ep_size)
+        self.divides_experts = ep_size > 1
         self.process_group = dp_process_group
         self._data: Axis | None = None  # the ranks, where some divide experts
 
