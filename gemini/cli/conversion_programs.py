@@ -53,6 +53,8 @@ def _imports(found: Conversion) -> list[str]:
     if trains:
         lines += ["from gemini.integrations.transformers import GeminiTrainer"]
         lines += ["from transformers import TrainingArguments"]
+    if found.target is Target.LOOP:
+        lines += ["from gemini.parallel import join_ranks"]
     if found.target is Target.ACCELERATE:
         lines += ["from gemini.integrations.accelerate import GeminiAccelerator"]
     return [*lines, ""]
@@ -60,6 +62,7 @@ def _imports(found: Conversion) -> list[str]:
 
 # --------------------------------------------------------------------------------------- the loop
 def _loop(found: Conversion) -> Iterator[str]:
+    yield "join_ranks()  # those that torchrun has started; nothing without it"
     yield from _checkpointing(found)
     yield from _call("model = gemini.GeminiDDP", ["model"], found.of("model"))
     yield from _call(f"optimizer = {found.optimizer_class}", ["model.parameters()"], found.of("optimizer"))
