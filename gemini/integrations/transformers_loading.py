@@ -187,11 +187,21 @@ def meta_model_of(path: Path) -> Any:
     Raises:
         ConfigError: transformers is not installed, or has no model for the directory's config.
     """
+    config = config_of(path)
+    with errors_of(f"transformers cannot build the model of {path}"):
+        return _built(_transformers(), config, None, {})
+
+
+def config_of(path: Path) -> Any:
+    """Return the config of a directory.
+
+    Raises:
+        ConfigError: transformers is not installed, or does not know the config.
+    """
     transformers = _transformers()
     check_model(path)
-    with errors_of(f"transformers cannot build the model of {path}"):
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return _built(transformers, config, None, {})
+    with errors_of(f"transformers cannot read the config of {path}"):
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 class _Loading:

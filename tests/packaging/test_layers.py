@@ -42,6 +42,7 @@ PYTHON_LAYERS = [
     {"forecast"},
     {"planner"},
     {"integrations"},
+    {"inference"},
     {"cli", "compat", "jobs"},
     {"__main__"},
 ]

@@ -15,6 +15,7 @@ import torch
 
 import gemini
 from gemini.errors import ConfigError, GeminiError, InputError, in_words
+from gemini.inference.text import TextStream
 from gemini.integrations.model_directory import check_adapters, check_kinds
 from gemini.jobs.after_training.model_copy import read_config
 from gemini.jobs.run.managed import make_disk_directory
@@ -103,12 +104,10 @@ def sample(config: SampleConfig, say: Callable[[str], None], sampled: Sampled) -
 
 
 class _Streamer:
-    """Hands a growing text on, as far as its last characters cannot change any more."""
+    """Hands a growing text on, as transformers' ``streamer=``."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], None], sampled: Sampled) -> None:
-        self._tokenizer, self._say, self._sampled = tokenizer, say, sampled
-        self._ids: list[int] = []
-        self._shown = 0  # characters
+        self._text, self._say, self._sampled = TextStream(tokenizer), say, sampled
         self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
@@ -116,23 +115,15 @@ class _Streamer:
         if self._is_prompt:
             self._is_prompt = False
             return
-        self._ids += value.reshape(-1).tolist()
-        self._sampled.num_tokens += value.numel()
-        self._show(self._text())
+        for token in value.reshape(-1).tolist():
+            self._sampled.num_tokens += 1
+            piece = self._text.push(token)
+            if piece:
+                self._say(piece)
 
     def end(self) -> None:
         """Hand on what is left."""
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        self._say(text[self._shown :] + "\n")
-
-    def _text(self) -> str:
-        text: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return text.rstrip("\ufffd")  # a character of several tokens that has not ended
-
-    def _show(self, text: str) -> None:
-        if len(text) > self._shown:
-            self._say(text[self._shown :])
-            self._shown = len(text)
+        self._say(self._text.end() + "\n")
 
 
 def _generate(

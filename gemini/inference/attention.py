@@ -1,0 +1,190 @@
+"""Attention of packed passes: the new tokens of several sequences in one row, each sequence with its own keys
+and values.
+
+A function of transformers' registry of attention implementations. The model calls it with the projections of
+all new tokens. It appends keys and values to what each sequence has, and attends within the sequence.
+Nothing is padded, prompts and single tokens share a pass, and no sequence is computed from another one's
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from gemini.errors import ConfigError, StateError
+from gemini.inference.kv import Sequence
+
+NAME = "gemini_sequences"
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their frequencies depend on the longest sequence of a pass, so neighbours would change a sequence.
+_SHARED_FREQUENCIES = {"dynamic", "longrope"}
+
+
+class NotPackedError(StateError):
+    """A model attends outside of a packed pass, while it may not."""
+
+
+class Packed:
+    """The sequences of one pass, each with the number of its tokens in it, in the order of the tokens."""
+
+    def __init__(self, parts: Iterable[tuple[Sequence, int]]) -> None:
+        self.parts = list(parts)
+        self.layers: set[int] = set()  # that have attended
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Append ``key`` and ``value``, [1, heads, tokens, size], and return [1, tokens, heads, size]."""
+        self.layers.add(layer)
+        outputs, first = [], 0
+        for sequence, count in self.parts:
+            tokens = slice(first, first + count)
+            first += count
+            keys, values = sequence.append(layer, key[0, :, tokens], value[0, :, tokens])
+            if count == 1 and window is not None:
+                keys, values = keys[:, -window:], values[:, -window:]
+            mask = None if count == 1 else _mask(count, keys.shape[1], window, query.device)
+            states = query[:, :, tokens]
+            if softcap is None and sinks is None:
+                out = scaled_dot_product_attention(
+                    states, keys[None], values[None], mask, scale=scaling, enable_gqa=_grouped(states, keys)
+                )
+            else:
+                out = _written_out(states, keys, values, mask, scaling, softcap, sinks)
+            outputs.append(out)
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return joined.transpose(1, 2).contiguous()
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    packed: Packed | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within the sequences of ``packed``; for transformers' registry."""
+    if packed is None:
+        raise NotPackedError(
+            "an engine serves with this model: submit requests to the engine, or close it before you call "
+            "the model"
+        )
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    attended = packed.attend(
+        layer,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        window=_window(module, layer, options.get("sliding_window")),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+    return attended, None
+
+
+@contextmanager
+def attending(model: Any) -> Iterator[None]:
+    """Let ``model`` attend by :func:`attend`. It gets no masks: transformers makes none for an implementation
+    that has registered none."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+    usual = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(usual)
+
+
+def refuse_other_models(model: Any) -> None:
+    """Raise ConfigError for a model whose sequences cannot be packed into one pass."""
+    config = model.config.get_text_config()
+    kind = type(model).__name__
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(entry.get("rope_type")) for entry in (rope, *rope.values()) if isinstance(entry, dict)}
+    types = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "is_encoder_decoder", False):
+        why = "it has an encoder"
+    elif getattr(model, "_is_stateful", False):
+        why = "its layers carry a state that is no attention"
+    elif not getattr(model, "_supports_attention_backend", False):
+        why = "transformers has no exchangeable attention for it"
+    elif types - _LAYER_TYPES:
+        why = f"it has layers of type {', '.join(sorted(types - _LAYER_TYPES))}"
+    elif getattr(config, "num_kv_shared_layers", 0):
+        why = "some of its layers use the keys and values of others"
+    elif kinds & _SHARED_FREQUENCIES:
+        why = f"its positions are encoded as {', '.join(sorted(kinds & _SHARED_FREQUENCIES))}, by the "
+        "longest text"
+    else:
+        return
+    raise ConfigError(
+        f"sequences of {kind} cannot share a pass: {why}; use model.generate(), which takes one batch at a "
+        "time"
+    )
+
+
+def _window(module: torch.nn.Module, layer: int, given: int | None) -> int | None:
+    """Return how many tokens, itself included, a token of this layer sees at most."""
+    config = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if given is None and types and types[layer] == "sliding_attention":
+        raise ConfigError(
+            f"layer {layer} of {type(module).__name__} has a sliding window and does not say how long it is; "
+            "use model.generate()"
+        )
+    return given
+
+
+def _mask(count: int, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """Return which of ``length`` keys each of the last ``count`` tokens sees, [count, length]."""
+    own = torch.arange(length - count, length, device=device)[:, None]
+    keys = torch.arange(length, device=device)[None]
+    seen = keys <= own
+    return seen if window is None else seen & (keys > own - window)
+
+
+def _grouped(query: torch.Tensor, keys: torch.Tensor) -> bool:
+    return query.shape[1] != keys.shape[0]
+
+
+def _written_out(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend with capped scores, or sinks that take a share of each softmax: [1, heads, tokens, size]."""
+    groups = query.shape[1] // keys.shape[0]
+    keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
+    scores = query[0] @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)], dim=-1)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return (shares[..., : keys.shape[1]] @ values)[None]

@@ -1,0 +1,405 @@
+"""An engine: requests of many threads, answered by one thread that owns the model."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from gemini.errors import ConfigError, GeminiError, StateError, in_words
+from gemini.inference.attention import attending
+from gemini.inference.batching import Batching, rule_of
+from gemini.inference.choice import Chooser
+from gemini.inference.kv import KVMemory, Sequence
+from gemini.inference.passes import PackedModel, default_kv_bytes
+from gemini.inference.request import Generation, QueueFullError, Request
+from gemini.model.handle import handle_of
+from gemini.system.config import format_bytes, parse_bytes
+from gemini.system.device import default_budget_bytes
+
+_SHARE_OF_KV = 0.25  # of the budget, at most, where kv_bytes is not given
+
+
+@dataclass
+class _Running:
+    """A request that has begun. ``fed``: tokens of the prompt that the model has seen."""
+
+    generation: Generation
+    sequence: Sequence
+    chooser: Chooser
+    stop_tokens: frozenset[int]
+    fed: int = 0
+
+    @property
+    def is_in_prompt(self) -> bool:
+        return self.fed < len(self.generation.request.tokens)
+
+    def next_tokens(self, most: int) -> tuple[int, ...]:
+        """Return what the model sees next, at most ``most`` tokens."""
+        if self.is_in_prompt:
+            return self.generation.request.tokens[self.fed : self.fed + most]
+        return (self.generation.last_token,)
+
+
+class Engine:
+    """Answers requests with a causal language model of transformers, many at a time, within byte budgets::
+
+        with Engine.from_pretrained("llama-7b", device_bytes="4GiB", kv_bytes="512MiB") as engine:
+            generation = engine.submit(Request(tokens, max_tokens=64, temperature=0.7))
+            print(generation.result().tokens)
+
+    Each pass takes the next token of every answer and prompts that wait, at most ``max_pass_tokens`` in all:
+    the weights are read once for all of them. A request's attention is computed from its own keys and values
+    alone. Those lie in ``kv_bytes`` of DEVICE memory, taken when a request begins for its prompt and
+    ``max_tokens``; so what has begun never lacks memory, and what finds none waits.
+
+    Args:
+        model: the module, managed or not. While the engine is open, nobody else calls it.
+        kv_bytes: for keys and values; text such as "512MiB", or None: room for ``max_batch`` sequences of
+            1,024 tokens, at most a quarter of the free memory.
+        max_batch: most requests that run at a time.
+        max_pass_tokens: most tokens of a pass. Longer prompts take several passes.
+        queue_size: most requests that wait.
+        batching: "continuous": a request begins as soon as there is a place. "bucket": a batch begins when
+            the one before has ended, with the first request and those right behind it that draw in the same
+            way and want no more tokens.
+
+    Raises:
+        ConfigError: the model's sequences cannot share a pass, or an option cannot be.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_bytes: int | str | None = None,
+        max_batch: int = 16,
+        max_pass_tokens: int = 512,
+        queue_size: int = 256,
+        batching: Batching = "continuous",
+    ) -> None:
+        for name, value in (
+            ("max_batch", max_batch),
+            ("max_pass_tokens", max_pass_tokens),
+            ("queue_size", queue_size),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        self._rule = rule_of(batching)
+        self._packed = PackedModel(model)
+        given = parse_bytes(kv_bytes, name="kv_bytes")
+        if given is None:
+            most = int(default_budget_bytes() * _SHARE_OF_KV)
+            given = default_kv_bytes(model.config, max_batch, most)
+        self._kv = KVMemory(given, self._packed.device)
+        self._max_batch, self._max_pass_tokens, self._queue_size = max_batch, max_pass_tokens, queue_size
+        self._waiting: deque[Generation] = deque()
+        self._running: list[_Running] = []
+        self._wakes = threading.Condition()
+        self._is_closing = False
+        self._fatal: BaseException | None = None
+        self._handle = handle_of(model) if "_gemini" in vars(model) else None
+        self._owns_model = False
+        self._counts: Counter[str] = Counter()
+        self._pass_seconds = 0.0
+        self._attention = ExitStack()
+        self._attention.enter_context(attending(model))
+        model.eval()
+        self._thread = threading.Thread(target=self._run, name="gemini-engine", daemon=True)
+        self._thread.start()
+        # A daemon thread would be inside of torch while the interpreter goes away.
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | os.PathLike[str],
+        *,
+        device: str = "cpu",
+        device_bytes: int | str | None = None,
+        host_bytes: int | str | None = None,
+        disk_dir: str | None = None,
+        kv_bytes: int | str | None = None,
+        max_batch: int = 16,
+        **options: Any,
+    ) -> Engine:
+        """Return an engine for a directory that ``save_pretrained()`` made. Weights are read where the
+        checkpoint has them (:func:`gemini.from_pretrained`). ``device_bytes`` is for weights and
+        ``kv_bytes`` together.
+
+        Raises:
+            OutOfBudgetError: the model cannot fit.
+            ConfigError: the directory holds no such model, or the budget is less than ``kv_bytes``.
+        """
+        from gemini.integrations.pretrained import from_pretrained
+        from gemini.integrations.transformers_loading import config_of
+
+        budget = parse_bytes(device_bytes, name="device_bytes")
+        if budget is None and device == "cpu":
+            budget = default_budget_bytes()
+        kv = parse_bytes(kv_bytes, name="kv_bytes")
+        if kv is None:
+            most = int((budget or default_budget_bytes()) * _SHARE_OF_KV)
+            kv = default_kv_bytes(config_of(Path(directory)), max_batch, most)
+        if budget is not None and kv >= budget:
+            raise ConfigError(
+                f"kv_bytes is {format_bytes(kv)} of device_bytes {format_bytes(budget)}; nothing is left "
+                "for weights: raise device_bytes, or lower kv_bytes"
+            )
+        model = from_pretrained(
+            Path(directory).absolute(),
+            "AutoModelForCausalLM",
+            trains=False,
+            local_files_only=True,
+            device=device,
+            device_bytes=None if budget is None else budget - kv,
+            host_bytes=host_bytes,
+            disk_dir=disk_dir,
+        )
+        handle = handle_of(model)
+        try:
+            engine = cls(model, kv_bytes=kv, max_batch=max_batch, **options)
+        except BaseException:
+            handle.close()
+            raise
+        engine._owns_model = True
+        return engine
+
+    @property
+    def model(self) -> Any:
+        """Return the module. Call it after the engine is closed."""
+        return self._packed.model
+
+    @property
+    def longest(self) -> int | None:
+        """Return how many tokens a prompt and its answer may have together, or None without a limit."""
+        return self._packed.longest
+
+    def submit(self, request: Request, notify: Callable[[], object] | None = None) -> Generation:
+        """Take a request, from any thread. ``notify``: see :class:`Generation`.
+
+        Raises:
+            ConfigError: the prompt has a token that the model has not, or the answer may get too long.
+            OutOfBudgetError: keys and values of so many tokens never fit ``kv_bytes``.
+            QueueFullError: ``queue_size`` requests wait.
+            StateError: the engine is closed, or its thread has died.
+        """
+        self._check(request)
+        generation = Generation(request, notify)
+        with self._wakes:
+            if self._fatal is not None:
+                raise self._stopped()
+            if self._is_closing:
+                raise StateError("the engine is closed; make a new one")
+            if len(self._waiting) >= self._queue_size:
+                self._counts["refused"] += 1
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests wait, as many as may (queue_size); come back later"
+                )
+            self._counts["submitted"] += 1
+            self._waiting.append(generation)
+            self._wakes.notify_all()
+        return generation
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether requests are answered."""
+        return self._thread.is_alive() and self._fatal is None
+
+    def close(self, *, drain: bool = True) -> None:
+        """Take no more requests, answer those that are here (``drain``) or cancel them, and give the model
+        back as it was. A model that :meth:`from_pretrained` loaded is closed. Idempotent."""
+        with self._wakes:
+            self._is_closing = True
+            if not drain:
+                for generation in [*self._waiting, *(one.generation for one in self._running)]:
+                    generation.cancel()
+            self._wakes.notify_all()
+        self._thread.join()
+        self._attention.close()
+        if self._owns_model:
+            handle_of(self.model).close()
+            self._owns_model = False
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts since the beginning, and what is there now.
+
+        ``requests``: submitted, refused, and by how they ended. ``waiting``, ``running``: now. ``passes``,
+        ``pass_seconds``, ``prompt_tokens``, ``tokens``: computed. ``kv``: used, peak and budget in bytes.
+        ``runtime``: the statistics of a managed model.
+        """
+        with self._wakes:
+            counts = dict(self._counts)
+            waiting, running = len(self._waiting), len(self._running)
+        numbers = {name: counts.pop(name, 0) for name in ("passes", "prompt_tokens", "tokens")}
+        return {
+            "requests": counts,
+            "waiting": waiting,
+            "running": running,
+            **numbers,
+            "pass_seconds": self._pass_seconds,
+            "kv": {
+                "used_bytes": self._kv.used_bytes,
+                "peak_bytes": self._kv.peak_bytes,
+                "budget_bytes": self._kv.nbytes,
+            },
+            "runtime": self._handle.stats() if self._handle is not None else None,
+        }
+
+    def _check(self, request: Request) -> None:
+        vocabulary = self._packed.config.vocab_size
+        wrong = next((token for token in request.tokens if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise ConfigError(f"token {wrong} is none of the model's {vocabulary:,}; use its own tokenizer")
+        total = len(request.tokens) + request.max_tokens
+        longest = self.longest
+        if longest is not None and total > longest:
+            raise ConfigError(
+                f"the prompt has {len(request.tokens):,} tokens and the answer may have "
+                f"{request.max_tokens:,}, and the model takes {longest:,}; shorten the prompt, or lower "
+                "max_tokens"
+            )
+        self._kv.check(total)
+
+    # All below runs on the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._end_unwanted()
+                self._begin()
+                if self._running:
+                    self._pass()
+        except BaseException as error:
+            self._fatal = error
+            self._end_all(self._stopped())
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do, and return whether there is."""
+        with self._wakes:
+            self._wakes.wait_for(lambda: self._is_closing or self._waiting or self._running)
+            return bool(self._waiting or self._running)
+
+    def _end_unwanted(self) -> None:
+        """End what was cancelled, and what has run out of time."""
+        now = time.monotonic()
+        with self._wakes:
+            waiting = list(self._waiting)
+        for generation in [*waiting, *(one.generation for one in self._running)]:
+            timeout = generation.request.timeout_s
+            if generation.is_cancelled:
+                self._end(generation, "cancelled")
+            elif timeout is not None and now - generation.submitted_at > timeout:
+                self._end(generation, "timeout")
+
+    def _begin(self) -> None:
+        """Let waiting requests begin, in their order, as the rule and the memory allow."""
+        with self._wakes:
+            waiting = list(self._waiting)
+        requests = (generation.request for generation in waiting)
+        for generation in waiting[: self._rule(requests, len(self._running), self._max_batch)]:
+            request = generation.request
+            try:
+                sequence = self._kv.reserve(len(request.tokens) + request.max_tokens)
+            except GeminiError as error:
+                self._end(generation, "error", error)
+                continue
+            if sequence is None:
+                return
+            stops = self._packed.stop_tokens if request.stop_tokens is None else request.stop_tokens
+            with self._wakes:
+                self._waiting.remove(generation)
+                self._running.append(_Running(generation, sequence, Chooser(request), stops))
+
+    def _parts(self) -> Iterator[tuple[_Running, tuple[int, ...]]]:
+        """Yield what the next pass computes: one token of each answer first, then prompts."""
+        left = self._max_pass_tokens
+        for one in sorted(self._running, key=lambda one: one.is_in_prompt):
+            if left <= 0:
+                return
+            tokens = one.next_tokens(left)
+            left -= len(tokens)
+            yield one, tokens
+
+    def _pass(self) -> None:
+        parts = list(self._parts())
+        for one, tokens in parts:
+            if one.is_in_prompt:
+                one.fed += len(tokens)
+                self._counts["prompt_tokens"] += len(tokens)
+        ended = [not one.is_in_prompt for one, _ in parts]
+        started = time.perf_counter()
+        try:
+            logits = iter(self._packed.logits([(one.sequence, tokens) for one, tokens in parts], ended))
+        except (GeminiError, OSError, MemoryError, RuntimeError) as error:
+            for one, _ in parts:
+                self._end(one.generation, "error", error)
+            return
+        finally:
+            self._pass_seconds += time.perf_counter() - started
+            self._counts["passes"] += 1
+        for (one, _), is_ended in zip(parts, ended, strict=True):
+            if is_ended:
+                self._take(one, next(logits))
+
+    def _take(self, one: _Running, logits: torch.Tensor) -> None:
+        """Choose a token, and end the answer if it was the last."""
+        generation = one.generation
+        try:
+            token = one.chooser.choose(logits)
+        except RuntimeError as error:  # of odds that are no numbers
+            self._end(generation, "error", error)
+            return
+        if token in one.stop_tokens:
+            self._end(generation, "stop")
+            return
+        self._counts["tokens"] += 1
+        generation.add(token)
+        if generation.num_tokens == generation.request.max_tokens:
+            self._end(generation, "length")
+
+    def _end(self, generation: Generation, reason: Any, error: BaseException | None = None) -> None:
+        with self._wakes:
+            if generation in self._waiting:
+                self._waiting.remove(generation)
+            for one in [one for one in self._running if one.generation is generation]:
+                self._running.remove(one)
+                one.sequence.close()
+            self._counts[reason] += 1
+        generation.end(reason, error)
+
+    def _stopped(self) -> StateError:
+        error = StateError(f"the engine has stopped: {in_words(self._fatal or StateError())}; start it again")
+        error.__cause__ = self._fatal
+        return error
+
+    def _end_all(self, error: BaseException) -> None:
+        with self._wakes:
+            left = [*self._waiting, *(one.generation for one in self._running)]
+        for generation in left:
+            self._end(generation, "error", error)
+
+
+def _close_at_exit(engine: weakref.ref[Engine]) -> None:
+    found = engine()
+    if found is not None:
+        found.close(drain=False)

@@ -1,0 +1,111 @@
+"""One forward pass over the new tokens of several sequences."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from gemini.errors import ConfigError
+from gemini.inference.attention import NotPackedError, Packed, refuse_other_models
+from gemini.inference.kv import Sequence
+
+
+class PackedModel:
+    """A causal language model of transformers that computes packed passes.
+
+    Raises:
+        ConfigError: its sequences cannot share a pass.
+    """
+
+    def __init__(self, model: Any) -> None:
+        refuse_other_models(model)
+        self.model = model
+        self.config = model.config.get_text_config()
+        parameters = _parameters_of_forward(type(model))
+        if not {"input_ids", "position_ids"} <= parameters:
+            raise ConfigError(
+                f"{type(model).__name__} is no causal language model of transformers: its forward() takes no "
+                "input_ids and position_ids"
+            )
+        self._keeps_logits = "logits_to_keep" in parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Return where inputs are."""
+        device: torch.device = next(iter(self.model.parameters())).device
+        return device
+
+    @property
+    def longest(self) -> int | None:
+        """Return how many tokens a sequence may have, or None where nothing says so."""
+        found = getattr(self.config, "max_position_embeddings", None)
+        return int(found) if found else None
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Return the tokens that end an answer, by the model's generation_config."""
+        generation = getattr(self.model, "generation_config", None)
+        found = getattr(generation, "eos_token_id", None)
+        if found is None:
+            found = self.config.eos_token_id
+        return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
+
+    @torch.no_grad()
+    def logits(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
+        """Run the new tokens of each sequence, and return the logits, [vocabulary], behind the last token of
+        those sequences for which ``ended`` is true. Sequences have grown when this returns, and are as
+        before when it raises."""
+        device = self.device
+        ids = [token for _, tokens in parts for token in tokens]
+        positions = [sequence.length + index for sequence, tokens in parts for index in range(len(tokens))]
+        last, count = [], 0
+        for (_, tokens), is_ended in zip(parts, ended, strict=True):
+            count += len(tokens)
+            if is_ended:
+                last.append(count - 1)
+        kept = torch.tensor(last, dtype=torch.long, device=device)
+        packed = Packed((sequence, len(tokens)) for sequence, tokens in parts)
+        options: dict[str, Any] = {"logits_to_keep": kept} if self._keeps_logits else {}
+        with suppress(NotPackedError):  # layers that do not hand on what they are called with
+            out = self.model(
+                input_ids=torch.tensor([ids], dtype=torch.long, device=device),
+                position_ids=torch.tensor([positions], dtype=torch.long, device=device),
+                use_cache=False,
+                packed=packed,
+                **options,
+            )
+        if len(packed.layers) != self.config.num_hidden_layers:
+            raise ConfigError(
+                f"sequences of {type(self.model).__name__} cannot share a pass: {len(packed.layers)} of its "
+                f"{self.config.num_hidden_layers} layers take another attention than the one that is set; "
+                "use model.generate(), which takes one batch at a time"
+            )
+        for sequence, tokens in parts:
+            sequence.advance(len(tokens))
+        logits = out.logits[0] if self._keeps_logits else out.logits[0, kept]
+        return list(logits)
+
+
+def default_kv_bytes(config: Any, max_batch: int, most: int) -> int:
+    """Return room for ``max_batch`` sequences of 1,024 tokens, or of the longest that the model takes, but at
+    most ``most`` bytes. An estimate: what a token takes is measured in the first pass."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    tokens = min(1024, getattr(config, "max_position_embeddings", None) or 1024)
+    wanted = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * tokens * max_batch
+    return max(1, min(int(wanted), most))
+
+
+def _parameters_of_forward(kind: type) -> set[str]:
+    """Return the names that ``forward`` of a class takes, wrappers around it left out."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        if "forward" in vars(base):
+            names |= set(inspect.signature(vars(base)["forward"]).parameters)
+    return names
