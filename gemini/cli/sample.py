@@ -85,13 +85,13 @@ def _add_budgets(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--device-bytes",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="budget of DEVICE, where operators compute; default: the free memory, less a margin",
     )
     group.add_argument(
         "--host-bytes",
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="budget of HOST, CPU memory beside a GPU; default: chosen by the runtime",
     )
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         host_bytes=options.host_bytes,
         disk_dir=options.disk_dir,
     )
-    _silence_transformers()
+    silence_transformers()
     sampled = Sampled()
     say = partial(print, end="", flush=True)
     try:
@@ -149,7 +149,7 @@ def summary(sampled: Any) -> str:
     )
 
 
-def _silence_transformers() -> None:
+def silence_transformers() -> None:
     """Keep progress bars and advice of transformers out of the text."""
     try:
         from transformers.utils import logging
@@ -159,7 +159,8 @@ def _silence_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def _size(text: str) -> int | None:
+def size(text: str) -> int | None:
+    """Return the bytes of an option; None for "auto"."""
     try:
         return None if text == "auto" else parse_bytes(text)
     except ConfigError as error:

@@ -42,7 +42,9 @@ Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
 
 
-_PARAMETERS = re.compile(r"\b(device_bytes|host_bytes|disk_bytes|disk_dir|non_model_bytes|device(?==))")
+_PARAMETERS = re.compile(
+    r"\b(device_bytes|host_bytes|kv_bytes|disk_bytes|disk_dir|non_model_bytes|device(?==))"
+)
 _WITH_VALUES = {
     "torch.utils.checkpoint": "--activation-checkpointing",
     "activation_offload='auto'": "--activations offload",

@@ -40,6 +40,15 @@ def test_the_mixture_of_the_page_answers_and_trains_within_its_budget(tmp_path: 
     assert waiting[-1] > 4 * 32  # in four layers, two arrays of 32 experts
 
 
+def test_the_engine_of_the_page_shares_passes_within_its_budget(tmp_path: Path) -> None:
+    page = (DOCS / "serve.md").read_text()
+    lines = run("\n".join(programs_of("serve.md")), tmp_path).splitlines()
+    assert lines[-4:-2] == ["[16, 16, 16, 16]", "True"]
+    passes, tokens = map(int, re.findall(r"\d+", lines[-2]))
+    assert tokens == 96
+    assert f"take {passes} passes instead of {tokens}" in page
+
+
 def test_the_tiled_loss_of_the_page_falls(tmp_path: Path) -> None:
     lines = run("\n".join(programs_of("tiled-loss.md")), tmp_path).splitlines()
     losses = [float(line.removeprefix("loss ")) for line in lines if line.startswith("loss ")]

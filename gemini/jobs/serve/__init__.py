@@ -1,0 +1,1 @@
+"""The program behind ``gemini serve``: an engine behind HTTP."""

@@ -1,0 +1,120 @@
+"""Options of ``gemini serve``, and those that a configuration file of the documents names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gemini.errors import ConfigError
+from gemini.inference.batching import Batching
+from gemini.system.files import read_regular
+from gemini.system.input_files import MAX_DOCUMENT_BYTES, errors_of
+
+# Names of a file, and the options that they are.
+_TAKEN = {
+    "checkpoint": "model",
+    "executor_max_batch_size": "max_batch",
+    "cache_size": "cache_size",
+    "cache_list_size": "cache_list_size",
+    "port": "port",
+    "server_port": "port",
+    "host": "host",
+    "server_host": "host",
+    "queue_size": "queue_size",
+}
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Options of ``gemini serve``; sizes are bytes, None leaves a choice to the runtime.
+
+    ``max_tokens``: most tokens of an answer. ``timeout_s``: seconds that a request may take. ``body_bytes``:
+    most bytes of a request. ``drain_s``: seconds for what runs, after a signal to stop.
+
+    Raise ConfigError for what cannot be.
+    """
+
+    model: Path
+    name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8020
+    device: str = "cpu"
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_dir: str | None = None
+    kv_bytes: int | None = None
+    max_batch: int = 16
+    max_pass_tokens: int = 512
+    queue_size: int = 256
+    batching: Batching = "continuous"
+    cache_size: int = 0
+    cache_list_size: int = 1
+    max_tokens: int = 1024
+    timeout_s: float | None = None
+    body_bytes: int = 4 * 2**20
+    drain_s: int = 30
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port is {self.port}; it must be from 0 (any that is free) to 65535")
+        for name in ("max_tokens", "body_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
+                )
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"--timeout is {self.timeout_s}; it must be above 0")
+        if self.drain_s < 0:
+            raise ConfigError(f"--drain is {self.drain_s}; it must be at least 0")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a configuration file says: ``options`` of ServeConfig, and the names that mean nothing here."""
+
+    options: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """Return the options of a file such as the documents' ``opt_config.py``. It is read, not executed: only
+    numbers, texts and names count.
+
+    Raises:
+        ConfigError: it cannot be read, or asks for several processes.
+    """
+    with errors_of(f"{path} cannot be read as a configuration"):
+        said = dict(_assignments(ast.parse(read_regular(path, MAX_DOCUMENT_BYTES))))
+    ranks = said.pop("tp_init_size", 1)
+    if ranks != 1:
+        raise ConfigError(
+            f"{path} has tp_init_size = {ranks}; gemini serve is one process: set it to 1, and "
+            "--device-bytes to what one device has; weights that do not fit are read when they are needed"
+        )
+    options: dict[str, Any] = {}
+    for name in [name for name in said if name in _TAKEN]:
+        value, option = said.pop(name), _TAKEN[name]
+        wanted = str if option in ("model", "host") else int
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise ConfigError(
+                f"{path} has {name} = {value!r}; it must be {'a text' if wanted is str else 'a number'}"
+            )
+        options[option] = Path(str(value)) if option == "model" else value
+    said.pop("model_class", None)  # the checkpoint's config.json says it
+    return ConfigFile(options, tuple(sorted(said)))
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    for statement in tree.body:
+        if not isinstance(statement, ast.Assign):
+            continue
+        try:
+            value = ast.literal_eval(statement.value)
+        except ValueError:
+            value = ast.unparse(statement.value)
+        for target in statement.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, value

@@ -1,0 +1,68 @@
+"""Load a model, make sure that it answers, and serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gemini.errors import ConfigError
+from gemini.inference.engine import Engine
+from gemini.inference.request import Request
+from gemini.integrations.model_directory import check_kinds
+from gemini.jobs.run.managed import make_disk_directory
+from gemini.jobs.serve.config import ServeConfig
+from gemini.system.input_files import InputDirectory, errors_of
+
+
+def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
+    """Serve until a signal. ``say`` gets a line when something begins.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or packages are not installed.
+        OutOfBudgetError: the model cannot fit the budgets.
+        OSError: nobody may listen at the address.
+    """
+    try:
+        from gemini.jobs.serve.app import Server
+        from gemini.jobs.serve.service import Service
+    except ImportError as error:
+        raise ConfigError(
+            "gemini serve needs the packages fastapi and uvicorn: pip install 'gemini-runtime[serve]' "
+            f"({error})"
+        ) from error
+    tokenizer = _tokenizer_of(config)
+    if config.disk_dir is not None:
+        make_disk_directory(config.disk_dir)
+    say(f"loading {config.model}")
+    with Engine.from_pretrained(
+        config.model,
+        device=config.device,
+        device_bytes=config.device_bytes,
+        host_bytes=config.host_bytes,
+        disk_dir=config.disk_dir,
+        kv_bytes=config.kv_bytes,
+        max_batch=config.max_batch,
+        max_pass_tokens=config.max_pass_tokens,
+        queue_size=config.queue_size,
+        batching=config.batching,
+    ) as engine:
+        # The first pass measures what a token takes, and finds what is wrong with the model.
+        engine.submit(Request((0,), max_tokens=1)).result()
+        service = Service(engine, tokenizer, config)
+        Server(
+            service, lambda url: say(f"{service.name} answers at {url}; the endpoints are at {url}/docs")
+        ).run()
+
+
+def _tokenizer_of(config: ServeConfig) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"gemini serve needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    check_kinds(InputDirectory(config.model))
+    with errors_of(f"transformers cannot read the tokenizer of {config.model}"):
+        return transformers.AutoTokenizer.from_pretrained(
+            config.model, local_files_only=True, trust_remote_code=False
+        )
