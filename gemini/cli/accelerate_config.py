@@ -18,6 +18,7 @@ from gemini.cli.conversion import (
     Conversion,
     Document,
     Key,
+    Path,
     Target,
     each,
     report,
@@ -136,7 +137,9 @@ def convert(document: Any, source: str, target: Target) -> Conversion:
 
 def convert_fsdp(document: dict[str, Any], source: str, target: Target) -> Conversion:
     """Return what a JSON for ``fsdp_config=`` of TrainingArguments becomes. Raises as :func:`convert`."""
-    names = {f"{_FSDP}.fsdp_{str(key).removeprefix('fsdp_')}": str(key) for key in document}
+    names: dict[Path, Path] = {
+        (_FSDP, f"fsdp_{str(key).removeprefix('fsdp_')}"): (str(key),) for key in document
+    }
     values = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in document.items()}
     found, given = Conversion(source, target), Document({_FSDP: values}, source, names)
     _fsdp(found, given)
@@ -145,7 +148,7 @@ def convert_fsdp(document: dict[str, Any], source: str, target: Target) -> Conve
     return found
 
 
-def _in_words_of_deepspeed(document: Any, source: str) -> tuple[Any, Mapping[str, str]]:
+def _in_words_of_deepspeed(document: Any, source: str) -> tuple[Any, Mapping[Path, Path]]:
     """Return the document with the keys of a DeepSpeed plugin where DeepSpeed has them, and their names."""
     if not isinstance(document, dict) or _PLUGIN not in document:
         return document, {}
@@ -157,23 +160,24 @@ def _in_words_of_deepspeed(document: Any, source: str) -> tuple[Any, Mapping[str
             "gemini convert-config FILE --for accelerate"
         )
     values = {key: value for key, value in document.items() if key != _PLUGIN}
-    names: dict[str, str] = {}
-    for path, key in _OF_PLUGIN.items():
-        if key in plugin:
-            names[path] = f"{_PLUGIN}.{key}"
-            value = plugin.pop(key)
-            _set(values, path, None if key.endswith("nvme_path") and value == "none" else value)
-    for key, value in plugin.items():
-        values[str(key)] = value
-        names[str(key)] = f"{_PLUGIN}.{key}"
+    names: dict[Path, Path] = {}
+    own = {key: tuple(path.split(".")) for path, key in _OF_PLUGIN.items()}
+    for name, value in plugin.items():
+        key = str(name)
+        path = own.get(key, (key,))
+        if path[0] in document:  # a key of Accelerate's has that name
+            path = (_PLUGIN, key)
+        names[path] = (_PLUGIN, key)
+        _set(values, path, None if key.endswith("nvme_path") and value == "none" else value)
+    if not plugin:
+        values[_PLUGIN] = plugin
     return values, names
 
 
-def _set(values: dict[str, Any], path: str, value: Any) -> None:
-    *sections, key = path.split(".")
-    for section in sections:
+def _set(values: dict[str, Any], path: Path, value: Any) -> None:
+    for section in path[:-1]:
         values = values.setdefault(section, {})
-    values[key] = value
+    values[path[-1]] = value
 
 
 def _processes(found: Conversion, document: Document) -> None:

@@ -108,12 +108,12 @@ class Document:
     ``names`` has the path of a key in the user's file where it is another one; errors and reports say that.
     """
 
-    def __init__(self, values: Any, source: str, names: Mapping[str, str] | None = None) -> None:
+    def __init__(self, values: Any, source: str, names: Mapping[Path, Path] | None = None) -> None:
         if not isinstance(values, dict):
             raise ConfigError(f"{source}: the whole is a {type(values).__name__}, not an object with keys")
         self.source = source
         self._values = values
-        self._names = {_parts(path): _parts(name) for path, name in (names or {}).items()}
+        self._names = dict(names or {})
 
     def name(self, path: str | Path) -> str:
         """Return the path of a key in the user's file."""

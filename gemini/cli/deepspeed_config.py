@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from gemini.cli import deepspeed_schedules
@@ -57,16 +56,14 @@ _WITHOUT_RULE = {
 }
 
 
-def convert(
-    document: Any, source: str, target: Target, *, names: Mapping[str, str] | None = None
-) -> Conversion:
+def convert(document: Any, source: str, target: Target) -> Conversion:
     """Return what a configuration of DeepSpeed becomes; ``source`` is the file's name.
 
     Raises:
         ConfigError: a value that DeepSpeed would refuse as well, by its key.
     """
     found = Conversion(source, target)
-    given = Document(document, source, names)
+    given = Document(document, source)
     fill(found, given)
     report(found, given, KEYS, SWITCHED)
     return found

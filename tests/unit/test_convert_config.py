@@ -315,6 +315,15 @@ def test_a_deepspeed_section_of_accelerate_is_converted(tmp_path: Path) -> None:
     run_program(convert(file, Target.LOOP))
 
 
+def test_keys_of_a_plugin_are_reported_as_the_file_has_them(tmp_path: Path) -> None:
+    plugin = {"zero_stage": 2, "gradient_accumulation_steps": 2, "a.b": 1, "fp16": {"enabled": True}, "": 3}
+    document = {"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": 4, "deepspeed_config": plugin}
+    found = convert(written(document, tmp_path / "a.yaml", disk=tmp_path))
+    keys = {"zero_stage", "gradient_accumulation_steps", "a.b", "fp16.enabled", ""}
+    wanted = {f"deepspeed_config.{key}" for key in keys}
+    assert {key for key, _, _ in found.keys} == {"distributed_type", "gradient_accumulation_steps", *wanted}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
