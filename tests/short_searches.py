@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-# Of 25 million units. Every kind of plan is tried, and some are changed a little; a whole search takes longer
-# than most trainings of the tests. Tests of the search itself (tests/unit) run all of it.
-SHORT_SEARCH = 3_000_000
+# Of 25 million units. All kinds of plans are nearly always tried, and the best is changed a little. A whole
+# search takes longer than most trainings of the tests; those of the search itself (tests/unit) run all of it.
+SHORT_SEARCH = 1_000_000
