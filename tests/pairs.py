@@ -22,10 +22,11 @@ def ask_for_products() -> None:
     _FULL = True
 
 
-def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
+def pairs(*fixtures: str, **values: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by rows in which every two values of different parameters meet.
 
     Args:
+        fixtures: Which of the parameters are fixtures that make something of each value.
         values: The values of each parameter, or ``pytest.param`` of one, with its id and marks.
     """
     lists = [[_as_param(name, *entry) for entry in enumerate(given)] for name, given in values.items()]
@@ -37,7 +38,7 @@ def pairs(**values: Sequence[Any]) -> pytest.MarkDecorator:
         )
         for row in _rows(lists)
     ]
-    return pytest.mark.parametrize(",".join(values), params)
+    return pytest.mark.parametrize(",".join(values), params, indirect=list(fixtures))
 
 
 def first(values: Iterable[Any], count: int = 1) -> list[Any]:
@@ -63,7 +64,7 @@ def _rows(lists: list[Sequence[Any]]) -> list[tuple[Any, ...]]:
     """Return rows that cover all pairs of values; each next row covers the most pairs that are missing."""
     products = list(itertools.product(*(range(len(values)) for values in lists)))
     if not _FULL:
-        met = {row: set(itertools.combinations(enumerate(row), 2)) for row in products}
+        met = {row: _met(lists, row) for row in products}
         missing: set[Any] = set().union(*met.values())
         products = []
         while missing:
@@ -71,3 +72,10 @@ def _rows(lists: list[Sequence[Any]]) -> list[tuple[Any, ...]]:
             products.append(row)
             missing -= met[row]
     return [tuple(values[at] for values, at in zip(lists, row, strict=True)) for row in products]
+
+
+def _met(lists: list[Sequence[Any]], row: tuple[int, ...]) -> set[Any]:
+    """Return the pairs of values that meet in a row: where one of them has a mark, which may skip the row,
+    only its own pairs."""
+    marked = {(place, at) for place, at in enumerate(row) if lists[place][at].marks}
+    return {pair for pair in itertools.combinations(enumerate(row), 2) if marked <= set(pair)}

@@ -69,6 +69,17 @@ def test_rows_keep_the_marks_and_names_of_their_values() -> None:
     assert [len(row.marks) for row in rows] == [0, 1]
 
 
+def test_values_meet_in_rows_that_no_mark_skips() -> None:
+    skipped = pytest.param("cuda", marks=pytest.mark.cuda)
+    mark = pairs("gpu", gpu=["a", "b", skipped], kind=range(3), budget=range(3))
+    assert mark.kwargs == {"indirect": ["gpu"]}
+    rows = mark.args[1]
+    run = [row.values for row in rows if not row.marks]
+    assert {values[1:] for values in run} == set(itertools.product(range(3), range(3)))
+    for one, two in ((0, 1), (0, 2)):
+        assert len({(row.values[one], row.values[two]) for row in rows}) == 9
+
+
 @pytest.mark.parametrize(
     ("changed", "reached"),
     [

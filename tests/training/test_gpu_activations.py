@@ -13,6 +13,7 @@ import torch
 from activation_harness import activation_bytes
 from device_thread import backward_on_its_own_thread
 from gpu_harness import KINDS, SMALL_CHUNKS, GpuModel, LateDevice, make_gpu, optimizer_of, simulated
+from pairs import pairs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_harness import assert_same_state, assert_within_budgets, moved_bytes
@@ -66,7 +67,10 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.fixture(params=[*KINDS, "own thread"])
+EVERY = [*KINDS, "own thread"]
+
+
+@pytest.fixture(params=EVERY)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ComputeDevice]:
     """Yield a GPU of each kind, with its operators running late, or backward on a thread of its own, where
     that is its kind."""
@@ -124,8 +128,7 @@ def plain_outcome(kind: str, gpu: ComputeDevice) -> tuple[list[float], dict[str,
     return losses, {key: value.cpu() for key, value in plain.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["none", "non-reentrant", "reentrant"])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pairs("gpu", gpu=EVERY, kind=["none", "non-reentrant", "reentrant"], budget=BUDGETS)
 def test_offloaded_activations_never_change_the_numbers(
     gpu: ComputeDevice, budget: str, kind: str, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from gpu_harness import (
     simulated,
     train,
 )
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import assert_same_state, assert_within_budgets, moved_bytes
 
@@ -69,8 +70,7 @@ def state_of(model: nn.Module, gpu: ComputeDevice) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("overlap", [True, "backward"])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pairs("gpu", gpu=KINDS, overlap=[True, "backward"], budget=BUDGETS)
 def test_placement_never_changes_the_numbers(
     gpu: ComputeDevice, budget: str, overlap: Any, tmp_path: Path
 ) -> None:
@@ -83,8 +83,7 @@ def test_placement_never_changes_the_numbers(
         assert (moved_bytes(model.stats()) > 0) == (budget != "everything")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("budget", ["host", "disk"])
+@pairs("gpu", gpu=KINDS, precision=["bf16", "fp16"], budget=["host", "disk"])
 def test_placement_never_changes_the_numbers_of_16_bits(
     gpu: ComputeDevice, budget: str, precision: str, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from gpu_harness import (
     simulated,
     train,
 )
+from pairs import pairs
 from torch import Tensor, nn
 from training_harness import assert_same_state, assert_within_budgets
 
@@ -80,8 +81,7 @@ def state_of(model: nn.Module, gpu: ComputeDevice) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.parametrize("overlap", [True, False, "backward"])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pairs("gpu", gpu=KINDS, overlap=[True, False, "backward"], budget=BUDGETS)
 def test_who_updates_never_changes_the_numbers(
     gpu: ComputeDevice, on_host: list[int], budget: str, overlap: Any
 ) -> None:
@@ -95,8 +95,7 @@ def test_who_updates_never_changes_the_numbers(
     assert on_host
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize(("budget", "overlap"), [("tight", True), ("tight", False), ("roomy", True)])
+@pairs("gpu", gpu=KINDS, precision=["bf16", "fp16"], budget=["tight", "roomy"], overlap=[True, False])
 def test_who_updates_never_changes_the_numbers_of_16_bits(
     gpu: ComputeDevice, on_host: list[int], precision: str, budget: str, overlap: bool
 ) -> None:
@@ -159,8 +158,7 @@ def test_states_that_the_cpu_updates_do_not_cross_the_link(gpu: ComputeDevice, o
     assert moved[1] <= 3 * 3 * params < moved[0]
 
 
-@pytest.mark.parametrize("ratio", [0.0, "auto"])
-@pytest.mark.parametrize("overlap", [True, "backward"])
+@pairs("gpu", gpu=KINDS, ratio=[0.0, "auto"], overlap=[True, "backward"])
 def test_a_disk_beside_a_host_that_holds_everything_changes_nothing(
     gpu: ComputeDevice,
     on_host: list[int],
