@@ -14,7 +14,7 @@ from training_models import TinyGPT, gpt_loss
 
 from gemini import CheckpointError, ConfigError, GeminiDDP, GeminiOptimizer, Lion, checkpoint
 
-WIDTH, STEPS = 32, 20
+WIDTH, STEPS = 32, 8
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Loss = Callable[[nn.Module, int], Tensor]
@@ -179,13 +179,13 @@ def test_states_are_exchanged_with_the_optimizer_itself(rule: str, tmp_path: Pat
     want = train_plain(seeded(mlp), make, square)
     plain = seeded(mlp)
     optimizer = make(plain.parameters())
-    for step in range(5):
+    for step in range(2):
         square(plain, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     with GeminiDDP(plain, **tight(tmp_path, num_bytes(plain))) as model:
         managed = GeminiOptimizer(optimizer, model)  # goes on from its state
-        train_managed(model, managed, square, range(5, 10))
+        train_managed(model, managed, square, range(2, 4))
         state, weights = managed.state_dict(), model.state_dict()
         assert {name for entry in state["state"].values() for name in entry} == set(managed.state_names)
         assert set(managed.state[plain[0][0].weight]) == set(managed.state_names)
@@ -193,7 +193,7 @@ def test_states_are_exchanged_with_the_optimizer_itself(rule: str, tmp_path: Pat
     plain.load_state_dict(weights)
     optimizer = make(plain.parameters())
     optimizer.load_state_dict(state)
-    for step in range(10, 15):
+    for step in range(4, 6):
         square(plain, step).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -201,7 +201,7 @@ def test_states_are_exchanged_with_the_optimizer_itself(rule: str, tmp_path: Pat
     with GeminiDDP(plain, **tight(tmp_path, num_bytes(plain))) as model:
         managed = GeminiOptimizer(make(plain.parameters()), model)
         managed.load_state_dict(state)
-        train_managed(model, managed, square, range(15, STEPS))
+        train_managed(model, managed, square, range(6, STEPS))
         assert_same(model.state_dict(), want)
 
 
@@ -215,12 +215,12 @@ def test_a_checkpoint_is_of_its_rule(rule: str, tmp_path: Path) -> None:
         return model, GeminiOptimizer(make(net.parameters()), model)
 
     model, optimizer = wrap(RULES[rule])
-    train_managed(model, optimizer, square, range(10))
+    train_managed(model, optimizer, square, range(4))
     checkpoint.save(tmp_path / "saved", model, optimizer)
     model.close()
     model, optimizer = wrap(RULES[rule])
     checkpoint.load(tmp_path / "saved", model, optimizer)
-    train_managed(model, optimizer, square, range(10, STEPS))
+    train_managed(model, optimizer, square, range(4, STEPS))
     assert_same(model.state_dict(), want)
     model.close()
     model, optimizer = wrap(RULES["lion" if rule != "lion" else "momentum"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from same_bits import assert_same
-from test_rules import MODELS, Loss, Make, mlp, num_bytes, square, tight
+from test_rules import MODELS, STEPS, Loss, Make, mlp, num_bytes, square, tight
 from torch import Tensor, nn
 from torch import optim as torch_optim
 from training_harness import seeded
@@ -87,11 +87,11 @@ def test_a_third_of_the_memory_changes_no_bit_of_these_either(build: str, rule: 
     make_net, loss = MODELS[build]
     plain = seeded(make_net)
     optimizers = TARGETS[rule](plain.parameters())
-    train_plain(plain, optimizers, loss, range(20))
+    train_plain(plain, optimizers, loss, range(STEPS))
     net = seeded(make_net)
     with GeminiDDP(net, **tight(tmp_path, num_bytes(net))) as model:
         managed = [GeminiOptimizer(each, model) for each in TARGETS[rule](net.parameters())]
-        train(model, managed, loss, range(20))
+        train(model, managed, loss, range(STEPS))
         stats = model.stats()
         assert stats["device"]["peak_bytes"] <= stats["device"]["budget_bytes"] < stats["model_data_bytes"]
         assert_same(dict(model.state_dict()), dict(plain.state_dict()))
