@@ -64,7 +64,7 @@ def large_loss(model: nn.Module, index: int) -> Tensor:
     return loss
 
 
-def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int = 9) -> GeminiDDP:
+def trained(build: Callable[[], nn.Module], keywords: dict[str, Any], steps: int = 6) -> GeminiDDP:
     """Return a model after some steps."""
     model = GeminiDDP(seeded(build), **keywords)
     optimizer = managed_optimizer(model)

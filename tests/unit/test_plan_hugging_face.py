@@ -17,6 +17,7 @@ from torch import nn
 from gemini.cli.main import main
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import ConfigError
+from gemini.forecast import report
 
 VISION = {
     "hidden_size": 64,
@@ -205,9 +206,15 @@ def test_a_config_is_built_and_rehearsed(
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_models_of_every_kind_of_data_are_planned(
-    architecture: str, tmp_path: Path, described: list[str], capsys: pytest.CaptureFixture[str]
+    architecture: str,
+    tmp_path: Path,
+    described: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("transformers", reason="optional: builds models from a config.json")
+    # The largest batch takes more rehearsals than all else; test_forecast.py has its laws.
+    monkeypatch.setattr(report, "largest_batch", lambda *_: 1)
     model_type, fields, (units, unit) = MODELS[architecture]
     name = written(tmp_path, {"model_type": model_type, "architectures": [architecture], **fields})
     code, found = plan([name, *described], capsys)
