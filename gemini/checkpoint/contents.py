@@ -26,7 +26,7 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.self_managed import driver_of
-from gemini.runtime import ManagedParameter, ManagedSlot
+from gemini.runtime import ManagedParameter, ManagedSlot, ManagedTensor
 from gemini.runtime.storage.model_storage import slot_of
 
 BUFFERS = "model-buffers.safetensors"
@@ -68,9 +68,10 @@ def range_name(param: str, state: str, start: int, stop: int) -> str:
 
 
 def weight_dtype(slot: ManagedSlot) -> torch.dtype:
-    """Return the type in which a weight is saved: its fp32 master's, else its own but at least fp32."""
+    """Return the type in which a weight is saved: its fp32 master's, else its own but at least fp32; of
+    a quantized one bytes."""
     own = slot.param_view.dtype
-    return own if own.itemsize > 4 else torch.float32
+    return own if own.itemsize > 4 or not own.is_floating_point else torch.float32
 
 
 def owned(slot: ManagedSlot) -> tuple[int, int]:
@@ -121,12 +122,15 @@ def _slot_of(value: object) -> ManagedSlot | None:
     return slot_of(value) if isinstance(value, ManagedParameter) else None
 
 
-def parameters(model: ManagedModel) -> dict[str, dict[str, list[int]]]:
-    """Return shape and stride (in elements, of its memory order) of every parameter by name."""
-    return {
-        name: {"shape": list(slot.param_view.shape), "stride": list(slot.param_view.stride())}
-        for name, slot in model.storage.slots.items()
-    }
+def parameters(model: ManagedModel) -> dict[str, dict[str, Any]]:
+    """Return shape and stride (in elements, of its memory order) of every parameter by name, and of a
+    quantized one, which is saved as bytes, the meaning of these."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, slot in model.storage.slots.items():
+        found[name] = {"shape": list(slot.param_view.shape), "stride": list(slot.param_view.stride())}
+        if slot.form is not None:
+            found[name]["quantized"] = str(slot.form)
+    return found
 
 
 def group_members(optimizer: GeminiOptimizer) -> list[list[str]]:
@@ -135,12 +139,16 @@ def group_members(optimizer: GeminiOptimizer) -> list[list[str]]:
 
 
 def buffers(model: ManagedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of the module's state that are not managed."""
+    """Return the tensors of the module's state that are not managed. Those that bitsandbytes adds for a
+    quantized weight, under names that begin with its name, are in its bytes."""
     state = model.module.state_dict(keep_vars=True)
+    quantized = tuple(f"{name}." for name, slot in model.storage.slots.items() if slot.form is not None)
     return {
         name: value
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, ManagedParameter)
+        if isinstance(value, torch.Tensor)
+        and not isinstance(value, (ManagedParameter, ManagedTensor))
+        and not name.startswith(quantized)
     }
 
 
@@ -328,7 +336,9 @@ def expected_tensors(
     found: dict[str, dict[str, Expected]] = {}
     for name, file in weights.items():
         if name in manifest["parameters"]:
-            tensor = Expected(tuple(manifest["parameters"][name]["shape"]), _is_wide)
+            entry = manifest["parameters"][name]
+            fits = partial(eq, torch.uint8) if "quantized" in entry else _is_wide
+            tensor = Expected(tuple(entry["shape"]), fits)
         else:
             tensor = Expected(tuple(manifest["buffers"][name]), lambda _dtype: True)
         found.setdefault(file, {})[name] = tensor

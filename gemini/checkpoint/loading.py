@@ -436,8 +436,8 @@ def _check_model(
     checkpoint: Path, manifest: Mapping[str, Any], model: ManagedModel, optimizer: GeminiOptimizer
 ) -> None:
     contents.require_own_names(model)
-    shapes = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
-    own_shapes = {name: entry["shape"] for name, entry in contents.parameters(model).items()}
+    shapes = {name: _shape(entry) for name, entry in manifest["parameters"].items()}
+    own_shapes = {name: _shape(entry) for name, entry in contents.parameters(model).items()}
     _compare(checkpoint, "parameter", shapes, own_shapes)
     buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
     _compare(checkpoint, "buffer", manifest["buffers"], buffers)
@@ -460,6 +460,11 @@ def _check_model(
             f"{checkpoint} has parameter groups of {[len(group) for group in saved]} parameters, the "
             f"optimizer of {[len(group) for group in own]}, or in another order; build it as it was then"
         )
+
+
+def _shape(entry: Mapping[str, Any]) -> list[Any]:
+    """Return what a parameter has to be like here: its shape, and what the bytes of a quantized one are."""
+    return [*entry["shape"], *([entry["quantized"]] if "quantized" in entry else [])]
 
 
 def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:

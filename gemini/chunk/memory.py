@@ -8,6 +8,7 @@ which it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -19,7 +20,10 @@ from gemini.memstats import MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
 _FIRST_BYTES = 256 * 2**20
+# Addresses for what comes into a model later, at least; more of them where they are those of host memory,
+# which cost nothing: a model may be built layer by layer.
 _LEAST_SPARE_BYTES = 2**24
+_HOST_SPARE_BYTES = 2**36
 _CHUNKS_AHEAD = 16
 
 
@@ -227,13 +231,14 @@ class ComputeDevice(Protocol):
 def open_with_spare(
     device: ComputeDevice, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None
 ) -> tuple[AnyMemory, int]:
-    """Return memory with addresses for chunks of ``sizes`` and for as much again, and how much that is:
-    nothing where a limit on addresses (``ulimit -v``) does not leave them."""
+    """Return memory with addresses for chunks of ``sizes`` and for others, and how much that is: as much
+    again, or nothing, where a limit on addresses (``ulimit -v``) does not leave more."""
     spare_bytes = max(sum(sizes), _LEAST_SPARE_BYTES)
-    try:
-        return device.open(sizes, budgets, file, spare_bytes=spare_bytes), spare_bytes
-    except GeminiError:
-        return device.open(sizes, budgets, file), 0
+    more = () if device.has_own_memory else (max(spare_bytes, _HOST_SPARE_BYTES),)
+    for wanted in (*more, spare_bytes):
+        with suppress(GeminiError):
+            return device.open(sizes, budgets, file, spare_bytes=wanted), wanted
+    return device.open(sizes, budgets, file), 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch._C import _EnableTorchFunction as SubclassesAnswer
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import at_the_last
 from gemini.runtime.intercept.functions import METADATA_FUNCTIONS, SPECIAL
-from gemini.runtime.intercept.tensors import MANAGED, dispatch
+from gemini.runtime.intercept.tensors import MANAGED, ManagedParameter, ManagedTensor, dispatch
 
 _NAME = "__torch_function__"
 _REFUSES = "_refuses_managed"  # of a __new__
@@ -34,7 +34,7 @@ def intercept_foreign_classes() -> None:
     for cls in classes:  # which grows
         classes += type.__subclasses__(cls)
     for cls in classes[1:]:
-        if cls in MANAGED:
+        if issubclass(cls, (ManagedTensor, ManagedParameter)):
             continue
         if cls.__name__ == "DTensor":
             _refuse_within(cls)

@@ -39,7 +39,7 @@ from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors, tensors_in
 from gemini.runtime.intercept.one_type import FirstPasses
 from gemini.runtime.intercept.precision import place_buffers
-from gemini.runtime.intercept.tensors import ManagedParameter
+from gemini.runtime.intercept.tensors import MANAGED_PARAMETERS, ManagedParameter
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.step.evaluations import Call
 from gemini.runtime.storage.gradient import SlotGradient
@@ -53,7 +53,6 @@ T = TypeVar("T")
 
 
 _STEPS_UNSEEN = 2  # in a row: gradients of one may have been given up after an error
-_ALL_MANAGED = {ManagedParameter}
 
 
 class Passes:
@@ -114,9 +113,9 @@ class ManagedParameters:
             )
         if second_names:
             self._refuse_twins(doing)
-        if _ALL_MANAGED.issuperset(map(type, self._params)):
+        if MANAGED_PARAMETERS.issuperset(map(type, self._params)):
             return
-        managed = [type(param) is ManagedParameter for param in self._params]
+        managed = [isinstance(param, ManagedParameter) for param in self._params]
         name = self._names[managed.index(False)]
         raise StateError(
             f"{doing}: parameter {name!r} is no longer managed: torch.utils.swap_tensors, or "
@@ -470,7 +469,7 @@ class ManagedModel:
         self.give_up_passes()
         self._give_up_all(set_to_none=set_to_none)
         for param in self.module.parameters():
-            if type(param) is not ManagedParameter and param.grad is not None:  # came after wrapping
+            if not isinstance(param, ManagedParameter) and param.grad is not None:  # came after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
 
     def _give_up_all(self, *, set_to_none: bool = True) -> None:

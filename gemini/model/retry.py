@@ -173,7 +173,7 @@ def _progress(manager: Gate) -> tuple[int, ...]:
 
 def _unmanaged(model: ManagedModel) -> list[torch.nn.Parameter]:
     """Return the parameters that came after wrapping."""
-    return [param for param in model.module.parameters() if type(param) is not ManagedParameter]
+    return [param for param in model.module.parameters() if not isinstance(param, ManagedParameter)]
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

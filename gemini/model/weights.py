@@ -31,6 +31,8 @@ from gemini.runtime import (
     read_values,
     write_values,
 )
+from gemini.runtime.adopt import read_quantized, write_quantized
+from gemini.runtime.intercept.quantized_operators import QuantizedParameter
 from gemini.runtime.intercept.tensors import plain_copy
 from gemini.runtime.storage.model_storage import slot_of
 from gemini.system.config import parse_bytes
@@ -579,6 +581,8 @@ def _full_values(
         value = state[keys[0]]
         if isinstance(value, ManagedParameter):
             value = _full_value(model, value, export)
+        elif isinstance(value, ManagedTensor):  # statistics of a quantized weight
+            value = plain_copy(value).cpu()
         elif isinstance(value, torch.Tensor):
             value = value.detach().cpu()
         yield keys, value
@@ -626,7 +630,10 @@ def import_others(model: ManagedModel, others: Mapping[str, Any]) -> bool:
     written = model.manager.written.times()
     state = model.module.state_dict(keep_vars=True)
     for name, value in list(state.items()):
-        state[name] = value.detach() if isinstance(value, torch.Tensor) else value
+        if isinstance(value, ManagedTensor):  # what a quantized weight is made of
+            del state[name]
+        elif isinstance(value, torch.Tensor):
+            state[name] = value.detach()
     state.update(others)
 
     def write(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -675,13 +682,16 @@ def _write(
     if isinstance(value, ManagedParameter):  # a hook puts it where a name is missing
         owner = value._ref.manager  # perhaps another model's
         assert isinstance(owner, GeminiManager)
-        value = read_values(slot_of(value), owner)
+        quantized = isinstance(value, QuantizedParameter)
+        value = plain_copy(value) if quantized else read_values(slot_of(value), owner)
     elif isinstance(value, ManagedTensor):
         value = plain_copy(value)
     if not isinstance(target, ManagedParameter):
         target.copy_(value)
         return
-    if fill is not None:
+    if isinstance(target, QuantizedParameter):
+        write_quantized(slot_of(target), value, model.manager)
+    elif fill is not None:
         fill(slot_of(target), value)
     else:
         write_values(slot_of(target), value, model.manager)
@@ -700,5 +710,7 @@ def _kept(model: ManagedModel, value: torch.Tensor) -> torch.Tensor:
 
 def _full_value(model: ManagedModel, param: ManagedParameter, export: Place) -> torch.Tensor:
     """Return a copy of a parameter in fp32, in host memory: of its master where it has one."""
+    if isinstance(param, QuantizedParameter):
+        return read_quantized(slot_of(param), model.manager, export)
     dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
     return read_values(slot_of(param), model.manager, export, dtype)

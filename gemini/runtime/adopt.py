@@ -21,6 +21,8 @@ from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.guards import span_bytes
+from gemini.runtime.intercept.quantized import QuantizedForm, form_of, is_quantized
+from gemini.runtime.intercept.quantized_operators import make_managed_quantized, make_plain_quantized
 from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.intercept.tensors import (
     ManagedParameter,
@@ -80,6 +82,10 @@ def unique_parameters(
             raise ConfigError(
                 f"parameter {name!r} has no shape yet (lazy module); run the model once before wrapping it"
             )
+        if is_quantized(param):
+            form_of(name, param, module.get_submodule(name.rpartition(".")[0]))
+            yield name, param
+            continue
         if type(param) is not nn.Parameter:
             kind = type(param)
             way_out = "give one of an ordinary tensor in its place"
@@ -92,7 +98,7 @@ def unique_parameters(
                 way_out = "wrap the model in GeminiDDP of gemini.parallel.colo, or call its apply_specs first"
             raise ConfigError(
                 f"parameter {name!r} is a {kind.__module__}.{kind.__qualname__}; only an nn.Parameter of "
-                f"ordinary memory becomes one that chunks hold: {way_out}"
+                f"ordinary memory, or a frozen quantized weight, becomes one that chunks hold: {way_out}"
             )
         if not param.is_floating_point() or param.layout is not torch.strided:
             raise ConfigError(
@@ -111,7 +117,7 @@ def check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
     spans = [
         (param.data_ptr(), param.data_ptr() + span_bytes(param), name)
         for name, param in params
-        if not param.is_meta and param.numel()
+        if not param.is_meta and param.numel() and not is_quantized(param)
     ]
     spans.sort()
     for (_, end, name), (begin, _, other) in pairwise(spans):
@@ -143,7 +149,8 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
                 initialization.run(name, owner)
                 for key, param in owner.named_parameters(prefix=name, recurse=False):
                     if not isinstance(param, ManagedParameter):  # tied: adopted under its first name
-                        adopted.append(adopt_parameter(param, storage.slots[first_names[key]], manager))
+                        slot = storage.slots[first_names[key]]
+                        adopted.append(adopt_parameter(param, slot, manager, owner))
     except BaseException:
         _undo(adopted, manager)
         raise
@@ -163,7 +170,8 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
     for name, param in list(module.named_parameters()):
         slot = storage.slots[name]
         if not param.is_meta:
-            adopted.append(adopt_parameter(param, slot, manager))
+            owner = module.get_submodule(name.rpartition(".")[0])
+            adopted.append(adopt_parameter(param, slot, manager, owner))
             continue
         # .data: with a version counter of its own, which filling the chunk anew over ranks does not raise.
         real = nn.Parameter(slot.param_view.data, requires_grad=param.requires_grad)
@@ -350,9 +358,15 @@ class Adopted:
     rounded: bool  # nobody has its values any more
 
 
-def adopt_parameter(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager) -> Adopted:
-    """Copy a parameter into its chunk and make it managed; return what makes it an ordinary one again."""
+def adopt_parameter(
+    param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager, owner: nn.Module
+) -> Adopted:
+    """Copy a parameter of ``owner`` into its chunk and make it managed; return what makes it an ordinary one
+    again."""
     dtype, device = param.dtype, param.device
+    if is_quantized(param):
+        _adopt_quantized(param, form_of(slot.name, param, owner), slot, manager)
+        return Adopted(param, slot, dtype, device, rounded=False)
     if manager.sharding is not None:
         manager.sharding.agree_on(param.data)
     values = _memory_order(slot, param.data)
@@ -365,6 +379,38 @@ def adopt_parameter(param: nn.Parameter, slot: ManagedSlot, manager: GeminiManag
     _write_master(slot, slot.start, values, manager)
     manage(param, slot)
     return Adopted(param, slot, dtype, device, rounded)
+
+
+def _adopt_quantized(
+    param: nn.Parameter, form: QuantizedForm, slot: ManagedSlot, manager: GeminiManager
+) -> None:
+    """Copy the inner tensors of a quantized weight into its chunk and make it managed."""
+    tensors = slot.param_ref.tensors
+    with manager.operator(tensors, tensors):
+        for kept, given in zip(form.views(slot.param_view), form.tensors_of(param), strict=True):
+            kept.copy_(given)
+    slot.take_form(form)
+    make_managed_quantized(param, form, slot.param_view, slot.param_ref, slot, name_again)
+    manager.parameters.add(cast("ManagedParameter", param))
+    restore_saved_weights()
+
+
+def write_quantized(slot: ManagedSlot, value: torch.Tensor, manager: GeminiManager) -> None:
+    """Copy what ``value`` is made of into the chunk of a quantized weight. Raises ConfigError where it is
+    quantized otherwise."""
+    assert slot.form is not None
+    given = slot.form.values_of(value)
+    manager.snapshot.before_write()
+    tensors = slot.param_ref.tensors
+    with manager.operator(tensors, tensors):
+        for kept, new in zip(slot.form.views(slot.param_view), given, strict=False):
+            kept.copy_(new)
+
+
+def read_quantized(slot: ManagedSlot, manager: GeminiManager, place: Place = IN_MEMORY) -> torch.Tensor:
+    """Return a copy of a quantized weight that nobody manages, as its ``detach()`` is."""
+    assert slot.form is not None
+    return slot.form.over(read_values(slot, manager, place))
 
 
 def _whole_stretches(slot: ManagedSlot) -> Iterator[tuple[TensorIds, int, int]]:
@@ -431,6 +477,9 @@ def _our_hooks(param: nn.Parameter) -> list[int]:
 
 def _release(entry: Adopted, manager: GeminiManager) -> None:
     """Make one parameter an ordinary one again. Raises as :func:`read_values`; it stays managed then."""
+    if entry.slot.form is not None:
+        make_plain_quantized(entry.param, entry.slot.form, read_values(entry.slot, manager).to(entry.device))
+        return
     values = read_values(entry.slot, manager).to(entry.device, entry.dtype)
     managed = [param for param in second_names if type(param) is ManagedParameter]
     twins = [param for param in managed if param._slot is entry.slot]
@@ -451,7 +500,7 @@ def release_adopted(adopted: Sequence[Adopted], module: nn.Module, manager: Gemi
             ordinary ones, the others stay managed; calling it again goes on.
     """
     for entry in adopted:
-        if type(entry.param) is ManagedParameter:
+        if isinstance(entry.param, ManagedParameter):
             _release(entry, manager)
     by_tensor = {entry.slot.param_ref.tensors: entry for entry in adopted}
     for part in module.modules():

@@ -13,6 +13,7 @@ from gemini.errors import ConfigError
 from gemini.runtime.adopt import Adopted, adopt_parameter, release_all, warn_of_rounded
 from gemini.runtime.build import Outline, lay_out
 from gemini.runtime.config import GeminiConfig
+from gemini.runtime.intercept.quantized import is_quantized
 from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.data_sizes import GroupSpec, chunk_bytes, largest_operator
@@ -120,7 +121,8 @@ def _adopt(module: nn.Module, slots: Sequence[ManagedSlot], manager: GeminiManag
         for slot in slots:
             param = module.get_parameter(slot.name)
             grads.append(param.grad)
-            adopted.append(adopt_parameter(param, slot, manager))
+            owner = module.get_submodule(slot.name.rpartition(".")[0])
+            adopted.append(adopt_parameter(param, slot, manager, owner))
         for slot, grad in zip(slots, grads, strict=True):
             if grad is not None and slot.grad is not None:
                 slot.grad.assign(grad.to(slot.grad.view))
@@ -141,7 +143,9 @@ def _refuse_unfit(module: nn.Module, manager: GeminiManager) -> None:
     for name, param in module.named_parameters():
         if isinstance(param, ManagedParameter):
             continue
-        if isinstance(param, ManagedTensor) or (param.numel() and param.data_ptr() in manager.windows):
+        if isinstance(param, ManagedTensor) or (
+            param.numel() and not is_quantized(param) and param.data_ptr() in manager.windows
+        ):
             raise ConfigError(
                 f"parameter {name!r} has the memory of a managed one; tie them by assigning the parameter "
                 "itself (layer.weight = other_layer.weight), or give it its own: "

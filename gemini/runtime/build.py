@@ -28,7 +28,7 @@ from gemini.chunk import (
 )
 from gemini.chunk.layout import page_elements
 from gemini.comm.peers import ModelRanks, Peers, Share, require_equal
-from gemini.errors import IoError, OutOfBudgetError
+from gemini.errors import ConfigError, IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
 from gemini.placement.policies import DeviceTooSmallError
@@ -40,6 +40,7 @@ from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, ch
 from gemini.runtime.growth import Growth, least_gathered, with_gathered
 from gemini.runtime.intercept.compiled import is_compiled
 from gemini.runtime.intercept.precision import compute_types
+from gemini.runtime.intercept.quantized import BYTES, form_of, is_quantized
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.step.order import PlacementContext
 from gemini.runtime.storage.data_sizes import (
@@ -90,15 +91,20 @@ class Outline:
         # What keep_fp32 names may have left the module since.
         types = compute_types(module, config.precision, config.keep_fp32, strict=manager is None)
         return cls(
-            {
-                name: torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
-                for name, param in params
-            },
-            {name: types[id(param)] for name, param in params},
+            {name: _outline_of(name, param, module) for name, param in params},
+            {name: BYTES if is_quantized(param) else types[id(param)] for name, param in params},
             frozenset(name for name, param in params if param.requires_grad),
             tuple(_operators(module)),
             tuple(expert_sets(module)) if manager is None else (),
         )
+
+
+def _outline_of(name: str, param: nn.Parameter, module: nn.Module) -> torch.Tensor:
+    """Return a parameter on ``meta``; of a quantized one the bytes that it takes."""
+    if is_quantized(param):
+        form = form_of(name, param, module.get_submodule(name.rpartition(".")[0]))
+        return torch.empty(form.nbytes, dtype=BYTES, device="meta")
+    return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
 
 
 def _operators(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -167,6 +173,16 @@ class Built(NamedTuple):
     manager: GeminiManager
     search: SearchResult
     adopted: Sequence[Adopted] = ()
+
+
+def _refuse_quantized(outline: Outline) -> None:
+    """Raise ConfigError for what ranks cannot have parts of."""
+    quantized = [name for name, dtype in outline.types.items() if dtype is BYTES]
+    if quantized:
+        raise ConfigError(
+            f"{len(quantized)} parameters (first {quantized[0]!r}) are quantized weights, which are not cut "
+            "among ranks; manage the model in one process, or give a base with floating-point weights"
+        )
 
 
 def _require_few_pieces(outline: Outline, piece_numel: int) -> None:
@@ -375,9 +391,11 @@ class Drawing:
         is kept of it; None: all that were not frozen, with those of the rule that was announced, or Adam's.
 
         Raises:
-            ConfigError: a size allows no chunk.
+            ConfigError: a size allows no chunk, or ranks are to share a quantized weight.
         """
         outline, device, share = self.outline, self.device, self.share
+        if share is not None:
+            _refuse_quantized(outline)
         device_bytes = config.device_bytes
         if device_bytes is None:
             device.release_cache()  # what torch's allocator keeps from earlier work is free as well
@@ -404,7 +422,8 @@ class Drawing:
             needs = needs_of(groups, trained)
             return with_gathered(data_sizes(zip(plans, needs, strict=True)), gather_bytes, *operator)
 
-        everything = size(dict.fromkeys(outline.params, Kept(MOST_STATES)))
+        may_train = [name for name, dtype in outline.types.items() if dtype is not BYTES]
+        everything = size(dict.fromkeys(may_train, Kept(MOST_STATES)))
         capacity = _capacity(config, device_bytes, everything, device, self.ranks_here)
         signature = "+".join(spec.layout.signature() for spec in groups)
         signature += "+activations" if config.activation_offload else ""

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
-from gemini.errors import IoError, StateError
+from gemini.errors import ConfigError, IoError, StateError
 from gemini.placement import ModelDataSize
 from gemini.placement.policies import DeviceTooSmallError
 from gemini.runtime.adopt import is_watched, watch, write_values
@@ -70,9 +70,15 @@ class Growth:
         Raises:
             OutOfBudgetError, IoError: the tiers cannot hold them; nothing was changed.
             StateError: a backward pass is under way, or the model was closed.
+            ConfigError: it is a quantized weight.
         """
         slot = slot_of(param)
         if slot.grad is None:
+            if not slot.param_view.is_floating_point():
+                raise ConfigError(
+                    f"parameter {slot.name!r} is a quantized weight, and quantized weights in chunks "
+                    "stay frozen; train adapters beside it, as LoRA of peft"
+                )
             if torch._C._current_graph_task_id() != -1:
                 raise StateError(
                     f"parameter {slot.name!r} is unfrozen within a backward pass; do it before the forward "

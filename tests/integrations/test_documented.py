@@ -15,7 +15,7 @@ import gemini
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
-LIBRARIES = ["transformers", "peft", "trl", "lightning"]  # which take long to import
+LIBRARIES = ["transformers", "peft", "torchao", "trl", "lightning"]  # which take long to import
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
@@ -47,6 +47,13 @@ def test_the_engine_of_the_page_shares_passes_within_its_budget(tmp_path: Path) 
     passes, tokens = map(int, re.findall(r"\d+", lines[-2]))
     assert tokens == 96
     assert f"take {passes} passes instead of {tokens}" in page
+
+
+def test_the_adapters_of_the_page_learn_beside_a_quantized_base(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the extra 'quantized' is not installed")
+    *losses, read_bytes = run("\n".join(programs_of("quantized.md")), tmp_path).splitlines()[-5:]
+    assert float(losses[3]) < float(losses[0])
+    assert int(read_bytes) > 0
 
 
 def test_the_tiled_loss_of_the_page_falls(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from gemini.runtime.activation.saved import (
 )
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.guards import span_bytes
-from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
+from gemini.runtime.intercept.tensors import MANAGED
 
 # Below this a tensor stays where it is: its PreOps cost more than it is worth. So does one that takes less
 # than half of a GPU's block.
@@ -49,7 +49,6 @@ _MOST_FOR_WHOLE = 1.25
 _SLACK_SHARE = 8
 
 _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
-_MANAGED = frozenset((ManagedTensor, ManagedParameter))
 
 
 class Extent(NamedTuple):
@@ -217,7 +216,7 @@ class ActivationOffload:
     def _pack(self, tensor: torch.Tensor) -> Saved:
         called_by_operator = not torch._C._is_torch_function_enabled()
         with PlainTensors():
-            if type(tensor) in _MANAGED and not called_by_operator:
+            if type(tensor) in MANAGED and not called_by_operator:
                 return self._weight(tensor)
             if not self._worth_storing(tensor):
                 return Kept(tensor)
@@ -232,7 +231,8 @@ class ActivationOffload:
     def _weight(self, tensor: torch.Tensor) -> Saved:
         """Save a managed tensor for a custom function, whose backward no hook brackets."""
         ref = tensor._ref  # type: ignore[attr-defined]
-        if ref.manager is not self._gate:
+        is_wrapper = getattr(tensor, "_twin", None) is not None  # of quantized values, with no memory
+        if ref.manager is not self._gate or is_wrapper:
             return Kept(tensor)
         chunks = self._gate.chunks
         chunk = chunks.chunks[chunks.table.chunk_of(ref.tensors[0])]

@@ -83,10 +83,10 @@ def _matching(module: nn.Module, pattern: str) -> set[int]:
 def _computes_in_fp32(name: str, owner: nn.Module) -> bool:
     """Say whether a submodule is one that computes in fp32 whatever comes: batch norm, whose operator takes
     parameters and statistics of one type; and what says so itself (routers of experts, which cast their
-    parameters in forward)."""
+    parameters in forward), or what it casts its bias to (quantized layers of bitsandbytes)."""
     if isinstance(owner, _NormBase) and not isinstance(owner, _InstanceNorm):
         return owner.running_mean is not None and owner.running_mean.dtype == torch.float32
-    return bool(name) and vars(owner).get("dtype") is torch.float32
+    return bool(name) and torch.float32 in (vars(owner).get("dtype"), vars(owner).get("compute_dtype"))
 
 
 def place_buffers(module: nn.Module, device: torch.device | None, *, casts: bool) -> None:

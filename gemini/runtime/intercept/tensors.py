@@ -201,7 +201,10 @@ class ManagedParameter(torch.nn.Parameter):
         return torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad).__reduce_ex__(proto)
 
 
-MANAGED = frozenset((ManagedTensor, ManagedParameter))
+# Classes of managed parameters, and of all managed tensors; those of quantized weights come later
+# (quantized_operators.py).
+MANAGED_PARAMETERS: set[type] = {ManagedParameter}
+MANAGED: set[type] = {ManagedTensor, ManagedParameter}
 _SILENT_PLACES = SilentPlaces()
 _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
@@ -272,6 +275,10 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
             "list, tuple or dict; pass the parameters themselves, or a list of them"
         )
+    if len(MANAGED) > 2:
+        for operand in operands:
+            if hasattr(operand, "run_on_twins"):
+                return operand.run_on_twins(func, args, kwargs)
     if in_transform() is not None:
         return _operate_on_copies(func, args, kwargs)
     if func in ALIASING_FUNCTIONS:
@@ -335,7 +342,7 @@ def _operate(
                 first_node = next_node_number()
             unsaved: frozenset[int] = frozenset()
             if manager.snapshot is not NO_SNAPSHOT:
-                _copy_before(func, args, kwargs, operands)
+                copy_before(func, args, kwargs, operands)
                 unsaved = manager.snapshot.unsaved(tensors)
             if pinned:
                 manager.pre_op(tensors)
@@ -375,7 +382,7 @@ def _operate_across(
     for operand in operands:
         shares.setdefault(operand._ref.manager, []).append(operand)
     with PlainTensors():
-        _copy_before(func, args, kwargs, operands)
+        copy_before(func, args, kwargs, operands)
         nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
             # In one order for all threads and all ranks, or they would wait for each other.
@@ -434,7 +441,7 @@ def pinned(manager: Gate, operands: list[Any], silent: Sequence[Any] = ()) -> It
             manager.post_op(tensors, bool(written))
 
 
-def _copy_before(
+def copy_before(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
 ) -> None:
     """Have copied what snapshots still want of the operands that ``func`` may write to."""
@@ -517,7 +524,7 @@ class PlainViews:
 
         self._operands = list(managed)
         with PlainTensors():
-            self._views = {id(each): _Plain.apply(each) for each in managed}  # type: ignore[no-untyped-call]
+            self._views = {id(each): plain_view(each) for each in managed}
         self._managed = {id(self._views[id(tensor)]): tensor for tensor in managed}
         for view in self._views.values():
             mark_static_address(view, guard=False)  # a window's never changes: CUDA graphs may rely on that
@@ -562,8 +569,14 @@ def managed_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Man
     for part in module.modules():
         held: dict[str, Any] = part._parameters
         for name, param in held.items():
-            if type(param) is ManagedParameter:
+            if type(param) in MANAGED_PARAMETERS:
                 yield held, name, param
+
+
+def plain_view(managed: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a plain tensor, whose gradients go on to ``managed``."""
+    view: torch.Tensor = _Plain.apply(managed)  # type: ignore[no-untyped-call]
+    return view
 
 
 class _Plain(torch.autograd.Function):

@@ -131,7 +131,10 @@ class GroupPlan:
             yield from self.masters()
 
     def later(self, states: Sequence[StateSpec]) -> Iterator[ChunkSpec]:
-        """Yield the chunks that may come once parameters were unfrozen, or have an optimizer."""
+        """Yield the chunks that may come once parameters were unfrozen, or have an optimizer: none for bytes
+        of quantized weights."""
+        if not self.dtype.is_floating_point and not self.dtype.is_complex:
+            return
         if not self.trainable:
             yield from self.gradients()
             yield from self.masters()

@@ -19,6 +19,7 @@ from gemini.comm.peers import Share
 from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import MASTER, StatePiece
+from gemini.runtime.intercept.quantized import QuantizedForm
 from gemini.runtime.storage.cut_gradient import CutGradient
 from gemini.runtime.storage.data_sizes import (
     DataSizes,
@@ -203,6 +204,7 @@ class ManagedSlot:
         self.param_ref = _ref(gate, group.param)
         self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
         self.grad: SlotGradient | None = None  # None: it was never to train
+        self.form: QuantizedForm | None = None  # what the bytes of a quantized weight are
         if group.grad is not None:
             self.make_grad(group.grad)
 
@@ -223,6 +225,10 @@ class ManagedSlot:
         else:
             self.grad = SlotGradient(self.name, gate, TensorRef(gate, add(chunk)), place)
         return self.grad
+
+    def take_form(self, form: QuantizedForm) -> None:
+        """Be the bytes of a quantized weight, as ``form`` has them."""
+        self.form = form
 
     def rename(self, name: str) -> None:
         """Have the parameter called ``name`` from now on."""

@@ -1,0 +1,266 @@
+"""Frozen quantized weights: their plain inner tensors lie in a chunk as bytes.
+
+A quantized weight is either a wrapper around plain tensors (``__tensor_flatten__``: torchao), or has memory
+of its own and statistics in attributes (bitsandbytes). Both are one slot of bytes, so that an operator pins
+all inner tensors at once. The weight stays the same object; by ``isinstance`` and by name it keeps its class.
+See docs/notes/quantized.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from gemini.chunk.layout import TENSOR_ALIGN_BYTES, is_dense, round_up
+from gemini.errors import ConfigError
+
+BYTES = torch.uint8  # the type of a slot of bytes
+
+# Classes over memory of their own, and which of their tensors lie in chunks besides that. Tables of codes are
+# the same for all weights and stay where they are.
+_OWN_MEMORY: Mapping[str, tuple[str, ...]] = {
+    "bitsandbytes.nn.modules.Params4bit": (
+        "quant_state.absmax",
+        "quant_state.state2.absmax",
+        "quant_state.offset",
+    ),
+    "bitsandbytes.nn.modules.Int8Params": ("CB", "SCB"),
+}
+# Wrappers over several processes, which other parts manage.
+_DISTRIBUTED = ("DTensor", "ColoParameter", "AsyncCollectiveTensor")
+
+
+class Holder(NamedTuple):
+    """An attribute of an object, which has an inner tensor, or None while another holder has it."""
+
+    owner: Any
+    name: str
+
+    @property
+    def value(self) -> torch.Tensor | None:
+        """What the attribute has."""
+        found: torch.Tensor | None = getattr(self.owner, self.name, None)
+        return found
+
+
+@dataclass(frozen=True)
+class InnerTensor:
+    """A plain tensor of a weight and its place in the slot's bytes. ``holders`` is empty for the memory of
+    the weight itself."""
+
+    start: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    holders: tuple[Holder, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+    def view(self, held: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in ``held``, the bytes of the slot, with a version counter of its own."""
+        flat = held[self.start : self.start + self.nbytes].view(self.dtype)
+        with torch.no_grad():
+            return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset()).data
+
+
+@dataclass(frozen=True)
+class QuantizedForm:
+    """What a quantized weight is made of. ``rebuild`` makes a wrapper of its class of plain tensors; None for
+    a class over memory of its own."""
+
+    kind: type
+    inner: tuple[InnerTensor, ...]
+    nbytes: int
+    rebuild: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None
+
+    def __str__(self) -> str:
+        """Return what has to be the same for bytes of one weight to be those of another."""
+        parts = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.inner]
+        return " ".join([_class_name(self.kind), *parts]).replace(", ", ",")
+
+    def views(self, held: torch.Tensor) -> list[torch.Tensor]:
+        """Return the inner tensors in ``held``, the bytes of the slot."""
+        return [each.view(held) for each in self.inner]
+
+    def over(self, held: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that nobody manages over ``held``: as ``detach()`` of the weight returns it."""
+        plain = self.views(held)
+        return plain[0] if self.rebuild is None else self.rebuild(plain)
+
+    def values_of(self, value: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors in ``value`` that are to be copied to :meth:`views`, from the first on.
+
+        Raises:
+            ConfigError: it is quantized otherwise, or not quantized.
+        """
+        if self.rebuild is None:
+            given = [value]
+        elif isinstance(value, self.kind):
+            given = leaves_of(value)
+        else:
+            given = []
+        ours = [(each.dtype, each.shape) for each in self.inner[: max(1, len(given))]]
+        if ours != [(each.dtype, each.shape) for each in given]:
+            raise ConfigError(
+                f"a {type(value).__name__} of {value.dtype} and shape {tuple(value.shape)} was given for a "
+                f"quantized weight, {self}, which takes values that were quantized in the same way; quantize "
+                "them, or build the model from other weights"
+            )
+        return given
+
+    def tensors_of(self, param: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the inner tensors that ``param``, which is not managed, has, as :attr:`inner` lists them."""
+        for index, each in enumerate(self.inner):
+            if index == 0 and self.rebuild is None:
+                yield param.data
+                continue
+            yield next(value for holder in each.holders if (value := holder.value) is not None)
+
+    def put(self, held: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Have the attributes hold the inner tensors in ``held``, each as ``change`` returns it."""
+        for each in self.inner:
+            for holder in each.holders:
+                if holder.value is not None:
+                    setattr(holder.owner, holder.name, change(each.view(held)))
+
+
+@dataclass
+class _Layout:
+    """Places inner tensors one after the other."""
+
+    inner: list[InnerTensor] = field(default_factory=list)
+    end: int = 0
+
+    def add(self, tensor: torch.Tensor, *holders: Holder) -> None:
+        shape = tensor.shape
+        like = tensor if is_dense(tensor) else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        self.inner.append(InnerTensor(self.end, tensor.dtype, shape, like.stride(), holders))
+        self.end = round_up(self.end + self.inner[-1].nbytes, TENSOR_ALIGN_BYTES)
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Say whether a parameter that is not managed has a class for quantized values that chunks can hold."""
+    kind = type(param)
+    if kind is nn.Parameter or kind.__name__ in _DISTRIBUTED:
+        return False
+    return _class_name(kind) in _OWN_MEMORY or is_wrapper(param)
+
+
+def is_wrapper(value: Any) -> bool:
+    """Say whether a value is a tensor around plain tensors, which it can be taken apart into."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
+    """Return what a quantized weight of ``owner`` is made of.
+
+    Raises:
+        ConfigError: it trains, is not quantized yet, or an inner tensor is none that a chunk can hold.
+    """
+    kind = _class_name(type(param))
+    if param.requires_grad:
+        raise ConfigError(
+            f"parameter {name!r} is a quantized weight ({kind}) that trains, and chunks hold frozen ones; "
+            "call requires_grad_(False) on it and train adapters, as LoRA of peft"
+        )
+    layout = _Layout()
+    if _class_name(type(param)) not in _OWN_MEMORY:
+        for holder, leaf in _leaves(param):
+            _refuse_unfit(name, kind, holder.name, leaf)
+            layout.add(leaf, holder)
+        rebuild = rebuilding(param)
+        return QuantizedForm(type(param), tuple(layout.inner), max(layout.end, 1), rebuild)
+    if param.is_floating_point() and getattr(param, "quant_state", None) is None:
+        raise ConfigError(
+            f"parameter {name!r} is a {kind} that is not quantized yet ({param.dtype}); move the model to a "
+            "device once, model.to('cpu'), which quantizes it"
+        )
+    with PlainTensors():
+        own = param.data
+    _refuse_unfit(name, kind, "data", own)
+    layout.add(own)
+    for holders in _statistics(param, owner):
+        tensor = next((value for holder in holders if (value := holder.value) is not None), None)
+        if tensor is None:
+            continue
+        if tensor.data_ptr() == own.data_ptr():  # a second name of the memory of the weight
+            layout.inner[0] = replace(layout.inner[0], holders=holders)
+            continue
+        _refuse_unfit(name, kind, holders[0].name, tensor)
+        layout.add(tensor, *holders)
+    return QuantizedForm(type(param), tuple(layout.inner), max(layout.end, 1), None)
+
+
+def _statistics(param: nn.Parameter, owner: nn.Module) -> Iterator[tuple[Holder, ...]]:
+    """Yield where each tensor of a weight over memory of its own may be: in the weight, or in the state of
+    its module, where the first forward pass of bitsandbytes puts it."""
+    for path in _OWN_MEMORY[_class_name(type(param))]:
+        *around, name = path.split(".")
+        places = [param, getattr(owner, "state", None)]
+        for step in around:
+            places = [getattr(place, step, None) for place in places]
+        yield tuple(Holder(place, name) for place in places if place is not None)
+
+
+def _leaves(wrapper: Any) -> Iterator[tuple[Holder, torch.Tensor]]:
+    """Yield the plain tensors in a wrapper, also within wrappers in it."""
+    for name in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, name)
+        if is_wrapper(inner):
+            yield from _leaves(inner)
+        else:
+            yield Holder(wrapper, name), inner
+
+
+def leaves_of(wrapper: torch.Tensor) -> list[torch.Tensor]:
+    """Return the plain tensors in a wrapper, also within wrappers in it."""
+    return [leaf for _, leaf in _leaves(wrapper)]
+
+
+def rebuilding(wrapper: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+    """Return what makes a wrapper like this one of other plain tensors, in the order of :func:`leaves_of`."""
+    names, context = wrapper.__tensor_flatten__()
+    kind, size, stride = type(wrapper), wrapper.size(), wrapper.stride()
+    parts = [(name, getattr(wrapper, name)) for name in names]
+    within = {name: rebuilding(part) for name, part in parts if is_wrapper(part)}
+    counts = [len(leaves_of(part)) if name in within else 1 for name, part in parts]
+
+    def rebuild(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensors, first = {}, 0
+        for name, count in zip(names, counts, strict=True):
+            given = leaves[first : first + count]
+            tensors[name] = within[name](given) if name in within else given[0]
+            first += count
+        made: torch.Tensor = kind.__tensor_unflatten__(tensors, context, size, stride)
+        return made
+
+    return rebuild
+
+
+def _refuse_unfit(name: str, kind: str, inner: str, tensor: Any) -> None:
+    """Raise ConfigError where an inner tensor is none that a chunk can hold."""
+    why = ""
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        why = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif tensor.is_meta:
+        why = "on 'meta', without values"
+    elif tensor.layout is not torch.strided:
+        why = f"of layout {tensor.layout}"
+    if why:
+        raise ConfigError(
+            f"parameter {name!r} is a {kind}, and its inner tensor {inner!r} is {why}; chunks hold plain "
+            "tensors with values: quantize the weight before the model is managed, or in another way"
+        )
