@@ -105,6 +105,22 @@ class Adapters:
         self._adapted = _Tree(model)
         return self.outer
 
+    def applied_to(self, model: nn.Module) -> nn.Module:
+        """Put adapters with values on ``model``, which has its weights; return the model with them. Raises
+        AdapterError."""
+        try:
+            return self._applied(model)
+        except Exception as error:  # of as many classes as PEFT has kinds of adapters
+            raise AdapterError(f"PEFT cannot put adapters on the model: {in_words(error)}") from error
+
+    def _applied(self, model: nn.Module) -> nn.Module:
+        outer: nn.Module
+        if self._directory is None:
+            outer = self._peft.get_peft_model(model, copy.deepcopy(self._config))
+        else:
+            outer = self._peft.PeftModel.from_pretrained(model, self._directory, is_trainable=True)
+        return outer
+
     def take_off(self) -> None:
         """Have the model without adapters, as transformers loads it. A parameter is in either the same."""
         if self._plain is not None:
@@ -118,10 +134,8 @@ class Adapters:
             ConfigError: PEFT makes other parameters of a model with weights than of one without.
         """
         assert self._adapted is not None
-        if self._directory is None:
-            second = self._peft.get_peft_model(self._model, copy.deepcopy(self._config))
-        else:
-            second = self._peft.PeftModel.from_pretrained(self._model, self._directory, is_trainable=True)
+        assert self._model is not None
+        second = self._applied(self._model)
         params, buffers = dict(second.named_parameters()), dict(second.named_buffers())
         self._adapted.restore()
         own = dict(self.outer.named_parameters())

@@ -29,8 +29,6 @@ _REFUSED = {
     "device_map": "budgets say where the model lies (device_bytes, host_bytes, disk_dir)",
     "offload_folder": "disk_dir= is the directory of the DISK tier",
     "max_memory": "device_bytes= and host_bytes= are the budgets",
-    "quantization_config": "only floating-point weights are trained in chunks; state_dtype= of the optimizer "
-    "makes its states small",
     "tp_plan": "parallelize() of gemini.parallel cuts a model over ranks",
     "gguf_file": "only safetensors and torch files are read; convert it first",
     "state_dict": "load_state_dict() of the managed model takes one",
@@ -74,7 +72,9 @@ def from_pretrained(
         adapter: a PEFT config (``LoraConfig(...)``) for new adapters, or the directory of saved ones, on top:
             the model itself is frozen, adapters train.
         options: those of :class:`gemini.GeminiDDP`; all others are handed to transformers
-            (``attn_implementation``, ``ignore_mismatched_sizes``, ``trust_remote_code``).
+            (``attn_implementation``, ``ignore_mismatched_sizes``, ``trust_remote_code``). With
+            ``quantization_config``, or for a directory of a quantized model, transformers loads the whole
+            model into memory, and it is managed after that.
 
     Returns:
         The module, managed as by :func:`gemini.manage`; :func:`gemini.handle_of` finds its handle.

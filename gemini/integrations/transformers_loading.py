@@ -21,16 +21,24 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import Adapters
-from gemini.integrations.model_directory import ADAPTER_CONFIG, PretrainedError, check_model, is_model_class
+from gemini.integrations.model_directory import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MAX_CONFIG_BYTES,
+    PretrainedError,
+    check_model,
+    is_model_class,
+)
 from gemini.integrations.safetensors_files import SafetensorsFiles
 from gemini.integrations.stored_weights import StoredWeights, UnreadTensor
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
 from gemini.runtime import Filling, ManagedParameter, init_on, read_values
 from gemini.runtime.build import Built
 from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
-from gemini.system.input_files import errors_of
+from gemini.system.input_files import InputDirectory, errors_of
 
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
+_QUANTIZED_BY = ("bitsandbytes", "torchao")
 _PATCHED = threading.Lock()
 _REFUSED_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
 
@@ -73,10 +81,46 @@ def load_pretrained(
         chosen = _class_of(transformers, auto_class, path, others)
         if not _is_transformers(transformers, chosen) and not others["trust_remote_code"]:
             del others["trust_remote_code"]
+        if _is_quantized(path, others):
+            model = chosen.from_pretrained(path, device_map="cpu", **others)
+            return _managed_whole(model, adapters, options, trains=trains)
         return loading.run(lambda: chosen.from_pretrained(path, **others))
     except Exception as error:  # of as many classes as transformers has models
         _explain(error, path, others)
         raise
+
+
+def _is_quantized(path: str, others: dict[str, Any]) -> bool:
+    """Say whether transformers is to load quantized weights.
+
+    Raises:
+        ConfigError: in a way that makes none that chunks hold.
+    """
+    asked = others.get("quantization_config")
+    directory = Path(path, others.get("subfolder") or "")
+    if asked is None and (directory / CONFIG).is_file():
+        asked = InputDirectory(directory).json(CONFIG, MAX_CONFIG_BYTES).get("quantization_config")
+    if asked is None:
+        return False
+    method = asked.get("quant_method") if isinstance(asked, dict) else getattr(asked, "quant_method", None)
+    if str(getattr(method, "value", method)) not in _QUANTIZED_BY:
+        raise ConfigError(
+            f"{path} is quantized by {method!s:.80}, and chunks hold quantized weights of "
+            f"{' and '.join(_QUANTIZED_BY)}; quantize the model by one of these, or give one that is not "
+            "quantized"
+        )
+    return True
+
+
+def _managed_whole(
+    model: nn.Module, adapters: Adapters | None, options: dict[str, Any], *, trains: bool
+) -> nn.Module:
+    """Manage a model that transformers has loaded, as quantizing needs it, with its adapters."""
+    module = model if adapters is None else adapters.applied_to(model)
+    if not trains:
+        module.requires_grad_(False)
+    manage(module, **options)
+    return module
 
 
 def _is_transformers(transformers: Any, chosen: Any) -> bool:

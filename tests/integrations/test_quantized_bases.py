@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 from programs import run_python
 
 import gemini
+from gemini.errors import ConfigError
+from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.engine import PretrainedEngine
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
@@ -60,6 +64,46 @@ def test_the_trainer_prints_what_it_prints_of_the_unmanaged_base(kind: str, tmp_
     assert list(mine) == list(theirs)
     assert all(torch.equal(mine[name], values) for name, values in theirs.items())
     assert gemini.handle_of(model).stats()["disk_read"]["bytes"] > 0
+
+
+@pytest.mark.parametrize("kind", ["4bit", "8bit"])
+def test_from_pretrained_quantizes_and_puts_adapters_on(kind: str, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**LARGER)
+    directory = saved(config, transformers.LlamaForCausalLM, tmp_path / "base")
+    ids = torch.arange(8)[None]
+    want = adapted(directory, kind).base_model.model.eval()
+    torch.manual_seed(0)
+    got = gemini.from_pretrained(
+        directory,
+        "LlamaForCausalLM",
+        quantization_config=quantization(kind),
+        adapter=peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False),
+        **tight(str(tmp_path / "disk")),
+    ).eval()
+    assert torch.equal(got(input_ids=ids).logits, want(input_ids=ids).logits)
+    trains = {name.split(".")[-3] for name, param in got.named_parameters() if param.requires_grad}
+    assert trains == {"lora_A", "lora_B"}
+    held = gemini.handle_of(got).storage.slots
+    assert sum(slot.form is not None for slot in held.values()) == 14
+
+
+def test_a_model_quantized_in_another_way_is_refused_by_name(tmp_path: Path) -> None:
+    directory = saved(transformers.LlamaConfig(**LARGER), transformers.LlamaForCausalLM, tmp_path / "base")
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(
+        json.dumps({**fields, "quantization_config": {"quant_method": "gptq"}})
+    )
+    with pytest.raises(ConfigError, match="quantized by gptq"):
+        gemini.from_pretrained(directory)
+
+
+def test_finetune_refuses_to_merge_into_a_quantized_base(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "torchao"}}))
+    config = FineTuneConfig(
+        model=str(tmp_path), data=str(tmp_path), output=str(tmp_path / "out"), lora=4, merge=True
+    )
+    with pytest.raises(ConfigError, match=r"--merge.*quantized"):
+        PretrainedEngine(config)
 
 
 def test_the_example_builds_a_base_that_is_larger_than_its_memory(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         gemini.from_pretrained(save(net(), tmp_path), Net, device_bytes="8KiB", non_model_bytes=0)
 
 
-@pytest.mark.parametrize("option", ["device_map", "quantization_config", "state_dict"])
+@pytest.mark.parametrize("option", ["device_map", "tp_plan", "state_dict"])
 def test_options_that_budgets_replace_are_refused(option: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=option):
         gemini.from_pretrained(tmp_path, Net, **{option: "auto"})

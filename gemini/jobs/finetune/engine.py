@@ -14,6 +14,7 @@ from torch import Tensor
 import gemini
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError
+from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
 from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
 from gemini.jobs.finetune.samples import Batch
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
@@ -22,6 +23,7 @@ from gemini.parallel.plan import ParallelPlan
 from gemini.runtime.activation.recomputed import recompute_blocks
 from gemini.system.durable import put_in_place, temporary_of
 from gemini.system.files import io_errors
+from gemini.system.input_files import InputDirectory
 
 _SHARD = "2GB"  # of what is exported, and so of what is in memory at once
 _BETAS = (0.9, 0.999)
@@ -143,7 +145,19 @@ def probe() -> Batch:
     return Batch({"input_ids": rows, "position_ids": positions}, rows.numel())
 
 
+def _refuse_quantized_merge(config: FineTuneConfig) -> None:
+    """Raise ConfigError where adapters would be merged into quantized weights, before anything is trained."""
+    if not config.merge or not (Path(config.model) / CONFIG).is_file():
+        return
+    if "quantization_config" in InputDirectory(Path(config.model)).json(CONFIG, MAX_CONFIG_BYTES):
+        raise ConfigError(
+            f"--merge puts adapters into the weights, and those of {config.model} are quantized; leave "
+            "--merge out, or give the model that it was made from"
+        )
+
+
 def _loaded(config: FineTuneConfig) -> Any:
+    _refuse_quantized_merge(config)
     return gemini.from_pretrained(
         Path(config.model).absolute(),  # adapters keep it as the name of their model
         "AutoModelForCausalLM",
