@@ -49,6 +49,7 @@ def test_the_engine_of_the_page_shares_passes_within_its_budget(tmp_path: Path) 
     assert f"take {passes} passes instead of {tokens}" in page
 
 
+@pytest.mark.dear("the program of the page runs in a process of its own")
 def test_the_adapters_of_the_page_learn_beside_a_quantized_base(tmp_path: Path) -> None:
     pytest.importorskip("torchao", reason="the extra 'quantized' is not installed")
     *losses, read_bytes = run("\n".join(programs_of("quantized.md")), tmp_path).splitlines()[-5:]

@@ -106,6 +106,7 @@ def test_finetune_refuses_to_merge_into_a_quantized_base(tmp_path: Path) -> None
         PretrainedEngine(config)
 
 
+@pytest.mark.dear("an example from start to end, in a process of its own")
 def test_the_example_builds_a_base_that_is_larger_than_its_memory(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="the extra 'quantized' is not installed")
     sizes = ["--layers", "3", "--width", "128", "--vocab", "64", "--seq", "8", "--device-bytes", "600KiB"]
