@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
-import resource
 import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,11 @@ from torch import Tensor
 import gemini
 from gemini.errors import StateError
 from gemini_bench.cases import choose, run_cases
+from gemini_bench.inference_engine import engine
+from gemini_bench.inference_engine import measure as measure_engine
 from gemini_bench.inference_experts import experts
 from gemini_bench.inference_experts import measure as measure_experts
+from gemini_bench.inference_models import cpu_seconds, opt, resident_bytes, weight_bytes
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row
 from gemini_bench.session import TIMING_SAMPLE_SECONDS, CaseResult, Session
@@ -110,6 +112,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = {
     "decode": decode,
     "checkpoint": checkpoint,
     "experts": experts,
+    "engine": engine,
 }
 
 
@@ -145,46 +148,16 @@ class Passes:
         self.read_bytes: list[int] = []
         self.others: list[int] = []
         self._read, self._count, self._prepare = read, count, before
-        self._since = (_cpu_seconds(), read(), count())
+        self._since = (cpu_seconds(), read(), count())
 
     def __call__(self, _ids: Tensor, scores: Tensor) -> Tensor:
-        now = _cpu_seconds(), self._read(), self._count()
+        now = cpu_seconds(), self._read(), self._count()
         self.cpu_seconds.append(now[0] - self._since[0])
         self.read_bytes.append(now[1] - self._since[1])
         self.others.append(now[2] - self._since[2])
         self._prepare()
-        self._since = (_cpu_seconds(), self._read(), self._count())
+        self._since = (cpu_seconds(), self._read(), self._count())
         return scores
-
-
-def _cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def _model(options: Mapping[str, Any]) -> Any:
-    transformers = importlib.import_module("transformers")
-    torch.manual_seed(0)
-    width = options["width"]
-    config = transformers.OPTConfig(
-        vocab_size=options["vocabulary"],
-        hidden_size=width,
-        word_embed_proj_dim=width,
-        ffn_dim=4 * width,
-        num_hidden_layers=options["layers"],
-        num_attention_heads=8,
-        max_position_embeddings=256,
-    )
-    return transformers.OPTForCausalLM(config).eval().requires_grad_(False)
-
-
-def _weight_bytes(model: Any) -> int:
-    return sum(param.numel() * param.element_size() for param in model.parameters())
 
 
 def _generate(model: Any, batch: int, passes: int, *listeners: Any) -> list[int]:
@@ -199,10 +172,10 @@ def _generate(model: Any, batch: int, passes: int, *listeners: Any) -> list[int]
 def measure_decode(options: dict[str, Any]) -> dict[str, Any]:
     """Return what passes of ``options["kind"]`` took, and the tokens."""
     torch.set_num_threads(1)
-    model = _model(options)
-    weights = _weight_bytes(model)
+    model = opt(options)
+    weights = weight_bytes(model)
     budget = int(options["share"] * weights)
-    before = _resident_bytes() - weights
+    before = resident_bytes() - weights
     folder = Path(options["disk_dir"]) / "offloaded"
     handle: Any = None
     drop: Callable[[], None] = _nothing
@@ -216,7 +189,7 @@ def measure_decode(options: dict[str, Any]) -> dict[str, Any]:
     took = Passes(partial(read_bytes, handle), before=drop)
     tokens = _generate(model, options["batch"], _LEFT_OUT + options["passes"], took)
     held = 0 if handle is None else handle.stats()["device"]["bytes"]
-    beside = _resident_bytes() - before - held
+    beside = resident_bytes() - before - held
     if handle is not None:
         handle.close()
     shutil.rmtree(folder, ignore_errors=True)
@@ -256,14 +229,14 @@ def measure_checkpoint(options: dict[str, Any]) -> dict[str, Any]:
         StateError: its tokens are not those of the model that was saved.
     """
     torch.set_num_threads(1)
-    model = _model(options)
+    model = opt(options)
     directory = Path(options["disk_dir"]) / "model"
     model.save_pretrained(directory)
     want = _generate(model, 1, 2)
-    budget = int(options["share"] * _weight_bytes(model))
-    begin = _cpu_seconds()
+    budget = int(options["share"] * weight_bytes(model))
+    begin = cpu_seconds()
     answering = gemini.from_pretrained(directory, trains=False, device_bytes=budget).eval()
-    seconds = _cpu_seconds() - begin
+    seconds = cpu_seconds() - begin
     handle = gemini.handle_of(answering)
     loading = read_bytes(handle)
     took = Passes(partial(read_bytes, handle))
@@ -272,7 +245,7 @@ def measure_checkpoint(options: dict[str, Any]) -> dict[str, Any]:
     written = handle.stats()["disk_write"]["bytes"]
     handle.close()
     return {
-        "weight_bytes": _weight_bytes(model),
+        "weight_bytes": weight_bytes(model),
         "first": loading + took.read_bytes[0],
         "loading": loading,
         "written": written,
@@ -280,4 +253,9 @@ def measure_checkpoint(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-TASKS = {"decode": measure_decode, "checkpoint": measure_checkpoint, "experts": measure_experts}
+TASKS = {
+    "decode": measure_decode,
+    "checkpoint": measure_checkpoint,
+    "experts": measure_experts,
+    "engine": measure_engine,
+}

@@ -10,7 +10,7 @@ import pytest
 from pairs import first
 
 from gemini.cli.main import main
-from gemini_bench import inference, inference_experts
+from gemini_bench import inference, inference_engine, inference_experts
 
 
 @pytest.mark.dear("one real run of a case: two programs, each of which imports transformers")
@@ -43,6 +43,29 @@ def test_verdicts_of_experts_follow_from_what_passes_read_and_used() -> None:
     assert rows[f"a 8: {what}"].met is False
     assert [rows[f"a {batch}: the same, of a long prompt"].met for batch in (1, 8)] == [True, False]
     assert [rows[f"a {batch}: most on DEVICE / budget"].met for batch in (1, 8)] == [True, False]
+
+
+def test_verdicts_of_an_engine_follow_from_one_client_and_many() -> None:
+    def run(seconds: float, outside: float, peak: float) -> dict[str, Any]:
+        one = {"seconds": 1.0, "cpu_seconds": 2.0, "read_bytes": 100.0, "outside": 0.0}
+        many = {"seconds": seconds, "cpu_seconds": 0.5, "read_bytes": 10.0, "outside": outside}
+        return {"one": one, "many": many, "peak": peak}
+
+    found = {
+        "streamed": run(0.1, 0.01, 1.01),
+        "resident": run(0.2, 0.06, 0.5),
+        "generate": {"cpu_seconds": 0.25},
+        "left": {"requests": 1000, "growth_bytes": 2**23, "files": 1, "kv_bytes": 0},
+    }
+    rows = {row.what: row for row in inference_engine.rows_of(found, 16)}
+    assert rows["streamed: seconds per token, 16 clients / 1"].met is True
+    assert rows["streamed: bytes read per token, 16 clients / 1"].value == 0.1
+    assert rows["resident: processor time per token of 16, engine / generate()"].value == 2.0
+    outside = "time outside of passes / within, 16 clients"
+    assert [rows[f"{kind}: {outside}"].met for kind in ("streamed", "resident")] == [True, False]
+    assert rows["streamed: most of weights, keys and values / budget"].met is False
+    assert rows["1,000 requests: growth of memory"].met is True
+    assert rows["the same: files opened"].met is False
 
 
 def test_verdicts_follow_from_bytes_and_processor_time() -> None:

@@ -17,6 +17,9 @@ cases:
               the first token, bytes written
   experts     a Qwen3-MoE that uses the experts of three shipped routings, a third of its weights on DEVICE:
               bytes that a pass reads, of those of the experts that it uses
+  engine      gemini.inference.Engine answers 1 client and 16 from a checkpoint, with a third of the weights
+              on DEVICE and with all of them: time and bytes per token, what the engine adds to its passes
+              and to generate(), and what a thousand requests leave behind
 
 All contenders must give the same tokens. Figures are bytes and processor time, which other programs on the
 machine disturb less than wall clock.
