@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import resource
 import sys
 import warnings
@@ -150,13 +151,15 @@ def summary(sampled: Any) -> str:
 
 
 def silence_transformers() -> None:
-    """Keep progress bars and advice of transformers out of the text."""
+    """Keep progress bars and advice of transformers out of the text, and of what it imports."""
+    for name in ("torchao", "torch.utils._pytree"):  # they tell of kernels for GPUs, and of each other
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        from transformers.utils import logging
+        from transformers.utils import logging as of_transformers
     except ImportError:
         return  # what needs it says so
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    of_transformers.set_verbosity_error()
 
 
 def size(text: str) -> int | None:
