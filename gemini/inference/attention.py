@@ -21,6 +21,22 @@ from gemini.inference.kv import Sequence
 
 NAME = "gemini_sequences"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# What attention is called with that changes nothing here: dropout in eval mode, positions that rotary
+# embeddings have used, names of what is returned beside the output.
+_WITHOUT_EFFECT = {
+    "dropout",
+    "position_ids",
+    "cache_position",
+    "output_attentions",
+    "output_router_logits",
+    "use_cache",
+    "output_hidden_states",
+    "return_dict",
+    "deterministic",
+    "logits_to_keep",
+    "position_embeddings",
+}
+_APPLIED = {"sliding_window", "softcap", "s_aux"}
 # Their frequencies depend on the longest sequence of a pass, so neighbours would change a sequence.
 _SHARED_FREQUENCIES = {"dynamic", "longrope"}
 
@@ -49,6 +65,11 @@ class Packed:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Append ``key`` and ``value``, [1, heads, tokens, size], and return [1, tokens, heads, size]."""
+        if layer in self.layers:
+            raise ConfigError(
+                f"sequences cannot share a pass: layer {layer} attends more than once in it; use "
+                "model.generate(), which takes one batch at a time"
+            )
         self.layers.add(layer)
         outputs, first = [], 0
         for sequence, count in self.parts:
@@ -86,6 +107,7 @@ def attend(
             "an engine serves with this model: submit requests to the engine, or close it before you call "
             "the model"
         )
+    _refuse_other_calls(module, attention_mask, options)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     attended = packed.attend(
         layer,
@@ -103,20 +125,32 @@ def attend(
 @contextmanager
 def attending(model: Any) -> Iterator[None]:
     """Let ``model`` attend by :func:`attend`. It gets no masks: transformers makes none for an implementation
-    that has registered none."""
+    that has registered none. Dropout rests meanwhile.
+
+    Raises:
+        StateError: it does already.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
     usual = model.config._attn_implementation
+    if usual == NAME:
+        raise StateError("another engine serves with this model; submit requests to that one, or close it")
+    training = [module for module in model.modules() if module.training]
     model.set_attn_implementation(NAME)
+    model.eval()
     try:
         yield
     finally:
         model.set_attn_implementation(usual)
+        for module in training:
+            module.training = True
 
 
 def refuse_other_models(model: Any) -> None:
     """Raise ConfigError for a model whose sequences cannot be packed into one pass."""
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise ConfigError(f"{type(model).__name__} is no model of transformers: it has no configuration")
     config = model.config.get_text_config()
     kind = type(model).__name__
     rope = getattr(config, "rope_parameters", None) or {}
@@ -143,16 +177,44 @@ def refuse_other_models(model: Any) -> None:
     )
 
 
+def _refuse_other_calls(
+    module: torch.nn.Module, attention_mask: torch.Tensor | None, options: dict[str, Any]
+) -> None:
+    """Raise ConfigError for a layer that asks for more than what is computed here: nothing is left out in
+    silence."""
+    unknown = sorted(
+        name
+        for name, value in options.items()
+        if value is not None and name not in _APPLIED | _WITHOUT_EFFECT | {"is_causal"}
+    )
+    if not (getattr(module, "is_causal", True) and options.get("is_causal") is not False):
+        why = "each token of it sees the tokens behind it too"
+    elif attention_mask is not None:
+        why = "it makes a mask of its own"
+    elif unknown:
+        why = f"it attends with {', '.join(unknown)}"
+    else:
+        return
+    raise ConfigError(
+        f"sequences cannot share a pass of {type(module).__name__}: {why}; use model.generate(), which takes "
+        "one batch at a time"
+    )
+
+
 def _window(module: torch.nn.Module, layer: int, given: int | None) -> int | None:
     """Return how many tokens, itself included, a token of this layer sees at most."""
+    if given is not None:
+        return given
     config = getattr(module, "config", None)
     types = getattr(config, "layer_types", None)
-    if given is None and types and types[layer] == "sliding_attention":
+    hidden = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    longest = getattr(config, "max_position_embeddings", None)
+    if types[layer] == "sliding_attention" if types else hidden and (not longest or hidden < longest):
         raise ConfigError(
             f"layer {layer} of {type(module).__name__} has a sliding window and does not say how long it is; "
             "use model.generate()"
         )
-    return given
+    return None
 
 
 def _mask(count: int, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gemini.errors import GeminiError
 from gemini.inference.request import Request
 
 
@@ -23,10 +24,21 @@ class Chooser:
         self._draws = request.temperature > 0
 
     def choose(self, logits: torch.Tensor) -> int:
-        """Return the token for ``logits``, [vocabulary]."""
+        """Return the token for ``logits``, [vocabulary].
+
+        Raises:
+            GeminiError: they are no numbers.
+        """
+        best, token = logits.max(dim=-1)
+        if not best.isfinite():  # NaN, if one of them is
+            raise GeminiError(
+                f"the model's likeliest token has the score {float(best)}, which is no number: its weights, "
+                "or its type's range, do not give any answer to this prompt"
+            )
         if not self._draws:
-            return int(logits.argmax())
-        scores = logits.float().cpu()[None]
+            return int(token)
+        # The best one is 0, and numbers are wide: a tiny temperature makes no others of them than -inf.
+        scores = (logits - best).double().cpu()[None]
         for warp in self._warpers:
             scores = warp(None, scores)
         drawn = torch.multinomial(torch.softmax(scores[0], dim=-1), 1, generator=self._generator)

@@ -115,7 +115,7 @@ class Engine:
         self._pass_seconds = 0.0
         self._attention = ExitStack()
         self._attention.enter_context(attending(model))
-        model.eval()
+        self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gemini-engine", daemon=True)
         self._thread.start()
         # A daemon thread would be inside of torch while the interpreter goes away.
@@ -219,18 +219,25 @@ class Engine:
 
     def close(self, *, drain: bool = True) -> None:
         """Take no more requests, answer those that are here (``drain``) or cancel them, and give the model
-        back as it was. A model that :meth:`from_pretrained` loaded is closed. Idempotent."""
+        back as it was. A model that :meth:`from_pretrained` loaded is closed. Idempotent, for any thread.
+
+        Raises:
+            StateError: ``notify`` of a request calls it, on the thread that it would wait for.
+        """
+        if threading.current_thread() is self._thread:
+            raise StateError("close() was called by notify, and would wait for itself; call it elsewhere")
         with self._wakes:
             self._is_closing = True
             if not drain:
                 for generation in [*self._waiting, *(one.generation for one in self._running)]:
                     generation.cancel()
             self._wakes.notify_all()
-        self._thread.join()
-        self._attention.close()
-        if self._owns_model:
-            handle_of(self.model).close()
-            self._owns_model = False
+        with self._closing:
+            self._thread.join()
+            self._attention.close()
+            if self._owns_model:
+                handle_of(self.model).close()
+                self._owns_model = False
 
     def __enter__(self) -> Engine:
         return self
@@ -350,9 +357,9 @@ class Engine:
         started = time.perf_counter()
         try:
             logits = iter(self._packed.logits([(one.sequence, tokens) for one, tokens in parts], ended))
-        except (GeminiError, OSError, MemoryError, RuntimeError) as error:
+        except Exception as error:  # of a model's own code, of any class
             for one, _ in parts:
-                self._end(one.generation, "error", error)
+                self._end(one.generation, "error", _known(error))
             return
         finally:
             self._pass_seconds += time.perf_counter() - started
@@ -366,14 +373,18 @@ class Engine:
         generation = one.generation
         try:
             token = one.chooser.choose(logits)
-        except RuntimeError as error:  # of odds that are no numbers
+        except (GeminiError, RuntimeError) as error:
             self._end(generation, "error", error)
             return
         if token in one.stop_tokens:
             self._end(generation, "stop")
             return
         self._counts["tokens"] += 1
-        generation.add(token)
+        try:
+            generation.add(token)
+        except Exception as error:  # of its notify
+            self._end(generation, "error", _known(error))
+            return
         if generation.num_tokens == generation.request.max_tokens:
             self._end(generation, "length")
 
@@ -397,6 +408,15 @@ class Engine:
             left = [*self._waiting, *(one.generation for one in self._running)]
         for generation in left:
             self._end(generation, "error", error)
+
+
+def _known(error: Exception) -> Exception:
+    """Return an error of the kinds that results raise."""
+    if isinstance(error, (GeminiError, OSError, MemoryError, RuntimeError)):
+        return error
+    known = RuntimeError(f"{type(error).__name__}: {in_words(error)}")
+    known.__cause__ = error
+    return known
 
 
 def _close_at_exit(engine: weakref.ref[Engine]) -> None:

@@ -29,7 +29,8 @@ class PackedModel:
         if not {"input_ids", "position_ids"} <= parameters:
             raise ConfigError(
                 f"{type(model).__name__} is no causal language model of transformers: its forward() takes no "
-                "input_ids and position_ids"
+                "input_ids and position_ids; of a wrapper, give what it wraps (model.module of GeminiDDP, "
+                "model.get_base_model() of PEFT, which keeps the adapters)"
             )
         self._keeps_logits = "logits_to_keep" in parameters
 
@@ -51,7 +52,7 @@ class PackedModel:
         generation = getattr(self.model, "generation_config", None)
         found = getattr(generation, "eos_token_id", None)
         if found is None:
-            found = self.config.eos_token_id
+            found = getattr(self.config, "eos_token_id", None)
         return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemini.errors import ConfigError, GeminiError, StateError
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
@@ -69,6 +72,7 @@ class Generation:
     """An answer as it grows. Any thread may read it; the engine's thread writes it.
 
     ``notify``, if given, is called on the engine's thread after each token and at the end: it must be quick.
+    An answer whose ``notify`` raises fails with that error.
     """
 
     def __init__(self, request: Request, notify: Callable[[], object] | None = None) -> None:
@@ -122,7 +126,7 @@ class Generation:
 
         Raises:
             StateError: it has not ended in time.
-            GeminiError, OSError, MemoryError: the pass failed, for the reason that it has.
+            GeminiError, OSError, MemoryError, RuntimeError: the pass failed, for the reason that it has.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._finish_reason is not None, timeout):
@@ -167,4 +171,7 @@ class Generation:
             self._error, self._finish_reason = error, reason
             self._changed.notify_all()
         if self._notify is not None:
-            self._notify()
+            try:
+                self._notify()
+            except Exception:  # nothing is left that could fail
+                logger.exception("notify of a request raised at the end of its answer")

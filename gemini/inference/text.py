@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+_CONTEXT = 8  # tokens of the prompt that the first token is decoded with
 _UNFINISHED = "\ufffd"  # what a tokenizer makes of some bytes of a character
 
 
 class TextStream:
     """Turns tokens into pieces of text. A piece holds whole characters, and nothing that a stop text may
-    still begin with. Together the pieces are the text of all tokens, up to the one of ``stops`` that
-    is complete first."""
+    still begin with. Together the pieces are the text of all tokens behind ``prompt``, up to the one of
+    ``stops`` that is complete first."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
-        self._tokens: list[int] = []
+        self._tokens = list(prompt[-_CONTEXT:])
         self._context = 0  # first token that the next ones are decoded with
-        self._decoded = 0  # tokens whose text was taken
+        self._decoded = len(self._tokens)  # tokens whose text was taken
         self._held = ""
         self.is_stopped = False
 
@@ -45,7 +46,10 @@ class TextStream:
         """Return the text of new tokens. It is decoded with tokens before: a tokenizer may begin a text
         without the space that a token has."""
         known = self._decode(self._tokens[self._context : self._decoded])
-        return self._decode(self._tokens[self._context :])[len(known) :]
+        text = self._decode(self._tokens[self._context :])
+        if not text.startswith(known):  # the prompt ends within a character
+            known = known.rstrip(_UNFINISHED)
+        return text[len(known) :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(

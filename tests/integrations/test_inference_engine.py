@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_trained import SIZES, llama
 
-from gemini.errors import ConfigError, IoError, OutOfBudgetError, StateError
+from gemini.errors import ConfigError, GeminiError, IoError, OutOfBudgetError, StateError
 from gemini.inference import Engine, Generation, QueueFullError, Request
-from gemini.inference.attention import attending
+from gemini.inference.attention import Packed, attend, attending
 from gemini.inference.batching import bucket
+from gemini.inference.choice import Chooser
 from gemini.inference.kv import KVMemory
 from gemini.inference.passes import PackedModel
 
@@ -92,8 +93,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(plain: Any) -> Iterator[Engine]:
-    with Engine(plain, kv_bytes=2**18, max_batch=3, max_pass_tokens=8) as open_engine:
+def engine() -> Iterator[Engine]:
+    with Engine(model_of("llama", SMALL), kv_bytes=2**18, max_batch=3, max_pass_tokens=8) as open_engine:
         yield open_engine
 
 
@@ -116,10 +117,91 @@ def test_other_models_are_refused_by_name(kind: str) -> None:
         Engine(auto.from_config(config))
 
 
-def test_an_attention_of_its_own_is_found_in_the_first_pass() -> None:
-    model = model_of("nemotron", SMALL)
-    with Engine(model, kv_bytes=2**16) as engine, pytest.raises(ConfigError, match="0 of its 2 layers"):
+@pytest.mark.parametrize(
+    ("kind", "sizes", "why"),
+    [
+        ("nemotron", SMALL, "0 of its 2 layers"),
+        ("bert", SMALL, "sees the tokens behind it"),
+        ("doge", SMALL, "a mask of its own"),
+        ("diffllama", {**SMALL, "num_key_value_heads": 2}, "attends more than once"),
+        ("phimoe", {**SMALL, "sliding_window": WINDOW, "num_local_experts": 2}, "a sliding window"),
+    ],
+)
+def test_an_attention_of_its_own_is_found_in_the_first_pass(
+    kind: str, sizes: dict[str, Any], why: str
+) -> None:
+    with Engine(model_of(kind, sizes), kv_bytes=2**16) as engine, pytest.raises(ConfigError, match=why):
         engine.submit(Request((1, 2))).result(30)
+
+
+def test_what_an_attention_is_asked_for_is_never_left_out(plain: Any) -> None:
+    query = torch.ones(1, 1, 1, 4)
+    layer = plain.model.layers[0].self_attn
+    with pytest.raises(ConfigError, match="attends with position_bias"):
+        attend(layer, query, query, query, None, packed=Packed([]), position_bias=query)
+
+
+def test_a_wrapper_is_refused_with_what_to_give_instead() -> None:
+    with pytest.raises(ConfigError, match="no configuration"):
+        Engine(torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"model\.module of GeminiDDP"):
+        Engine(_Wrapper(model_of("llama", SMALL)))
+
+
+class _Wrapper(torch.nn.Module):
+    _supports_attention_backend = True
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.inner(*arguments, **options)
+
+
+def test_a_model_serves_one_engine_and_comes_back_as_it_was() -> None:
+    model = model_of("llama", SMALL).train()
+    model.lm_head.eval()
+    engine = Engine(model, kv_bytes=2**16)
+    with pytest.raises(StateError, match="another engine serves"):
+        Engine(model, kv_bytes=2**16)
+    engine.submit(Request((1, 2), max_tokens=2)).result(30)
+    closers = [threading.Thread(target=engine.close) for _ in range(4)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join(30)
+    assert (model.training, model.model.training, model.lm_head.training) == (True, True, False)
+    model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+
+
+def test_a_notify_that_raises_fails_its_own_answer_alone(engine: Engine) -> None:
+    def at_once() -> None:
+        raise KeyError("mine")
+
+    def closes() -> None:
+        engine.close()
+
+    other = engine.submit(Request(PROMPTS[0], max_tokens=12))
+    with pytest.raises(RuntimeError, match="KeyError"):
+        engine.submit(Request(PROMPTS[1], max_tokens=4), at_once).result(30)
+    with pytest.raises(StateError, match="would wait for itself"):
+        engine.submit(Request(PROMPTS[1], max_tokens=4), closes).result(30)
+    assert len(other.result(30).tokens) == 12
+    assert engine.is_alive
+
+
+def test_scores_that_are_no_numbers_are_no_answer() -> None:
+    for temperature in (0.0, 1.0):
+        chooser = Chooser(Request((1,), temperature=temperature, seed=0))
+        with pytest.raises(GeminiError, match="no number"):
+            chooser.choose(torch.tensor([0.0, float("nan"), 1.0]))
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-8])
+def test_a_tiny_temperature_draws_the_likeliest_token(temperature: float) -> None:
+    chooser = Chooser(Request((1,), temperature=temperature, top_k=2, top_p=0.9, seed=0))
+    assert chooser.choose(torch.tensor([3.0, 700.0, -2.0])) == 1
 
 
 def test_a_prompt_alone_has_the_bits_of_a_plain_pass(plain: Any) -> None:
@@ -241,7 +323,7 @@ def test_a_failed_read_fails_the_requests_of_its_pass_alone(
         packed = engine._packed
         real = packed.model.forward
         broken = IoError(errno.EIO, "Input/output error", "weights")
-        failures = iter([broken])
+        failures = iter([broken, IndexError("of a model's own code")])
 
         def failing(*arguments: Any, **options: Any) -> Any:
             for failure in failures:
@@ -253,6 +335,8 @@ def test_a_failed_read_fails_the_requests_of_its_pass_alone(
         with pytest.raises(IoError, match="weights"):
             failed.result(30)
         assert failed.finish_reason == "error"
+        with pytest.raises(RuntimeError, match="IndexError"):
+            engine.submit(Request(PROMPTS[1], max_tokens=6)).result(30)
         assert engine.submit(Request(PROMPTS[0], max_tokens=6)).result(30) == want
         assert engine.stats()["kv"]["used_bytes"] == 0
 

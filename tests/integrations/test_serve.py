@@ -27,6 +27,7 @@ from gemini.inference.text import TextStream
 from gemini.jobs.serve.config import ServeConfig, read_config_file
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
+tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")
 pytest.importorskip("fastapi", reason="the extra 'serve' is not installed")
 pytest.importorskip("uvicorn", reason="the extra 'serve' is not installed")
 openai = pytest.importorskip("openai", reason="the client is for tests alone")
@@ -198,6 +199,8 @@ def test_the_documents_endpoint_gives_the_prompt_and_what_follows(served: Served
         ({"prompt": PROMPT, "max_tokens": 0}, 400, "max_tokens is 0"),
         ({"prompt": PROMPT, "top_p": 0}, 400, "top_p is 0"),
         ({"prompt": PROMPT, "temperature": -1}, 400, "temperature is -1"),
+        ({"prompt": PROMPT, "stop": ["a"] * 17}, 400, "stop has 17 texts"),
+        ({"prompt": PROMPT, "stop": "a" * 4097}, 400, "4,097 characters"),
         ({"prompt": PROMPT, "model": "other"}, 404, "no model 'other'"),
         (b"{", 400, "JSON"),
         (b" " * 10_001, 413, "more than 10,000 bytes"),
@@ -209,6 +212,13 @@ def test_what_cannot_be_is_answered_with_one_sentence(
     code, _, content = served.ask("/v1/completions", body)
     assert code == status
     assert said in content["error"]["message"]
+
+
+def test_a_chat_of_no_tokens_is_refused(served: Served) -> None:
+    said = [{"role": "user", "content": "Hi"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        code, _, content = served.ask("/v1/chat/completions", {"messages": said, name: 0})
+        assert (code, "max_tokens is 0" in content["error"]["message"]) == (400, True)
 
 
 def test_options_that_ask_for_nothing_are_taken(served: Served) -> None:
@@ -270,7 +280,7 @@ def test_health_says_when_the_engine_has_stopped(model: Path, monkeypatch: pytes
     served = Served(ServeConfig(model, port=0))
     try:
         assert served.ask("/health")[0] == served.ask("/ready")[0] == 200
-        monkeypatch.setattr(served.engine._packed, "logits", lambda *_: 1 / 0)
+        monkeypatch.setattr(served.engine, "_begin", lambda: 1 / 0)
         status, _, content = served.ask("/v1/completions", {"prompt": PROMPT})
         assert status == 503
         assert "division by zero" in content["error"]["message"]
@@ -394,6 +404,30 @@ def test_pieces_of_text_are_the_whole_up_to_the_first_stop(text: str, stops: lis
     assert "".join(pieces) == whole[: min(found, default=(0, len(whole)))[1]]
     assert "\ufffd" not in "".join(pieces)
     assert stream.is_stopped == bool(found)
+
+
+def test_the_space_before_an_answer_is_part_of_it() -> None:
+    """Decoders of sentencepiece's kind drop the space that a text begins with, and join bytes."""
+    pieces = ["<unk>", "\u2581The", "\u2581capital", "\u2581is", "\u2581P", "<0xC3>", "<0xA9>"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
+    )
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    for prompt, answer, text in (
+        ((1, 2), (3, 4, 5, 6), " is P\u00e9"),
+        ((1, 4, 5), (6, 3), "\u00e9 is"),
+        ((), (1, 2), "The capital"),
+    ):
+        stream = TextStream(tokenizer, (), prompt)
+        assert "".join([*map(stream.push, answer), stream.end()]) == text
 
 
 _TOKENIZERS: list[Any] = []

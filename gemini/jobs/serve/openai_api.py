@@ -37,6 +37,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "store": (False,),
 }
+_MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 4096  # each token's text is compared with all of them
 _OF_CLIENTS = {
     "user",
     "metadata",
@@ -74,8 +75,14 @@ class _Options(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Return the texts that end an answer."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        """Return the texts that end an answer. Raises ConfigError for more than are looked for."""
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
+            raise ConfigError(
+                f"stop has {len(stops):,} texts with {sum(map(len, stops)):,} characters; give at most "
+                f"{_MOST_STOPS} with {_MOST_STOP_CHARACTERS:,} in all"
+            )
+        return stops
 
 
 class Completion(_Options):
@@ -172,7 +179,8 @@ def routes(service: Service) -> APIRouter:
     async def chat(body: ChatCompletion, request: Request) -> Response:
         """Answer the last message of a conversation."""
         tokens = await service.chat_prompt([message.model_dump() for message in body.messages])
-        most = body.max_completion_tokens or body.max_tokens or service.most_tokens_after(len(tokens))
+        said = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        most = service.most_tokens_after(len(tokens)) if said is None else said
         return await _answered(service, request, body, tokens, most, chat=True)
 
     return router

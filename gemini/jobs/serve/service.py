@@ -121,7 +121,7 @@ class Service:
                 loop.call_soon_threadsafe(changed.set)
 
         generation = self.engine.submit(request, notify)
-        text, taken = TextStream(self.tokenizer, stops), 0
+        text, taken = TextStream(self.tokenizer, stops, request.tokens), 0
         try:
             reason: FinishReason | None = None
             while reason is None:
