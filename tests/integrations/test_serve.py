@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import random
 import socket
 import threading
@@ -288,6 +289,22 @@ def test_health_says_when_the_engine_has_stopped(model: Path, monkeypatch: pytes
         assert served.ask("/v1/completions", {"prompt": PROMPT})[0] == 503
     finally:
         served.close()
+
+
+def test_half_a_request_at_the_end_leaves_no_trace(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    served = Served(ServeConfig(model, port=0, drain_s=1))
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert served.ask("/health")[0] == 200
+        logger = logging.getLogger("uvicorn.error")
+        logger.addHandler(caplog.handler)
+        try:
+            served.close()
+        finally:
+            logger.removeHandler(caplog.handler)
+    assert any("timeout" in record.getMessage() for record in caplog.records)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_kept_answers_are_given_again_for_the_same_options_alone(model: Path) -> None:

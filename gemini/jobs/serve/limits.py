@@ -25,7 +25,8 @@ class ClientGoneError(Exception):
 
 
 class BodyLimit:
-    """Refuses requests of more than ``most`` bytes with 413, before they are read to their end."""
+    """Refuses requests of more than ``most`` bytes with 413, before they are read to their end. What the end
+    of the server cuts off ends without a word: the server would log a trace of each."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
@@ -39,7 +40,7 @@ class BodyLimit:
         if said.isdigit() and int(said) > self._most:
             await self._refuse(scope, receive, send)
             return
-        taken, is_refused = 0, False
+        taken, is_refused, is_begun = 0, False, False
 
         async def limited() -> Message:
             nonlocal taken, is_refused
@@ -51,10 +52,16 @@ class BodyLimit:
             return {"type": "http.disconnect"} if is_refused else message
 
         async def unless_refused(message: Message) -> None:
+            nonlocal is_begun
+            is_begun = True
             if not is_refused:
                 await send(message)
 
-        await self._app(scope, limited, unless_refused)
+        with suppress(asyncio.CancelledError):
+            await self._app(scope, limited, unless_refused)
+            return
+        if not is_begun and not is_refused:
+            await error_answer(503, "the server ends; ask again later")(scope, receive, send)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = error_answer(413, f"the request has more than {self._most:,} bytes; send less")
