@@ -100,6 +100,17 @@ class InnerRowLayer(RowLayer):
         return copy(out if self.bias is None else out + self.bias, self.tensor_region.axis)
 
 
+class ExpertsLayer(CutLayer):
+    """Experts called as ``experts(tokens, chosen, weights)``, with this rank's part of each one's width."""
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Add up the ranks' results. Raises as the module that it was."""
+        region = self.tensor_region
+        if weights.requires_grad:
+            weights = copy(weights, region.axis)
+        return region.leave(super().forward(region.copied(hidden), chosen, weights))
+
+
 class SharedKeysLayer(ColumnLayer):
     """A column layer with a whole weight: this rank's part of the first outputs, and all of the last
     ``shared_features``."""

@@ -26,6 +26,7 @@ def outline_part(
     plan: str | Mapping[str, Style | str] = "auto",
     *,
     sequence_norms: bool = False,
+    whole_experts: bool = False,
 ) -> Partition:
     """Cut ``model``, which is on ``meta``, in place as :func:`parallelize` does for the first of ``size``
     ranks. It can be run on ``meta`` then: collectives give the shapes of what they would.
@@ -37,7 +38,7 @@ def outline_part(
     if size == 1:
         return Partition(None, names)
     try:
-        work = planned(model, size, plan, sequence_norms=sequence_norms)
+        work = planned(model, size, plan, sequence_norms=sequence_norms, whole_experts=whole_experts)
     except ConfigError as error:
         sizes = [str(each) for each in range(2, min(_MOST, 4 * size) + 1) if _goes(model, each, plan)]
         possible = f"; tp may be {', '.join(['1', *sizes])}" if sizes else "; no other size is possible but 1"

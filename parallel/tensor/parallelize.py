@@ -120,6 +120,7 @@ def parallelize(
     *,
     gather_logits: bool = True,
     sequence_norms: bool = False,
+    whole_experts: bool = False,
     check: bool | None = None,
 ) -> Partition:
     """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what became of its parameters.
@@ -137,6 +138,8 @@ def parallelize(
         sequence_norms: between sublayers each rank has its part of the sequence: norms, dropout and residuals
             take 1 / size of the memory, and the network carries the same bytes. For LLaMA, Qwen3, GPT-2 and
             ``nn.TransformerEncoder``; the sequence must be divided by the size.
+        whole_experts: True leaves experts of a mixture whole under ``"auto"``, for ranks of data parallelism
+            to divide them.
         check: whether the first batch that the model trains on is run through the whole one too, which takes
             the memory of its weights and gradients once, and outputs and gradients are compared; None: where
             the plan is not ``"auto"``
@@ -154,7 +157,14 @@ def parallelize(
         return Partition(None, names)
     ranks = axis
     work = ranks.together(
-        lambda: planned(model, ranks.size, plan, gather_logits=gather_logits, sequence_norms=sequence_norms)
+        lambda: planned(
+            model,
+            ranks.size,
+            plan,
+            gather_logits=gather_logits,
+            sequence_norms=sequence_norms,
+            whole_experts=whole_experts,
+        )
     )
     partition = Partition(axis, names)
     if check is None:
@@ -230,6 +240,7 @@ def planned(
     *,
     gather_logits: bool = True,
     sequence_norms: bool = False,
+    whole_experts: bool = False,
 ) -> Work:
     """Return what to do to cut ``model`` over ``size`` ranks; change nothing. Raises ConfigError where it
     cannot be done."""
@@ -238,7 +249,7 @@ def planned(
         raise ConfigError("the model has been cut before; cut a new one")
     if not gather_logits:
         refuse_unknown_loss(model)
-    resolved = resolve(model, plan, gather_logits=gather_logits)
+    resolved = resolve(model, plan, gather_logits=gather_logits, whole_experts=whole_experts)
     styles: dict[int, _Styled] = {}
     cuts: dict[int, Cut] = {}
     settings: dict[str, int] = {}  # of attention: how many query heads share a key head, on each rank

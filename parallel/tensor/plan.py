@@ -20,6 +20,7 @@ from gemini.parallel.tensor.styles import (
     EmbeddingColumns,
     Head,
     InnerRow,
+    InsideExperts,
     PartialGradient,
     PerHead,
     Row,
@@ -43,6 +44,7 @@ STYLES: Mapping[str, Style | None] = {
     "embedding_rowwise": Vocabulary(),
     "replicated_with_grad_allreduce": PartialGradient(),
     "replicate": None,
+    "moe_tp_experts": InsideExperts(),
 }
 
 # What records of families (parallel/families.py) call them, beside those.
@@ -69,10 +71,16 @@ class Resolved:
     settings: list[tuple[str, str, Any]] = field(default_factory=list)
 
 
-def resolve(model: nn.Module, plan: str | Mapping[str, Style | str], *, gather_logits: bool) -> Resolved:
+def resolve(
+    model: nn.Module,
+    plan: str | Mapping[str, Style | str],
+    *,
+    gather_logits: bool,
+    whole_experts: bool = False,
+) -> Resolved:
     """Return what ``plan`` means for ``model``: a mapping of names, in which ``*`` is one part of a name, to
     styles, or ``"auto"``: transformers' own plan where the model has one, rules for known classes, the
-    vocabulary of embedding and head.
+    vocabulary of embedding and head. ``whole_experts``: that plan cuts no experts.
 
     Raises:
         ConfigError: a name is of no module, a style is unknown, or there is no rule for anything.
@@ -80,7 +88,10 @@ def resolve(model: nn.Module, plan: str | Mapping[str, Style | str], *, gather_l
     if isinstance(plan, str):
         if plan != "auto":
             raise ConfigError(f"plan is {plan!r}; give 'auto' or a mapping of names to styles")
-        return _automatic(model, gather_logits=gather_logits)
+        found = _automatic(model, gather_logits=gather_logits)
+        if whole_experts:
+            found.styles = {name: s for name, s in found.styles.items() if not isinstance(s, InsideExperts)}
+        return found
     found = Resolved()
     _add_named(found, model, plan)
     _keep_heads_whole(found, model)

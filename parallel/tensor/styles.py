@@ -16,6 +16,7 @@ from gemini.parallel.tensor.layers import (
     AlibiAttention,
     Attention,
     ColumnLayer,
+    ExpertsLayer,
     GatheredColumnLayer,
     GatheredEmbedding,
     InnerRowLayer,
@@ -298,6 +299,32 @@ class PerHead:
         for name, cut in cuts.items():
             if cut.copies > 1:
                 sum_gradient(module.get_parameter(name), region.axis.neighbours(cut.copies))
+
+
+@dataclass(frozen=True)
+class InsideExperts:
+    """Experts with a gate and an up projection side by side, ``gate_up_proj`` of [experts, 2 x width,
+    inputs], and ``down_proj`` of [experts, outputs, width]: each expert by its width, as a column and a row
+    layer."""
+
+    def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
+        found = dict(module.named_parameters())
+        up, down = found.pop("gate_up_proj", None), found.pop("down_proj", None)
+        if up is None or down is None or found or up.dim() != 3 or up.shape[1] != 2 * down.shape[-1]:
+            raise ConfigError(
+                f"{type(module).__name__} has no gate_up_proj and down_proj alone, with the width of an "
+                "expert in the second and the last dimension; name the layers that are cut, without it"
+            )
+        width = down.shape[2]
+        if width % size:
+            raise ConfigError(f"experts of width {width} are not divided by {size} ranks; {_fitting(width)}")
+        return {
+            "gate_up_proj": Cut(tuple(up.shape), 1, size, sections=2),
+            "down_proj": Cut(tuple(down.shape), 2, size),
+        }
+
+    def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
+        become(module, ExpertsLayer, region)
 
 
 @dataclass(frozen=True)

@@ -179,12 +179,7 @@ def _in_grid(options: dict[str, Any], directory: Path) -> tuple[list[float], lis
     return losses, norms
 
 
-ATTENTION = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
-ATTENTION["model.layers.*.self_attn.o_proj"] = "rowwise"
-OVER_TP: dict[str, Any] = {"tp_size": 2, "tp_plan": ATTENTION, "tp_check": False}
-
-
-@pytest.mark.parametrize("options", [OVER_TP, {"pp_size": 2}, {"sp_size": 2}])
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}, {"sp_size": 2}])
 def test_experts_are_divided_beside_layers_and_stages(options: dict[str, Any], tmp_path: Path) -> None:
     losses, norms, weights = _alone("Mixtral")
     for found, measured in run_on_ranks(_in_grid, 4, options, tmp_path):

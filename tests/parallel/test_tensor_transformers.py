@@ -62,6 +62,35 @@ def test_cut_model_computes_what_the_whole_one_does(name: str) -> None:
         assert max(errors.values()) <= TOLERANCE, errors
 
 
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GROUPS = {"n_group": 2, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Mixtral": {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {**LLAMA, **EXPERTS, "num_experts": 4, "head_dim": 8},
+    "DeepseekV3": {**LLAMA, **EXPERTS, **LATENT, **GROUPS, "n_routed_experts": 4, "num_key_value_heads": 4},
+}
+
+
+def compare_mixtures(names: list[str]) -> list[tuple[dict[str, float], bool]]:
+    found = []
+    for name in names:
+        ROWS[name] = (f"{name}ForCausalLM", f"{name}Config", MIXTURES[name])
+        errors = compare(name, True)
+        mesh, model = make_mesh(tp=2), build(name)
+        cuts = parallelize(model, mesh, whole_experts=True).cuts
+        found.append((errors, any(".experts.down_proj" in key for key in cuts)))
+    return found
+
+
+def test_experts_are_cut_inside() -> None:
+    for found in on_two_ranks(compare_mixtures, list(MIXTURES)):
+        for (errors, is_cut), name in zip(found, MIXTURES, strict=True):
+            assert max(errors.values()) <= TOLERANCE, (name, errors)
+            assert any(".experts.gate_up_proj" in key for key in errors), name
+            assert not is_cut, "whole_experts=True leaves them"
+
+
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_loss_by_parts_is_that_of_whole_logits(name: str) -> None:
     for errors in on_two_ranks(compare, name, False):

@@ -184,6 +184,7 @@ class HybridParallelPlugin(PluginOfParts):
         self._cut: dict[str, Any] = {
             "plan": tp_plan,
             "sequence_norms": sequence_parallel_norms,
+            "whole_experts": ep_size > 1,
         }
         self._split: dict[str, Any] = {"split": split, "costs": costs}
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind, "before": before}
