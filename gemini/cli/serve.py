@@ -74,6 +74,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="MODEL",
         help="the model: config.json, safetensors, a tokenizer",
     )
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="adapters that PEFT has saved")
     parser.add_argument(
         "--config",
         type=Path,

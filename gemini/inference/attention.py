@@ -167,8 +167,8 @@ def refuse_other_models(model: Any) -> None:
     elif getattr(config, "num_kv_shared_layers", 0):
         why = "some of its layers use the keys and values of others"
     elif kinds & _SHARED_FREQUENCIES:
-        why = f"its positions are encoded as {', '.join(sorted(kinds & _SHARED_FREQUENCIES))}, by the "
-        "longest text"
+        shared = ", ".join(sorted(kinds & _SHARED_FREQUENCIES))
+        why = f"its positions are encoded as {shared}, by the longest text"
     else:
         return
     raise ConfigError(

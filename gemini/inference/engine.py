@@ -65,7 +65,8 @@ class Engine:
     ``max_tokens``; so what has begun never lacks memory, and what finds none waits.
 
     Args:
-        model: the module, managed or not. While the engine is open, nobody else calls it.
+        model: the module, managed or not, with adapters of PEFT or without. While the engine is open, nobody
+            else calls it.
         kv_bytes: for keys and values; text such as "512MiB", or None: room for ``max_batch`` sequences of
             1,024 tokens, at most a quarter of the free memory.
         max_batch: most requests that run at a time.
@@ -98,6 +99,7 @@ class Engine:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         self._rule = rule_of(batching)
         self._packed = PackedModel(model)
+        model = self._packed.model
         given = parse_bytes(kv_bytes, name="kv_bytes")
         if given is None:
             most = int(default_budget_bytes() * _SHARE_OF_KV)
@@ -131,17 +133,20 @@ class Engine:
         host_bytes: int | str | None = None,
         disk_dir: str | None = None,
         kv_bytes: int | str | None = None,
+        adapter: str | os.PathLike[str] | None = None,
         max_batch: int = 16,
         **options: Any,
     ) -> Engine:
         """Return an engine for a directory that ``save_pretrained()`` made. Weights are read where the
         checkpoint has them (:func:`gemini.from_pretrained`). ``device_bytes`` is for weights and
-        ``kv_bytes`` together.
+        ``kv_bytes`` together. ``adapter``: a directory of adapters that PEFT has saved; they stay in ordinary
+        memory.
 
         Raises:
             OutOfBudgetError: the model cannot fit.
             ConfigError: the directory holds no such model, or the budget is less than ``kv_bytes``.
         """
+        from gemini.integrations.adapters import with_saved_adapters
         from gemini.integrations.pretrained import from_pretrained
         from gemini.integrations.transformers_loading import config_of
 
@@ -169,6 +174,8 @@ class Engine:
         )
         handle = handle_of(model)
         try:
+            if adapter is not None:
+                model = with_saved_adapters(model, Path(adapter))
             engine = cls(model, kv_bytes=kv, max_batch=max_batch, **options)
         except BaseException:
             handle.close()

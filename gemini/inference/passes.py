@@ -15,13 +15,15 @@ from gemini.inference.kv import Sequence
 
 
 class PackedModel:
-    """A causal language model of transformers that computes packed passes.
+    """A causal language model of transformers that computes packed passes; of PEFT's wrapper, the model
+    within, which has the adapters.
 
     Raises:
         ConfigError: its sequences cannot share a pass.
     """
 
     def __init__(self, model: Any) -> None:
+        model = _within_peft(model)
         refuse_other_models(model)
         self.model = model
         self.config = model.config.get_text_config()
@@ -29,8 +31,7 @@ class PackedModel:
         if not {"input_ids", "position_ids"} <= parameters:
             raise ConfigError(
                 f"{type(model).__name__} is no causal language model of transformers: its forward() takes no "
-                "input_ids and position_ids; of a wrapper, give what it wraps (model.module of GeminiDDP, "
-                "model.get_base_model() of PEFT, which keeps the adapters)"
+                "input_ids and position_ids; of a wrapper, give what it wraps (model.module of GeminiDDP)"
             )
         self._keeps_logits = "logits_to_keep" in parameters
 
@@ -101,6 +102,19 @@ def default_kv_bytes(config: Any, max_batch: int, most: int) -> int:
     tokens = min(1024, getattr(config, "max_position_embeddings", None) or 1024)
     wanted = 2 * config.num_hidden_layers * heads * size * dtype.itemsize * tokens * max_batch
     return max(1, min(int(wanted), most))
+
+
+def _within_peft(model: Any) -> Any:
+    """Return the model that PEFT has put adapters into; any other as it is."""
+    kinds = getattr(model, "peft_config", None)
+    if not hasattr(model, "get_base_model") or not kinds:
+        return model
+    if any(getattr(kind, "is_prompt_learning", False) for kind in kinds.values()):
+        raise ConfigError(
+            "prompts that PEFT has learned come before each text, and are no part of the model within; use "
+            "model.generate(), which takes one batch at a time"
+        )
+    return model.get_base_model()
 
 
 def _parameters_of_forward(kind: type) -> set[str]:

@@ -151,6 +151,23 @@ class Adapters:
                 setattr(self.outer.get_submodule(owner), key, buffers[name])
 
 
+def with_saved_adapters(model: Any, directory: Path) -> Any:
+    """Return a model that answers, with saved adapters, which stay in ordinary memory.
+
+    Raises:
+        ConfigError: peft is not installed, or the adapters are damaged or of another model.
+    """
+    check_adapters(directory)
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"adapters need the package peft: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    with errors_of(f"PEFT cannot put the adapters of {directory} on the model"):
+        return peft.PeftModel.from_pretrained(model, str(directory), local_files_only=True).eval()
+
+
 class _Tree:
     """Which modules a model consists of, and what the outermost one is told, to be had again."""
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from gemini.errors import InputError
-from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, files_of
+from gemini.errors import ConfigError, InputError
+from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, errors_of, files_of
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MAX_CONFIG_BYTES = 2**24  # some list a label for each of their classes
@@ -96,6 +96,30 @@ def check_adapters(path: Path) -> None:
     if fields.get("megatron_config"):
         raise InputError(
             f"{path / ADAPTER_CONFIG} has a megatron_config, whose module PEFT would run; take it out"
+        )
+
+
+def tokenizer_of(path: Path, adapter: Path | None = None) -> Any:
+    """Return the tokenizer of the adapters, if they have one, or of the model.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        InputError: it cannot read the tokenizer.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"a tokenizer needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    if adapter is not None:
+        check_adapters(adapter)
+        if "tokenizer_config.json" in InputDirectory(adapter):
+            path = adapter
+    check_kinds(InputDirectory(path))
+    with errors_of(f"transformers cannot read the tokenizer of {path}"):
+        return transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
         )
 
 

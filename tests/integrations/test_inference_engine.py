@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_adapter_merge import adapt
 from tiny_trained import SIZES, llama
 
 from gemini.errors import ConfigError, GeminiError, IoError, OutOfBudgetError, StateError
@@ -56,6 +57,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2}, "no attention"),
+    "qwen2": (
+        {**SMALL, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+        "encoded as dynamic, by the longest text;",
+    ),
     "bloom": ({"vocab_size": 128, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "no exchangeable attention"),
     "t5": ({"vocab_size": 128, "d_model": 64, "num_layers": 2}, "an encoder"),
 }
@@ -423,3 +428,19 @@ def test_pieces_of_memory_never_overlap(data: st.DataObject) -> None:
         sequence.close()
     assert memory.used_bytes == 0
     assert memory.reserve(128) is not None, "all of it is one piece again"
+
+
+def test_adapters_answer_as_with_generate(saved: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
+    adapted = adapt(saved, tmp_path / "adapter", r=8, lora_alpha=64)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    alone = generated(plain, PROMPTS[0], 8)
+    model = peft.PeftModel.from_pretrained(plain, adapted).eval()
+    want = generated(model, PROMPTS[0], 8)
+    with Engine(model, kv_bytes=2**16) as engine:
+        assert engine.submit(Request(PROMPTS[0], max_tokens=8)).result(30).tokens == want != alone
+    with Engine.from_pretrained(saved, device_bytes=2**18, kv_bytes=2**16, adapter=adapted) as engine:
+        assert engine.submit(Request(PROMPTS[0], max_tokens=8)).result(30).tokens == want
+    learned = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(ConfigError, match="prompts that PEFT has learned"):
+        Engine(peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(saved), learned))

@@ -16,11 +16,12 @@ import torch
 import gemini
 from gemini.errors import ConfigError, GeminiError, InputError, in_words
 from gemini.inference.text import TextStream
-from gemini.integrations.model_directory import check_adapters, check_kinds
+from gemini.integrations.adapters import with_saved_adapters
+from gemini.integrations.model_directory import tokenizer_of
 from gemini.jobs.after_training.model_copy import read_config
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.model.in_place import InPlace
-from gemini.system.input_files import InputDirectory, errors_of
+from gemini.system.input_files import errors_of
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,8 @@ def sample(config: SampleConfig, say: Callable[[str], None], sampled: Sampled) -
         ConfigError: the model, its tokenizer or the adapters cannot be loaded.
         OutOfBudgetError: the model cannot fit the budgets.
     """
-    tokenizer = _tokenizer_of(config)
+    read_config(config.model)
+    tokenizer = tokenizer_of(config.model, config.adapter)
     asked = [_encoded(config, tokenizer, prompt) for prompt in config.prompts]
     if config.disk_dir is not None:
         make_disk_directory(config.disk_dir)
@@ -163,27 +165,6 @@ def _filler(tokenizer: Any) -> int:
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
 
 
-def _tokenizer_of(config: SampleConfig) -> Any:
-    """Return the tokenizer of the adapters, if they have one, or of the model."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"gemini sample needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
-        ) from error
-    read_config(config.model)
-    path = config.model
-    if config.adapter is not None:
-        check_adapters(config.adapter)
-        if "tokenizer_config.json" in InputDirectory(config.adapter):
-            path = config.adapter
-    check_kinds(InputDirectory(path))
-    with errors_of(f"transformers cannot read the tokenizer of {path}"):
-        return transformers.AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-
-
 def _encoded(config: SampleConfig, tokenizer: Any, prompt: str) -> torch.Tensor:
     """Return the tokens of a prompt, one row."""
     if config.chat:
@@ -221,18 +202,6 @@ def _loaded(config: SampleConfig) -> Iterator[tuple[Any, InPlace]]:
     handle = gemini.handle_of(model)
     assert isinstance(handle, InPlace)
     try:
-        yield (model if config.adapter is None else _with_adapter(model, config.adapter)), handle
+        yield (model if config.adapter is None else with_saved_adapters(model, config.adapter)), handle
     finally:
         handle.close()
-
-
-def _with_adapter(model: Any, adapter: Path) -> Any:
-    """Return the model with saved adapters, which stay in ordinary memory."""
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"--adapter needs the package peft: pip install 'gemini-runtime[hf]' ({error})"
-        ) from error
-    with errors_of(f"PEFT cannot put the adapters of {adapter} on the model"):
-        return peft.PeftModel.from_pretrained(model, str(adapter), local_files_only=True).eval()

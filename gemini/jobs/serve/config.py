@@ -38,6 +38,7 @@ class ServeConfig:
     """
 
     model: Path
+    adapter: Path | None = None
     name: str | None = None
     host: str = "127.0.0.1"
     port: int = 8020

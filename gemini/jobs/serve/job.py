@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from gemini.errors import ConfigError
 from gemini.inference.engine import Engine
 from gemini.inference.request import Request
-from gemini.integrations.model_directory import check_kinds
+from gemini.integrations.model_directory import tokenizer_of
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.serve.config import ServeConfig
-from gemini.system.input_files import InputDirectory, errors_of
 
 
 def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
@@ -30,7 +28,7 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
             "gemini serve needs the packages fastapi and uvicorn: pip install 'gemini-runtime[serve]' "
             f"({error})"
         ) from error
-    tokenizer = _tokenizer_of(config)
+    tokenizer = tokenizer_of(config.model, config.adapter)
     if config.disk_dir is not None:
         make_disk_directory(config.disk_dir)
     say(f"loading {config.model}")
@@ -41,6 +39,7 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         host_bytes=config.host_bytes,
         disk_dir=config.disk_dir,
         kv_bytes=config.kv_bytes,
+        adapter=config.adapter,
         max_batch=config.max_batch,
         max_pass_tokens=config.max_pass_tokens,
         queue_size=config.queue_size,
@@ -52,17 +51,3 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         Server(
             service, lambda url: say(f"{service.name} answers at {url}; the endpoints are at {url}/docs")
         ).run()
-
-
-def _tokenizer_of(config: ServeConfig) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            f"gemini serve needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
-        ) from error
-    check_kinds(InputDirectory(config.model))
-    with errors_of(f"transformers cannot read the tokenizer of {config.model}"):
-        return transformers.AutoTokenizer.from_pretrained(
-            config.model, local_files_only=True, trust_remote_code=False
-        )
