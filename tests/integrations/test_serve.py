@@ -337,7 +337,7 @@ def ask():
             break
         except ConnectionRefusedError:
             time.sleep(0.05)
-    body = json.dumps({"prompt": "The", "max_tokens": 300, "temperature": 0, "stream": True})
+    body = json.dumps({"prompt": "The", "max_tokens": 60, "temperature": 0, "stream": True})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     answer = connection.getresponse()
     answer.readline()
@@ -346,7 +346,7 @@ def ask():
 
 client = threading.Thread(target=ask, daemon=True)
 client.start()
-code = main(["serve", model, "--port", port, "--device-bytes", "4MiB"])
+code = main(["serve", model, "--port", port, "--device-bytes", "4MiB", "--drain", "300"])
 client.join()
 sys.exit(code)
 """
