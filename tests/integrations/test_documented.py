@@ -40,6 +40,11 @@ def test_the_mixture_of_the_page_answers_and_trains_within_its_budget(tmp_path: 
     assert waiting[-1] > 4 * 32  # in four layers, two arrays of 32 experts
 
 
+def test_a_pass_of_the_page_reads_what_memory_lacks(tmp_path: Path) -> None:
+    (line,) = run("\n".join(programs_of("inference.md")), tmp_path).splitlines()
+    assert 0.99 < float(line.split()[0]) < 1.5
+
+
 def test_the_engine_of_the_page_shares_passes_within_its_budget(tmp_path: Path) -> None:
     page = (DOCS / "serve.md").read_text()
     lines = run("\n".join(programs_of("serve.md")), tmp_path).splitlines()
