@@ -40,7 +40,7 @@ examples:
   gemini finetune --model ./llama --data chats.jsonl --output out/tuned --device-bytes 20GiB \\
       --disk-dir /mnt/nvme
       train all weights in 20 GiB, the rest on a drive; out/tuned/model is for transformers
-  gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16 --lr 2e-4 --merge
+  gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16 --merge
       train adapters of rank 16, and write the model with them merged in
   gemini finetune --model ./llama --data chats.jsonl --show 3
       print the tokens of three records and mark those that the loss counts; train nothing
@@ -255,7 +255,13 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     _option(group, "--steps", type=int, metavar="N", help="optimizer steps in all, instead of --epochs")
     _option(group, "--batch", type=int, metavar="N", help="rows per forward pass")
     _option(group, "--accumulate", type=int, metavar="N", help="passes per optimizer step")
-    _option(group, "--lr", type=float, metavar="X", help="highest learning rate; for adapters try 2e-4")
+    _option(
+        group,
+        "--lr",
+        type=float,
+        metavar="X",
+        help="highest learning rate; default: 1e-5 for all weights, 2e-4 for LoRA, 1e-4 for DoRA",
+    )
     _option(group, "--schedule", choices=SCHEDULES, help="how the learning rate changes after the warm-up")
     _option(
         group,
@@ -306,7 +312,23 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
 def _add_adapter_options(group: argparse._ArgumentGroup) -> None:
     _option(group, "--lora", type=int, metavar="RANK", help="train adapters of this rank; 0: all weights")
     _option(
-        group, "--lora-alpha", type=int, metavar="N", help="scale of the adapters; default: twice the rank"
+        group,
+        "--lora-alpha",
+        type=int,
+        metavar="N",
+        help="adapters are scaled by it over the rank; default: twice the rank, or 8 with --rslora",
+    )
+    _option(
+        group,
+        "--dora",
+        action="store_true",
+        help="DoRA: the size of each row of a weight trains, too; slower, often better at a low rank",
+    )
+    _option(
+        group,
+        "--rslora",
+        action="store_true",
+        help="divide --lora-alpha by the square root of the rank: for high ranks",
     )
     _option(group, "--lora-dropout", type=float, metavar="X", help="dropout of the adapters' input")
     _option(

@@ -115,6 +115,9 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--lr", "nan"], "--lr is nan"),
         ([*NEEDED, "--warmup", "1"], "--warmup is 1"),
         ([*NEEDED, "--merge"], "--merge .* give --lora RANK"),
+        ([*NEEDED, "--dora"], "--dora is a kind of adapters; give --lora RANK"),
+        ([*NEEDED, "--rslora"], "--rslora is a kind of adapters; give --lora RANK"),
+        ([*NEEDED, "--lora", "4", "--lora-alpha", "0"], "--lora-alpha is 0"),
         ([*NEEDED, "--eval-every", "3"], "add --eval-share"),
         ([*NEEDED, "--resume", "auto", "--overwrite"], "give one of them"),
         ([*NEEDED, "--no-packing", "--documents", "cut"], "--no-packing gives each a row"),
@@ -148,7 +151,7 @@ def test_a_run_is_resumed_with_its_options_but_for_those_given(
     RunDirectory("o", lambda _: True).start(first.identity(), first.options())
     config = finetune.config_from(parse("--output", "o", "--resume", "auto", "--device-bytes", "2MiB"))
     wanted = {"model": str(tmp_path / "m"), "data": str(tmp_path / "d"), "resume": "auto"}
-    assert config == dataclasses.replace(first, device_bytes=2**21, **wanted)
+    assert config == dataclasses.replace(first, device_bytes=2**21, lr=2e-4, **wanted)
 
 
 @pytest.mark.parametrize(("shape", "last"), [("cosine", 0.0), ("linear", 0.0), ("constant", 1.0)])

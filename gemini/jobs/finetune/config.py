@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
 from gemini.errors import ConfigError, InputError
 from gemini.jobs.finetune.encoding import ANSWERS, LOSS_ON
@@ -27,6 +27,9 @@ SCHEDULES = ("cosine", "linear", "constant")
 RESUME = ("no", "auto", "yes")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
 ALL_LINEAR = "all-linear"
+# Learning rates that are usual for each; --lr wins.
+_FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
+_RSLORA_ALPHA = 8  # at rank 16 a scale of 2, as LoRA has it by default
 _PATHS = ("model", "data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
 _IDENTITY = (
@@ -51,8 +54,8 @@ _IDENTITY = (
 class FineTuneConfig(MemoryOptions):
     """Options of ``gemini finetune`` and keys of its recipes; sizes are bytes, None leaves a budget to the
     runtime. ``steps`` None: as many as ``epochs`` take; ``seq`` None: 1024, or as many as the model has
-    positions for; ``lora`` is the rank, 0 trains all weights; ``show`` is how many documents are shown, and
-    then nothing is trained.
+    positions for; ``lora`` is the rank, 0 trains all weights; ``lr`` and ``lora_alpha`` None: what is usual
+    for the weights that train; ``show`` is how many documents are shown, and then nothing is trained.
 
     Raise ConfigError for a combination that cannot work.
     """
@@ -80,7 +83,7 @@ class FineTuneConfig(MemoryOptions):
     accumulate: int = 1
     epochs: float = 1.0
     steps: int | None = None
-    lr: float = 1e-5
+    lr: float | None = None
     schedule: str = "cosine"
     warmup: float = 0.03
     weight_decay: float = 0.0
@@ -89,6 +92,8 @@ class FineTuneConfig(MemoryOptions):
     state_dtype: str = "fp32"
     lora: int = 0
     lora_alpha: int | None = None
+    dora: bool = False
+    rslora: bool = False
     lora_dropout: float = 0.0
     lora_targets: str = ALL_LINEAR
     merge: bool = False
@@ -117,6 +122,9 @@ class FineTuneConfig(MemoryOptions):
         self._check_choices()
         if self.merge and not self.lora:
             raise ConfigError("--merge puts adapters into the weights; give --lora RANK, or leave it out")
+        for name in ("dora", "rslora"):
+            if getattr(self, name) and not self.lora:
+                raise ConfigError(f"{option(name)} is a kind of adapters; give --lora RANK, or leave it out")
         if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
         if self.recompute and self.activation_checkpointing:
@@ -131,23 +139,46 @@ class FineTuneConfig(MemoryOptions):
         """The names in ``recompute``; groups are in parentheses."""
         return names_in(self.recompute)
 
+    @property
+    def learning_rate(self) -> float:
+        """The highest learning rate: ``lr``, or what is usual for the weights that train."""
+        if self.lr is not None:
+            return self.lr
+        if not self.lora:
+            return _FULL_LR
+        return _DORA_LR if self.dora else _LORA_LR
+
+    @property
+    def alpha(self) -> int:
+        """The numerator of the adapters' scale. rsLoRA divides it by the root of the rank, so there it does
+        not grow with the rank."""
+        if self.lora_alpha is not None:
+            return self.lora_alpha
+        return _RSLORA_ALPHA if self.rslora else 2 * self.lora
+
     def managed_options(self) -> dict[str, Any]:
         """Return the keywords of :func:`gemini.manage` that say the same."""
         return {**super().managed_options(), "tiled_loss": TILED_LOSS[self.tiled_loss]}
 
     def identity(self) -> dict[str, Any]:
         """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
-        return {name: getattr(self, name) for name in _IDENTITY}
+        own = {name: getattr(self, name) for name in _IDENTITY}
+        kinds = {name: True for name in ("dora", "rslora") if getattr(self, name)}
+        return {**own, **self._resolved(), **kinds}
 
     def options(self) -> dict[str, Any]:
         """Return what a run has when it is resumed, unless it is told otherwise; paths are absolute."""
-        given = asdict(self)
+        given = {**asdict(self), **self._resolved()}
         for name in self.NOT_KEPT:
             del given[name]
         for name in _PATHS:
             if given[name] is not None:
                 given[name] = str(Path(given[name]).absolute())
         return given
+
+    def _resolved(self) -> dict[str, Any]:
+        """Return what None stands for, so that a run keeps it."""
+        return {"lr": self.learning_rate, "lora_alpha": self.alpha if self.lora else self.lora_alpha}
 
     def _check_numbers(self) -> None:
         for name, least in (
@@ -311,4 +342,5 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
 
 def _word(kind: Any) -> str:
     names = {int: "whole number", float: "number", str: "text", bool: "true or false"}
-    return names.get(kind) or str(kind).replace(" | None", "")
+    base = next((each for each in get_args(kind) if each is not type(None)), kind)
+    return names.get(base) or str(base)

@@ -49,7 +49,7 @@ class PretrainedEngine(ManagedTraining):
         try:
             optimizer = gemini.GeminiAdamOptimizer(
                 handle,
-                lr=config.lr,
+                lr=config.learning_rate,
                 betas=_BETAS,
                 weight_decay=config.weight_decay,
                 state_dtype=config.state_dtype,
@@ -183,6 +183,10 @@ def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
 
 
 def _no_such_layers(config: FineTuneConfig, cause: BaseException) -> ConfigError:
+    if config.dora and "dora" in in_words(cause).lower():
+        return ConfigError(
+            f"--dora: {in_words(cause).rstrip('.')}; leave it out: LoRA takes any linear layer"
+        )
     return ConfigError(
         f"--lora-targets {config.lora_targets}: {in_words(cause).rstrip('.')}; name linear layers "
         f"of the model, such as q_proj,v_proj, or {ALL_LINEAR}"
@@ -206,7 +210,9 @@ def adapter_of(config: FineTuneConfig) -> Any:
     names = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
     return peft.LoraConfig(
         r=config.lora,
-        lora_alpha=2 * config.lora if config.lora_alpha is None else config.lora_alpha,
+        lora_alpha=config.alpha,
+        use_dora=config.dora,
+        use_rslora=config.rslora,
         lora_dropout=config.lora_dropout,
         target_modules=ALL_LINEAR if names == [ALL_LINEAR] else names,
         task_type="CAUSAL_LM",

@@ -15,7 +15,7 @@ from gemini.jobs.finetune.engine import PretrainedEngine
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, WHOLE, Batch, Order, Samples
-from gemini.jobs.run.model_card import tuned_card
+from gemini.jobs.run.model_card import adapters_named, tuned_card
 from gemini.jobs.run.training import RunOptions, shaped_factor
 
 LAYOUTS = {
@@ -69,9 +69,10 @@ class FineTuneWork:
         )
 
     def describe(self) -> list[str]:
-        """Return lines on the data, the rows that they make, and the steps."""
+        """Return lines on what trains, the data, the rows that they make, and the steps."""
         samples, held = self.samples, len(self._order.held_out)
         lines = [
+            self._trained(),
             f"data: {self._documents.describe()}",
             f"data: {samples.num_tokens:,} tokens, {samples.num_learned:,} of them learned, in "
             f"{samples.num_rows:,} rows of {self.seq} ({LAYOUTS[samples.layout]})"
@@ -90,6 +91,17 @@ class FineTuneWork:
                 "model (docs/finetune.md); check that this is the model that you want to tune"
             )
         return lines
+
+    def _trained(self) -> str:
+        """Return a line on the weights that train, and how fast."""
+        config = self.config
+        what, said = "all weights", ""
+        if config.lora:
+            what = adapters_named(dora=config.dora, rslora=config.rslora)
+            scale = config.alpha / (math.sqrt(config.lora) if config.rslora else config.lora)
+            said = f" of rank {config.lora}, scaled by {scale:.3g} (alpha {config.alpha})"
+        default = f", the default for {what}" if config.lr is None else ""
+        return f"training: {what}{said}; learning rate {config.learning_rate:g}{default}"
 
     def identity(self) -> dict[str, Any]:
         """Return what the numbers depend on."""

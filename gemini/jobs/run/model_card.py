@@ -63,6 +63,13 @@ def merged_card(base: Path, adapter: Path) -> str:
     )
 
 
+def adapters_named(*, dora: bool, rslora: bool) -> str:
+    """Return the name of a kind of adapters."""
+    if dora:
+        return "DoRA adapters (rsLoRA)" if rslora else "DoRA adapters"
+    return "rsLoRA adapters" if rslora else "LoRA adapters"
+
+
 def name_of(path: Any) -> str:
     """Return how a card names a model or data: a name of the hub as it is, of a path the last part, which
     tells nothing of somebody's machine."""
@@ -112,10 +119,11 @@ def _recipe(options: Mapping[str, Any]) -> list[Row]:
     rank = options.get("lora")
     if rank:
         alpha = options.get("lora_alpha") or 2 * rank
+        kind = adapters_named(dora=options.get("dora") is True, rslora=options.get("rslora") is True)
         said = {"rank": rank, "alpha": alpha, "dropout": options.get("lora_dropout")}
         said["on"] = options.get("lora_targets")
         parts = [f"{key} {value}" for key, value in said.items() if value is not None]
-        rows.append(("trained", f"LoRA adapters: {', '.join(parts)}"))
+        rows.append(("trained", f"{kind}: {', '.join(parts)}"))
     else:
         rows.append(("trained", "all weights"))
     names = {

@@ -1,0 +1,66 @@
+"""Adapters of ``gemini finetune``: their numbers are those of PEFT with the same options."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from finetune_runs import LLAMA, plainly_trained, run, small_run
+
+from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.work import FineTuneWork
+
+peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> FineTuneConfig:
+    return small_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted", "lr"),
+    [
+        ({"lora": 4}, {"r": 4, "lora_alpha": 8}, 2e-4),
+        ({"lora": 4, "rslora": True}, {"r": 4, "lora_alpha": 8, "use_rslora": True}, 2e-4),
+        ({"lora": 4, "dora": True, "lora_alpha": 5}, {"r": 4, "lora_alpha": 5, "use_dora": True}, 1e-4),
+    ],
+    ids=["LoRA", "rsLoRA", "DoRA"],
+)
+def test_adapters_train_as_peft_trains_them_with_the_same_options(
+    options: dict[str, Any], wanted: dict[str, Any], lr: float, config: FineTuneConfig
+) -> None:
+    config = dataclasses.replace(config, **options, lr=None, precision="fp32", steps=3)
+    assert config.learning_rate == lr
+    adapter = peft.LoraConfig(**wanted, target_modules="all-linear", task_type="CAUSAL_LM")
+    want, losses = plainly_trained(config, adapter)
+    result = run(config)
+    assert list(result.losses) == losses
+    assert result.summary.model is not None
+    got = peft.PeftModel.from_pretrained(LLAMA.from_pretrained(config.model), result.summary.model)
+    trained = {name: value for name, value in want.state_dict().items() if ".lora_" in name}
+    saved = {name: value for name, value in got.state_dict().items() if ".lora_" in name}
+    assert saved.keys() == trained.keys()
+    assert all(torch.equal(saved[name], value) for name, value in trained.items())
+
+
+def test_the_kind_of_adapters_its_scale_and_its_learning_rate_are_said_and_kept(
+    config: FineTuneConfig,
+) -> None:
+    def first_line(**changes: Any) -> str:
+        changed = dataclasses.replace(config, **changes)
+        return FineTuneWork(changed, Path("unused"), resume=False, scratch=None).describe()[0]
+
+    assert first_line(lr=None) == "training: all weights; learning rate 1e-05, the default for all weights"
+    assert first_line(lora=64, rslora=True, lr=3e-3) == (
+        "training: rsLoRA adapters of rank 64, scaled by 1 (alpha 8); learning rate 0.003"
+    )
+    run(config, lora=2, dora=True, lr=None, steps=1)
+    kept = json.loads(Path(config.output, "run.json").read_text())
+    assert (kept["lr"], kept["dora"], kept["options"]["lora_alpha"]) == (1e-4, True, 4)
+    card = Path(config.output, "model", "README.md").read_text()
+    assert "DoRA adapters: rank 2, alpha 4" in card
