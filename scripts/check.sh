@@ -101,7 +101,15 @@ build_site() {
   NO_MKDOCS_2_WARNING=1 "$BIN/mkdocs" build --strict -q
 }
 
-docs() { check "site of the documentation" build_site; }
+docs() {
+  check "site of the documentation" build_site
+  check "links of the site" "$BIN/python" scripts/site_links.py build/site
+  if command -v node > /dev/null; then
+    check "search of the site from files" node scripts/site_search.js build/site "out of memory" fit.html
+  else
+    say "search of the site left out: needs node"
+  fi
+}
 
 # ------------------------------------------------------------------------------------------------- tests
 # One worker more than there are processors: cases wait for disks and for each other. Cases of a group share a worker,

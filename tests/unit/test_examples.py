@@ -162,7 +162,7 @@ def test_first_program_in_chinese_is_that_of_the_readme() -> None:
 
 
 def test_readme_can_be_read_in_some_minutes() -> None:
-    assert len((ROOT / "README.md").read_text().split()) <= 900
+    assert len((ROOT / "README.md").read_text().split()) <= 700
 
 
 def test_start_wraps_a_model(tmp_path: Path) -> None:
