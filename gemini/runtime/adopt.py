@@ -21,7 +21,8 @@ from gemini.errors import ConfigError, GeminiError
 from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.guards import span_bytes
-from gemini.runtime.intercept.quantized import QuantizedForm, form_of, is_quantized
+from gemini.runtime.intercept.precision import is_quantized
+from gemini.runtime.intercept.quantized import QuantizedForm, form_of
 from gemini.runtime.intercept.quantized_operators import make_managed_quantized, make_plain_quantized
 from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.intercept.tensors import (

@@ -13,7 +13,7 @@ from gemini.errors import ConfigError
 from gemini.runtime.adopt import Adopted, adopt_parameter, release_all, warn_of_rounded
 from gemini.runtime.build import Outline, lay_out
 from gemini.runtime.config import GeminiConfig
-from gemini.runtime.intercept.quantized import is_quantized
+from gemini.runtime.intercept.precision import is_quantized
 from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.data_sizes import GroupSpec, chunk_bytes, largest_operator

@@ -39,8 +39,8 @@ from gemini.runtime.adopt import Adopted, adopt_module, adopt_without_values, ch
 from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, check_offload
 from gemini.runtime.growth import Growth, least_gathered, with_gathered
 from gemini.runtime.intercept.compiled import is_compiled
-from gemini.runtime.intercept.precision import compute_types
-from gemini.runtime.intercept.quantized import BYTES, form_of, is_quantized
+from gemini.runtime.intercept.precision import BYTES, compute_types, is_quantized
+from gemini.runtime.intercept.quantized import form_of
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.step.order import PlacementContext
 from gemini.runtime.storage.data_sizes import (

@@ -1,7 +1,8 @@
-"""Which type parameters and buffers of a model have under mixed precision, and operands that have others.
+"""Which type parameters and buffers of a model have in chunks, and operands that have others.
 
-Parameters compute in 16 bits but for those that stay in fp32; buffers keep their type: they hold frequencies,
-statistics and counts, which 16 bits spoil. See docs/notes/precision.md.
+Under mixed precision parameters compute in 16 bits but for those that stay in fp32; buffers keep their type:
+they hold frequencies, statistics and counts, which 16 bits spoil. Quantized weights are bytes. See
+docs/notes/precision.md and docs/notes/quantized.md.
 """
 
 from __future__ import annotations
@@ -16,14 +17,33 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemini.errors import ConfigError
 from gemini.runtime.intercept.nested import map_tensors
 
+BYTES = torch.uint8  # the type of quantized weights in chunks
+# Classes of quantized weights over memory of their own, which are no wrappers around plain tensors.
+FOUR_BITS, EIGHT_BITS = "bitsandbytes.nn.modules.Params4bit", "bitsandbytes.nn.modules.Int8Params"
+# Wrappers over several processes, which other parts manage.
+_DISTRIBUTED = ("DTensor", "ColoParameter", "AsyncCollectiveTensor")
 # What computing in 16 bits meets; not the types of quantized weights.
 _COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Where models of transformers name the parts that 16 bits spoil.
 _LISTS_OF_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Say whether a parameter that is not managed has a class for quantized values that chunks can hold."""
+    kind = type(param)
+    if kind is nn.Parameter or kind.__name__ in _DISTRIBUTED:
+        return False
+    return class_name(kind) in (FOUR_BITS, EIGHT_BITS) or is_traceable_wrapper_subclass(param)
+
+
+def class_name(kind: type) -> str:
+    """Return the name of a class with that of its module."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def compute_types(

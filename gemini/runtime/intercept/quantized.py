@@ -19,21 +19,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemini.chunk.layout import TENSOR_ALIGN_BYTES, is_dense, round_up
 from gemini.errors import ConfigError
-
-BYTES = torch.uint8  # the type of a slot of bytes
+from gemini.runtime.intercept.precision import EIGHT_BITS, FOUR_BITS, class_name
 
 # Classes over memory of their own, and which of their tensors lie in chunks besides that. Tables of codes are
 # the same for all weights and stay where they are.
 _OWN_MEMORY: Mapping[str, tuple[str, ...]] = {
-    "bitsandbytes.nn.modules.Params4bit": (
+    FOUR_BITS: (
         "quant_state.absmax",
         "quant_state.state2.absmax",
         "quant_state.offset",
     ),
-    "bitsandbytes.nn.modules.Int8Params": ("CB", "SCB"),
+    EIGHT_BITS: ("CB", "SCB"),
 }
-# Wrappers over several processes, which other parts manage.
-_DISTRIBUTED = ("DTensor", "ColoParameter", "AsyncCollectiveTensor")
 
 
 class Holder(NamedTuple):
@@ -85,7 +82,7 @@ class QuantizedForm:
     def __str__(self) -> str:
         """Return what has to be the same for bytes of one weight to be those of another."""
         parts = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.inner]
-        return " ".join([_class_name(self.kind), *parts]).replace(", ", ",")
+        return " ".join([class_name(self.kind), *parts]).replace(", ", ",")
 
     def views(self, held: torch.Tensor) -> list[torch.Tensor]:
         """Return the inner tensors in ``held``, the bytes of the slot."""
@@ -147,21 +144,9 @@ class _Layout:
         self.end = round_up(self.end + self.inner[-1].nbytes, TENSOR_ALIGN_BYTES)
 
 
-def is_quantized(param: torch.Tensor) -> bool:
-    """Say whether a parameter that is not managed has a class for quantized values that chunks can hold."""
-    kind = type(param)
-    if kind is nn.Parameter or kind.__name__ in _DISTRIBUTED:
-        return False
-    return _class_name(kind) in _OWN_MEMORY or is_wrapper(param)
-
-
 def is_wrapper(value: Any) -> bool:
     """Say whether a value is a tensor around plain tensors, which it can be taken apart into."""
     return is_traceable_wrapper_subclass(value)
-
-
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
@@ -170,14 +155,14 @@ def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
     Raises:
         ConfigError: it trains, is not quantized yet, or an inner tensor is none that a chunk can hold.
     """
-    kind = _class_name(type(param))
+    kind = class_name(type(param))
     if param.requires_grad:
         raise ConfigError(
             f"parameter {name!r} is a quantized weight ({kind}) that trains, and chunks hold frozen ones; "
             "call requires_grad_(False) on it and train adapters, as LoRA of peft"
         )
     layout = _Layout()
-    if _class_name(type(param)) not in _OWN_MEMORY:
+    if class_name(type(param)) not in _OWN_MEMORY:
         for holder, leaf in _leaves(param):
             _refuse_unfit(name, kind, holder.name, leaf)
             layout.add(leaf, holder)
@@ -207,7 +192,7 @@ def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
 def _statistics(param: nn.Parameter, owner: nn.Module) -> Iterator[tuple[Holder, ...]]:
     """Yield where each tensor of a weight over memory of its own may be: in the weight, or in the state of
     its module, where the first forward pass of bitsandbytes puts it."""
-    for path in _OWN_MEMORY[_class_name(type(param))]:
+    for path in _OWN_MEMORY[class_name(type(param))]:
         *around, name = path.split(".")
         places = [param, getattr(owner, "state", None)]
         for step in around:
