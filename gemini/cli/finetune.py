@@ -69,7 +69,7 @@ data, recognized by the ending of a file and the keys of a record:
 in the --output directory:
   model/         what was trained, for from_pretrained()  metrics.jsonl   one line per step
   checkpoint/    the two newest (see gemini ckpt)         summary.json    what is printed at the end
-  memory.png     memory per tier over one step
+  memory.png     memory per tier over one step            best/           see --keep-best
 
 exit codes:
   0 done    2 an error, with its reason
@@ -241,12 +241,20 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         metavar="X",
         help="share of the rows that is held out; their loss is shown at the end",
     )
+    _option(group, "--eval-data", metavar="PATH", help="records to hold out instead, named as by --data")
     _option(
         group,
         "--eval-every",
         type=int,
         metavar="N",
-        help="show it after every N steps, too; 0: at the end only",
+        help="compute that loss after every N steps, too; 0: at the end only",
+    )
+    _option(
+        group,
+        "--keep-best",
+        action=_YES_OR_NO,
+        help="model/ gets the weights with the lowest of these losses instead of the last ones; until then "
+        "they are in best/",
     )
 
 

@@ -73,8 +73,21 @@ class Signalling(SilentDisplay):
         """Say nothing."""
 
 
-def run(config: FineTuneConfig, stop_after: int = 0, **changes: Any) -> FineTuneResult:
-    return job.run(dataclasses.replace(config, **changes), show=lambda _: Signalling(stop_after))
+def run(
+    config: FineTuneConfig, stop_after: int = 0, stop_before_evaluation: int = 0, **changes: Any
+) -> FineTuneResult:
+    """Run, to be told to stop when a step is shown, or within a step: then it is not evaluated."""
+    with pytest.MonkeyPatch.context() as patch:
+        if stop_before_evaluation:
+            trained = FineTuneWork.step
+
+            def step(work: FineTuneWork, engine: Any, number: int) -> tuple[float, int]:
+                if number + 1 == stop_before_evaluation:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                return trained(work, engine, number)
+
+            patch.setattr(FineTuneWork, "step", step)
+        return job.run(dataclasses.replace(config, **changes), show=lambda _: Signalling(stop_after))
 
 
 def files_of(result: FineTuneResult) -> dict[str, bytes]:

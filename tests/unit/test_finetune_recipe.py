@@ -119,6 +119,8 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--rslora"], "--rslora is a kind of adapters; give --lora RANK"),
         ([*NEEDED, "--lora", "4", "--lora-alpha", "0"], "--lora-alpha is 0"),
         ([*NEEDED, "--eval-every", "3"], "add --eval-share"),
+        ([*NEEDED, "--keep-best"], "--keep-best needs something held out"),
+        ([*NEEDED, "--eval-data", "e", "--eval-share", "0.1"], "--eval-data names .* give one of them"),
         ([*NEEDED, "--resume", "auto", "--overwrite"], "give one of them"),
         ([*NEEDED, "--no-packing", "--documents", "cut"], "--no-packing gives each a row"),
         ([*NEEDED, "--data-keys", "question"], "has 'question'; write NAME=KEY"),

@@ -30,7 +30,7 @@ ALL_LINEAR = "all-linear"
 # Learning rates that are usual for each; --lr wins.
 _FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
 _RSLORA_ALPHA = 8  # at rank 16 a scale of 2, as LoRA has it by default
-_PATHS = ("model", "data", "tokenizer", "disk_dir")
+_PATHS = ("model", "data", "eval_data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
 _IDENTITY = (
     *("seq", "packing", "batch", "accumulate", "lr", "schedule", "warmup", "weight_decay", "clip"),
@@ -97,8 +97,10 @@ class FineTuneConfig(MemoryOptions):
     lora_dropout: float = 0.0
     lora_targets: str = ALL_LINEAR
     merge: bool = False
+    eval_data: str | None = None
     eval_share: float = 0.0
     eval_every: int = 0
+    keep_best: bool = False
     seed: int = 0
     activation_checkpointing: bool = False
     recompute: str = ""
@@ -163,7 +165,7 @@ class FineTuneConfig(MemoryOptions):
     def identity(self) -> dict[str, Any]:
         """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
         own = {name: getattr(self, name) for name in _IDENTITY}
-        kinds = {name: True for name in ("dora", "rslora") if getattr(self, name)}
+        kinds = {name: getattr(self, name) or None for name in ("dora", "rslora")}  # older runs have neither
         return {**own, **self._resolved(), **kinds}
 
     def options(self) -> dict[str, Any]:
@@ -214,8 +216,20 @@ class FineTuneConfig(MemoryOptions):
                 raise ConfigError(f"{option(name)} is {getattr(self, name)}; it must be at least 0{below}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
-        if self.eval_every and not self.eval_share:
-            raise ConfigError("--eval-every needs something held out: add --eval-share 0.05")
+        self._check_held_out()
+
+    def _check_held_out(self) -> None:
+        """Raise ConfigError where what is held out is said twice, or needed and not said."""
+        if self.eval_data is not None and self.eval_share:
+            raise ConfigError(
+                "--eval-data names records that are held out, and --eval-share takes them from --data; give "
+                "one of them"
+            )
+        for name in ("eval_every", "keep_best"):
+            if getattr(self, name) and self.eval_data is None and not self.eval_share:
+                raise ConfigError(
+                    f"{option(name)} needs something held out: add --eval-share 0.05, or --eval-data PATH"
+                )
 
     def _check_choices(self) -> None:
         for name, choices in (
@@ -275,7 +289,7 @@ def option(name: str) -> str:
 
 _KINDS = (".toml", ".yaml", ".yml")
 _SIZES = ("device_bytes", "host_bytes", "disk_bytes", "non_model_bytes")
-_PATH_OPTIONS = ("model", "data", "output", "tokenizer", "disk_dir", "plan")
+_PATH_OPTIONS = ("model", "data", "eval_data", "output", "tokenizer", "disk_dir", "plan")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

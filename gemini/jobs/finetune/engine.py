@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
 from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
+from gemini.jobs.finetune.held_out import BEST, BestWeights
 from gemini.jobs.finetune.samples import Batch
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
@@ -23,22 +24,25 @@ from gemini.parallel.plan import ParallelPlan
 from gemini.runtime.activation.recomputed import recompute_blocks
 from gemini.system.durable import put_in_place, temporary_of
 from gemini.system.files import io_errors
-from gemini.system.input_files import InputDirectory
+from gemini.system.input_files import InputDirectory, errors_of
 
 _SHARD = "2GB"  # of what is exported, and so of what is in memory at once
 _BETAS = (0.9, 0.999)
+_BLOCK = 2**20  # bytes of a file that is copied
 _PROBED = 4  # tokens of a document that shows whether others see it
 
 
 class PretrainedEngine(ManagedTraining):
-    """The model of ``config`` with its optimizer; with adapters only those train.
+    """The model of ``config`` with its optimizer; with adapters only those train. Checkpoints say which
+    weights were ``best``.
 
     Raises:
         OutOfBudgetError: it cannot fit the budgets; said before weights are read.
         ConfigError: an option cannot be.
     """
 
-    def __init__(self, config: FineTuneConfig) -> None:
+    def __init__(self, config: FineTuneConfig, best: BestWeights | None = None) -> None:
+        self.best = best
         torch.manual_seed(config.seed)
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
@@ -121,20 +125,74 @@ class PretrainedEngine(ManagedTraining):
             self.module.train()
         return total / tokens
 
-    def export(self, target: Path, tokenizer: Any, *, merge: bool, card: str) -> None:
+    def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
+        """Stream everything to ``directory``, with what is known of the best weights."""
+        if self.best is None:
+            super().save(directory, scheduler, extra)
+        else:
+            super().save(directory, scheduler, {**extra, BEST: self.best.state()})
+            self.best.saved()
+
+    def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
+        """Stream everything back."""
+        extra = super().load(directory, scheduler)
+        if self.best is not None:
+            self.best.restore(extra.get(BEST))
+        return extra
+
+    def keep(self, target: Path, tokenizer: Any) -> None:
+        """Write what :meth:`export` needs to return to these weights; the run goes on."""
+        with self._written(target) as made:
+            self._save_pretrained(self.module, made, tokenizer)
+
+    def export(
+        self, target: Path, tokenizer: Any, *, merge: bool, card: str, kept: Path | None = None
+    ) -> None:
         """Write a directory that transformers loads to ``target``, whole or not at all: the model, or its
         adapters, with a model card. With ``merge`` adapters become part of the weights, and nothing can be
-        trained after."""
+        trained after. ``kept``: what :meth:`keep` has written of other weights, which take the place of
+        these."""
+        with self._written(target) as made:
+            if kept is not None and not merge:
+                _copy(kept, made)
+            else:
+                if kept is not None:
+                    self._read_adapters(kept)
+                self._save_pretrained(
+                    self.module.merge_and_unload() if merge else self.module, made, tokenizer
+                )
+            (made / "README.md").unlink(missing_ok=True)  # PEFT has written one
+            (made / "README.md").write_text(card, encoding="utf-8")
+
+    @contextmanager
+    def _written(self, target: Path) -> Iterator[Path]:
+        """Yield the name of a directory to make, which becomes ``target``."""
         made = temporary_of(target)
-        model = self.module.merge_and_unload() if merge else self.module
-        if self._use_cache is not None:
-            model.config.use_cache = self._use_cache
         with io_errors("write the trained model", target):
             shutil.rmtree(made, ignore_errors=True)
-            model.save_pretrained(made, max_shard_size=_SHARD)
-            tokenizer.save_pretrained(made)
-            (made / "README.md").write_text(card, encoding="utf-8")
+            yield made
             put_in_place(made, target)
+
+    def _save_pretrained(self, model: Any, made: Path, tokenizer: Any) -> None:
+        used = model.config.use_cache
+        if self._use_cache is not None:
+            model.config.use_cache = self._use_cache
+        try:
+            model.save_pretrained(made, max_shard_size=_SHARD)
+        finally:
+            model.config.use_cache = used
+        tokenizer.save_pretrained(made)
+
+    def _read_adapters(self, kept: Path) -> None:
+        """Have the values of adapters that :meth:`keep` has written."""
+        import peft
+
+        with errors_of(f"PEFT cannot read the adapters of {kept}"):
+            found: Any = peft.set_peft_model_state_dict(
+                self.module, peft.load_peft_weights(str(kept), device="cpu")
+            )
+        if found.unexpected_keys:
+            raise ConfigError(f"{kept} has {found.unexpected_keys[0]!r}, which the model has no place for")
 
 
 def probe() -> Batch:
@@ -143,6 +201,18 @@ def probe() -> Batch:
     rows = torch.stack([torch.cat([first + shift, first]) for shift in (0, _PROBED)])
     positions = first.repeat(2, 2)
     return Batch({"input_ids": rows, "position_ids": positions}, rows.numel())
+
+
+def _copy(kept: Path, made: Path) -> None:
+    """Copy a directory that is not yet published."""
+    made.mkdir()
+    for entry in kept.iterdir():
+        if entry.is_dir():
+            _copy(entry, made / entry.name)
+            continue
+        with entry.open("rb") as source, (made / entry.name).open("wb") as target:
+            while block := source.read(_BLOCK):
+                target.write(block)
 
 
 def _refuse_quantized_merge(config: FineTuneConfig) -> None:

@@ -66,6 +66,8 @@ def run(
             progress = Training(work, directory, display, stop).run()
             summary = summarize(progress, work.num_parameters, directory, interrupted=stop.requested)
             summary = replace(summary, model=str(work.target) if work.finished else None)
+            if work.best is not None:
+                summary = replace(summary, best_step=work.best[0], best_eval_loss=work.best[1])
             summary = written(summary, progress, directory)
         code = 0 if stop.signum is None else 128 + stop.signum
     return FineTuneResult(summary, tuple(progress.losses[step] for step in sorted(progress.losses)), code)

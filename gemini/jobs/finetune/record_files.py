@@ -67,8 +67,8 @@ class DataFiles:
     left_out: tuple[Path, ...] = ()
 
 
-def find_data(data: str) -> DataFiles:
-    """Return what ``--data`` names: a file, a pattern of names (``train-*.parquet``), or a directory with all
+def find_data(data: str, option: str = "--data") -> DataFiles:
+    """Return what ``option`` names: a file, a pattern of names (``train-*.parquet``), or a directory with all
     below it but hidden files, in an order that does not depend on the file system.
 
     Raises:
@@ -90,12 +90,12 @@ def find_data(data: str) -> DataFiles:
                 require_inside(each, Path(os.path.realpath(inside)))
     except (OSError, ValueError) as error:
         reason = why_unread(error) if isinstance(error, OSError) else f"{error}; check the path"
-        raise InputError(f"cannot read --data {path}: {reason}") from error
+        raise InputError(f"cannot read {option} {path}: {reason}") from error
     if not files:
         is_there, is_pattern = os.path.lexists(path), any(sign in data for sign in _WILDCARDS)
         problem = "has no files" if is_there else "matches no file" if is_pattern else "does not exist"
         raise InputError(
-            f"--data {path} {problem}; give a file (.jsonl, .json, .csv, .parquet or text), a directory of "
+            f"{option} {path} {problem}; give a file (.jsonl, .json, .csv, .parquet or text), a directory of "
             "them, or a pattern in quotes, as in 'data/train-*.parquet'"
         )
     if not any(_suffix(each) in _RECORDS and not _is_about(each) for each in files):

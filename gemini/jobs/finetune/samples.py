@@ -68,7 +68,14 @@ class Samples:
     """
 
     def __init__(
-        self, documents: Iterable[EncodedDocument], *, seq: int, layout: str, pad: int, directory: Path | None
+        self,
+        documents: Iterable[EncodedDocument],
+        *,
+        seq: int,
+        layout: str,
+        pad: int,
+        directory: Path | None,
+        option: str = "--data",
     ) -> None:
         self.seq = seq
         self._pad = pad
@@ -103,7 +110,7 @@ class Samples:
         self.num_rows = len(self._rows)
         self.fingerprint = digest.hexdigest()[:16]
         if not self.num_rows:
-            found = f"--data has {self.num_tokens} tokens, {self.num_learned} of them to learn"
+            found = f"{option} has {self.num_tokens} tokens, {self.num_learned} of them to learn"
             if not self.num_lost:
                 raise ConfigError(f"{found}, and they make no row of --seq {seq}; give more data")
             raise ConfigError(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from gemini.errors import ConfigError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import PretrainedEngine
+from gemini.jobs.finetune.held_out import BEST, BestWeights, HeldOut
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, WHOLE, Batch, Order, Samples
@@ -55,6 +59,9 @@ class FineTuneWork:
             directory=scratch,
         )
         self._order = Order(self.samples.num_rows, eval_share=config.eval_share, seed=config.seed)
+        self._best = BestWeights(target.parent / BEST) if config.keep_best else None
+        self._eval_documents: Documents | None = None
+        self._eval_samples = self._read_eval_data(scratch)
         self._rows_per_step = config.batch * config.accumulate
         steps = math.ceil(config.epochs * len(self._order.learned) / self._rows_per_step)
         self.num_parameters = 0
@@ -68,6 +75,47 @@ class FineTuneWork:
             config.options(),
         )
 
+        held = self._order.held_out
+        if self._eval_samples is not None:
+            held = np.arange(self._eval_samples.num_rows)
+        self._held_out = HeldOut(
+            self._eval_samples or self.samples,
+            held,
+            every=config.eval_every,
+            steps=self.options.steps,
+            batch=config.batch,
+        )
+
+    @property
+    def best(self) -> tuple[int, float] | None:
+        """Step and loss of the weights that did best on what is held out, if they are kept."""
+        if self._best is None or self._best.step is None:
+            return None
+        return self._best.step, self._best.loss
+
+    def _read_eval_data(self, scratch: Path | None) -> Samples | None:
+        """Return the rows of ``--eval-data``, laid out as those of the data are."""
+        config = self.config
+        if config.eval_data is None:
+            return None
+        files = find_data(config.eval_data, "--eval-data")
+        learned = {os.path.realpath(file) for file in find_data(config.data).files}
+        for file in files.files:
+            if os.path.realpath(file) in learned:
+                raise ConfigError(
+                    f"--eval-data {file} is in --data, too, so its loss would be that of what is learned; "
+                    "name other files, or give --eval-share 0.05 alone"
+                )
+        self._eval_documents = Documents(files, data_format=config.data_format, keys=config.data_keys)
+        return Samples(
+            map(self._encoder.encode, self._eval_documents),
+            seq=self.seq,
+            layout=self.samples.layout,
+            pad=filler(self._tokenizer),
+            directory=scratch,
+            option="--eval-data",
+        )
+
     def describe(self) -> list[str]:
         """Return lines on what trains, the data, the rows that they make, and the steps."""
         samples, held = self.samples, len(self._order.held_out)
@@ -79,6 +127,11 @@ class FineTuneWork:
             f"{f', {held:,} of them held out' if held else ''}; {self.options.steps:,} steps of "
             f"{self._rows_per_step:,} row{'' if self._rows_per_step == 1 else 's'}",
         ]
+        if self._eval_samples is not None and self._eval_documents is not None:
+            lines.append(
+                f"data: held out: {self._eval_documents.describe()}; {self._eval_samples.num_learned:,} "
+                f"tokens with a loss, in {self._eval_samples.num_rows:,} rows"
+            )
         if samples.num_cut:
             lost = f", and {samples.num_lost:,} of them their whole answer" if samples.num_lost else ""
             lines.append(
@@ -106,11 +159,17 @@ class FineTuneWork:
     def identity(self) -> dict[str, Any]:
         """Return what the numbers depend on."""
         own = {**self.config.identity(), "seq": self.seq}
-        return {**own, "model": self._fingerprint, "tokens": self.samples.fingerprint}
+        evaluated = None if self._eval_samples is None else self._eval_samples.fingerprint
+        return {
+            **own,
+            "model": self._fingerprint,
+            "tokens": self.samples.fingerprint,
+            "eval_tokens": evaluated,
+        }
 
     def engine(self) -> PretrainedEngine:
         """Load the model onto its tiers."""
-        engine = PretrainedEngine(self.config)
+        engine = PretrainedEngine(self.config, self._best)
         self.num_parameters = engine.num_parameters[0]
         if self.samples.layout in (WHOLE, CUT):
             try:
@@ -129,6 +188,7 @@ class FineTuneWork:
 
     def step(self, engine: PretrainedEngine, step: int) -> tuple[float, int]:
         """Train on the rows of a step, of which every token counts the same."""
+        self._catch_up(engine, step)
         batches = [self._batch(step, micro) for micro in range(self.config.accumulate)]
         shares = [batch.num_learned for batch in batches]
 
@@ -144,15 +204,20 @@ class FineTuneWork:
         return engine.run_step(train), sum(batch.num_tokens for batch in batches)
 
     def evaluate(self, engine: PretrainedEngine, step: int) -> float | None:
-        """Return the loss on what is held out, after every ``eval_every`` steps and at the end."""
-        held, every = self._order.held_out, self.config.eval_every
-        is_due = step + 1 == self.options.steps or (every and (step + 1) % every == 0)
-        if not len(held) or not is_due:
+        """Return the loss on what is held out, after every ``eval_every`` steps and at the end; keep the
+        weights if it is the lowest and they are asked for."""
+        if not self._held_out.is_due(step + 1):
             return None
-        size = self.config.batch
-        return engine.evaluate(
-            self.samples.rows(held[first : first + size].tolist()) for first in range(0, len(held), size)
-        )
+        loss = engine.evaluate(self._held_out.batches())
+        if self._best is not None:
+            self._best.offer(step + 1, loss, lambda target: engine.keep(target, self._tokenizer))
+        return loss
+
+    def _catch_up(self, engine: PretrainedEngine, done: int) -> None:
+        """Evaluate after ``done`` steps where the run was told to stop before it could; the best weights
+        are then those of a run that was not."""
+        if self._best is not None and self._best.evaluated < done:
+            self.evaluate(engine, done - 1)
 
     def check_history(self, horizons: list[int], devices: list[str]) -> None:
         """Go on with any."""
@@ -160,8 +225,11 @@ class FineTuneWork:
     def finish(self, engine: PretrainedEngine) -> None:
         """Export what was trained."""
         is_adapter = bool(self.config.lora) and not self.config.merge
-        card = tuned_card(self.target.parent, is_adapter=is_adapter)
-        engine.export(self.target, self._tokenizer, merge=self.config.merge, card=card)
+        self._catch_up(engine, self.options.steps)
+        card = tuned_card(self.target.parent, is_adapter=is_adapter, best=self.best)
+        is_last = self.best is None or self.best[0] == self.options.steps
+        kept = None if self._best is None or is_last else self._best.weights
+        engine.export(self.target, self._tokenizer, merge=self.config.merge, card=card, kept=kept)
         self.finished = True
 
     def _batch(self, step: int, micro: int) -> Batch:

@@ -15,6 +15,7 @@ from gemini.system.input_files import InputDirectory
 
 Row = tuple[str, str]
 _RUN, _METRICS, _ADAPTER = "run.json", "metrics.jsonl", "adapter_config.json"
+_SUMMARY = "summary.json"
 _MAX_BYTES = 2**24  # of a run's record or an adapter's config; both have some hundred
 _MAX_METRICS_BYTES = 2**30
 _SILENT = (
@@ -23,8 +24,9 @@ _SILENT = (
 )
 
 
-def tuned_card(run: Path, *, is_adapter: bool) -> str:
+def tuned_card(run: Path, *, is_adapter: bool, best: tuple[int, float] | None = None) -> str:
     """Return the card of what the run of ``gemini finetune`` in ``run`` has trained: adapters, or a model.
+    ``best``: the step that the weights are of, because its loss on what is held out was the lowest.
 
     Raises:
         InputError: the files of the run cannot be read.
@@ -36,7 +38,7 @@ def tuned_card(run: Path, *, is_adapter: bool) -> str:
         base=base,
         library="peft" if is_adapter else "transformers",
         method="fine-tuned with `gemini finetune`",
-        rows=[("base", base), *_recipe(options), *_losses(run)],
+        rows=[("base", base), *_recipe(options), *_losses(run), *_best_row(best)],
     )
 
 
@@ -53,7 +55,8 @@ def merged_card(base: Path, adapter: Path) -> str:
     run = adapter.absolute().parent
     if adapter.name == "model" and _is_run(run):
         known = {key for key, _ in rows}
-        rows += [row for row in (*_recipe(_options_of(run)), *_losses(run)) if row[0] not in known]
+        said = (*_recipe(_options_of(run)), *_losses(run), *_best_row(_best_of(run)))
+        rows += [row for row in said if row[0] not in known]
     return _card(
         title=f"{name} with adapters merged in",
         base=name_of(fields.get("base_model_name_or_path")) if name == "unknown" else name,
@@ -116,6 +119,10 @@ def _options_of(run: Path) -> Mapping[str, Any]:
 def _recipe(options: Mapping[str, Any]) -> list[Row]:
     """Return what a run was told, as far as its numbers depend on it."""
     rows = [("data", name_of(options.get("data")))]
+    if options.get("eval_data"):
+        rows.append(("held out", name_of(options["eval_data"])))
+    elif options.get("eval_share"):
+        rows.append(("held out", f"{_shown(options['eval_share'])} of the rows"))
     rank = options.get("lora")
     if rank:
         alpha = options.get("lora_alpha") or 2 * rank
@@ -171,6 +178,23 @@ def _losses(run: Path) -> list[Row]:
     if held_out is not None:
         rows.append(("last loss on what is held out", f"{held_out:.4f}"))
     return rows
+
+
+def _best_of(run: Path) -> tuple[int, float] | None:
+    """Return step and loss of the weights that a run has exported, where they are not those of its end."""
+    directory = InputDirectory(run)
+    if _SUMMARY not in directory:
+        return None
+    summary = directory.json(_SUMMARY, _MAX_BYTES)
+    step, loss = summary.get("best_step"), summary.get("best_eval_loss")
+    return (step, float(loss)) if type(step) is int and isinstance(loss, (int, float)) else None
+
+
+def _best_row(best: tuple[int, float] | None) -> list[Row]:
+    if best is None:
+        return []
+    step, loss = best
+    return [("weights", f"of step {step:,}, which had the lowest loss on what is held out: {loss:.4f}")]
 
 
 def _adapter_rows(fields: Mapping[str, Any]) -> list[Row]:

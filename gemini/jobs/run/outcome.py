@@ -59,6 +59,8 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
         table.add_row("loss, first to last", f"{summary.first_loss:.4f} to {summary.last_loss:.4f}")
     if summary.eval_loss is not None:
         table.add_row("loss on what is held out", f"{summary.eval_loss:.4f}")
+    if summary.best_eval_loss is not None:
+        table.add_row("lowest of them", f"{summary.best_eval_loss:.4f}, after step {summary.best_step}")
     if summary.trained_steps:
         table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
         table.add_row("stalled", f"{summary.stall_share:.1%} of the time")

@@ -64,7 +64,8 @@ class StepReport:
 class Summary:
     """What a run did and within which budgets; sizes are bytes, ``stall_share`` is from 0 to 1.
     ``peak_non_model_bytes``: None where nothing was measured; ``eval_loss``: the last on what is held out;
-    ``model``: the directory with what was trained, for other libraries."""
+    ``model``: the directory with what was trained, for other libraries; ``best_step``: the step with the
+    lowest loss on what is held out, ``best_eval_loss``, where the weights of that step were asked for."""
 
     parameters: int
     model_data_bytes: int
@@ -83,6 +84,8 @@ class Summary:
     stall_share: float
     interrupted: bool
     eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_step: int | None = None
     checkpoint: str | None = None
     model: str | None = None
     picture: str | None = None

@@ -75,6 +75,11 @@ class RunDirectory:
         return self.path / "model"
 
     @property
+    def best(self) -> Path:
+        """Return the directory with the weights that did best on what is held out."""
+        return self.path / "best"
+
+    @property
     def _run(self) -> Path:
         return self.path / _RUN
 
@@ -93,17 +98,18 @@ class RunDirectory:
             )
 
     def refuse_foreign_model(self, source: Path) -> None:
-        """Raise ConfigError where :attr:`model`, which a run replaces, is what it starts from, or is there
-        and no run has made it."""
-        target = self.model
-        if source.resolve().is_relative_to(target.resolve()):
-            raise ConfigError(
-                f"{target} is what the run starts from and would replace; choose another {self._option}"
-            )
-        if target.exists() and not self._run.exists():
-            raise ConfigError(
-                f"{target} is there, and no run has made it; move it away, or choose another {self._option}"
-            )
+        """Raise ConfigError where :attr:`model` or :attr:`best`, which a run replaces, is what it starts
+        from, or is there and no run has made it."""
+        for target in (self.model, self.best):
+            if source.resolve().is_relative_to(target.resolve()):
+                raise ConfigError(
+                    f"{target} is what the run starts from and would replace; choose another {self._option}"
+                )
+            if target.exists() and not self._run.exists():
+                raise ConfigError(
+                    f"{target} is there, and no run has made it; move it away, or choose another "
+                    f"{self._option}"
+                )
 
     def holds_run(self) -> bool:
         """Return whether there is a checkpoint to resume, or what is left of one."""
@@ -134,8 +140,9 @@ class RunDirectory:
             self._remove_temporaries()
             if self._exports:
                 restore(self.model)  # what a kill has set aside goes with it
-                if self.model.exists():
-                    shutil.rmtree(self.model)
+                for exported in (self.model, self.best):
+                    if exported.exists():
+                        shutil.rmtree(exported)
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")

@@ -1,0 +1,129 @@
+"""Evaluation during a run: the rows that no step learns from, and the weights that do best on them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gemini.errors import CheckpointError
+from gemini.jobs.finetune.samples import Batch, Samples
+from gemini.system.files import io_errors
+
+BEST = "best"  # the directory in that of a run
+_STEP = "step-"
+
+
+class HeldOut:
+    """Rows of ``samples`` to evaluate on after every ``every`` steps (0: never in between), and at the end of
+    ``steps``. ``batch`` is how many rows a pass takes."""
+
+    def __init__(
+        self, samples: Samples, rows: npt.NDArray[np.int64], *, every: int, steps: int, batch: int
+    ) -> None:
+        self.num_rows = len(rows)
+        self._samples = samples
+        self._rows = rows
+        self._every = every
+        self._steps = steps
+        self._batch = batch
+
+    def is_due(self, done: int) -> bool:
+        """Return whether to evaluate when ``done`` steps are done."""
+        every = self._every
+        return self.num_rows > 0 and (done == self._steps or (every > 0 and done > 0 and done % every == 0))
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield all rows, a batch at a time."""
+        for first in range(0, self.num_rows, self._batch):
+            yield self._samples.rows(self._rows[first : first + self._batch].tolist())
+
+
+class BestWeights:
+    """The weights with the lowest loss so far, each exported to a directory in ``directory``.
+
+    ``step`` counts from 1; None: nothing was evaluated yet. Of equal losses the first counts. The weights
+    that the newest checkpoint names stay until the next one is whole, because a resumed run starts from it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.step: int | None = None
+        self.loss = math.inf
+        self.evaluated = 0  # the last step after which the loss was computed
+        self._directory = directory
+        self._saved: int | None = None
+
+    @property
+    def weights(self) -> Path:
+        """The directory with the weights of :attr:`step`."""
+        return self._of(self.step)
+
+    def offer(self, step: int, loss: float, export: Callable[[Path], None]) -> None:
+        """Keep the weights, which ``export`` writes, if ``loss`` is the lowest. Raises IoError."""
+        self.evaluated = step
+        if not loss < self.loss:
+            return
+        with io_errors("keep the best weights", self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+        export(self._of(step))
+        self.step, self.loss = step, loss
+        self._remove_others()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint says of it."""
+        loss = None if self.step is None else self.loss
+        return {"step": self.step, "loss": loss, "evaluated": self.evaluated}
+
+    def restore(self, state: Any) -> None:
+        """Go on as a checkpoint says. None: its run kept no best weights.
+
+        Raises:
+            CheckpointError: it says nothing that can be, or the weights are gone.
+        """
+        if state is None:
+            return
+        step, loss, evaluated = _checked(state)
+        self.step, self.loss, self.evaluated, self._saved = step, loss, evaluated, step
+        if step is not None and not self.weights.is_dir():
+            raise CheckpointError(
+                f"{self.weights} is gone: it has the weights with the lowest loss so far, of step {step}; "
+                "put it back, or give --no-keep-best to go on without it"
+            )
+
+    def saved(self) -> None:
+        """Remove what no run needs any more, after a checkpoint with :meth:`state` is whole."""
+        self._saved = self.step
+        self._remove_others()
+
+    def _of(self, step: int | None) -> Path:
+        return self._directory / f"{_STEP}{step}"
+
+    def _remove_others(self) -> None:
+        kept = {self._of(step) for step in (self.step, self._saved)}
+        with io_errors("remove older weights", self._directory):
+            if not self._directory.is_dir():
+                return
+            for entry in self._directory.iterdir():
+                if entry.name.startswith(_STEP) and entry not in kept and not entry.is_symlink():
+                    shutil.rmtree(entry, ignore_errors=True)
+
+
+def _checked(state: Any) -> tuple[int | None, float, int]:
+    """Return step, loss and last evaluated step of what a checkpoint says. Raises CheckpointError."""
+    found = state if isinstance(state, Mapping) else {}
+    step, loss, evaluated = (found.get(name) for name in ("step", "loss", "evaluated"))
+    if type(evaluated) is int and evaluated >= 0:
+        if step is None and loss is None:
+            return None, math.inf, evaluated
+        is_step = type(step) is int and 0 < step <= evaluated
+        if is_step and isinstance(loss, float) and math.isfinite(loss):
+            return step, loss, evaluated
+    raise CheckpointError(
+        f"the checkpoint says {state!r:.200} of the best weights, which no run has written; give "
+        "--no-keep-best to go on without them, or start over with --overwrite"
+    )
