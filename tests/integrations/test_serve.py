@@ -23,9 +23,9 @@ from tiny_trained import TEXT, byte_level, llama
 
 from gemini.errors import ConfigError
 from gemini.inference import Engine, Request
-from gemini.inference.query_cache import QueryCache
 from gemini.inference.text import TextStream
 from gemini.jobs.serve.config import ServeConfig, read_config_file
+from gemini.jobs.serve.query_cache import QueryCache
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 tokenizers = pytest.importorskip("tokenizers", reason="comes with transformers")

@@ -10,10 +10,10 @@ from typing import Any
 
 from gemini.errors import ConfigError
 from gemini.inference.engine import Engine
-from gemini.inference.query_cache import QueryCache
 from gemini.inference.request import FinishReason, Request
 from gemini.inference.text import TextStream
 from gemini.jobs.serve.config import ServeConfig
+from gemini.jobs.serve.query_cache import QueryCache
 from gemini.system.input_files import errors_of
 
 
