@@ -107,7 +107,7 @@ def _add(group: argparse._ArgumentGroup, name: str) -> None:
             "--batching",
             choices=("continuous", "bucket"),
             help="continuous: a request begins when there is a place (default); bucket: when the batch "
-            "before has ended, with others that draw alike and want no more tokens",
+            "before has ended, with others that draw alike and ask for at most as many tokens",
             **given,
         )
     else:

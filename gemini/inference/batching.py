@@ -1,4 +1,4 @@
-"""Which of the waiting requests begin before the next pass."""
+"""Rules that say how many waiting requests begin before the next pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def continuous(waiting: Iterable[Request], running: int, max_batch: int) -> int:
 
 def bucket(waiting: Iterable[Request], running: int, max_batch: int) -> int:
     """Return how many of ``waiting`` make the next batch: the first one and those right behind it that draw
-    in the same way and want no more tokens. A batch begins when the one before has ended.
+    in the same way and ask for at most as many tokens. A batch begins when the one before has ended.
 
     Source: "executor_max_batch_size" in the documentation of EnergonAI's OPT service.
     """

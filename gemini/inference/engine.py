@@ -74,7 +74,7 @@ class Engine:
         queue_size: most requests that wait.
         batching: "continuous": a request begins as soon as there is a place. "bucket": a batch begins when
             the one before has ended, with the first request and those right behind it that draw in the same
-            way and want no more tokens.
+            way and ask for at most as many tokens.
 
     Raises:
         ConfigError: the model's sequences cannot share a pass, or an option cannot be.
@@ -225,7 +225,7 @@ class Engine:
         return self._thread.is_alive() and self._fatal is None
 
     def close(self, *, drain: bool = True) -> None:
-        """Take no more requests, answer those that are here (``drain``) or cancel them, and give the model
+        """Refuse new requests, answer those that are here (``drain``) or cancel them, and give the model
         back as it was. A model that :meth:`from_pretrained` loaded is closed. Idempotent, for any thread.
 
         Raises:
