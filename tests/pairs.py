@@ -26,7 +26,7 @@ def pairs(*fixtures: str, **values: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by rows in which every two values of different parameters meet.
 
     Args:
-        fixtures: Which of the parameters are fixtures that make something of each value.
+        fixtures: Names of the parameters that are fixtures; each gets the values of its list.
         values: The values of each parameter, or ``pytest.param`` of one, with its id and marks.
     """
     lists = [[_as_param(name, *entry) for entry in enumerate(given)] for name, given in values.items()]

@@ -197,7 +197,7 @@ class BiasBalance:
         if world > 1 and any(layer.data_ranks is None for layer in self._layers):
             raise ConfigError(
                 "BiasBalance adds up the choices of all ranks of data parallelism, and layers do not know "
-                f"which of the {world} processes these are: launch before you build the model, or boost it "
+                f"those ranks among the {world} processes: launch before you build the model, or boost it "
                 "with ep_size first"
             )
         optimizer.register_step_post_hook(self._after_step)
