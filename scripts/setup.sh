@@ -9,7 +9,7 @@ readonly VENV=.venv
 readonly STAMPS=$VENV/stamps
 readonly BUILD_TOOLS=(setuptools wheel pybind11 cmake ninja)
 readonly LIBRARIES=(torch==2.13.0 psutil numpy scipy safetensors rich matplotlib)
-readonly INTEGRATED=("transformers>=5" accelerate peft trl lightning gguf fastapi uvicorn openai torchao bitsandbytes)
+readonly INTEGRATED=("transformers>=5" accelerate peft trl lightning gguf tensorboard fastapi uvicorn openai torchao bitsandbytes)
 readonly ALONE=(timm)  # without torchvision, which package indexes have for torch with CUDA only
 readonly CHECKERS=(pytest pytest-xdist hypothesis ruff mypy clang-format clang-tidy proselint)
 readonly SITE=(mkdocs-material "mkdocstrings[python]")

@@ -32,7 +32,7 @@ readonly LAWS=(training/test_laws.py training/test_promises.py training/test_pre
   training/test_parameters.py training/test_transforms.py training/test_custom_functions.py training/test_silent_writes.py
   training/test_state_dict.py training/test_manage.py training/test_meta.py training/test_recompute.py training/test_rules.py
   reference/test_chunk_table.py unit/test_adam_kernel.py unit/test_checkpoint.py)
-readonly EXTRAS=("hf transformers accelerate peft" "data pyarrow" "gguf gguf" "serve transformers fastapi uvicorn" "quantized torchao bitsandbytes" "plot matplotlib" "bench gemini_bench")
+readonly EXTRAS=("hf transformers accelerate peft" "data pyarrow" "gguf gguf" "tensorboard tensorboard" "serve transformers fastapi uvicorn" "quantized torchao bitsandbytes" "plot matplotlib" "bench gemini_bench")
 
 say() { printf '[wheels] %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }

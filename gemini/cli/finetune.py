@@ -18,7 +18,14 @@ from torch import nn
 from gemini.chunk.manager import lacking_space
 from gemini.cli.plan import settings_from
 from gemini.cli.plan_model import hugging_face
-from gemini.cli.train import add_memory_options, add_option, options_named, refuse_ranks, with_options
+from gemini.cli.train import (
+    add_memory_options,
+    add_option,
+    add_report_option,
+    options_named,
+    refuse_ranks,
+    with_options,
+)
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
@@ -70,6 +77,7 @@ in the --output directory:
   model/         what was trained, for from_pretrained()  metrics.jsonl   one line per step
   checkpoint/    the two newest (see gemini ckpt)         summary.json    what is printed at the end
   memory.png     memory per tier over one step            best/           see --keep-best
+  tensorboard/   see --report-to
 
 exit codes:
   0 done    2 an error, with its reason
@@ -371,6 +379,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         help="continue the run in --output, bit for bit, with its options; auto: if there is one",
     )
     _option(group, "--overwrite", action="store_true", help="start over in an --output that holds a run")
+    add_report_option(group, FineTuneConfig)
     _option(
         group,
         "--plan",

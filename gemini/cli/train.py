@@ -14,6 +14,7 @@ from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.run.managed import ACTIVATIONS, POLICIES, PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
+from gemini.jobs.run.trackers import TRACKERS
 from gemini.system.config import parse_bytes
 
 EPILOG = """\
@@ -293,6 +294,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="start over in a --checkpoint directory that holds a run",
     )
+    add_report_option(group)
     add_option(
         group,
         "--verify",
@@ -302,6 +304,29 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     group.add_argument("--quiet", action="store_true", help="no progress display, only the summary")
+
+
+def add_report_option(group: argparse._ArgumentGroup, kind: type[Any] = TrainConfig) -> None:
+    """Add which packages get the metrics; it may be given several times."""
+    add_option(
+        group,
+        "--report-to",
+        kind=kind,
+        action=_Joined,
+        metavar="NAMES",
+        help=f"also hand losses, learning rate, speed and bytes per tier to {', '.join(TRACKERS)}; several "
+        "with commas between them; none: to none of them (default)",
+    )
+
+
+class _Joined(argparse.Action):
+    """Joins the values of an option that is given several times by commas."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
 
 
 def add_option(

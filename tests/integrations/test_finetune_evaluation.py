@@ -120,6 +120,12 @@ def test_held_out_records_that_are_learned_or_missing_are_refused(
         run(config, eval_data=str(tmp_path / "link.jsonl"))
     with pytest.raises(gemini.errors.InputError, match="--eval-data nowhere does not exist"):
         run(config, eval_data="nowhere")
+    for name, text in (("records.txt", b'{"text": "a"}'), ("packed.txt", b"PK\3\4")):
+        (tmp_path / name).write_bytes(text)
+    with pytest.raises(gemini.errors.InputError, match=r"--eval-data .*records\.txt seems to hold JSON"):
+        run(config, eval_data=str(tmp_path / "records.txt"))
+    with pytest.raises(gemini.errors.InputError, match=r"--eval-data .*packed\.txt seems to be a zip"):
+        run(config, eval_data=str(tmp_path / "packed.txt"))
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ConfigError, match="--eval-data has 0 tokens"):
         run(config, eval_data=str(tmp_path / "empty.jsonl"))

@@ -18,6 +18,7 @@ from gemini.jobs.finetune.record_kinds import AUTO, DATA_FORMATS, parse_keys
 from gemini.jobs.finetune.samples import DOCUMENTS
 from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
 from gemini.jobs.run.run_directory import is_a
+from gemini.jobs.run.trackers import parse_trackers
 from gemini.optim.kernels import STATE_DTYPES
 from gemini.runtime.activation.grouped import Names, names_in, text_of_names
 from gemini.system.config import parse_bytes
@@ -108,6 +109,7 @@ class FineTuneConfig(MemoryOptions):
     checkpoint_every: int = 0
     resume: str = "no"
     overwrite: bool = False
+    report_to: str = ""
     plan: str | None = None
     forecast: bool = True
     show: int = 0
@@ -248,6 +250,7 @@ class FineTuneConfig(MemoryOptions):
                     f"{option(name)} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"
                 )
         parse_keys(self.data_keys)
+        parse_trackers(self.report_to)
         if not self.packing and self.documents != AUTO:
             raise ConfigError(
                 f"--documents {self.documents} says how documents are packed, and --no-packing gives each a "
@@ -340,7 +343,7 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
         raise ConfigError(f"{path} has the key {name!r:.200}, which is no option of gemini finetune; {hint}")
     if name in _SIZES:
         return None if value == "auto" else parse_bytes(value, name=f"{name} in {path}")
-    if name in ("lora_targets", "recompute") and isinstance(value, list):
+    if name in ("lora_targets", "recompute", "report_to") and isinstance(value, list):
         value = ",".join(map(str, value))
     if name in ("resume", "tiled_loss") and isinstance(value, bool):
         value = "yes" if value else "no"

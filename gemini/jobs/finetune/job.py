@@ -22,6 +22,7 @@ from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
 from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.trackers import require_trackers
 from gemini.jobs.run.training import StopRequest, Training
 from gemini.system.device import repeatable_operators, resolve_device
 
@@ -48,6 +49,7 @@ def run(
     tokens, which are shown before the model is loaded. Raises a GeminiError before anything is trained where
     ``config`` cannot work; after a failure in the middle the last complete checkpoint is as it was.
     """
+    require_trackers(config.report_to)
     device = resolve_device(config.device)
     directory = RunDirectory(config.output, checkpoint.is_complete, option="--output", exports=True)
     with contextlib.ExitStack() as scope:

@@ -61,10 +61,11 @@ class Record:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files that ``--data`` names, and those of its directory that only describe the data."""
+    """The files that ``option`` names, and those of its directory that only describe the data."""
 
     files: tuple[Path, ...]
     left_out: tuple[Path, ...] = ()
+    option: str = "--data"
 
 
 def find_data(data: str, option: str = "--data") -> DataFiles:
@@ -79,7 +80,7 @@ def find_data(data: str, option: str = "--data") -> DataFiles:
         if path.is_dir():
             files, inside = sorted(path.rglob("*")), path
         elif path.is_file():
-            return DataFiles((path,))
+            return DataFiles((path,), option=option)
         else:
             is_pattern = any(sign in data for sign in _WILDCARDS)
             base = Path(path.anchor or ".")
@@ -99,13 +100,27 @@ def find_data(data: str, option: str = "--data") -> DataFiles:
             "them, or a pattern in quotes, as in 'data/train-*.parquet'"
         )
     if not any(_suffix(each) in _RECORDS and not _is_about(each) for each in files):
-        return DataFiles(tuple(files))
-    return DataFiles(tuple(each for each in files if not _is_about(each)), tuple(filter(_is_about, files)))
+        return DataFiles(tuple(files), option=option)
+    records = tuple(each for each in files if not _is_about(each))
+    return DataFiles(records, tuple(filter(_is_about, files)), option)
 
 
-def read_records(path: Path, *, as_lines: bool = False, is_text: bool = False) -> Iterator[Record]:
-    """Yield the records of a file, in their order. A file of another ending is one text; with ``as_lines`` it
-    is JSON lines, and with ``is_text`` nobody asks whether it looks like them.
+@dataclass(frozen=True)
+class _Source:
+    """A file and the option that names it."""
+
+    path: Path
+    option: str
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.path}"
+
+
+def read_records(
+    path: Path, *, as_lines: bool = False, is_text: bool = False, option: str = "--data"
+) -> Iterator[Record]:
+    """Yield the records of a file that ``option`` names, in their order. A file of another ending is one
+    text; with ``as_lines`` it is JSON lines, and with ``is_text`` nobody asks whether it looks like them.
 
     Raises:
         InputError: it cannot be read, or changes while it is read.
@@ -113,7 +128,7 @@ def read_records(path: Path, *, as_lines: bool = False, is_text: bool = False) -
     """
     suffix = _suffix(path)
     if suffix in _LINES or (as_lines and suffix not in _RECORDS):
-        read: Callable[[Path, BinaryIO], Iterator[Record]] = _json_lines
+        read: Callable[[_Source, BinaryIO], Iterator[Record]] = _json_lines
     elif suffix == _LIST:
         read = _json_list
     elif suffix in _TABLES:
@@ -122,30 +137,30 @@ def read_records(path: Path, *, as_lines: bool = False, is_text: bool = False) -
         read = _columns
     else:
         read = _text if is_text else _text_of_no_records
-    place = "its beginning"
+    place, source = "its beginning", _Source(path, option)
     try:
         descriptor = open_regular(path)
         with os.fdopen(descriptor, "rb") as file:
             before = _version(file, path)
             try:
-                for record in read(path, _unpacked(path, file)):
+                for record in read(source, _unpacked(path, file)):
                     place = record.place
                     yield record
             except InputError as error:
                 if _version(file, path) != before:
-                    raise _changed(path, place) from error
+                    raise _changed(source, place) from error
                 raise
             if _version(file, path) != before:
-                raise _changed(path, place)
+                raise _changed(source, place)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"cannot read --data {path} after {place}: {in_words(error)}; {AGAIN}") from error
+        raise InputError(f"cannot read {source} after {place}: {in_words(error)}; {AGAIN}") from error
     except OSError as error:
-        raise InputError(f"cannot read --data {path}: {why_unread(error)}") from error
+        raise InputError(f"cannot read {source}: {why_unread(error)}") from error
 
 
-def _changed(path: Path, place: str) -> InputError:
+def _changed(source: _Source, place: str) -> InputError:
     return InputError(
-        f"--data {path} changed while it was read, after {place}; wait until it is written, then run again"
+        f"{source} changed while it was read, after {place}; wait until it is written, then run again"
     )
 
 
@@ -203,29 +218,30 @@ def _too_large(place: str) -> InputError:
     )
 
 
-def _json_lines(path: Path, file: BinaryIO) -> Iterator[Record]:
-    for number, line in _lines_of(path, file):
+def _json_lines(source: _Source, file: BinaryIO) -> Iterator[Record]:
+    for number, line in _lines_of(source.path, file):
         if line.strip():
-            place = printable(_NEEDED.format(number, path))
+            place = printable(_NEEDED.format(number, source.path))
             try:
                 yield Record(place, parse_record(line))
             except SyntaxProblem as problem:
                 raise InputError(f"{place} is no JSON: {problem.reason}; correct or remove it") from problem
 
 
-def _json_list(path: Path, file: BinaryIO) -> Iterator[Record]:
+def _json_list(source: _Source, file: BinaryIO) -> Iterator[Record]:
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-    reader = _JsonReader(text, path)
+    reader = _JsonReader(text, source.path)
     try:
         for number, value in reader.values():
-            yield Record(printable(_NEEDED.format(number, path)), value)
+            yield Record(printable(_NEEDED.format(number, source.path)), value)
     except SyntaxProblem as problem:
         raise InputError(
-            f"{problem.of(printable(str(path)), 'JSON')}; correct it, or name a file of plain text .txt"
+            f"{problem.of(printable(str(source.path)), 'JSON')}; correct it, or name a file of plain text "
+            ".txt"
         ) from problem
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{printable(f'--data {path}')} is no text in UTF-8 ({error.reason}, after line {reader.line}); "
+            f"{printable(str(source))} is no text in UTF-8 ({error.reason}, after line {reader.line}); "
             "convert it, or leave it out"
         ) from error
     finally:
@@ -314,10 +330,10 @@ class _JsonReader:
         return line, value
 
 
-def _table(path: Path, file: BinaryIO) -> Iterator[Record]:
+def _table(source: _Source, file: BinaryIO) -> Iterator[Record]:
     """Yield the rows of a CSV file, by the names in its first line."""
-    lines = _TableLines(path, file)
-    delimiter = _TABLES[_suffix(path)]
+    lines = _TableLines(source.path, file)
+    delimiter = _TABLES[_suffix(source.path)]
     if delimiter == "," and "," not in lines.header and ";" in lines.header:
         delimiter = ";"
     limit = csv.field_size_limit(MAX_RECORD_BYTES)
@@ -325,7 +341,7 @@ def _table(path: Path, file: BinaryIO) -> Iterator[Record]:
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(rows, [])
         while True:
-            place = printable(_NEEDED.format(lines.begin_row(), path))
+            place = printable(_NEEDED.format(lines.begin_row(), source.path))
             row = next(rows, None)
             if row is None:
                 return
@@ -339,7 +355,7 @@ def _table(path: Path, file: BinaryIO) -> Iterator[Record]:
             yield Record(place, dict(zip(names, row, strict=True)))
     except csv.Error as error:
         raise InputError(
-            f"{printable(_NEEDED.format(lines.begun, path))} is no CSV: {error}; correct its quotes"
+            f"{printable(_NEEDED.format(lines.begun, source.path))} is no CSV: {error}; correct its quotes"
         ) from error
     finally:
         csv.field_size_limit(limit)
@@ -376,19 +392,19 @@ class _TableLines:
         return line
 
 
-def _columns(path: Path, file: BinaryIO) -> Iterator[Record]:
+def _columns(source: _Source, file: BinaryIO) -> Iterator[Record]:
     """Yield the rows of a file of columns, a few at a time."""
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigError(
-            f"reading {path} needs the package pyarrow: pip install 'gemini-runtime[data]' ({error}); or "
+            f"reading {source} needs the package pyarrow: pip install 'gemini-runtime[data]' ({error}); or "
             "save the records as JSON lines"
         ) from error
     number = 0
-    with _errors_after(path, number):
-        if _suffix(path) == ".parquet":
+    with _errors_after(source, number):
+        if _suffix(source.path) == ".parquet":
             batches = parquet.ParquetFile(file, buffer_size=_CHUNK).iter_batches(_ROWS_AT_ONCE)
         else:
             is_file = file.read(6) == b"ARROW1"
@@ -399,47 +415,47 @@ def _columns(path: Path, file: BinaryIO) -> Iterator[Record]:
                 (opened.get_batch(at) for at in range(opened.num_record_batches)) if is_file else iter(opened)
             )
     while True:
-        with _errors_after(path, number):
+        with _errors_after(source, number):
             batch = next(batches, None)
             if batch is None:
                 return
             parts = [batch.slice(at, _ROWS_AT_ONCE) for at in range(0, batch.num_rows, _ROWS_AT_ONCE)]
         for part in parts:
-            with _errors_after(path, number):
+            with _errors_after(source, number):
                 rows = part.to_pylist()
             for row in rows:
                 number += 1
-                yield Record(printable(f"row {number} of {path}"), row)
+                yield Record(printable(f"row {number} of {source.path}"), row)
 
 
 @contextmanager
-def _errors_after(path: Path, number: int) -> Iterator[None]:
-    with errors_of(printable(f"cannot read --data {path} after row {number}"), way_out=AGAIN):
+def _errors_after(source: _Source, number: int) -> Iterator[None]:
+    with errors_of(printable(f"cannot read {source} after row {number}"), way_out=AGAIN):
         yield
 
 
-def _text(path: Path, file: BinaryIO) -> Iterator[Record]:
+def _text(source: _Source, file: BinaryIO) -> Iterator[Record]:
     data = file.read(MAX_RECORD_BYTES + 1)
     for mark, kind in _KINDS_OF_BYTES.items():
         if data.startswith(mark):
-            raise InputError(f"--data {path} seems to be {kind}")
+            raise InputError(f"{source} seems to be {kind}")
     if len(data) > MAX_RECORD_BYTES:
         line = data.count(b"\n") + 1
         raise InputError(
-            f"--data {path} has more than {MAX_RECORD_BYTES >> 20} MiB up to line {line}, and a file of text "
+            f"{source} has more than {MAX_RECORD_BYTES >> 20} MiB up to line {line}, and a file of text "
             "is one document; split it (split -C 32M), or write .jsonl"
         )
-    yield Record(printable(str(path)), _decoded(data, f"--data {path}", is_first=False), is_file=True)
+    yield Record(printable(str(source.path)), _decoded(data, str(source), is_first=False), is_file=True)
 
 
-def _text_of_no_records(path: Path, file: BinaryIO) -> Iterator[Record]:
-    for record in _text(path, file):
+def _text_of_no_records(source: _Source, file: BinaryIO) -> Iterator[Record]:
+    for record in _text(source, file):
         begin = record.value.lstrip("\ufeff \t\r\n")
         if begin.startswith(("{", "[")):
             with_key = _first_value(begin)
             if with_key is not None:
                 raise InputError(
-                    f"--data {path} seems to hold JSON records ({', '.join(map(repr, with_key)):.100}); name "
+                    f"{source} seems to hold JSON records ({', '.join(map(repr, with_key)):.100}); name "
                     "it .jsonl (one in each line) or .json, or give --data-format text to train on it as it "
                     "is"
                 )

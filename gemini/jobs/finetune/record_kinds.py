@@ -108,7 +108,9 @@ class Documents:
         self.counts.clear()
         as_lines = self._format not in (AUTO, TEXT)
         for file in self._data.files:
-            for record in read_records(file, as_lines=as_lines, is_text=self._format == TEXT):
+            for record in read_records(
+                file, as_lines=as_lines, is_text=self._format == TEXT, option=self._data.option
+            ):
                 document = self._document(record)
                 self.counts[document.kind] += 1
                 yield document

@@ -20,6 +20,7 @@ from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, WHOLE, Batch, Order, Samples
 from gemini.jobs.run.model_card import adapters_named, tuned_card
+from gemini.jobs.run.trackers import parse_trackers
 from gemini.jobs.run.training import RunOptions, shaped_factor
 
 LAYOUTS = {
@@ -73,6 +74,7 @@ class FineTuneWork:
             config.overwrite,
             config.device_kind,
             config.options(),
+            parse_trackers(config.report_to),
         )
 
         held = self._order.held_out

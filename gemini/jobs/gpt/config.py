@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.model import GPTConfig
 from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
+from gemini.jobs.run.trackers import parse_trackers
 
 VOCAB = 256
 """One token per byte value."""
@@ -40,6 +41,7 @@ class TrainConfig(MemoryOptions):
     accumulate: int = 1
     clip: float = 1.0
     activation_checkpointing: bool = False
+    report_to: str = ""
 
     def __post_init__(self) -> None:
         self.gpt()
@@ -96,11 +98,13 @@ class TrainConfig(MemoryOptions):
             raise ConfigError(
                 f"--checkpoint-every is {self.checkpoint_every}; it must be 0 (at the end) or more"
             )
+        parse_trackers(self.report_to)
         if self.checkpoint is None:
             for option, given in (
                 ("--resume", self.resume),
                 ("--overwrite", self.overwrite),
                 ("--checkpoint-every", self.checkpoint_every > 0),
+                ("--report-to", bool(parse_trackers(self.report_to))),
             ):
                 if given:
                     raise ConfigError(f"{option} needs --checkpoint DIR, the directory of the run")

@@ -20,6 +20,7 @@ from gemini.jobs.run.display import Display, SilentDisplay
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
 from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.trackers import require_trackers
 from gemini.jobs.run.training import StopRequest, Training, lr_schedule
 from gemini.jobs.run.verify import LossComparison, Verdict, WeightFile, compare_weights, verdict
 from gemini.system.device import ran_out_of_memory, repeatable_operators, resolve_device
@@ -47,6 +48,7 @@ def run(
     Raises a GeminiError before anything is trained where ``config`` cannot work; after a failure in the
     middle the last complete checkpoint is as it was.
     """
+    require_trackers(config.report_to)
     shown = SilentDisplay() if display is None else display
     corpus = ByteCorpus(config.data)
     corpus.positions(

@@ -16,6 +16,7 @@ from gemini.jobs.gpt.data import ByteCorpus
 from gemini.jobs.gpt.engine import Engine, ManagedEngine, TieredEngine
 from gemini.jobs.gpt.model import language_loss
 from gemini.jobs.run.display import Display
+from gemini.jobs.run.trackers import parse_trackers
 from gemini.jobs.run.training import RunOptions, StopRequest, lr_schedule
 from gemini.jobs.run.verify import WeightFile
 from gemini.system.device import repeatable_operators, resolve_device
@@ -48,6 +49,7 @@ class GPTWork:
             config.overwrite,
             config.device_kind,
             config.options(),
+            parse_trackers(config.report_to),
         )
 
     def identity(self) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class TierUse:
 @dataclass(frozen=True)
 class StepReport:
     """One finished step; ``step`` counts from 1, ``stall_seconds`` is its own waiting, not the sum.
-    ``eval_loss``: on what is held out, where it was asked after this step."""
+    ``eval_loss``: on what is held out, where it was asked after this step. ``grad_norm``: before clipping,
+    where that measured it. ``extra``: further values of what is trained, by their names."""
 
     step: int
     loss: float
@@ -35,6 +36,8 @@ class StepReport:
     stall_seconds: float
     tiers: Mapping[str, TierUse]
     eval_loss: float | None = None
+    grad_norm: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:
@@ -55,7 +58,9 @@ class StepReport:
             "seconds": round(self.seconds, 6),
             "tokens": self.tokens,
             "stall_seconds": round(self.stall_seconds, 6),
+            **({} if self.grad_norm is None else {"grad_norm": self.grad_norm}),
             **({} if self.eval_loss is None else {"eval_loss": self.eval_loss}),
+            **self.extra,
             **{f"{name}_bytes": use.nbytes for name, use in self.tiers.items()},
         }
 

@@ -1,7 +1,8 @@
 """The directory of a run: its checkpoint, and metrics, summary and picture next to it.
 
 ``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers depend on, and the options),
-``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``. Nothing else in DIR is touched. DIR and
+``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``, and ``DIR/tensorboard/``, which a new run
+removes. Nothing else in DIR is touched. DIR and
 ``DIR/checkpoint`` may be links to another disk; no link to a file is followed.
 """
 
@@ -21,6 +22,7 @@ from gemini.system.durable import replacing, restore, temporary_of
 from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
 
 _RUN = "run.json"
+_TRACKERS = "trackers"  # the key in it with what trackers call the run
 _MAX_RUN_BYTES = 2**20  # it has some hundred
 _MAX_METRICS_BYTES = 2**30  # millions of steps
 _REPAIR = "repair it, or start over with --overwrite"
@@ -78,6 +80,11 @@ class RunDirectory:
     def best(self) -> Path:
         """Return the directory with the weights that did best on what is held out."""
         return self.path / "best"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Return the directory with the curves of the run for TensorBoard."""
+        return self.path / "tensorboard"
 
     @property
     def _run(self) -> Path:
@@ -145,12 +152,19 @@ class RunDirectory:
                         shutil.rmtree(exported)
             for file in (self.metrics, self.summary, self.picture):
                 file.unlink(missing_ok=True)
+            self._remove_curves()
             _write(self._run, json.dumps({**identity, "options": dict(options)}, indent=2) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"cannot write to {self._option} {self.path}: {error.strerror or error}; name another "
                 "directory"
             ) from error
+
+    def _remove_curves(self) -> None:
+        """Remove the event files of an older run, and nothing else of that directory."""
+        if self.tensorboard.is_dir() and not self.tensorboard.is_symlink():
+            for file in self.tensorboard.glob("events.out.tfevents.*"):
+                file.unlink()
 
     def _refuse_directories(self) -> None:
         own = (self._run, self.metrics, self.summary, self.picture)
@@ -242,6 +256,19 @@ class RunDirectory:
         with io_errors("remove what a killed run left", self.path):
             self._remove_temporaries()
         _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
+
+    def tracker_identities(self) -> dict[str, str]:
+        """Return what trackers call this run, by the trackers' names."""
+        found = _read_run(self._run).get(_TRACKERS, {})
+        if not isinstance(found, dict):
+            return {}
+        return {name: each for name, each in found.items() if isinstance(each, str)}
+
+    def keep_tracker_identities(self, identities: Mapping[str, str]) -> None:
+        """Have the run found again by trackers when it is resumed."""
+        saved = _read_run(self._run)
+        if saved.get(_TRACKERS, {}) != identities:
+            _write(self._run, json.dumps({**saved, _TRACKERS: dict(identities)}, indent=2) + "\n")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
         """Add one line, readable at once by who follows the file; a failed one is repeated with the next."""

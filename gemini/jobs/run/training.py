@@ -22,6 +22,7 @@ from gemini.jobs.run.display import Display
 from gemini.jobs.run.managed import Tiered
 from gemini.jobs.run.report import StepReport, tier_uses
 from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.trackers import TrackedRun, Trackers
 
 Value = TypeVar("Value")
 EngineT = TypeVar("EngineT", bound=Tiered)
@@ -101,7 +102,8 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run goes, whatever it trains. ``kept``: the options that it has when it is resumed."""
+    """How a run goes, whatever it trains. ``kept``: the options that it has when it is resumed;
+    ``trackers``: names of packages that get its metrics."""
 
     steps: int
     checkpoint_every: int
@@ -109,6 +111,7 @@ class RunOptions:
     overwrite: bool
     device_kind: str
     kept: Mapping[str, Any]
+    trackers: tuple[str, ...] = ()
 
 
 class Work(Protocol[EngineT]):
@@ -169,6 +172,8 @@ class Training(Generic[EngineT]):
         self._devices = [work.options.device_kind]
         self._saved_step: int | None = None
         self._stall_seconds = 0.0
+        self._told_of_metrics = False
+        self._trackers = Trackers(work.options.trackers, self._note)
 
     def run(self) -> Progress:
         """Train and save; finish the work unless it was to stop before."""
@@ -182,14 +187,29 @@ class Training(Generic[EngineT]):
                 # Not before the engine stands: a refused budget must not cost the run to be overwritten.
                 self._directory.start(self._identity, self._options.kept)
             self._stall_seconds = float(engine.stats()["stall_seconds"])
+            self._track()
             self._loop(engine, scheduler)
             self._save(engine, scheduler)
             self._progress.stats, self._progress.timeline = engine.stats(), engine.timeline()
             if not self._stop.requested:
                 self._work.finish(engine)
+            self._trackers.close(failed=False)
         finally:
+            self._trackers.close(failed=True)  # those that are open yet
             engine.close()
         return self._progress
+
+    def _track(self) -> None:
+        """Begin the run in its trackers, or continue it there."""
+        directory = self._directory
+        if directory is None or not self._options.trackers:
+            return
+        given = {name: each for name, each in self._options.kept.items() if each is not None}
+        run = TrackedRun(directory.path, {**self._identity, **given}, self._progress.first_step)
+        found = self._trackers.begin(run, directory.tracker_identities())
+        for place in self._trackers.places:
+            self._display.note(place)
+        directory.keep_tracker_identities(found)
 
     def _check_directory(self) -> None:
         if self._directory is None:
@@ -207,6 +227,7 @@ class Training(Generic[EngineT]):
             self._progress.reports.append(report)
             self._progress.last_step = step + 1
             self._record(report)
+            self._trackers.log(report)
             self._display.step(report)
             if self._stop.requested:
                 return
@@ -220,7 +241,8 @@ class Training(Generic[EngineT]):
         try:
             self._directory.append_metrics(report.to_metrics())
         except IoError as error:
-            if not self._progress.notes:
+            if not self._told_of_metrics:
+                self._told_of_metrics = True
                 self._note(f"{error}; training goes on, lines that were not written come with a later step")
 
     def _note(self, text: str) -> None:
@@ -241,7 +263,9 @@ class Training(Generic[EngineT]):
         stats = engine.stats()
         stalled = float(stats["stall_seconds"]) - self._stall_seconds
         self._stall_seconds += stalled
-        return StepReport(step + 1, loss, lr, seconds, tokens, stalled, tier_uses(stats))
+        measured = getattr(engine.optimizer, "get_grad_norm", None)
+        norm = None if measured is None else measured()
+        return StepReport(step + 1, loss, lr, seconds, tokens, stalled, tier_uses(stats), grad_norm=norm)
 
     def _evaluated(self, engine: EngineT, report: StepReport) -> StepReport:
         """Return the report with the loss on what is held out, where it is due; that is no time of a step."""

@@ -1,0 +1,252 @@
+"""Trackers: packages that draw the metrics of a run (TensorBoard, W&B, MLflow), each imported on use.
+
+Training does not depend on them. A tracker that fails is left out from then on, with one warning.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from gemini.errors import ConfigError, in_words
+from gemini.jobs.run.report import StepReport
+
+NONE = "none"
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+TRACKERS = tuple(_MODULES)
+_INSTALLED_BY = {"tensorboard": "'gemini-runtime[tensorboard]'"}  # others: by their own name
+_FLUSH_SECONDS = 10
+_PROJECT = "gemini"
+_MOST_PARAMETERS, _MOST_LETTERS = 100, 500  # that MLflow takes in one call, and in one value
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker is told of a run. Step ``first_step`` + 1 is the next one. ``identity``: the name that
+    the tracker gave the run at its beginning, so that a resumed run continues its curves; None for a new one.
+    """
+
+    directory: Path
+    options: Mapping[str, Any]
+    first_step: int
+    identity: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the run: that of its directory."""
+        return self.directory.absolute().name
+
+
+class Tracker(Protocol):
+    """A run in one package. ``identity`` finds it again; ``place`` says where people look at it."""
+
+    identity: str | None
+    place: str
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add values at a step, which counts from 1."""
+
+    def close(self, *, failed: bool) -> None:
+        """End the run."""
+
+
+def parse_trackers(text: str) -> tuple[str, ...]:
+    """Return the names in ``tensorboard,wandb``, each once; ``none`` is no name. Raises ConfigError."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in (*TRACKERS, NONE):
+            raise ConfigError(f"--report-to is {name!r}; it must be one of {', '.join((*TRACKERS, NONE))}")
+    if NONE in names and len(names) > 1:
+        raise ConfigError(f"--report-to is {text!r}; give {NONE} alone, or leave it out")
+    return tuple(name for name in names if name != NONE)
+
+
+def require_trackers(text: str) -> None:
+    """Raise ConfigError where a package that ``--report-to`` names cannot be imported."""
+    for name in parse_trackers(text):
+        try:
+            importlib.import_module(_MODULES[name])
+        except ImportError as error:
+            raise ConfigError(
+                f"--report-to {name} needs the package {name}: pip install {_INSTALLED_BY.get(name, name)} "
+                f"({in_words(error)}); or leave it out, metrics.jsonl has the same numbers"
+            ) from error
+
+
+def metrics_of(report: StepReport) -> dict[str, float]:
+    """Return the values of a step by the names that trackers get."""
+    values: dict[str, float | None] = {
+        "train/loss": report.loss,
+        "train/learning_rate": report.lr,
+        "train/grad_norm": report.grad_norm,
+        "train/tokens_per_second": report.tokens_per_second,
+        "train/seconds": report.seconds,
+        "train/stall_share": report.stall_share,
+        "eval/loss": report.eval_loss,
+        **{f"memory/{name}_bytes": use.nbytes for name, use in report.tiers.items()},
+        **{f"train/{name}": value for name, value in report.extra.items()},
+    }
+    known = ((name, value) for name, value in values.items() if value is not None)
+    return {name: float(value) for name, value in known if math.isfinite(value)}
+
+
+class Trackers:
+    """The trackers of one run. ``warn`` is told once of each that fails; no error of theirs is raised."""
+
+    def __init__(self, names: Sequence[str], warn: Callable[[str], None]) -> None:
+        self._names = names
+        self._warn = warn
+        self._open: dict[str, Tracker] = {}
+
+    def begin(self, run: TrackedRun, identities: Mapping[str, str]) -> dict[str, str]:
+        """Begin or continue ``run`` in each tracker and return what each calls it. ``identities``: the same
+        of an earlier part of the run."""
+        for name in self._names:
+            own = replace(run, identity=identities.get(name))
+            self._attempt(name, partial(self._begin, name, own))
+        found = {name: tracker.identity for name, tracker in self._open.items()}
+        return {**identities, **{name: each for name, each in found.items() if each is not None}}
+
+    @property
+    def places(self) -> list[str]:
+        """Where people look at the run, a line each."""
+        return [tracker.place for tracker in self._open.values()]
+
+    def log(self, report: StepReport) -> None:
+        """Hand the values of a step to each tracker."""
+        metrics = metrics_of(report)
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, partial(tracker.log, metrics, report.step))
+
+    def close(self, *, failed: bool) -> None:
+        """End the run in each tracker."""
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, partial(tracker.close, failed=failed))
+        self._open.clear()
+
+    def _begin(self, name: str, run: TrackedRun) -> None:
+        self._open[name] = _MAKERS[name](run)
+
+    def _attempt(self, name: str, action: Callable[[], None]) -> None:
+        """Run ``action``, and leave the tracker out where it fails: packages raise anything, and a server
+        that is away must not end days of training."""
+        try:
+            action()
+        except Exception as error:
+            self._open.pop(name, None)
+            self._warn(
+                f"--report-to {name}: {in_words(error)}; training goes on without it, and metrics.jsonl has "
+                "all numbers"
+            )
+
+
+class _TensorBoard:
+    """Event files in ``tensorboard/`` of the run's directory."""
+
+    identity: str | None = None
+
+    def __init__(self, run: TrackedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = run.directory / "tensorboard"
+        self.place = f"tensorboard --logdir {directory}"
+        # What an interrupted run has logged of steps that it lost is hidden.
+        purged = run.first_step + 1 if run.first_step else None
+        self._writer: Any = SummaryWriter(str(directory), purge_step=purged, flush_secs=_FLUSH_SECONDS)
+        rows = [f"| {name} | {_cell(value)} |" for name, value in sorted(run.options.items())]
+        self._writer.add_text("options", "\n".join(["| | |", "|---|---|", *rows]), run.first_step)
+        self._writer.flush()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self, *, failed: bool) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """A run of W&B. Without a key, and where nothing else is said, it is kept in ``wandb/`` of the run's
+    directory for ``wandb sync``: W&B would ask for a key, and wait."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        package: Any = wandb
+        mode = os.environ.get("WANDB_MODE") or (None if _has_key(package) else "offline")
+        self._run: Any = package.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=os.environ.get("WANDB_NAME", run.name),
+            dir=str(run.directory),
+            config=dict(run.options),
+            id=run.identity,
+            resume="allow",
+            mode=mode,
+            settings=package.Settings(silent=True, console="off"),
+        )
+        self.identity: str | None = self._run.id
+        kept = run.directory / "wandb"
+        self.place = f"wandb: kept in {kept}; wandb sync {kept}/offline-run-*"
+        if mode is None or mode == "online":
+            self.place = f"wandb: {self._run.url}"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class _MLflow:
+    """A run of MLflow, where ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` say."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import mlflow
+
+        package: Any = mlflow
+        # Calls name the run: a program around this one may have an active run of its own.
+        self._client = package.MlflowClient()
+        if run.identity is None:
+            experiment = package.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+            made = self._client.create_run(experiment.experiment_id, run_name=run.name)
+            self.identity: str | None = made.info.run_id
+            for name, value in list(run.options.items())[:_MOST_PARAMETERS]:
+                self._client.log_param(self.identity, name, str(value)[:_MOST_LETTERS])
+        else:
+            self.identity = run.identity
+            self._client.update_run(self.identity, status="RUNNING")
+        self.place = f"mlflow: run {self.identity} at {package.get_tracking_uri()}"
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._client.log_metric(self.identity, name, value, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self.identity, "FAILED" if failed else "FINISHED")
+
+
+def _has_key(wandb: Any) -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # of older versions
+        return bool(wandb.api.api_key)
+
+
+def _cell(value: Any) -> str:
+    return json.dumps(value).strip('"').replace("|", "\\|")
+
+
+_MAKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+    "mlflow": _MLflow,
+}
