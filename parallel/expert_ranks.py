@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from gemini.comm.peers import ModelRanks
+from gemini.comm.peers import ModelRanks, OwnExperts
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Cut
@@ -112,6 +112,11 @@ class DividedExperts:
     def copies(self) -> dist.ProcessGroup | None:
         """The ranks that have the same experts; None for this rank alone."""
         return None if self.ranks.copies is None else self.ranks.copies.group
+
+    @property
+    def own(self) -> OwnExperts:
+        """What GeminiDDP takes as ``experts=``."""
+        return OwnExperts(self.ranks.sharing.rank, self.ranks.copies, self.has)
 
     @property
     def model_ranks(self) -> ModelRanks:

@@ -204,6 +204,28 @@ class ModelRanks:
 
 
 @dataclass(frozen=True)
+class OwnExperts:
+    """Experts that ranks of data parallelism have divided among them, on one of these ranks.
+
+    ``part``: which part of the experts this rank has. ``copies``: the ranks with the same part, which cut its
+    chunks among them; None: this rank alone. ``has(param)`` says whether a parameter belongs to the part.
+    """
+
+    part: int
+    copies: Peers | None
+    has: Callable[[torch.Tensor], bool]
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of each chunk of the part."""
+        return Share(0, 1) if self.copies is None else self.copies.share
+
+    def names(self, module: nn.Module) -> frozenset[str]:
+        """Return the names of the parameters of ``module`` that belong to the part."""
+        return frozenset(name for name, param in module.named_parameters() if self.has(param))
+
+
+@dataclass(frozen=True)
 class PartOfModel:
     """``peers`` hold the other parts; ``uncounted`` names parameters whose gradients another one counts;
     ``filling`` is as of :class:`ModelRanks`, by name."""

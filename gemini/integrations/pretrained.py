@@ -23,7 +23,7 @@ from gemini.runtime import Filling, init_on, initialize_buffers
 from gemini.runtime.storage.model_storage import ManagedSlot
 from gemini.system.config import did_you_mean, keyword_names
 
-_MANAGED = keyword_names(GeminiDDP) - {"module"}
+_MANAGED = keyword_names(GeminiDDP) - {"module", "experts"}
 _OWN = frozenset(("auto_class", "dtype", "adapter", "trains"))
 _REFUSED = {
     "device_map": "budgets say where the model lies (device_bytes, host_bytes, disk_dir)",

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gemini.chunk import ComputeDevice
-from gemini.comm.peers import ModelRanks
+from gemini.comm.peers import ModelRanks, OwnExperts
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
@@ -221,6 +221,8 @@ class GeminiDDP(LoadsAsPart):
         model_ranks: those that hold the other parts of a model whose parameters were cut before
             (``parallelize(...).model_ranks``, see docs/parallel.md): gradients have one norm over all parts,
             and a step is skipped on all.
+        experts: which parameters are experts that this rank has and others do not (``ep_size=`` of plugins):
+            their chunks are cut among the ranks with the same ones.
         gather_bytes: what parameter chunks that are whole for use may take on DEVICE, where no operator needs
             more; ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
         reduce_dtype: what gradients are sent in: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for half the
@@ -266,6 +268,7 @@ class GeminiDDP(LoadsAsPart):
         strict_ddp_mode: bool = False,
         process_group: object | None = None,
         model_ranks: ModelRanks | None = None,
+        experts: OwnExperts | None = None,
         gather_bytes: int | str | None = None,
         reduce_dtype: str | torch.dtype | None = None,
         keep_fp32: Iterable[str] = (),
@@ -308,7 +311,7 @@ class GeminiDDP(LoadsAsPart):
         )
         if chosen.tiled_loss:
             fit_heads(module, chosen.tiled_loss)  # before anything changes
-        self._gemini = self._manage(module, chosen, peers, computing, model_ranks)
+        self._gemini = self._manage(module, chosen, peers, computing, (model_ranks, experts))
         self._gemini.follow_calls()
         self.module = module
 
@@ -318,10 +321,11 @@ class GeminiDDP(LoadsAsPart):
         config: GeminiConfig,
         peers: ProcessGroupPeers | None,
         device: ComputeDevice,
-        model_ranks: ModelRanks | None,
+        parts: tuple[ModelRanks | None, OwnExperts | None],
     ) -> ManagedModel:
         """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
-        built = build_runtime(module, config, peers, device, model_ranks)
+        model_ranks, experts = parts
+        built = build_runtime(module, config, peers, device, model_ranks, experts=experts)
         return ManagedModel(module, config, device, peers, built)
 
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:

@@ -325,9 +325,20 @@ class ManagedModel:
 
     def rank_of_parts(self, *, aside: bool = False) -> Rank:
         """Return what :meth:`rank` does, for what ranks with other parts of the model do together with those
-        that share this one."""
+        that share this one. Raises ConfigError where ranks that share it have experts of their own."""
+        if self.divides_experts:
+            raise ConfigError(
+                "gemini.checkpoint writes each parameter once, and each rank has experts of its own "
+                "(ep_size): call booster.save_model and booster.save_optimizer on all ranks; load_model and "
+                "load_optimizer of a booster read them"
+            )
         rank, part = self.rank(aside=aside), self.manager.part
         return rank if part is None else replace(rank, parts=_rank_among(part.peers, aside=aside))
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether ranks have experts of their own, so that none has the whole model."""
+        return self.manager.sharding is not None and self.manager.sharding.divides_experts
 
     # -- training --------------------------------------------------------------------------------
 
@@ -563,7 +574,7 @@ class ManagedModel:
             return None
         self.storage.mixture.refuse("adopt")
         self.manager.lock.refuse_all()
-        if self.manager.part is not None:
+        if self.manager.part is not None or self.divides_experts:
             raise ConfigError(
                 "the parameters of a model that was cut over ranks before it was wrapped have changed, and "
                 "what each rank has of them is not known; put in and take out layers before it is boosted"

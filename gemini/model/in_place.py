@@ -29,7 +29,7 @@ from gemini.system.config import keyword_names, refuse_unknown
 T = TypeVar("T")
 
 _OWN_OPTIONS = frozenset(("device", "process_group", "model_ranks", "pin_memory", "config"))
-_OPTIONS = keyword_names(GeminiDDP) - _OWN_OPTIONS - {"module"}
+_OPTIONS = keyword_names(GeminiDDP) - _OWN_OPTIONS - {"module", "experts"}
 
 
 def manage(

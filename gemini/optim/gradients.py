@@ -365,7 +365,7 @@ def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) 
     with manager.operator(grad.tensors), torch.no_grad():
         into.copy_(scaled(grad.value, scale))
     if manager.sharding is not None and shard is not None:
-        manager.sharding.assemble(flat)
+        manager.sharding.assemble(flat, slot.group)
     return full
 
 

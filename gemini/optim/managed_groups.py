@@ -72,6 +72,12 @@ def check_optimizer(
             "over ranks of data alone, without model_ranks, or with an optimizer that is element-wise: "
             "HybridAdam, Lion, or one of torch's but Muon and Adafactor"
         )
+    if rule.whole and model.divides_experts:
+        raise ConfigError(
+            f"{type(optim).__name__} needs whole parameters, and ranks have divided those of experts "
+            "(ep_size): train with an optimizer that is element-wise (HybridAdam, Lion, or one of torch's "
+            "but Muon and Adafactor), or leave out ep_size"
+        )
     for index, group in enumerate(optim.param_groups):
         check_parameters(index, group["params"], model)
     for group in optim.param_groups:

@@ -120,7 +120,7 @@ class WholeOverRanks(WholeParameter):
             for state, whole in zip(self._states, arrays, strict=True):
                 whole[own].copy_(slot.state_in(piece, state))
         if self._used.numel():
-            self._sharding.assemble(self._used)
+            self._sharding.assemble(self._used, group)
 
         def put_back() -> None:
             for piece, own in self._own():

@@ -296,7 +296,7 @@ def read_state(
         with manager.operator((piece.tensors[state.key],)):
             place.put(flat, slot.span_in(piece, state).start, slot.state_in(piece, state))
     if manager.sharding is not None:
-        manager.sharding.assemble(flat)
+        manager.sharding.assemble(flat, slot.group)
         place.release(flat)
     return flat if state.per_block else _shaped(flat, slot)
 
@@ -369,7 +369,7 @@ def adopt_parameter(
         _adopt_quantized(param, form_of(slot.name, param, owner), slot, manager)
         return Adopted(param, slot, dtype, device, rounded=False)
     if manager.sharding is not None:
-        manager.sharding.agree_on(param.data)
+        manager.sharding.agree_on(param.data, slot.group)
     values = _memory_order(slot, param.data)
     rounded = False
     for tensors, start, stop in _whole_stretches(slot):

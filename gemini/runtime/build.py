@@ -27,7 +27,7 @@ from gemini.chunk import (
     search_chunk_size,
 )
 from gemini.chunk.layout import page_elements
-from gemini.comm.peers import ModelRanks, Peers, Share, require_equal
+from gemini.comm.peers import ModelRanks, OwnExperts, Peers, Share, require_equal
 from gemini.errors import ConfigError, IoError, OutOfBudgetError
 from gemini.offload.async_file import checked_directory
 from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_policy
@@ -69,7 +69,8 @@ class Outline:
     """The parameters of a module by name, in initialization order, as tensors on ``meta``.
 
     ``types``: what each computes in. ``trainable``: which were not frozen. ``operators``: submodules and the
-    parameters that the operator of each takes at once. ``experts``: passes use some of them.
+    parameters that the operator of each takes at once. ``experts``: passes use some of them. ``own``: which
+    belong to experts that other ranks do not have.
     """
 
     params: Mapping[str, torch.Tensor]
@@ -77,11 +78,18 @@ class Outline:
     trainable: frozenset[str]
     operators: tuple[tuple[str, tuple[str, ...]], ...]
     experts: tuple[ExpertSet, ...] = ()
+    own: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, module: nn.Module, config: GeminiConfig, manager: GeminiManager | None = None) -> Outline:
+    def of(
+        cls,
+        module: nn.Module,
+        config: GeminiConfig,
+        manager: GeminiManager | None = None,
+        own: OwnExperts | None = None,
+    ) -> Outline:
         """Return the outline of a module that is not managed yet; of one that ``manager`` manages, of what it
-        does not, but with all operators.
+        does not, but with all operators. ``own``: the experts that this rank has of those of ranks.
 
         Raises:
             ConfigError: a parameter cannot be managed.
@@ -96,6 +104,7 @@ class Outline:
             frozenset(name for name, param in params if param.requires_grad),
             tuple(_operators(module)),
             tuple(expert_sets(module)) if manager is None else (),
+            frozenset() if own is None else own.names(module),
         )
 
 
@@ -205,11 +214,13 @@ def build_runtime(
     device: ComputeDevice = CPU,
     model_ranks: ModelRanks | None = None,
     *,
+    experts: OwnExperts | None = None,
     without_values: bool = False,
 ) -> Built:
     """Lay the module's parameters out in chunks, move them there, and return what manages them; over
     ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``; ``model_ranks``
-    hold the other parts of the model. ``without_values``: of a module on ``meta``, whose parameters and
+    hold the other parts of the model; ``experts`` are those of ``peers`` that this rank has.
+    ``without_values``: of a module on ``meta``, whose parameters and
     buffers the caller gives their values (:func:`gemini.runtime.adopt.adopt_without_values`), buffers on all
     ranks the same.
 
@@ -225,7 +236,9 @@ def build_runtime(
 
     def draw() -> tuple[Drawing, Blueprint]:
         cuts = share is None and device.cuts_chunks
-        drawing = Drawing(Outline.of(module, config), share, device, ranks_here, cuts)
+        outline = Outline.of(module, config, own=experts)
+        own_share = None if experts is None else experts.share
+        drawing = Drawing(outline, share, device, ranks_here, cuts, own_share)
         return drawing, drawing.draw(config)
 
     drawing, blueprint = together(draw)
@@ -275,6 +288,7 @@ def build_runtime(
             blueprint.gather_bytes,
             reduce_dtype=config.reduce_dtype,
             strict=config.strict_ddp_mode,
+            experts=experts,
         )
         manager.shard(sharding)
     if model_ranks is not None:
@@ -377,14 +391,15 @@ def draw_blueprint(
 @dataclass(frozen=True)
 class Drawing:
     """What a blueprint is drawn from besides options: a model's outline, this rank's ``share`` of its chunks,
-    the computing device, how many ranks have this machine's memory together (``ranks_here``), and whether
-    experts move by themselves (``cuts``)."""
+    the computing device, how many ranks have this machine's memory together (``ranks_here``), whether experts
+    move by themselves (``cuts``), and the share of the chunks of experts that ranks have divided."""
 
     outline: Outline
     share: Share | None
     device: ComputeDevice
     ranks_here: int
     cuts: bool = False
+    own_share: Share | None = None
 
     def draw(self, config: GeminiConfig, trained: Trained | None = None) -> Blueprint:
         """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with what
@@ -412,7 +427,7 @@ class Drawing:
             align_bytes=device.align_bytes,
         )
         _require_few_pieces(outline, found.chunk_numel)
-        groups = lay_out(outline, config, found.chunk_numel, device, cut=self.cuts)
+        groups = lay_out(outline, config, found.chunk_numel, device, cut=self.cuts, own_share=self.own_share)
         plans = plan_groups(groups, found.chunk_numel, share, device.block_bytes)
         operator = largest_operator(outline.operators, chunk_bytes(groups, device.block_bytes))
         windows = data_sizes((plan, Needs()) for plan in plans)
@@ -428,6 +443,7 @@ class Drawing:
         signature = "+".join(spec.layout.signature() for spec in groups)
         signature += "+activations" if config.activation_offload else ""
         signature += f"/{share.size}" if share is not None else ""
+        signature += f"/experts/{self.own_share.size}" if self.own_share is not None else ""
         if trained is None:
             rule = config.optimizer_rule or "adam"
             trained = {} if rule == "none" else dict.fromkeys(outline.trainable, Kept(STATES_OF_RULES[rule]))
@@ -451,16 +467,24 @@ def _least_itemsize(outline: Outline) -> int:
 
 
 def lay_out(
-    outline: Outline, config: GeminiConfig, chunk_numel: int, device: ComputeDevice, *, cut: bool = False
+    outline: Outline,
+    config: GeminiConfig,
+    chunk_numel: int,
+    device: ComputeDevice,
+    *,
+    cut: bool = False,
+    own_share: Share | None = None,
 ) -> list[GroupSpec]:
-    """Split parameters by (dtype, trainable) and lay out each part in chunks of ``chunk_numel`` elements;
-    ``cut``: experts by themselves."""
+    """Split parameters by (dtype, trainable, whether they are of this rank's own experts) and lay out each
+    part in chunks of ``chunk_numel`` elements; ``cut``: experts by themselves; ``own_share``: of the chunks
+    of own experts."""
     itemsize = _least_itemsize(outline)
     frozen = [name for name in outline.params if name not in outline.trainable]
     experts = apart(outline.experts, outline.params, frozen, page_elements(itemsize)) if cut else {}
-    parts: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
+    parts: dict[tuple[torch.dtype, bool, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, param in outline.params.items():
-        parts.setdefault((outline.types[name], name in outline.trainable), []).append((name, param))
+        kind = outline.types[name], name in outline.trainable, name in outline.own
+        parts.setdefault(kind, []).append((name, param))
     order = config.memstats.param_order if config.memstats is not None else ()
     return [
         GroupSpec(
@@ -475,8 +499,9 @@ def lay_out(
             dtype=dtype,
             trainable=trainable,
             master=dtype == config.precision,
+            own_share=own_share if is_own else None,
         )
-        for (dtype, trainable), members in parts.items()
+        for (dtype, trainable, is_own), members in parts.items()
     ]
 
 

@@ -12,10 +12,11 @@ from zlib import crc32
 import torch
 
 from gemini.chunk import Chunk, TensorIds
-from gemini.comm.peers import Peers, Transfer, stays_whole
+from gemini.comm.peers import Transfer, stays_whole
 from gemini.runtime.gate.gate import Gate, TensorState
 from gemini.runtime.storage.gradient import GroupShard
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
+from gemini.sharding.owners import Owners, OwnersOfGroups
 
 NEVER = 2**62
 
@@ -86,9 +87,10 @@ class GatheredChunk:
     What operators write to it goes to the shard when it is closed: all ranks write the same.
     """
 
-    def __init__(self, gate: Gate, group: ChunkGroup) -> None:
+    def __init__(self, gate: Gate, group: ChunkGroup, owners: Owners) -> None:
         assert group.shard is not None
         self.shard: GroupShard = group.shard
+        self.owners = owners
         self.nbytes = group.param.spec.nbytes
         self.last_use = 0
         self.is_open = False
@@ -120,9 +122,9 @@ class GatheredChunk:
         self._gate.next_moment((self.anchor,))
         self.is_open = self.is_written = True
 
-    def open(self, peers: Peers, *, alone: bool) -> None:
+    def open(self, *, alone: bool) -> None:
         """Start to gather it; ``alone``: no other rank does."""
-        gate, shard = self._gate, self.shard
+        gate, shard, peers = self._gate, self.shard, self.owners.peers
         gate.run_due(self._tensors)
         gate.next_moment((shard.param_tensor, self.anchor))
         self.is_open = True
@@ -132,14 +134,14 @@ class GatheredChunk:
         else:
             self._transfer = peers.gather(shard.param.tensor, whole)
 
-    def serve(self, peers: Peers, rank: int) -> None:
-        """Send the shard to another rank, which gathers the chunk alone."""
+    def serve(self, rank: int) -> None:
+        """Send the shard to another owner, which gathers the chunk alone."""
         gate, tensors = self._gate, (self.shard.param_tensor,)
         gate.run_due(self._tensors)
         self.write_back()
         gate.chunks.acquire(tensors, traced=False)
         try:
-            peers.gather_to(rank, self.shard.param.tensor, None).wait()
+            self.owners.peers.gather_to(rank, self.shard.param.tensor, None).wait()
         finally:
             gate.post_op(tensors, False)
 
@@ -174,9 +176,9 @@ class GatheredChunk:
 class GatheredChunks:
     """Keeps within a number of bytes what is open, by what is used furthest ahead."""
 
-    def __init__(self, gate: Gate, storage: ModelStorage, peers: Peers, room_bytes: int) -> None:
+    def __init__(self, gate: Gate, storage: ModelStorage, owners: OwnersOfGroups, room_bytes: int) -> None:
         self._gate = gate
-        self._peers = peers
+        self._owners = owners
         self._each: list[GatheredChunk] = []
         self._of: dict[int, int] = {}  # parameter -> chunk
         self._orders = {True: UseOrder(), False: UseOrder()}
@@ -188,7 +190,7 @@ class GatheredChunks:
         """Take in the groups of ``storage`` that are new; have ``room_bytes`` for what is open."""
         self.room_bytes = room_bytes
         for index, group in enumerate(storage.groups[len(self._each) :], len(self._each)):
-            self._each.append(GatheredChunk(self._gate, group))
+            self._each.append(GatheredChunk(self._gate, group, self._owners.of(group)))
             self._of.update((slot.param_ref.tensors[0], index) for slot in group.slots)
         largest = max((chunk.nbytes for chunk in self._each), default=0)
         self._staying = {i for i, chunk in enumerate(self._each) if stays_whole(chunk.nbytes, largest)}
@@ -224,10 +226,11 @@ class GatheredChunks:
         return True
 
     def next_missing(self, in_use: Sequence[int]) -> int | None:
-        """Return the first closed chunk to come that there is room for without closing one used earlier."""
+        """Return the first closed chunk to come that there is room for without closing one used earlier. One
+        that comes from no other rank needs no start ahead."""
         for index in self.order.upcoming():
             chunk = self._each[index]
-            if chunk.is_open or index in in_use or not chunk.has_shard:
+            if chunk.is_open or index in in_use or not chunk.has_shard or chunk.owners.is_alone:
                 continue
             due = self.order.next_use(index)
             needed = self._missing_bytes((index, *in_use))
@@ -241,17 +244,31 @@ class GatheredChunks:
         while victims and self._missing_bytes(wanted) > 0:
             self._each[victims.pop()].close()
 
+    def owners(self, index: int) -> Sequence[int]:
+        """Return the places, among all ranks, of those that have parts of a chunk."""
+        return self._each[index].owners.places
+
     def gather(self, index: int, askers: Sequence[int]) -> None:
-        """Carry out what ``askers`` have asked for, all ranks together."""
-        chunk, rank = self._each[index], self._peers.share.rank
-        if len(askers) == self._peers.share.size:
-            chunk.open(self._peers, alone=False)
+        """Carry out what ``askers`` among the owners have asked for, all of these together."""
+        chunk = self._each[index]
+        share = chunk.owners.peers.share
+        if len(askers) == share.size:
+            chunk.open(alone=False)
             return
         for asker in askers:
-            if asker == rank:
-                chunk.open(self._peers, alone=True)
+            if asker == share.rank:
+                chunk.open(alone=True)
             else:
-                chunk.serve(self._peers, asker)
+                chunk.serve(asker)
+
+    def open_alone(self, index: int, in_use: Iterable[int]) -> bool:
+        """Open a chunk that no other rank has a part of; say whether it was one."""
+        chunk = self._each[index]
+        if not chunk.owners.is_alone:
+            return False
+        self.make_room((index,), in_use)
+        chunk.open(alone=False)
+        return True
 
     def close_all(self) -> None:
         """Close everything."""

@@ -19,6 +19,7 @@ from gemini.errors import StateError
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.storage.gradient import ShardedGradient, SlotGradient
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
+from gemini.sharding.owners import OwnersOfGroups
 from gemini.sharding.rounds import from_bits, to_bits
 
 
@@ -82,6 +83,23 @@ class NarrowParts(Parts):
         return self._room[: total.numel()].copy_(total)
 
 
+class LoneParts(Parts):
+    """One rank has the only part: nothing travels."""
+
+    def __init__(self, peers: Peers, room: torch.Tensor) -> None:
+        """``room`` as for :class:`FullParts`."""
+        self._peers = peers
+        self._room = room
+        self._count = 1
+
+    def send(self, whole: torch.Tensor, count: int) -> Transfer:
+        self._count = count
+        return self._peers.scatter_all(whole, self._room)
+
+    def mean(self, whole: torch.Tensor) -> torch.Tensor:
+        return torch.mul(whole, 1.0 / self._count, out=self._room[: whole.numel()])
+
+
 def _own(whole: torch.Tensor, peers: Peers) -> torch.Tensor:
     start, stop = peers.share.range_of(whole.numel())
     return whole[start:stop]
@@ -110,9 +128,11 @@ class GradientExchange:
         gate: Gate,
         storage: ModelStorage,
         peers: Peers,
+        owners: OwnersOfGroups,
         enter_round: Callable[[], None],
         reduce_dtype: torch.dtype | None,
     ) -> None:
+        self._owners = owners
         self._is_held = False  # gradients accumulate here, without an exchange
         self._count = peers.share.size  # by which their sums are divided
         self._gate = gate
@@ -126,6 +146,7 @@ class GradientExchange:
         self._under_way: tuple[int, Transfer] | None = None
         self._unequal: set[int] = set()  # groups whose shard other copies of the model have other means of
         self._reduce_dtype = reduce_dtype
+        self._parts: dict[bool, Parts] = {}  # of this rank's own groups, and of others; made when used
         self._room: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
         self._room_tensor = -1
         self._take_room(storage.exchange)
@@ -181,9 +202,20 @@ class GradientExchange:
         if exchange is not None:
             self._room = exchange.tensor
             self._room_tensor = self._gate.chunks.add_tensor(exchange)
-        self._parts: Parts = FullParts(self._peers, self._room)
-        if self._reduce_dtype is not None:
-            self._parts = NarrowParts(self._peers, self._room, self._reduce_dtype)
+        self._parts.clear()
+
+    def _parts_of(self, group: ChunkGroup) -> Parts:
+        """Return what sends parts to the owners of ``group``."""
+        is_own = group.plan.is_own
+        if is_own not in self._parts:
+            owners = self._owners.of(group)
+            if owners.is_alone:
+                self._parts[is_own] = LoneParts(owners.peers, self._room)
+            elif self._reduce_dtype is None:
+                self._parts[is_own] = FullParts(owners.peers, self._room)
+            else:
+                self._parts[is_own] = NarrowParts(owners.peers, self._room, self._reduce_dtype)
+        return self._parts[is_own]
 
     def complete(self) -> list[int]:
         """Return the groups whose gradients are all here and wait for those of the other ranks."""
@@ -201,7 +233,7 @@ class GradientExchange:
         for grad in _gradients(group):
             if not grad.is_local:
                 grad.view.zero_()
-        self._under_way = index, self._parts.send(group.grad.tensor, self._count)
+        self._under_way = index, self._parts_of(group).send(group.grad.tensor, self._count)
 
     def wait(self) -> None:
         """Wait for the exchange under way, if there is one; what it brought is void."""
@@ -218,7 +250,7 @@ class GradientExchange:
         self.wait()
         group, gate = self._groups[index], self._gate
         assert group.grad is not None
-        mean = self._parts.mean(group.grad.tensor)
+        mean = self._parts_of(group).mean(group.grad.tensor)
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
         gate.chunks.release(whole, dirty=True)
         for grad in _gradients(group):
@@ -324,6 +356,9 @@ class GradientExchange:
         arrived = self._arrived[index]
         arrived.add(place)
         if len(arrived) == len(_gradients(self._groups[index])):
+            if self._owners.of(self._groups[index]).is_alone:
+                self.exchange(index)  # no other rank has anything to add
+                return True
             self._complete.add(index)
             self._enter_round()
         return True

@@ -41,15 +41,19 @@ class Round:
     joined: tuple[int, ...] = ()  # ranks that have no batches left
     given_up: bool = False  # a rank gives its gradients up
 
-    def gathers(self, members: Sequence[int]) -> list[tuple[int, list[int]]]:
-        """Return the chunks that ranks among ``members`` want, each once, with the places among them of those
-        ranks; the same list on every one of them."""
-        askers: dict[int, list[int]] = {}
+    def gathers(
+        self, members: Sequence[int], owners: Callable[[int], Sequence[int]] | None = None
+    ) -> list[tuple[int, list[int]]]:
+        """Return the chunks that ranks among ``members`` want, each once, with the places of those ranks
+        among the owners; in one order on all of them. ``owners(chunk)``: the members that have parts of a
+        chunk, None: all. Left out are chunks that no owner wants."""
+        found: dict[int, list[int]] = {}
         for place in range(WANTS):
             wanted = sorted({self.wants[m][place] for m in members if place < len(self.wants[m])})
             for chunk in wanted:
-                askers.setdefault(chunk, [i for i, m in enumerate(members) if chunk in self.wants[m]])
-        return list(askers.items())
+                of = members if owners is None else owners(chunk)
+                found.setdefault(chunk, [i for i, m in enumerate(of) if chunk in self.wants[m]])
+        return [(chunk, askers) for chunk, askers in found.items() if askers]
 
 
 def encode(

@@ -9,13 +9,14 @@ from weakref import WeakMethod
 import torch
 
 from gemini.chunk import TensorIds
-from gemini.comm.peers import Peers, Topic
-from gemini.errors import StateError
+from gemini.comm.peers import OwnExperts, Peers, Topic
+from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.storage.gradient import ShardedGradient, SlotGradient
-from gemini.runtime.storage.model_storage import ModelStorage
+from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
 from gemini.sharding.gathered import GatheredChunks
 from gemini.sharding.gradient_exchange import GradientExchange
+from gemini.sharding.owners import OwnersOfGroups
 from gemini.sharding.rounds import (
     WANTS,
     Ending,
@@ -42,14 +43,18 @@ class Sharding:
         *,
         reduce_dtype: torch.dtype | None = None,
         strict: bool = False,
+        experts: OwnExperts | None = None,
     ) -> None:
         """``gather_bytes``: what whole parameter chunks may take on DEVICE, where an operator does not need
         more at once. ``reduce_dtype``: what gradients travel in, None: fp32. ``strict``: ranks must not
-        differ."""
+        differ. ``experts``: those that this rank has of divided ones."""
         self.peers = peers
         self._gate = gate
-        self._chunks = GatheredChunks(gate, storage, peers, gather_bytes)
-        self._gradients = GradientExchange(gate, storage, peers, self._round_for_gradients, reduce_dtype)
+        self._owners = OwnersOfGroups(peers, experts)
+        self._chunks = GatheredChunks(gate, storage, self._owners, gather_bytes)
+        self._gradients = GradientExchange(
+            gate, storage, peers, self._owners, self._round_for_gradients, reduce_dtype
+        )
         self.gather_bytes = gather_bytes
         self._num_groups = len(storage.groups)
         self._current: tuple[int, ...] = ()
@@ -81,6 +86,7 @@ class Sharding:
             self._chunks.order.note(chunk)
         missing = [chunk for chunk in used if not self._chunks[chunk].is_open]
         missing = [chunk for chunk in missing if not self._chunks.open_fresh(chunk, used)]
+        missing = [chunk for chunk in missing if not self._chunks.open_alone(chunk, (*used, *missing))]
         while len(missing) > WANTS:
             self._round(missing[:WANTS], used)
             del missing[:WANTS]
@@ -130,19 +136,28 @@ class Sharding:
 
     # -- values --------------------------------------------------------------------------------
 
-    def agree_on(self, values: torch.Tensor) -> None:
-        """Give ``values`` those of the first rank, in place."""
+    def agree_on(self, values: torch.Tensor, group: ChunkGroup | None = None) -> None:
+        """Give ``values``, in place, those of the first rank that owns ``group``; None: of the first of
+        all."""
+        peers = self.peers if group is None else self._owners.of(group).peers
         if values.is_contiguous():
-            self.peers.broadcast(values)
+            peers.broadcast(values)
             return
         contiguous = values.contiguous()
-        self.peers.broadcast(contiguous)
+        peers.broadcast(contiguous)
         values.copy_(contiguous)
 
-    def assemble(self, flat: torch.Tensor) -> None:
-        """Make values whole of which every rank has given its part, zeros elsewhere; bit for bit."""
+    def assemble(self, flat: torch.Tensor, group: ChunkGroup) -> None:
+        """Make values whole of which every owner of ``group`` has given its part, zeros elsewhere; bit for
+        bit."""
         # As integers: -0.0 + 0.0 would lose its sign. Of two bytes communication libraries know none.
-        self.peers.sum(flat.view(torch.int32 if flat.dtype.itemsize >= 4 else torch.uint8))
+        peers = self._owners.of(group).peers
+        peers.sum(flat.view(torch.int32 if flat.dtype.itemsize >= 4 else torch.uint8))
+
+    @property
+    def divides_experts(self) -> bool:
+        """Whether ranks have different experts, so that no rank can have the whole model."""
+        return self._owners.divide_experts
 
     # -- the step --------------------------------------------------------------------------------
 
@@ -236,6 +251,12 @@ class Sharding:
     def join(self, joining: Joining) -> Iterator[None]:
         """Let ranks leave the block one after another: :meth:`serve` is its end."""
         joining.refuse(self.peers.share)
+        if self.divides_experts:
+            raise ConfigError(
+                "join() does not go with experts that ranks divide (ep_size): a rank without batches would "
+                "not take part in the exchange of tokens; end the loop on all ranks after the smallest "
+                "number of batches"
+            )
         before, self._joining = self._joining, joining
         try:
             yield
@@ -303,7 +324,7 @@ class Sharding:
                 refuse_difference(messages)
             said = decode(messages)
             self._gradients.divide_by(count_present(self._joining, said, self.peers.share))
-            for chunk, askers in said.gathers(self.peers.share.members):
+            for chunk, askers in said.gathers(self.peers.share.members, self._chunks.owners):
                 self._chunks.gather(chunk, askers)
             for group in said.complete:
                 self._gradients.exchange(group)

@@ -194,12 +194,14 @@ def choose_with_experts(features: Features, parts: Partition | None) -> Plugin:
     for is_there, what in (
         (parts is not None, "layers over the ranks of tensor parallelism; write tensor=dict(size=1)"),
         (bool(others), f"{', '.join(others)}; use MoeGradientHandler, or no gradient handler"),
-        (stage == 3, "zero stage 3, which cuts chunks over ranks with different experts; use stage 1 or 2"),
     ):
         if is_there:
             raise ConfigError(f"config: experts divided among {ep} ranks do not go with {what}")
     if stage == 0:
         return HybridParallelPlugin(zero_stage=0, ep_size=ep)
+    if stage == 3:
+        precision = {} if features.casts else {"mixed_precision": "fp16"}
+        return GeminiPlugin(process_group=data_group(), ep_size=ep, **{**precision, **options})
     precision = {} if features.casts else {"precision": "fp16"}
     return LowLevelZeroPlugin(stage, dp_process_group=data_group(), ep_size=ep, **{**precision, **options})
 

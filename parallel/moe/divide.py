@@ -52,12 +52,15 @@ class CalledByChoice(nn.Module):
 
     def _computed(self, rows: Tensor, counts: Tensor) -> Tensor:
         num_rows = len(rows)
-        if not num_rows:  # no implementation takes none: gradients of a row that is left out are zeros
-            rows, counts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), counts.clone()
-            counts[0] = 1
         numbers = torch.arange(len(counts), dtype=torch.int64, device=rows.device)
-        chosen = numbers.repeat_interleave(counts, output_size=len(rows))[:, None]
-        made: Tensor = super().forward(rows, chosen, rows.new_ones(len(rows), 1))
+        chosen = numbers.repeat_interleave(counts, output_size=num_rows)
+        idle = numbers[counts == 0]
+        if len(idle):  # a row that is left out: ranks run the same operators, and its gradients are zeros
+            rows, chosen = (
+                torch.cat([rows, rows.new_zeros(len(idle), rows.shape[1])]),
+                torch.cat([chosen, idle]),
+            )
+        made: Tensor = super().forward(rows, chosen[:, None], rows.new_ones(len(rows), 1))
         return made[:num_rows]
 
 
@@ -94,12 +97,18 @@ def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: in
 
     Raises:
         ConfigError: the model has no experts, or some that cannot be divided, or not among so many ranks; the
-            message says among how many.
+            message says among how many. It is on ``meta``.
     """
     if (found := divided_experts(model)) is not None:
         _refuse_lists([module for module in model.modules() if isinstance(module, Experts)])
         return found.ranks
-    counts = [module.num_experts for module in _divisible(model)]
+    divisible = _divisible(model)
+    counts = [module.num_experts for module in divisible]
+    if any(param.is_meta for module in divisible for param in module.parameters()):
+        raise ConfigError(
+            "the model is on 'meta', and experts are divided with their values: build it on 'cpu', or leave "
+            "out ep_size"
+        )
     if not counts:
         raise ConfigError(f"{type(model).__name__} has no experts to divide among ranks; leave out ep_size")
     return ExpertRanks.of(data, size, counts, apart=apart)

@@ -246,13 +246,22 @@ class Experts(nn.Module):
         """Return what the experts make of tokens that are sorted by expert; ``counts``: how many each has."""
         if self.ranks is None:
             return self._computed(tokens, counts)
-        return through_experts(self.ranks.sharing, tokens, counts, self._computed)
+        return through_experts(self.ranks.sharing, tokens, counts, self._computed_alike)
 
     def note_ranks(self, ranks: ExpertRanks) -> None:
         """Take part in the exchange from now on: parameters have this rank's experts."""
         if self.array is not None:
             self.array.note_own(ranks.own(self.num_experts))
         self.ranks = ranks
+
+    def _computed_alike(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Return the same with the operators that other ranks run, however few tokens there are: without any,
+        those of a row that is left out, and gradients of zeros."""
+        if len(tokens):
+            return self._computed(tokens, counts)
+        rows, counts = tokens.new_zeros(1, tokens.shape[1]), counts.clone()
+        counts[0] = 1
+        return self._computed(torch.cat([tokens, rows]), counts)[:0]
 
     def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Return what this rank's experts make of tokens that are sorted by them."""

@@ -40,6 +40,8 @@ def test_round_gathers_what_anybody_wants_once_and_first_wants_first() -> None:
     assert said.wants == ((5, 3), (3, 7), (5,))
     assert said.gathers(range(3)) == [(3, [0, 1]), (5, [0, 2]), (7, [1])]
     assert said.gathers([1, 2]) == [(3, [0]), (5, [1]), (7, [0])]
+    owners = {3: [0, 2], 5: [1], 7: [0, 1]}  # who has no part of a chunk asks for another one of that number
+    assert said.gathers(range(3), owners.__getitem__) == [(3, [0]), (7, [1])]
 
 
 def test_round_exchanges_what_every_rank_has_complete() -> None:

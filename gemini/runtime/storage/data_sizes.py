@@ -20,12 +20,14 @@ from gemini.comm.peers import CUT_NUMEL, Share, stays_whole
 @dataclass(frozen=True)
 class GroupSpec:
     """Parameters of one dtype that either all train or are all frozen when they are wrapped, and their
-    layout. ``master``: whether those that train have fp32 masters."""
+    layout. ``master``: whether those that train have fp32 masters. ``own_share``: this rank's share of the
+    chunks, where fewer ranks cut them than all others: those of experts that ranks have divided."""
 
     layout: ChunkLayout
     dtype: torch.dtype
     trainable: bool
     master: bool
+    own_share: Share | None = None
 
 
 class Kept(NamedTuple):
@@ -54,7 +56,8 @@ class GroupPlan:
 
     ``blocks``: of each piece, which of the blocks of its parameters, counted through the chunk.
     ``largest_numel``: the elements of the largest parameter. ``parts``: how many chunks the parameter chunk
-    is, one behind another, that move by themselves; no piece lies in two of them.
+    is, one behind another, that move by themselves; no piece lies in two of them. ``is_own``: it has experts
+    of this rank; other ranks have others.
     """
 
     numel: int
@@ -67,6 +70,7 @@ class GroupPlan:
     block_bytes: int
     largest_numel: int
     parts: int = 1
+    is_own: bool = False
 
     @property
     def updated_dtype(self) -> torch.dtype:
@@ -183,10 +187,13 @@ def plan_groups(
     block_bytes: int = CPU.block_bytes,
 ) -> list[GroupPlan]:
     """Return the plan of each parameter chunk, those of the first group first. ``piece_numel`` bounds a state
-    chunk, in elements."""
+    chunk, in elements; ``share`` is of all groups that have none of their own."""
     plans = []
     step = max(CUT_NUMEL, piece_numel // CUT_NUMEL * CUT_NUMEL)
+    of_all = share
     for spec in groups:
+        is_own = spec.own_share is not None
+        share = spec.own_share or of_all
         for chunk, bare_numel in enumerate(spec.layout.chunk_numels):
             numel = share.whole_numel(bare_numel) if share is not None else bare_numel
             first, end = share.range_of(numel) if share is not None else (0, numel)
@@ -196,7 +203,7 @@ def plan_groups(
             blocks = _blocks_of(pieces, slots)
             kind = spec.dtype, spec.trainable, spec.master
             largest = max((slot.numel for slot in slots), default=0)
-            plans.append(GroupPlan(numel, *kind, pieces, blocks, share, block_bytes, largest, parts))
+            plans.append(GroupPlan(numel, *kind, pieces, blocks, share, block_bytes, largest, parts, is_own))
     return plans
 
 

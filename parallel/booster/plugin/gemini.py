@@ -18,16 +18,17 @@ from gemini.optim.kernel_adam import CPUAdam
 from gemini.optim.kernels import StateFormat
 from gemini.optim.rule_choice import rule_of
 from gemini.parallel.booster.mixed_precision import Precision
-from gemini.parallel.booster.plugin.base import Boosted, Criterion, Plugin, with_precision
+from gemini.parallel.booster.plugin.base import Boosted, Criterion, with_precision
+from gemini.parallel.booster.plugin.of_parts import PluginOfParts
 from gemini.parallel.expert_ranks import checked_ep_size
 from gemini.placement import PlacementPolicy
 from gemini.system.config import keyword_names, refuse_unknown
 
-_MODEL = keyword_names(GeminiDDP) - {"module"}
+_MODEL = keyword_names(GeminiDDP) - {"module", "experts"}
 _OPTIMIZER = keyword_names(GeminiOptimizer) - {"optim", "model"}
 
 
-class GeminiPlugin(Plugin):
+class GeminiPlugin(PluginOfParts):
     """Train with :class:`gemini.GeminiDDP` and :class:`gemini.GeminiOptimizer`.
 
     ::
@@ -40,13 +41,15 @@ class GeminiPlugin(Plugin):
 
     Args:
         device, placement_policy: see GeminiDDP.
-        ep_size: 1: chunks are cut over ranks, those of experts too, and no rank has experts of its own.
+        ep_size: how many neighbours among the ranks divide the experts of a mixture among them, each with
+            chunks of its own experts; see docs/experts.md. The model is in memory then, and
+            ``strict_ddp_mode`` is on unless it is given. 1: chunks of experts are cut over all ranks.
         options: further keywords of GeminiDDP (budgets, chunk search, ``mixed_precision``, ``process_group``)
             and of GeminiOptimizer (``max_norm``, ``initial_scale`` and the others of the loss scale,
             ``overlap``, ``elementwise``, ``whole``).
 
     Raises:
-        TypeError: a keyword that neither has. ConfigError: ``ep_size`` above 1.
+        TypeError: a keyword that neither has. ConfigError: an ``ep_size`` that cannot be.
     """
 
     def __init__(
@@ -57,17 +60,34 @@ class GeminiPlugin(Plugin):
         ep_size: int = 1,
         **options: Any,
     ) -> None:
-        if checked_ep_size(ep_size) > 1:
-            raise ConfigError(
-                f"ep_size {ep_size}: GeminiPlugin cuts chunks over all ranks, which would have different "
-                "experts; choose LowLevelZeroPlugin(ep_size=...), or leave it out: every chunk is cut anyway"
-            )
         refuse_unknown("GeminiPlugin", options, _MODEL | _OPTIMIZER)
+        super().__init__()
+        self._ep_size = checked_ep_size(ep_size)
+        self.divides_experts = ep_size > 1
         self._model_options = {key: value for key, value in options.items() if key in _MODEL}
         self._model_options.update(device=device, placement_policy=placement_policy)
         self._optimizer_options = {key: value for key, value in options.items() if key in _OPTIMIZER}
+        if self.divides_experts:
+            self._prepare_for_experts(options)
         group = options.get("process_group")
         self.process_group = group_of(group) if isinstance(group, DeviceMesh) else group
+
+    def _prepare_for_experts(self, options: dict[str, Any]) -> None:
+        """Have ranks that run different operators find out, instead of waiting for each other's tokens.
+        Raises ConfigError for options that do not go with divided experts."""
+        group = options.get("process_group")
+        if options.get("model_ranks") is not None:
+            raise ConfigError(
+                f"ep_size {self._ep_size} with model_ranks: the model was cut before it is boosted; choose "
+                "HybridParallelPlugin(zero_stage=3, tp_size=..., ep_size=...), which does both"
+            )
+        if isinstance(group, DeviceMesh) and group.ndim > 1:
+            raise ConfigError(
+                f"ep_size {self._ep_size} with a DeviceMesh of the shape {tuple(group.shape)}: its rows hold "
+                "copies of the model, and experts are divided within one; give one of its dimensions"
+            )
+        if options.get("config") is None:
+            self._model_options.setdefault("strict_ddp_mode", True)
 
     def configure(
         self,
@@ -76,7 +96,8 @@ class GeminiPlugin(Plugin):
         criterion: Criterion | None,
         precision: Precision | None,
     ) -> Boosted:
-        """See :class:`Plugin`. Raises OutOfBudgetError if the model cannot fit; nothing was changed."""
+        """See :class:`Plugin`. Raises OutOfBudgetError if the model cannot fit; nothing was changed, but for
+        experts that were divided already."""
         model_options, optimizer_options = with_precision(
             "GeminiPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
         )
@@ -87,16 +108,20 @@ class GeminiPlugin(Plugin):
             # What cannot train is refused at once: where the rule is known before chunks are, by wrapping.
             is_adam = isinstance(optimizer, CPUAdam) and optimizer.state_format == StateFormat()
             model_options = {"optimizer_rule": "adam" if is_adam else "none", **model_options}
-        managed = GeminiDDP(model, **model_options)
-        if optimizer is None:
-            return Boosted(managed, None, criterion)
+        parts = self.divide_experts(model, optimizer, self._ep_size)
+        experts = None if parts is None or parts.experts is None else parts.experts.own
+        managed, boosted = GeminiDDP(model, experts=experts, **model_options), None
         try:
-            boosted = GeminiOptimizer(optimizer, managed, **optimizer_options)
+            if optimizer is not None:
+                boosted = GeminiOptimizer(optimizer, managed, **optimizer_options)
         except GeminiError:
             handle = handle_of(managed)
             if handle.peers is None:  # what one rank alone was refused would keep the others waiting
                 handle.release()
             raise
+        if parts is not None:
+            parts.refuse_as_whole(managed)
+            self.note_parts(parts, managed, boosted)
         return Boosted(managed, boosted, criterion)
 
     def no_sync(

@@ -102,7 +102,7 @@ class HybridParallelPlugin(PluginOfParts):
             over the labels in its micro-batch, which are shifted already for a causal model of transformers
             and as they were given for one of your own; the loss is the mean over those of all ranks.
         ep_size: how many neighbours among the ranks of data parallelism divide the experts of a mixture among
-            them, with ``zero_stage`` 0 to 2; see docs/experts.md.
+            them; see docs/experts.md.
         zero_stage: what ranks that have the same part cut: 3: weights too, in chunks (GeminiDDP); 2:
             gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, but for
             the order of sums. 0 to 2 take any element-wise torch optimizer (LowLevelZeroOptimizer).
@@ -164,11 +164,11 @@ class HybridParallelPlugin(PluginOfParts):
         self._plan = plan if isinstance(plan, ParallelPlan) else None
         self._recompute = tuple(map(_as_names, recompute))
         self._sizes = Layout(tp=tp_size, pp=pp_size, sp=sp_size)
-        self._ep_size = _checked_experts(ep_size, zero_stage)
+        self._ep_size = checked_ep_size(ep_size)
         self.divides_experts = ep_size > 1
         self._zero_stage = zero_stage
         self._data = choose_data_parallelism(
-            zero_stage, placement_policy, options, alone=self._sizes.world_size == 1
+            zero_stage, placement_policy, options, alone=self._sizes.world_size == 1 and ep_size == 1
         )
         if sp_mode not in METHODS:
             raise ConfigError(f"sp_mode is {sp_mode!r}; it may be {' or '.join(METHODS)}")
@@ -503,16 +503,6 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
         self, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, *, zero_stage: int = 1, **options: Any
     ) -> None:
         super().__init__(tp_size, pp_size, ep_size=ep_size, zero_stage=zero_stage, **options)
-
-
-def _checked_experts(ep_size: int, zero_stage: int) -> int:
-    """Return over how many ranks experts are divided. Raises ConfigError where that cannot be."""
-    if checked_ep_size(ep_size) > 1 and zero_stage == 3:
-        raise ConfigError(
-            f"ep_size {ep_size} with zero_stage=3: chunks are cut over all ranks of data parallelism, and "
-            "these have different experts; choose zero_stage 0, 1 or 2"
-        )
-    return ep_size
 
 
 def _as_names(names: Names) -> Names:

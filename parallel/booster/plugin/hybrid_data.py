@@ -30,7 +30,8 @@ from gemini.system.device import current_device
 
 T = TypeVar("T")
 
-_CHUNKED = keyword_names(GeminiDDP) - {"module", "process_group", "model_ranks", "config", "placement_policy"}
+_GIVEN = frozenset(("module", "process_group", "model_ranks", "experts", "config", "placement_policy"))
+_CHUNKED = keyword_names(GeminiDDP) - _GIVEN
 _UPDATED = keyword_names(GeminiOptimizer) - {"optim", "model"}
 _SCALES = frozenset(("initial_scale", "min_scale", "max_scale", "hysteresis", "growth_interval"))
 _SCALES |= {"growth_factor", "backoff_factor"}
@@ -141,7 +142,13 @@ class Chunks:
             parts: Parts,
             group: Group,
         ) -> Wrapped:
-            managed = GeminiDDP(part, process_group=group, model_ranks=parts.model_ranks, **model_options)
+            managed = GeminiDDP(
+                part,
+                process_group=group,
+                model_ranks=parts.model_ranks,
+                experts=None if parts.experts is None else parts.experts.own,
+                **model_options,
+            )
             boosted = None if optimizer is None else GeminiOptimizer(optimizer, managed, **optimizer_options)
             parts.tied.watch(handle_of(managed))
             return Wrapped(managed, boosted, _ManagedPart(handle_of(managed), boosted))

@@ -11,13 +11,10 @@ from torch import distributed as dist
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.booster.checkpoint.parts import Parts
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, with_precision
 from gemini.parallel.booster.plugin.of_parts import PluginOfParts
 from gemini.parallel.expert_ranks import checked_ep_size
-from gemini.parallel.mesh import Axis
-from gemini.parallel.moe.divide import expert_ranks_of
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
 from gemini.parallel.zero.model import kept_in_fp32
 from gemini.parallel.zero.options import choose_stage, parse_precision
@@ -102,7 +99,6 @@ class LowLevelZeroPlugin(PluginOfParts):
         self._ep_size = checked_ep_size(ep_size)
         self.divides_experts = ep_size > 1
         self.process_group = dp_process_group
-        self._data: Axis | None = None  # the ranks, where some divide experts
 
     def configure(
         self,
@@ -121,7 +117,7 @@ class LowLevelZeroPlugin(PluginOfParts):
                 "it on 'cpu', or use GeminiPlugin"
             )
         model.to(current_device())
-        parts = self._divide_experts(model, optimizer)
+        parts = self.divide_experts(model, optimizer, self._ep_size)
         experts = None if parts is None else parts.experts
         dtype = parse_precision(chosen["precision"] or "fp32")
         cut = None
@@ -146,20 +142,6 @@ class LowLevelZeroPlugin(PluginOfParts):
             parts.refuse_as_whole(ready)
             self.note_parts(parts, ready, cut)
         return Boosted(ready, cut, criterion)
-
-    def _divide_experts(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Parts | None:
-        """Leave of the experts of ``model`` this rank's own; None where each rank has all."""
-        if self._ep_size == 1:
-            return None
-        if self._data is None and self.ranks.size > 1:
-            group = self.process_group or dist.group.WORLD
-            assert group is not None
-            self._data = Axis("dp", group)
-        if (ranks := expert_ranks_of(model, self._data, self._ep_size)) is None:
-            return None
-        parts = Parts.undivided(model, optimizer)
-        parts.divide_experts(ranks)
-        return parts
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None

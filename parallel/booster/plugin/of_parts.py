@@ -1,10 +1,11 @@
-"""Files of the whole model, for plugins that leave each rank a part of it."""
+"""Files of the whole model, and experts of its own for each rank, for plugins that leave each rank a part."""
 
 from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from gemini.parallel.booster import checkpoint as files
@@ -16,6 +17,9 @@ from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
 )
 from gemini.parallel.booster.plugin.base import Path, Plugin
 from gemini.parallel.booster.ranks import Ranks
+from gemini.parallel.expert_ranks import checked_ep_size
+from gemini.parallel.mesh import Axis
+from gemini.parallel.moe.divide import expert_ranks_of
 
 
 class PluginOfParts(Plugin):
@@ -24,12 +28,31 @@ class PluginOfParts(Plugin):
     def __init__(self) -> None:
         self.parts: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
         self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
+        self._expert_data: Axis | None = None  # all ranks, where some divide experts
 
     def note_parts(self, parts: Parts, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Remember what a boosted ``model`` and its ``optimizer`` are."""
         self.parts[model] = parts
         if optimizer is not None:
             self._parts_of[optimizer] = parts
+
+    def divide_experts(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ep_size: int
+    ) -> Parts | None:
+        """Leave of the experts of ``model``, which is whole, those of this rank, where ``ep_size`` of
+        :attr:`ranks` divide them; None where each rank has all. Raises ConfigError, and nothing has changed,
+        where they cannot."""
+        if checked_ep_size(ep_size) == 1:
+            return None
+        if self._expert_data is None and self.ranks.size > 1:
+            group = self.process_group or dist.group.WORLD
+            assert group is not None
+            self._expert_data = Axis("dp", group)
+        if (ranks := expert_ranks_of(model, self._expert_data, ep_size)) is None:
+            return None
+        parts = Parts.undivided(model, optimizer)
+        parts.divide_experts(ranks)
+        return parts
 
     def save_model(
         self,
