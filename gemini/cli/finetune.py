@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from gemini.cli.train import (
     add_option,
     add_report_option,
     options_named,
-    refuse_ranks,
     with_options,
 )
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
@@ -53,6 +52,8 @@ examples:
       print the tokens of three records and mark those that the loss counts; train nothing
   gemini finetune recipes/full.toml --data mine.jsonl --steps 100
       a recipe: the same names in a file (lr = 1e-5, device_bytes = "20GiB"); options given here win
+  gemini finetune recipes/full.toml --batch 4 --nproc 2
+      two processes share the rows of each step, and the model
   gemini finetune recipes/full.toml --resume auto
       go on where the last run ended, or start: for a scheduler that runs the command again
 
@@ -139,8 +140,39 @@ def config_from(options: argparse.Namespace) -> FineTuneConfig:
 
 def run(options: argparse.Namespace) -> int:
     """Fine-tune, print the summary, and return the exit code."""
-    refuse_ranks(COMMAND)
-    config = config_from(options)
+    from gemini.jobs.run.ranks import errors_of_rank, num_ranks, run_on_ranks
+
+    ranks = num_ranks()
+    with errors_of_rank():
+        config = config_from(options)
+        if ranks > 1:
+            return _run(options, _on_ranks(config, ranks))
+        if config.nproc == 1 or config.show:
+            return _run(options, config)
+    return run_on_ranks(_without_nproc(options.called), config.nproc)
+
+
+def _without_nproc(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a rank, which knows how many there are. torchrun takes ``--nproc`` for the
+    beginning of options of its own, even behind the name of the program."""
+    return [
+        each
+        for before, each in zip(("", *arguments), arguments, strict=False)
+        if "--nproc" not in (before, each) and not each.startswith("--nproc=")
+    ]
+
+
+def _on_ranks(config: FineTuneConfig, ranks: int) -> FineTuneConfig:
+    """Return the run of one of ``ranks`` that were started. Raises ConfigError where it asks for others."""
+    if config.nproc not in (1, ranks):
+        raise ConfigError(
+            f"--nproc is {config.nproc} and torchrun has started {ranks} ranks; leave --nproc out there"
+        )
+    return replace(config, nproc=ranks)
+
+
+def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
+    """Do what :func:`run` does, in this process."""
     try:
         from transformers.utils import logging
     except ImportError as error:
@@ -152,6 +184,7 @@ def run(options: argparse.Namespace) -> int:
     from gemini.jobs.finetune import job
     from gemini.jobs.run.display import make_display
     from gemini.jobs.run.outcome import summary_table
+    from gemini.jobs.run.ranks import place_among_ranks
 
     if config.show:
         for line in job.preview(config):
@@ -161,14 +194,17 @@ def run(options: argparse.Namespace) -> int:
         _check_model(config)
     logging.disable_progress_bar()  # or they are drawn across the display
     console = Console(stderr=True)
-    with options_named(), warnings.catch_warnings():
+    with options_named(), place_among_ranks() as rank, warnings.catch_warnings():
         # What transformers and peft are to change between them is nothing for who runs this.
         warnings.simplefilter("ignore", FutureWarning)
         result = job.run(
             config,
             show=lambda steps: make_display(console, steps=steps, quiet=options.quiet),
-            forecast=forecast_lines if config.forecast and not options.quiet else None,
+            forecast=forecast_lines if config.forecast and not options.quiet and not rank.index else None,
+            rank=rank,
         )
+    if rank.index:
+        return result.exit_code
     if options.json:
         print_json(result.summary.to_dict())
     else:
@@ -183,7 +219,7 @@ def _check_model(config: FineTuneConfig) -> None:
     if config.plan is not None:
         from gemini.parallel.plan import ParallelPlan
 
-        ParallelPlan.load(config.plan).check(model, 1)
+        ParallelPlan.load(config.plan).check(model, config.nproc)
     refuse_unfit_blocks(model, config.recomputed_blocks)
 
 
@@ -382,9 +418,17 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     add_report_option(group, FineTuneConfig)
     _option(
         group,
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="processes on this machine that train together (ZeRO 3: each keeps a part of the model, and "
+        "budgets are those of each); a step takes the same rows as with one",
+    )
+    _option(
+        group,
         "--plan",
         metavar="FILE",
-        help="a plan for one rank: it gives budgets, precision, --batch, --accumulate and --recompute",
+        help="a plan: it gives budgets, precision, --batch, --accumulate, --recompute and --nproc",
     )
     _option(group, "--forecast", action=_YES_OR_NO, help="say beforehand what planning expects (default)")
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
@@ -401,6 +445,9 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
     It asks nothing and refuses nothing: where it cannot say anything, it says why.
     """
+    if config.nproc > 1:
+        yield f"plan: none over {config.nproc} ranks; gemini plan {config.model} --dp {config.nproc} has one"
+        return
     try:
         yield from _lines(config, seq)
     except GeminiError as error:

@@ -261,7 +261,7 @@ def _parsed(arguments: list[str], added: Mapping[str, AddParser]) -> argparse.Na
     called = arguments[0] if arguments else ""
     parser = build_parser({**added, **added_commands(called, {*COMMANDS, *added})})
     if called != "trace":
-        return parser.parse_args(arguments)
+        return parser.parse_args(arguments, argparse.Namespace(called=tuple(arguments)))
     own, script = trace.split_script(arguments)
     options = parser.parse_args(own)
     options.script = script

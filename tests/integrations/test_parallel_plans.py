@@ -23,6 +23,7 @@ from trainer_runs import Tokens, arguments, build, figures, unmanaged  # noqa: E
 from gemini.cli.main import main  # noqa: E402
 from gemini.forecast.machine import MachineSpeeds  # noqa: E402
 from gemini.integrations.transformers import GeminiTrainer  # noqa: E402
+from gemini.jobs.finetune.config import FineTuneConfig, with_plan  # noqa: E402
 from gemini.memstats import LINKS, LinkSpeed  # noqa: E402
 from gemini.parallel import Layout, ParallelPlan, PlanBudgets  # noqa: E402
 
@@ -137,6 +138,13 @@ def test_a_run_by_a_plan_is_resumed_with_its_options(base: Path, capsys: pytest.
     assert (options["recompute"], options["accumulate"]) == (BLOCKS[0], 2)
 
 
+def test_a_plan_over_ranks_says_how_many_and_the_rows_of_all(base: Path) -> None:
+    told = with_plan({"plan": plan_of(base, layout=Layout(dp=2)), "model": "m", "data": "d", "output": "o"})
+    config = FineTuneConfig(**told)
+    assert (config.nproc, config.batch, config.accumulate) == (2, 2, 4)
+    assert config.rows_of_rank(2) == (2, 2), "those of the plan"
+
+
 def test_a_plan_that_was_searched_for_is_of_the_model_that_is_trained(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -158,11 +166,12 @@ def test_a_plan_that_was_searched_for_is_of_the_model_that_is_trained(
         ({}, ["--batch", "3"], "batch=3 (the plan says 2)"),
         ({}, ["--activation-checkpointing"], "activation_checkpointing=True"),
         ({}, ["--lora", "4"], "fingerprint"),
-        ({"layout": Layout(dp=2)}, [], "is for 2 ranks, and gemini finetune trains on one"),
+        ({"layout": Layout(tp=2)}, [], "has whole models in chunks (ZeRO 3), and the plan says tp 2"),
+        ({"layout": Layout(dp=2)}, ["--nproc", "4"], "nproc=4 (the plan says 2)"),
         ({"dtype": "fp16"}, [], "says fp16; --precision is one of fp32, bf16"),
         ({"model": "0"}, [], "fingerprint"),
     ],
-    ids=range(6),
+    ids=range(7),
 )
 def test_finetune_refuses_what_contradicts_the_plan_and_what_it_cannot_run(
     changed: dict[str, Any], more: list[str], said: str, base: Path, capsys: pytest.CaptureFixture[str]

@@ -68,6 +68,7 @@ class FineTuneConfig(MemoryOptions):
         "plan",
         "forecast",
         "show",
+        "nproc",
     )  # when a run is resumed
 
     model: str = ""
@@ -111,6 +112,7 @@ class FineTuneConfig(MemoryOptions):
     overwrite: bool = False
     report_to: str = ""
     plan: str | None = None
+    nproc: int = 1
     forecast: bool = True
     show: int = 0
 
@@ -194,6 +196,7 @@ class FineTuneConfig(MemoryOptions):
             ("eval_every", 0),
             ("checkpoint_every", 0),
             ("show", 0),
+            ("nproc", 1),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -218,7 +221,24 @@ class FineTuneConfig(MemoryOptions):
                 raise ConfigError(f"{option(name)} is {getattr(self, name)}; it must be at least 0{below}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
+        self.rows_of_rank(self.nproc)
         self._check_held_out()
+
+    def rows_of_rank(self, ranks: int) -> tuple[int, int]:
+        """Return how many rows a pass takes on each of so many ranks, and how many passes a step: together
+        they take the rows that one process would.
+
+        Raises:
+            ConfigError: the rows of a step cannot be shared out evenly.
+        """
+        if self.accumulate % ranks == 0:
+            return self.batch, self.accumulate // ranks
+        if self.batch % ranks == 0:
+            return self.batch // ranks, self.accumulate
+        raise ConfigError(
+            f"{ranks} ranks share the rows of a step, and --batch {self.batch} and --accumulate "
+            f"{self.accumulate} cannot be divided among them; make one of them a multiple of {ranks}"
+        )
 
     def _check_held_out(self) -> None:
         """Raise ConfigError where what is held out is said twice, or needed and not said."""
@@ -269,18 +289,14 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
     from gemini.parallel.plan import ParallelPlan
 
     plan = ParallelPlan.load(given["plan"])
-    if plan.world_size > 1:
-        raise ConfigError(
-            f"--plan {given['plan']} is for {plan.world_size} ranks, and gemini finetune trains on one: run "
-            "it with HybridParallelPlugin(plan=...) in a program of your own"
-        )
     if plan.dtype not in PRECISIONS:
         raise ConfigError(
             f"--plan {given['plan']} says {plan.dtype}; --precision is one of {', '.join(PRECISIONS)}"
         )
     said = plan.managed_options("gemini finetune")
     said["precision"] = said.pop("mixed_precision") or "fp32"
-    said |= {"batch": plan.microbatch_size, "accumulate": plan.num_microbatches}
+    ranks = plan.world_size  # each takes the plan's batches; ours are those of all together
+    said |= {"batch": plan.microbatch_size, "accumulate": plan.num_microbatches * ranks, "nproc": ranks}
     said |= {"recompute": text_of_names(plan.recomputed), "activation_checkpointing": False}
     return plan.joined(said, given)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 import gemini
+from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
@@ -20,6 +23,7 @@ from gemini.jobs.finetune.held_out import BEST, BestWeights
 from gemini.jobs.finetune.samples import Batch
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
+from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.parallel.plan import ParallelPlan
 from gemini.runtime.activation.recomputed import recompute_blocks
 from gemini.system.durable import put_in_place, temporary_of
@@ -34,15 +38,21 @@ _PROBED = 4  # tokens of a document that shows whether others see it
 
 class PretrainedEngine(ManagedTraining):
     """The model of ``config`` with its optimizer; with adapters only those train. Checkpoints say which
-    weights were ``best``.
+    weights were ``best``. ``rank``: this process among those that share the model; all of them make the same
+    calls.
 
     Raises:
         OutOfBudgetError: it cannot fit the budgets; said before weights are read.
         ConfigError: an option cannot be.
     """
 
-    def __init__(self, config: FineTuneConfig, best: BestWeights | None = None) -> None:
+    def __init__(
+        self, config: FineTuneConfig, best: BestWeights | None = None, rank: Rank | None = None
+    ) -> None:
         self.best = best
+        self._adapters = bool(config.lora)
+        self._disk_dir = config.disk_dir
+        self.rank = Rank() if rank is None else rank
         torch.manual_seed(config.seed)
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
@@ -63,7 +73,7 @@ class PretrainedEngine(ManagedTraining):
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
             recompute_blocks(self.module, config.recomputed_blocks)
             if config.plan is not None:
-                handle.compare_with(ParallelPlan.load(config.plan).predicted.of_rank(0))
+                handle.compare_with(ParallelPlan.load(config.plan).predicted.of_rank(self.rank.index))
         except BaseException as error:
             handle.leave(type(error), error)
             raise
@@ -74,6 +84,7 @@ class PretrainedEngine(ManagedTraining):
         self._use_cache = getattr(self.module.config, "use_cache", None)
         self.module.config.use_cache = False  # of keys and values, which only generation needs
         self.module.train()
+        torch.manual_seed(config.seed + self.rank.index)  # dropout of each rank is its own
 
     @property
     def num_parameters(self) -> tuple[int, int]:
@@ -112,18 +123,31 @@ class PretrainedEngine(ManagedTraining):
                 "or --documents joined if each may look at those before it"
             )
 
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss over all tokens of ``batches``; no weight and no random state changes."""
+    def evaluate(self, batches: Sequence[Callable[[], Batch]]) -> float:
+        """Return the mean loss over all tokens of ``batches``; no weight and no random state changes. Ranks
+        share the batches, and each runs as many passes as the others."""
         total, tokens = 0.0, 0
+        index, count = self.rank.index, self.rank.count
         self.module.eval()
         try:
             with torch.no_grad():
-                for batch in batches:
-                    total += self.loss(batch).item() * batch.num_learned
-                    tokens += batch.num_learned
+                for first in range(0, len(batches), count):
+                    is_own = first + index < len(batches)
+                    batch = batches[first + index if is_own else first]()
+                    loss = self.loss(batch).item()
+                    total += loss * batch.num_learned * is_own
+                    tokens += batch.num_learned * is_own
         finally:
             self.module.train()
-        return total / tokens
+        of_all, learned = self.sum_over_ranks(total, tokens)
+        return of_all / learned
+
+    def sum_over_ranks(self, *values: float) -> list[float]:
+        """Return the sums of what all ranks give here."""
+        if self.rank.is_alone:
+            return list(values)
+        said = [json.loads(text) for text in self.rank.collect(lambda: json.dumps(values))]
+        return [math.fsum(each) for each in zip(*said, strict=True)]
 
     def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
         """Stream everything to ``directory``, with what is known of the best weights."""
@@ -143,7 +167,7 @@ class PretrainedEngine(ManagedTraining):
     def keep(self, target: Path, tokenizer: Any) -> None:
         """Write what :meth:`export` needs to return to these weights; the run goes on."""
         with self._written(target) as made:
-            self._save_pretrained(self.module, made, tokenizer)
+            self._save_pretrained(self.module, made, tokenizer, only_adapters=self._adapters)
 
     def export(
         self, target: Path, tokenizer: Any, *, merge: bool, card: str, kept: Path | None = None
@@ -154,34 +178,66 @@ class PretrainedEngine(ManagedTraining):
         these."""
         with self._written(target) as made:
             if kept is not None and not merge:
-                _copy(kept, made)
+                if not self.rank.index:
+                    _copy(kept, made)
             else:
                 if kept is not None:
                     self._read_adapters(kept)
-                self._save_pretrained(
-                    self.module.merge_and_unload() if merge else self.module, made, tokenizer
-                )
-            (made / "README.md").unlink(missing_ok=True)  # PEFT has written one
-            (made / "README.md").write_text(card, encoding="utf-8")
+                model = self.module.merge_and_unload() if merge else self.module
+                self._save_pretrained(model, made, tokenizer, only_adapters=self._adapters and not merge)
+            if not self.rank.index:
+                (made / "README.md").unlink(missing_ok=True)  # PEFT has written one
+                (made / "README.md").write_text(card, encoding="utf-8")
 
     @contextmanager
     def _written(self, target: Path) -> Iterator[Path]:
-        """Yield the name of a directory to make, which becomes ``target``."""
+        """Yield the name of a directory to make, which becomes ``target``. Only the first rank makes it."""
         made = temporary_of(target)
         with io_errors("write the trained model", target):
-            shutil.rmtree(made, ignore_errors=True)
+            if not self.rank.index:
+                shutil.rmtree(made, ignore_errors=True)
             yield made
-            put_in_place(made, target)
+            if not self.rank.index:
+                put_in_place(made, target)
+            self.rank.agree(lambda: "")  # it is there for all
 
-    def _save_pretrained(self, model: Any, made: Path, tokenizer: Any) -> None:
+    def _save_pretrained(self, model: Any, made: Path, tokenizer: Any, *, only_adapters: bool) -> None:
+        options: dict[str, Any] = {}
+        if not self.rank.is_alone:
+            options["state_dict"] = self._gathered(model, only_adapters=only_adapters)
+            if self.rank.index:
+                return
         used = model.config.use_cache
         if self._use_cache is not None:
             model.config.use_cache = self._use_cache
         try:
-            model.save_pretrained(made, max_shard_size=_SHARD)
+            model.save_pretrained(made, max_shard_size=_SHARD, **options)
         finally:
             model.config.use_cache = used
         tokenizer.save_pretrained(made)
+
+    def _gathered(self, model: Any, *, only_adapters: bool) -> dict[str, Tensor]:
+        """Return the weights on the first rank, in a file of the DISK tier if there is one. All ranks read
+        them together, one after the other."""
+        trained = {id(param) for param in model.parameters() if param.requires_grad}
+        state = {
+            name: value
+            for name, value in model.state_dict(keep_vars=True).items()
+            if not only_adapters or id(value) in trained
+        }
+        place: Place = IN_MEMORY
+        if not self.rank.index and self._disk_dir is not None:
+            place = MappedTensors(self._disk_dir, sum(each.nbytes for each in state.values()), len(state))
+        copies: dict[int, Tensor] = {}  # tied weights stay one
+        for value in state.values():
+            if id(value) not in copies:
+                whole = value.detach().clone().cpu()
+                if not self.rank.index:
+                    copies[id(value)] = place.empty(whole.numel(), whole.dtype).view(whole.shape)
+                    place.put(copies[id(value)].view(-1), 0, whole.view(-1))
+                else:
+                    copies[id(value)] = whole.new_empty(0)
+        return {name: copies[id(value)] for name, value in state.items()}
 
     def _read_adapters(self, kept: Path) -> None:
         """Have the values of adapters that :meth:`keep` has written."""

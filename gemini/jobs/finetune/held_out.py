@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,11 @@ class HeldOut:
         every = self._every
         return self.num_rows > 0 and (done == self._steps or (every > 0 and done > 0 and done % every == 0))
 
-    def batches(self) -> Iterator[Batch]:
-        """Yield all rows, a batch at a time."""
-        for first in range(0, self.num_rows, self._batch):
-            yield self._samples.rows(self._rows[first : first + self._batch].tolist())
+    def batches(self) -> list[Callable[[], Batch]]:
+        """Return what makes each batch of all rows."""
+        rows = self._rows.tolist()
+        parts = [rows[first : first + self._batch] for first in range(0, self.num_rows, self._batch)]
+        return [partial(self._samples.rows, part) for part in parts]
 
 
 class BestWeights:
@@ -49,9 +51,11 @@ class BestWeights:
 
     ``step`` counts from 1; None: nothing was evaluated yet. Of equal losses the first counts. The weights
     that the newest checkpoint names stay until the next one is whole, because a resumed run starts from it.
+    Only a process that ``owns`` the directory removes anything there.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, owns: bool = True) -> None:
+        self._owns = owns
         self.step: int | None = None
         self.loss = math.inf
         self.evaluated = 0  # the last step after which the loss was computed
@@ -106,7 +110,7 @@ class BestWeights:
     def _remove_others(self) -> None:
         kept = {self._of(step) for step in (self.step, self._saved)}
         with io_errors("remove older weights", self._directory):
-            if not self._directory.is_dir():
+            if not self._owns or not self._directory.is_dir():
                 return
             for entry in self._directory.iterdir():
                 if entry.name.startswith(_STEP) and entry not in kept and not entry.is_symlink():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini import checkpoint
+from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, printable
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
@@ -17,11 +18,11 @@ from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.work import FineTuneWork
-from gemini.jobs.run.display import Display
+from gemini.jobs.run.display import Display, SilentDisplay
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
-from gemini.jobs.run.run_directory import RunDirectory
+from gemini.jobs.run.run_directory import FollowedDirectory, RunDirectory
 from gemini.jobs.run.trackers import require_trackers
 from gemini.jobs.run.training import StopRequest, Training
 from gemini.system.device import repeatable_operators, resolve_device
@@ -41,38 +42,55 @@ def run(
     *,
     show: Callable[[int], Display],
     forecast: Callable[[FineTuneConfig, int], Iterable[str]] | None = None,
+    rank: Rank | None = None,
 ) -> FineTuneResult:
     """Train as ``config`` says, export the model and return the result.
 
     The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint, the second at once.
     ``show`` makes the display of so many steps; ``forecast`` returns lines on a run with rows of so many
-    tokens, which are shown before the model is loaded. Raises a GeminiError before anything is trained where
-    ``config`` cannot work; after a failure in the middle the last complete checkpoint is as it was.
+    tokens, which are shown before the model is loaded. ``rank``: this process among those that train
+    together; the first of them shows and writes what there is. Raises a GeminiError before anything is
+    trained where ``config`` cannot work; after a failure in the middle the last complete checkpoint is as it
+    was.
     """
-    require_trackers(config.report_to)
+    rank = Rank() if rank is None else rank
+    is_lead = rank.index == 0
+    if is_lead:
+        require_trackers(config.report_to)
     device = resolve_device(config.device)
-    directory = RunDirectory(config.output, checkpoint.is_complete, option="--output", exports=True)
+    kind = RunDirectory if is_lead else FollowedDirectory
+    directory = kind(config.output, checkpoint.is_complete, option="--output", exports=True)
     with contextlib.ExitStack() as scope:
         scope.callback(directory.release)
-        resume = _resumes(config, directory)
+        resume = bool(rank.agree(lambda: "yes" if is_lead and _resumes(config, directory) else ""))
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
         scratch = None if config.disk_dir is None else Path(config.disk_dir)
-        work = FineTuneWork(config, directory.model, resume=resume, scratch=scratch)
-        display = show(work.options.steps)
-        with display, StopRequest(display.stopping) as stop, repeatable_operators(device):
+        work = FineTuneWork(config, directory.model, resume=resume, scratch=scratch, rank=rank)
+        display = show(work.options.steps) if is_lead else _FollowersDisplay()
+        with display, StopRequest(display.stopping, rank) as stop, repeatable_operators(device):
             for line in work.describe():
                 display.note(line)
             for line in [] if forecast is None else forecast(config, work.seq):
                 display.note(line)
             progress = Training(work, directory, display, stop).run()
-            summary = summarize(progress, work.num_parameters, directory, interrupted=stop.requested)
+            written_to = directory if is_lead else None
+            if rank.count > 1:
+                progress.notes.append(f"trained on {rank.count} ranks; bytes and budgets are those of one")
+            summary = summarize(progress, work.num_parameters, written_to, interrupted=stop.requested)
             summary = replace(summary, model=str(work.target) if work.finished else None)
             if work.best is not None:
                 summary = replace(summary, best_step=work.best[0], best_eval_loss=work.best[1])
-            summary = written(summary, progress, directory)
+            summary = written(summary, progress, written_to)
         code = 0 if stop.signum is None else 128 + stop.signum
     return FineTuneResult(summary, tuple(progress.losses[step] for step in sorted(progress.losses)), code)
+
+
+class _FollowersDisplay(SilentDisplay):
+    """Shows nothing: the first rank does."""
+
+    def stopping(self) -> None:
+        """Say nothing."""
 
 
 def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:

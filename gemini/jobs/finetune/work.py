@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
@@ -40,9 +41,20 @@ class FineTuneWork:
 
     command = "gemini finetune"
 
-    def __init__(self, config: FineTuneConfig, target: Path, *, resume: bool, scratch: Path | None) -> None:
+    def __init__(
+        self,
+        config: FineTuneConfig,
+        target: Path,
+        *,
+        resume: bool,
+        scratch: Path | None,
+        rank: Rank | None = None,
+    ) -> None:
+        """``rank``: this process among those that share the rows of each step."""
         self.config = config
         self.target = target
+        self._rank = Rank() if rank is None else rank
+        self._batch_rows, self._passes = config.rows_of_rank(self._rank.count)
         model = ModelDirectory(config)
         self._fingerprint = model.fingerprint()
         self.seq = model.seq()
@@ -60,7 +72,8 @@ class FineTuneWork:
             directory=scratch,
         )
         self._order = Order(self.samples.num_rows, eval_share=config.eval_share, seed=config.seed)
-        self._best = BestWeights(target.parent / BEST) if config.keep_best else None
+        is_lead = self._rank.index == 0
+        self._best = BestWeights(target.parent / BEST, owns=is_lead) if config.keep_best else None
         self._eval_documents: Documents | None = None
         self._eval_samples = self._read_eval_data(scratch)
         self._rows_per_step = config.batch * config.accumulate
@@ -74,7 +87,7 @@ class FineTuneWork:
             config.overwrite,
             config.device_kind,
             config.options(),
-            parse_trackers(config.report_to),
+            parse_trackers(config.report_to) if is_lead else (),
         )
 
         held = self._order.held_out
@@ -85,7 +98,7 @@ class FineTuneWork:
             held,
             every=config.eval_every,
             steps=self.options.steps,
-            batch=config.batch,
+            batch=self._batch_rows,
         )
 
     @property
@@ -171,7 +184,7 @@ class FineTuneWork:
 
     def engine(self) -> PretrainedEngine:
         """Load the model onto its tiers."""
-        engine = PretrainedEngine(self.config, self._best)
+        engine = PretrainedEngine(self.config, self._best, self._rank)
         self.num_parameters = engine.num_parameters[0]
         if self.samples.layout in (WHOLE, CUT):
             try:
@@ -189,21 +202,23 @@ class FineTuneWork:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def step(self, engine: PretrainedEngine, step: int) -> tuple[float, int]:
-        """Train on the rows of a step, of which every token counts the same."""
+        """Train on the rows of a step, of which every token counts the same, on whichever rank."""
         self._catch_up(engine, step)
-        batches = [self._batch(step, micro) for micro in range(self.config.accumulate)]
+        batches = [self._batch(step, micro) for micro in range(self._passes)]
         shares = [batch.num_learned for batch in batches]
+        learned, tokens = engine.sum_over_ranks(sum(shares), sum(batch.num_tokens for batch in batches))
 
         def train() -> float:
             total = 0.0
             for batch, share in zip(batches, shares, strict=True):
-                loss = engine.loss(batch) * (share / sum(shares))
-                engine.backward(loss)
+                loss = engine.loss(batch) * (share / learned)
+                engine.backward(loss * self._rank.count)  # gradients become means over the ranks
                 total += loss.item()
             engine.step()
             return total
 
-        return engine.run_step(train), sum(batch.num_tokens for batch in batches)
+        (total,) = engine.sum_over_ranks(engine.run_step(train))
+        return total, int(tokens)
 
     def evaluate(self, engine: PretrainedEngine, step: int) -> float | None:
         """Return the loss on what is held out, after every ``eval_every`` steps and at the end; keep the
@@ -228,15 +243,18 @@ class FineTuneWork:
         """Export what was trained."""
         is_adapter = bool(self.config.lora) and not self.config.merge
         self._catch_up(engine, self.options.steps)
-        card = tuned_card(self.target.parent, is_adapter=is_adapter, best=self.best)
+        card = ""  # of other ranks nothing is kept
+        if not self._rank.index:
+            card = tuned_card(self.target.parent, is_adapter=is_adapter, best=self.best)
         is_last = self.best is None or self.best[0] == self.options.steps
         kept = None if self._best is None or is_last else self._best.weights
         engine.export(self.target, self._tokenizer, merge=self.config.merge, card=card, kept=kept)
         self.finished = True
 
     def _batch(self, step: int, micro: int) -> Batch:
-        first = step * self._rows_per_step + micro * self.config.batch
-        return self.samples.rows(self._order[first + row] for row in range(self.config.batch))
+        rows = self._batch_rows
+        first = step * self._rows_per_step + (self._rank.index * self._passes + micro) * rows
+        return self.samples.rows(self._order[first + row] for row in range(rows))
 
 
 def filler(tokenizer: Any) -> int:

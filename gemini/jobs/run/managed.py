@@ -15,6 +15,7 @@ from torch import Tensor
 from gemini import checkpoint
 from gemini.errors import ConfigError
 from gemini.model.ddp import GeminiDDP
+from gemini.model.handle import handle_of
 from gemini.model.in_place import InPlace
 from gemini.optim import GeminiOptimizer
 from gemini.timeline import TimelineRecorder
@@ -53,11 +54,12 @@ class ManagedTraining:
 
     def __init__(self, model: GeminiDDP | InPlace, optimizer: GeminiOptimizer) -> None:
         self._model = model
+        self._over_ranks = handle_of(model).peers is not None
         self.optimizer = optimizer
 
     def run_step(self, step: Callable[[], float]) -> float:
-        """Call ``step``, if need be twice."""
-        return self._model.retry_step(step)
+        """Call ``step``; where memory runs out twice, unless ranks do it together."""
+        return step() if self._over_ranks else self._model.retry_step(step)
 
     def backward(self, loss: Tensor) -> None:
         """Run the managed backward pass."""

@@ -329,6 +329,33 @@ class RunDirectory:
         _write(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
+class FollowedDirectory(RunDirectory):
+    """The directory of a run for a rank that does not own it: it reads checkpoints and writes nothing."""
+
+    def holds_run(self) -> bool:
+        """Leave it to the rank that owns the directory."""
+        return False
+
+    def check_resume(self, identity: Mapping[str, Any]) -> None:
+        """Leave it to the rank that owns the directory, as all that follows."""
+
+    def refuse_older_run(self) -> None:
+        """Refuse nothing."""
+
+    def start(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Make nothing."""
+
+    def keep_options(self, options: Mapping[str, Any]) -> None:
+        """Write nothing."""
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Write nothing."""
+
+    def read_metrics(self, before_step: int) -> list[dict[str, Any]]:
+        """Return nothing."""
+        return []
+
+
 def saved_options(path: str | os.PathLike[str], kind: type[Any], command: str) -> dict[str, Any]:
     """Return the options that the run in ``path`` last had; none where there is no run. ``kind``: the
     dataclass they are of, which names in ``NOT_KEPT`` those that a run does not keep.

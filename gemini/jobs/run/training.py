@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 import torch
 
+from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.jobs.run.display import Display
 from gemini.jobs.run.managed import Tiered
@@ -68,8 +69,11 @@ class StopRequest:
     where Python takes no handlers, signals stay as they are. The previous handlers come back on exit.
     """
 
-    def __init__(self, notify: Callable[[], None]) -> None:
+    def __init__(self, notify: Callable[[], None], rank: Rank | None = None) -> None:
+        """``rank``: this process among those of the run, which end after the same step."""
         self.signum: int | None = None
+        self._heard: int | None = None
+        self._rank = Rank() if rank is None else rank
         self._notify = notify
         self._previous: dict[int, Any] = {}
 
@@ -93,10 +97,19 @@ class StopRequest:
             signal.signal(signum, handler)
         self._previous = {}
 
+    def agree(self) -> None:
+        """Find out, together with all ranks, whether one of them was asked to end. All call it after a step;
+        only then does :attr:`requested` change over several ranks."""
+        if not self._rank.is_alone:
+            said = [int(text) for text in self._rank.collect(lambda: str(self._heard or 0))]
+            self.signum = next((signum for signum in said if signum), None)
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self._heard is not None:
             raise KeyboardInterrupt
-        self.signum = signum
+        self._heard = signum
+        if self._rank.is_alone:
+            self.signum = signum
         self._notify()
 
 
@@ -229,6 +242,7 @@ class Training(Generic[EngineT]):
             self._record(report)
             self._trackers.log(report)
             self._display.step(report)
+            self._stop.agree()
             if self._stop.requested:
                 return
             if every and (step + 1) % every == 0:
@@ -254,6 +268,7 @@ class Training(Generic[EngineT]):
         started = time.perf_counter()
         loss, tokens = self._work.step(engine, step)
         scheduler.step()
+        self._stop.agree()
         seconds = time.perf_counter() - started
         if not math.isfinite(loss):
             raise ConfigError(

@@ -1,0 +1,139 @@
+"""The ranks of a job: started on this machine and watched, and how each learns its place among them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from gemini import errors
+from gemini.comm.ranks import Rank, make_peers
+from gemini.errors import ConfigError, GeminiError, StateError
+from gemini.parallel.launch import launch_from_torch, shutdown
+from gemini.parallel.launch.torchrun import Node, Program, chosen_port, run_ranks
+from gemini.system.durable import write_text
+from gemini.system.threads import usable_processors
+
+_ERRORS = "GEMINI_RANK_ERRORS"  # a directory in which a rank leaves what it has failed with
+_ENDING_SECONDS = 3600  # in which a step ends and is saved; torchrun's own 30 s are too few
+
+
+def num_ranks() -> int:
+    """Return how many ranks torchrun, or :func:`run_on_ranks`, has started; 1 without either."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    return int(ranks) if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1 else 1
+
+
+@contextmanager
+def place_among_ranks() -> Iterator[Rank]:
+    """Join the ranks that were started, if there are any, and yield this one's place."""
+    if num_ranks() == 1:
+        yield Rank()
+        return
+    launch_from_torch()
+    peers = make_peers(None)
+    assert peers is not None
+    try:
+        yield Rank(peers.share.place, peers.share.world, peers.say, failure=StateError)
+    except BaseException as error:
+        peers.leave(f"ended with {type(error).__name__}: {error}")
+        raise
+    else:
+        peers.leave("ended the job")
+        shutdown()
+
+
+def run_on_ranks(arguments: Sequence[str], ranks: int) -> int:
+    """Run ``gemini ARGUMENTS`` on so many ranks of this machine, and return the exit code. Ctrl-C, SIGTERM
+    and SIGUSR1 reach all of them. Once a rank has failed the others are ended.
+
+    Raises:
+        GeminiError: what the first rank that failed has raised. StateError: one has ended in another way.
+    """
+    told: list[int] = []
+
+    def tell(signum: int, frame: FrameType | None) -> None:
+        told.append(signum)  # torchrun passes on others than this one
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGUSR1, tell)
+    try:
+        with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, _quiet_launcher():
+            with _environment(_variables(directory, ranks)):
+                program = Program("gemini", tuple(arguments), module=True)
+                ended = run_ranks(Node(str(ranks), port=chosen_port(None)), program)
+            error = _first_error(Path(directory))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    if not ended.code or (ended.code > 128 and not ended.reason):
+        return 128 + told[0] if told and ended.code else ended.code
+    if error is not None and ended.code < 128:
+        raise error
+    raise StateError(
+        f"{ended.reason}; the other ranks were ended. The last complete checkpoint is as it was: the same "
+        "command with --resume auto goes on from there"
+    )
+
+
+@contextmanager
+def errors_of_rank() -> Iterator[None]:
+    """On a rank of :func:`run_on_ranks`: leave what it fails with to the process that has started it, which
+    says it once, and end with code 2."""
+    try:
+        yield
+    except GeminiError as error:
+        directory = os.environ.get(_ERRORS)
+        if directory is None or not Path(directory).is_dir():
+            raise
+        text = json.dumps([type(error).__name__, str(error)])
+        write_text(Path(directory, f"error-{os.environ['RANK']}"), text, "write why a rank has failed")
+        raise SystemExit(2) from error
+
+
+def _variables(directory: str, ranks: int) -> dict[str, str]:
+    threads = str(max(1, len(usable_processors()) // ranks))
+    said = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", _ERRORS: directory}
+    said["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_ENDING_SECONDS)
+    return {name: value for name, value in said.items() if name == _ERRORS or name not in os.environ}
+
+
+def _first_error(directory: Path) -> GeminiError | None:
+    said = sorted(directory.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if not said:
+        return None
+    name, text = json.loads(said[0].read_text())
+    kind = getattr(errors, name, StateError)
+    if kind not in (ConfigError, errors.InputError, errors.CheckpointError, errors.OutOfBudgetError):
+        kind = StateError
+    return kind(text)
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """Leave out what torchrun logs of ranks that end: it is said in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
