@@ -95,10 +95,12 @@ def _fitting(size: int, counts: Collection[int], num_ranks: int) -> int | None:
 
 @dataclass(frozen=True)
 class DividedExperts:
-    """The parameters of a model that hold this rank's experts alone."""
+    """The parameters of a model that hold this rank's experts alone. ``drawn``: those with values that depend
+    on the number of an expert, wherever it is initialized."""
 
     ranks: ExpertRanks
     params: Sequence[nn.Parameter]
+    drawn: Sequence[nn.Parameter] = ()
 
     @cached_property
     def _ids(self) -> frozenset[int]:
@@ -116,7 +118,9 @@ class DividedExperts:
     @property
     def own(self) -> OwnExperts:
         """What GeminiDDP takes as ``experts=``."""
-        return OwnExperts(self.ranks.sharing.rank, self.ranks.copies, self.has)
+        drawn = frozenset(map(id, self.drawn))
+        sharing, copies = self.ranks.sharing, self.ranks.copies
+        return OwnExperts(sharing.rank, copies, self.has, lambda param: id(param) in drawn)
 
     @property
     def model_ranks(self) -> ModelRanks:

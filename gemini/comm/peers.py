@@ -209,11 +209,14 @@ class OwnExperts:
 
     ``part``: which part of the experts this rank has. ``copies``: the ranks with the same part, which cut its
     chunks among them; None: this rank alone. ``has(param)`` says whether a parameter belongs to the part.
+    ``draws(param)``: whether its module, built on ``meta``, gives it the values that it has in one process;
+    others have to be loaded.
     """
 
     part: int
     copies: Peers | None
     has: Callable[[torch.Tensor], bool]
+    draws: Callable[[torch.Tensor], bool] = lambda _param: False
 
     @property
     def share(self) -> Share:
@@ -223,6 +226,13 @@ class OwnExperts:
     def names(self, module: nn.Module) -> frozenset[str]:
         """Return the names of the parameters of ``module`` that belong to the part."""
         return frozenset(name for name, param in module.named_parameters() if self.has(param))
+
+    def awaited(self, module: nn.Module) -> frozenset[str]:
+        """Return the names of those that have to be loaded: they are on ``meta``."""
+        params = dict(module.named_parameters())
+        return frozenset(
+            name for name in self.names(module) if params[name].is_meta and not self.draws(params[name])
+        )
 
 
 @dataclass(frozen=True)

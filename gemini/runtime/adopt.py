@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -129,9 +129,11 @@ def check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
 
 
-def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> list[Adopted]:
+def adopt_module(
+    module: nn.Module, storage: ModelStorage, manager: GeminiManager, awaited: Set[str] = frozenset()
+) -> list[Adopted]:
     """Copy every parameter into its chunk and make it managed; parameters on ``meta`` are initialized on the
-    way. Return what :func:`release_adopted` needs.
+    way, but for those ``awaited`` from a load. Return what :func:`release_adopted` needs.
 
     The original memory of each parameter is given back before the next is adopted. Extra memory: the
     parameters of one submodule. Without gradients recorded.
@@ -143,7 +145,7 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
             values.
     """
     adopted: list[Adopted] = []
-    initialization, first_names = Initialization(module), _first_names(module)
+    initialization, first_names = Initialization(module, awaited), _first_names(module)
     try:
         with torch.no_grad():
             for name, owner in list(children_first(module)):
@@ -158,7 +160,10 @@ def adopt_module(module: nn.Module, storage: ModelStorage, manager: GeminiManage
     warn_of_rounded(adopted)
     if initialization.unset:
         unset = [first_names.get(name, name) for name in initialization.unset]
-        _await_load(unset, module, storage, manager)
+        why = "no reset_parameters() or _init_weights() gives them any"
+        if not awaited.isdisjoint(unset):
+            why = "each rank has some of the experts, and would draw the values of the first ones"
+        _await_load(unset, why, module, storage, manager)
     return adopted
 
 
@@ -210,7 +215,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 
 
 def _await_load(
-    names: Sequence[str], module: nn.Module, storage: ModelStorage, manager: GeminiManager
+    names: Sequence[str], why: str, module: nn.Module, storage: ModelStorage, manager: GeminiManager
 ) -> None:
     """Have the use of the model refused until each of ``names`` was loaded or written to."""
 
@@ -220,8 +225,7 @@ def _await_load(
         return is_unwritten(module.get_buffer(name))
 
     storage.mixture.await_load(
-        f"{len(names)} weights that were built on 'meta' have no values yet (first: {names[0]!r}): no "
-        "reset_parameters() or _init_weights() gives them any",
+        f"{len(names)} weights that were built on 'meta' have no values yet (first: {names[0]!r}): {why}",
         set(names),
         is_left,
     )

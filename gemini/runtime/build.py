@@ -297,7 +297,8 @@ def build_runtime(
     if without_values:
         adopted = adopt_without_values(module, storage, manager)
     else:
-        adopted = adopt_module(module, storage, manager)
+        awaited = frozenset[str]() if experts is None else experts.awaited(module)
+        adopted = adopt_module(module, storage, manager, awaited)
     manager.shortage.modules.add(module)
     device.settle()
     if manager.sharding is not None and not without_values:

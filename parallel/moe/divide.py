@@ -71,10 +71,13 @@ def divided_experts(model: nn.Module) -> DividedExperts | None:
         ConfigError: layers are divided among different numbers of ranks.
     """
     params: dict[int, nn.Parameter] = {}
+    drawn: dict[int, nn.Parameter] = {}
     by_size: dict[int, ExpertRanks] = {}
     for module in model.modules():
         if isinstance(module, (Experts, CalledByChoice)) and module.ranks is not None:
-            params |= {id(param): param for param in module.parameters()}
+            own = {id(param): param for param in module.parameters()}
+            params |= own
+            drawn |= own if isinstance(module, Experts) else {}
             by_size[module.ranks.size] = module.ranks
     if len(by_size) > 1:
         sizes = " and among ".join(map(str, sorted(by_size)))
@@ -82,7 +85,8 @@ def divided_experts(model: nn.Module) -> DividedExperts | None:
             f"layers divide their experts among {sizes} ranks; choose a size that all numbers of experts are "
             "multiples of"
         )
-    return next((DividedExperts(ranks, list(params.values())) for ranks in by_size.values()), None)
+    each = list(params.values()), list(drawn.values())
+    return next((DividedExperts(ranks, *each) for ranks in by_size.values()), None)
 
 
 def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: int = 1) -> ExpertRanks | None:
@@ -97,18 +101,12 @@ def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: in
 
     Raises:
         ConfigError: the model has no experts, or some that cannot be divided, or not among so many ranks; the
-            message says among how many. It is on ``meta``.
+            message says among how many.
     """
     if (found := divided_experts(model)) is not None:
         _refuse_lists([module for module in model.modules() if isinstance(module, Experts)])
         return found.ranks
-    divisible = _divisible(model)
-    counts = [module.num_experts for module in divisible]
-    if any(param.is_meta for module in divisible for param in module.parameters()):
-        raise ConfigError(
-            "the model is on 'meta', and experts are divided with their values: build it on 'cpu', or leave "
-            "out ep_size"
-        )
+    counts = [module.num_experts for module in _divisible(model)]
     if not counts:
         raise ConfigError(f"{type(model).__name__} has no experts to divide among ranks; leave out ep_size")
     return ExpertRanks.of(data, size, counts, apart=apart)
@@ -164,7 +162,8 @@ def _divide(module: Any, ranks: ExpertRanks) -> None:
         if param.grad is not None:
             raise ConfigError("experts have gradients already; divide a model before it is trained")
         whole = param.detach().contiguous()
-        ranks.data.broadcast(whole)
+        if not whole.is_meta:
+            ranks.data.broadcast(whole)
         param.data = whole[own.start : own.stop].clone()
     if not isinstance(module, Experts):
         mix_in(module, CalledByChoice)

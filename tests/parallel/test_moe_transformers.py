@@ -13,7 +13,7 @@ import torch
 from processes import own_part, run_on_ranks
 from torch import Tensor
 
-from gemini import HybridAdam
+from gemini import HybridAdam, StateError, init_on
 from gemini.model.handle import handle_of
 from gemini.parallel import Booster, GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 
@@ -138,6 +138,18 @@ def _load(directory: Path, ep_size: int) -> float:
     return _step(booster, model, optimizer, 1) + 0 * _step(booster, model, optimizer, 2)
 
 
+def _load_from_meta(directory: Path) -> float:
+    with init_on("meta"):
+        model = _model("Mixtral")
+    booster = Booster(plugin=GeminiPlugin(ep_size=2))
+    model, optimizer, *_ = booster.boost(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    with pytest.raises(StateError, match="each rank has some of the experts"):
+        model(input_ids=own_part(_tokens(1)))
+    booster.load_model(model, directory / "model")
+    booster.load_optimizer(optimizer, directory / "optimizer")
+    return _step(booster, model, optimizer, 1)
+
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "experts.md"
 
 
@@ -164,7 +176,8 @@ def test_files_of_two_ranks_load_on_one_and_in_transformers(tmp_path: Path) -> N
     before = sum(run_on_ranks(_save, 2, tmp_path)) / 2
     alone = run_on_ranks(_load, 1, tmp_path, 1)[0]
     again = sum(run_on_ranks(_load, 2, tmp_path, 2)) / 2
-    assert [alone, again] == pytest.approx([before] * 2, abs=1e-5)
+    chunks = sum(run_on_ranks(_load_from_meta, 2, tmp_path)) / 2
+    assert [alone, again, chunks] == pytest.approx([before] * 3, abs=1e-5)
     first = _weights(tmp_path / "model")
     assert first["model.layers.0.mlp.experts.gate_up_proj"].shape == (4, 32, 16)
     for size in (1, 2):

@@ -3,7 +3,7 @@ submodule at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -38,11 +38,12 @@ class Initialization:
 
     Called are ``reset_parameters()``, or torch's own ``_reset_parameters()``, and, where there is one as in
     transformers, ``_init_weights(submodule)`` of the model around it. ``unset``: names of parameters and
-    buffers that none of them wrote to.
+    buffers that none of them wrote to, or that are ``awaited`` from a load.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, awaited: Set[str] = frozenset()) -> None:
         self.unset: list[str] = []
+        self._awaited = awaited
         self._module = module
         self._models = [
             (name, owner) for name, owner in module.named_modules() if hasattr(type(owner), "_init_weights")
@@ -96,9 +97,11 @@ class Initialization:
     def _note_unset(self, name: str, owner: nn.Module) -> None:
         held = {**owner._parameters, **owner._buffers}
         for key, value in held.items():
-            if value is None or isinstance(value, ManagedParameter) or not is_unwritten(value):
-                continue
             full = f"{name}.{key}".lstrip(".")
+            if value is None or isinstance(value, ManagedParameter):
+                continue
+            if full not in self._awaited and not is_unwritten(value):
+                continue
             if key in owner._non_persistent_buffers_set:
                 raise ConfigError(
                     f"buffer {full!r} of {type(owner).__name__} was built on 'meta', nothing gives it its "

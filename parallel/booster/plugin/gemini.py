@@ -42,8 +42,8 @@ class GeminiPlugin(PluginOfParts):
     Args:
         device, placement_policy: see GeminiDDP.
         ep_size: how many neighbours among the ranks divide the experts of a mixture among them, each with
-            chunks of its own experts; see docs/experts.md. The model is in memory then, and
-            ``strict_ddp_mode`` is on unless it is given. 1: chunks of experts are cut over all ranks.
+            chunks of its own experts; see docs/experts.md. ``strict_ddp_mode`` is on then unless it is
+            given. 1: chunks of experts are cut over all ranks.
         options: further keywords of GeminiDDP (budgets, chunk search, ``mixed_precision``, ``process_group``)
             and of GeminiOptimizer (``max_norm``, ``initial_scale`` and the others of the loss scale,
             ``overlap``, ``elementwise``, ``whole``).
