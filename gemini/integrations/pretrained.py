@@ -55,6 +55,11 @@ def from_pretrained(
     they lack, with a report; the numbers are those of its own ``from_pretrained``. Over ranks all call it,
     and each keeps its part.
 
+    Weights that would go to the DISK tier stay in the directory's safetensors until something writes to them,
+    as the first step does to what trains; frozen ones stay there. This holds on the CPU and in one process,
+    for weights that have the type of the files and no fp32 masters. A file that is changed meanwhile is
+    refused with IoError; one that is replaced or deleted is read as it was.
+
     Args:
         path_or_config: a directory that ``save_pretrained`` made (safetensors, one file or shards), a name
             that transformers resolves, or a config: then weights are initialized, by the model's own rules.
@@ -67,8 +72,7 @@ def from_pretrained(
         trains: False for a model that only answers: no parameter gets a gradient, and the directory's
             safetensors are the DISK tier. Weights that are as the files have them are read there whenever
             they come to DEVICE: nothing is copied, ``disk_dir`` is not needed, and the first pass reads each
-            byte once, past the page cache. A file that is changed meanwhile is refused with IoError. On the
-            CPU and in one process; elsewhere they are copied as usual.
+            byte once, past the page cache. On the CPU and in one process; elsewhere they are copied.
         adapter: a PEFT config (``LoraConfig(...)``) for new adapters, or the directory of saved ones, on top:
             the model itself is frozen, adapters train.
         options: those of :class:`gemini.GeminiDDP`; all others are handed to transformers
@@ -153,16 +157,15 @@ def _load_other(
             initialize_buffers(module)
             values = _TiedValues(files, module, names)
             handle = opened.finish(built)
-            files.expect(values.stored_names())
             filling = Filling(built.storage, built.manager)
-            stored = StoredWeights(built.storage, built.manager)
-            if built.manager.chunks.can_read_files:
-                files.reads.hand_out(UnreadTensor)
+            stored = StoredWeights.of(built, filling, files)
+            if stored is None:
+                files.expect(values.stored_names())
 
             def write(slot: ManagedSlot, value: torch.Tensor) -> None:
                 if not isinstance(value, UnreadTensor):
                     filling.write(slot, value)
-                elif not stored.take(slot, value):
+                elif stored is None or not stored.take(slot, value):
                     filling.write(slot, value.read())
 
             try:
@@ -171,7 +174,8 @@ def _load_other(
                 if isinstance(error, GeminiError):
                     raise
                 raise PretrainedError(f"{directory} does not hold the module: {in_words(error)}") from error
-            stored.finish(module, filling.write)
+            if stored is not None:
+                stored.finish(module, filling.write)
             filling.finish()
             sharding = built.manager.sharding
             if sharding is not None:

@@ -1,6 +1,8 @@
-"""Weights that stay where a checkpoint has them: chunks of frozen parameters are read from its safetensors.
+"""Weights that stay where a checkpoint has them: chunks are read from its safetensors until they are written.
 
 The files are the DISK tier of these chunks: no second copy is written, and nothing is read before it is used.
+A chunk that is changed, as by the first step of what trains, goes to the file of the DISK tier.
+
 A loader gets tensors that were not read yet. What it only assigns, or puts together from several, stays
 unread; whatever else it does with one, such as a cast, reads it, and the result is written into chunks as
 usual.
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -23,7 +26,9 @@ from gemini import _C
 from gemini.chunk import Chunk, CutChunk
 from gemini.chunk.manager import Parts
 from gemini.errors import InputError
-from gemini.integrations.safetensors_files import StoredTensor
+from gemini.integrations.safetensors_files import SafetensorsFiles, StoredTensor
+from gemini.runtime import Filling
+from gemini.runtime.build import Built
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelStorage
 from gemini.system.input_files import AGAIN
@@ -136,14 +141,31 @@ class StoredWeights:
         self._storage, self._manager = storage, manager
         self._stored: dict[ManagedSlot, UnreadTensor] = {}
 
+    @classmethod
+    def of(cls, built: Built, filling: Filling, files: SafetensorsFiles) -> StoredWeights | None:
+        """Return the weights of a model that is about to be loaded from ``files``, whose tensors are not read
+        then before somebody uses them. None: they are copied, because that writes nothing, or because most of
+        them would be copied in any case."""
+        manager = built.manager
+        if not manager.chunks.can_read_files:
+            budgets, is_alone = manager.chunks.budgets, not manager.is_sharded and manager.part is None
+            if budgets.disk_dir is None or manager.chunks.device.has_own_memory or not is_alone:
+                return None
+            if not filling.overflows or manager.size.total_bytes > budgets.disk_bytes:
+                return None
+            if 2 * _kept_bytes(built.storage, files) < sum(each.nbytes for each in files.values()):
+                return None
+        files.reads.hand_out(UnreadTensor)
+        return cls(built.storage, manager)
+
     def __contains__(self, slot: ManagedSlot) -> bool:
         return slot in self._stored
 
     def take(self, slot: ManagedSlot, tensor: UnreadTensor) -> bool:
         """Say whether a parameter can be read where ``tensor`` is; then it need not be written."""
-        view, chunks = slot.param_view, self._manager.chunks
+        view = slot.param_view
         fits = view.dtype == tensor.dtype and view.shape == tensor.shape and view.is_contiguous()
-        if not (fits and chunks.can_read_files and slot.group.shard is None and slot.group.grad is None):
+        if not fits or slot.group.shard is not None or slot.group.has_master:
             return False
         self._stored[slot] = tensor
         return True
@@ -198,6 +220,19 @@ class StoredWeights:
         tensor = self._stored[slot]
         for piece in tensor.pieces:
             yield piece._replace(begin=piece.begin + slot.start * tensor.itemsize)
+
+
+def _kept_bytes(storage: ModelStorage, files: SafetensorsFiles) -> int:
+    """Return how many bytes of ``files`` can stay there at most: parameters of their type have no masters,
+    which are copies of another type."""
+    room: Counter[torch.dtype] = Counter()
+    for slot in storage.slots.values():
+        if not slot.group.has_master:
+            room[slot.param_view.dtype] += slot.param_view.nbytes
+    held: Counter[torch.dtype] = Counter()
+    for each in files.values():
+        held[each.dtype] += each.nbytes
+    return sum((room & held).values())
 
 
 def _chunks_of(group: ChunkGroup) -> Iterator[tuple[Chunk, int]]:

@@ -301,18 +301,17 @@ class _Loading:
             self._begin(model, frozenset())
             return original(model, state, files, *rest, **options)
         with SafetensorsFiles([Path(file) for file in files]) as stored:
-            self._begin(model, frozenset(_apart(model, stored)))
+            built, filling = self._begin(model, frozenset(_apart(model, stored)))
             self._spent = stored.reads.spent
+            self._stored = StoredWeights.of(built, filling, stored)
             if self._stored is None:
                 stored.expect(sorted(stored, key=_natural))
                 return original(model, dict(stored), files, *rest, **options)
-            stored.reads.hand_out(UnreadTensor)
             result = original(model, dict(stored), files, *rest, **options)
-            assert self._filling is not None
-            self._stored.finish(model, self._filling.write)
+            self._stored.finish(model, filling.write)
             return result
 
-    def _begin(self, model: Any, apart: frozenset[str]) -> None:
+    def _begin(self, model: Any, apart: frozenset[str]) -> tuple[Built, Filling]:
         """Tie what will be, put adapters on, and make the parameters managed."""
         _tie(model, apart)
         module: nn.Module = model
@@ -324,10 +323,9 @@ class _Loading:
             module, "from_pretrained()", reads_files=not self._trains, **self._options
         )
         self._filling = Filling(self._built.storage, self._built.manager)
-        if self._built.manager.chunks.can_read_files:
-            self._stored = StoredWeights(self._built.storage, self._built.manager)
         if self._adapters is not None:
             self._adapters.take_off()
+        return self._built, self._filling
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         """Take over what is assigned to a module, where that is a parameter without values."""

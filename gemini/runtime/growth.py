@@ -240,6 +240,11 @@ class Filling:
         self._to_come_bytes = sum(self._to_come.values())
         manager.chunks.table.set_limit(self._limit_bytes)
 
+    @property
+    def overflows(self) -> bool:
+        """Whether chunks leave DEVICE while what has no values yet comes."""
+        return self._to_come_bytes > self._limit_bytes
+
     def write(self, slot: ManagedSlot, values: torch.Tensor) -> None:
         """Do what :func:`gemini.runtime.write_values` does.
 

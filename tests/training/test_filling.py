@@ -22,8 +22,15 @@ from gemini import _C
 from gemini.chunk.cpu_memory import CpuMemory
 from gemini.errors import CheckpointError, IoError
 from gemini.integrations.safetensors_files import StoredTensor, TensorReads
+from gemini.integrations.stored_weights import StoredWeights
 
 KIB = 2**10
+
+
+@pytest.fixture(autouse=True)
+def copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have weights copied that could stay in their files, as on a GPU, over ranks, or with masters."""
+    monkeypatch.setattr(StoredWeights, "of", lambda *_: None)
 
 
 class Scaled(nn.Module):

@@ -1,4 +1,4 @@
-"""``from_pretrained(trains=False)``: the checkpoint is the DISK tier, read where it lies, and only read."""
+"""``from_pretrained``: weights lie in the checkpoint until something writes to them, and it is only read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import json
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,84 @@ def test_weights_of_another_type_are_converted_and_copied(tmp_path: Path) -> Non
 def test_adapters_train_so_they_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="adapters train"):
         gemini.from_pretrained(tmp_path, trains=False, adapter=str(tmp_path))
+
+
+# -- a model that trains -----------------------------------------------------------------------------------
+
+
+def training(directory: Path, build: Callable[[], nn.Module] = Net, **options: Any) -> nn.Module:
+    chosen = {"device_bytes": "64KiB", "disk_dir": str(directory.parent), "non_model_bytes": 0, **options}
+    return gemini.from_pretrained(directory, build, min_chunk_size_mb=4096 / 2**20, **chosen)  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model(inputs()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_a_model_that_trains_begins_with_the_files_and_writes_nothing_before_it_steps(tmp_path: Path) -> None:
+    directory, plain = save(net(), tmp_path / "model"), net()
+    before = (directory / "model.safetensors").read_bytes()
+    model = training(directory)
+    handle = gemini.handle_of(model)
+    assert handle.stats()["disk_read"]["bytes"] == handle.stats()["disk_write"]["bytes"] == 0
+    assert same_answers(model, plain, passes=2)
+    assert handle.stats()["disk_write"]["bytes"] == 0
+    optimizers = gemini.GeminiAdamOptimizer(model, lr=1e-2), gemini.CPUAdam(plain.parameters(), lr=1e-2)
+    assert train(model, optimizers[0], 4) == train(plain, optimizers[1], 4)
+    state = handle.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    handle.close()
+    assert (directory / "model.safetensors").read_bytes() == before
+
+
+def test_after_a_step_nothing_that_trains_needs_the_files(tmp_path: Path) -> None:
+    directory, plain = save(net(), tmp_path / "model"), net()
+    model = training(directory)
+    optimizers = gemini.GeminiAdamOptimizer(model, lr=1e-2), gemini.CPUAdam(plain.parameters(), lr=1e-2)
+    assert train(model, optimizers[0]) == train(plain, optimizers[1])
+    os.truncate(directory / "model.safetensors", 100)
+    assert train(model, optimizers[0], 3) == train(plain, optimizers[1], 3)
+    gemini.handle_of(model).close()
+
+
+def test_frozen_weights_beside_what_trains_stay_in_the_files(tmp_path: Path) -> None:
+    def headed() -> Net:
+        model = Net()
+        for param in model.layers[1:].parameters():
+            param.requires_grad_(False)
+        return model
+
+    directory = save(net(), tmp_path / "model")
+    plain = headed()
+    plain.load_state_dict(net().state_dict())
+    model = training(directory, headed)
+    trained = [param for param in plain.parameters() if param.requires_grad]
+    optimizers = gemini.GeminiAdamOptimizer(model, lr=1e-2), gemini.CPUAdam(trained, lr=1e-2)
+    assert train(model, optimizers[0], 4) == train(plain, optimizers[1], 4)
+    file = directory / "model.safetensors"
+    at = file.stat().st_mtime_ns
+    os.utime(file, ns=(at, at + 10**9))
+    with pytest.raises(IoError, match="changed since the model was loaded"):
+        train(model, optimizers[0])
+    gemini.handle_of(model).close()
+
+
+@pytest.mark.parametrize(
+    "options", [{"device_bytes": "1MiB"}, {"mixed_precision": "bf16"}, {"disk_bytes": "130KiB"}], ids=str
+)
+def test_weights_that_fit_or_have_masters_or_no_room_on_disk_are_copied(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    directory = save(net(), tmp_path / "model")
+    model = training(directory, optimizer_rule="none", **options)
+    os.truncate(directory / "model.safetensors", 100)
+    state, want = gemini.handle_of(model).state_dict(), net().state_dict()
+    assert all(torch.equal(state[name], want[name]) for name in want)
+    gemini.handle_of(model).close()
