@@ -208,6 +208,10 @@ MANAGED: set[type] = {ManagedTensor, ManagedParameter}
 _SILENT_PLACES = SilentPlaces()
 _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
+# Write to nothing that they are given, and return nothing that shares its memory; for speed.
+_ONLY_READ: frozenset[Any] = frozenset(
+    (torch.nn.functional.linear, torch.nn.functional.layer_norm, torch.nn.functional.rms_norm)
+)
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -265,6 +269,9 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if func in METADATA_FUNCTIONS:
         with PlainTensors():
             return func(*args, **kwargs)
+    if func in _ONLY_READ and _need_no_pin(args, kwargs):
+        with PlainTensors():
+            return func(*args, **kwargs)
     special = SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)
@@ -300,6 +307,21 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         if out is not NotImplemented:
             return out
     return _operate(func, args, kwargs, operands, given)
+
+
+def _need_no_pin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether a function of ``_ONLY_READ`` can run as it is: all memory that it is given is on DEVICE for
+    good, whole, and none of it has to be brought to another type."""
+    for given in (args, kwargs.values()) if kwargs else (args,):
+        for value in given:
+            kind = type(value)
+            if kind is ManagedParameter or kind is ManagedTensor:
+                manager = value._ref.manager
+                if not manager.resident or manager.mixes_types or manager.cuts_tensors:
+                    return False
+            elif kind in MANAGED:
+                return False
+    return in_transform() is None
 
 
 def _for_parameter(func: Callable[..., Any]) -> bool:
