@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -310,11 +310,22 @@ class Passage:
 def device_of(values: object) -> torch.device | None:
     """Return the device of the first tensor that is on one; a model may bring its input to where the weights
     of another stage seem to be."""
-    tensors = (value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor))
-    return next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    if isinstance(values, torch.Tensor):
+        return None if values.is_meta else values.device
+    if type(values) is dict:
+        values = list(values.values())
+    elif not isinstance(values, (list, tuple)):
+        leaves = () if isinstance(values, _LEAVES) else tree_leaves(values)
+        values = [value for value in leaves if isinstance(value, torch.Tensor)]
+    for value in cast("Sequence[object]", values):
+        found = device_of(value)
+        if found is not None:
+            return found
+    return None
 
 
 _KEPT_ANSWERS = 64  # by the shapes of what is asked
+_LEAVES = (bool, int, float, str, type(None))  # among arguments
 # Of a module: what it calls around its forward pass, and how.
 _HOOKS = (
     "_forward_hooks",
@@ -383,7 +394,7 @@ class Absent(_OfKind, nn.Module):
         self._pairs = tuple(pairs)
         self._held = (outline,)  # in a tuple: it is no submodule
         self._name, self._passage, self._taken_for = name, passage, type(outline)
-        self._answers: dict[str, Any] = {}
+        self._answers: dict[tuple[object, ...], Any] = {}
         self._inner: dict[str, tuple[Absent]] = {}  # by name, each in a tuple: they are no submodules
 
     @property
@@ -508,7 +519,7 @@ class Absent(_OfKind, nn.Module):
         if outline.training != passage.is_training:
             for module in outline.modules():
                 module.training = passage.is_training
-        key = f"{method} {outline.training} {_shapes(args, kwargs)} {_collectors()}"
+        key = (method, outline.training, _form(args), _form(kwargs), _collectors())
         device = device_of((args, kwargs)) or passage.device
         answer = self._answers.get(key)
         if answer is None:
@@ -517,6 +528,8 @@ class Absent(_OfKind, nn.Module):
                 if len(self._answers) >= _KEPT_ANSWERS:
                     self._answers.clear()
                 self._answers[key] = answer
+        if isinstance(answer, torch.Tensor):
+            return passage.placeholders.like(answer, device)
         return tree_map(lambda value: _of(passage, value, device), answer)
 
     @torch.no_grad()
@@ -684,9 +697,8 @@ class Present(_OfKind, nn.Module):
         """
         if not self._passage.runs:
             return self._run_again(args, kwargs)
-        before = tree_flatten((args, kwargs))[0]
-        args, kwargs = _really(self._name, self._passage, args, kwargs)
-        values = tree_flatten((args, kwargs))[0]
+        before = tree_leaves((args, kwargs))
+        args, kwargs, values = _really(self._name, self._passage, args, kwargs, before)
         self._arrived[len(values)] = sum(new is not old for new, old in zip(values, before, strict=True))
         self._refuse_without_gradients(values)
         with self._passage.placeholders.unwatched():
@@ -761,19 +773,19 @@ class Exit(Absent):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise EndOfStage with what the next stage takes. Raises ConfigError as :class:`Present`."""
         self._passage.refuse_others(self._name)
-        values = tree_leaves(_really(self._name, self._passage, args, kwargs))
+        *_, values = _really(self._name, self._passage, args, kwargs, tree_leaves((args, kwargs)))
         raise EndOfStage(self._passage.given(self._name, values))
 
 
 def _really(
-    name: str, passage: Passage, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a block is called with, received tensors in their places.
+    name: str, passage: Passage, args: tuple[Any, ...], kwargs: dict[str, Any], values: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
+    """Return what a block is called with, received tensors in their places; ``values`` are its arguments
+    flattened, and so are those that are returned last.
 
     Raises:
         ConfigError: there is a placeholder in another place: it is not what that stage calls blocks with.
     """
-    values = tree_leaves((args, kwargs))
     replaced = passage.replaced(name, values)
     if any(new is not value for new, value in zip(replaced, values, strict=True)):
         args, kwargs = replace_tensors((args, kwargs), passage.arrived_for)
@@ -787,7 +799,7 @@ def _really(
             "as it is); cut the model elsewhere (split=), have the blocks do that themselves or, where it is "
             "a weight that is used before the blocks of its module, name that in before="
         )
-    return args, kwargs
+    return args, kwargs, replaced
 
 
 def _first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -820,13 +832,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Return what tells calls apart whose answers have other shapes."""
-    values, form = tree_flatten((args, kwargs))
-    return f"{form} {[_described(value) for value in values]}"
-
-
-def _described(value: Any) -> object:
+def _form(value: Any) -> object:
+    """Return what tells arguments apart whose answers have other shapes."""
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype, value.device)
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+        return value.shape, value.dtype, value.device
+    if isinstance(value, _LEAVES):
+        return type(value), value
+    if type(value) is dict:
+        return dict, tuple(value), tuple(map(_form, value.values()))
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_form, value))
+    values, form = tree_flatten(value)
+    if len(values) == 1 and values[0] is value:
+        return type(value).__name__
+    return str(form), tuple(map(_form, values))

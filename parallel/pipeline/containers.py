@@ -21,14 +21,16 @@ Path = tuple[Any, ...]
 _OF_MODULES = frozenset(nn.Module().__dict__) | {"named_parameters"}
 _COLLECTIONS = (list, dict, deque)
 CONTEXT = "context variables"  # the owner of what they hold, in paths
+_NO_PROGRAMS = ("builtins", "torch", "gemini")
 _NO_OBJECTS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
 def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
-    """Return the members of a dict, or of an object that a program has made, which may be set there."""
+    """Return the members of a dict, or of an object that a program has made, which may be set there. Objects
+    of this library, such as the handle of a managed model, hold nothing of a forward pass."""
     if isinstance(value, dict):
         return value
-    if isinstance(value, _NO_OBJECTS) or type(value).__module__ in ("builtins", "torch"):
+    if isinstance(value, _NO_OBJECTS) or type(value).__module__.partition(".")[0] in _NO_PROGRAMS:
         return None
     found = getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None

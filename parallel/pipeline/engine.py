@@ -204,8 +204,9 @@ class _Run:
 
     # -- what goes from stage to stage -----------------------------------------------------------
 
-    def expect(self, actions: Sequence[Action]) -> None:
-        """Have received what ``actions`` need, as far as its form is known."""
+    def expect(self, actions: Sequence[Action], *, ahead: bool = True) -> None:
+        """Have received what ``actions`` need, as far as its form is known; ``ahead`` of what is taken
+        next."""
         for action in actions:
             source = self._source(action)
             if source is None or source in self._engine.stages:
@@ -218,7 +219,7 @@ class _Run:
                 rank, passing = self._order.rank_of[source], self._engine.passing
                 assert passing is not None
                 self._coming[key] = [
-                    Incoming(passing, rank, self._tag(action, index), form)
+                    Incoming(passing, rank, self._tag(action, index), form, in_order=ahead)
                     for index, form in enumerate(forms)
                 ]
 
@@ -264,7 +265,7 @@ class _Run:
                     passing.receive_form(rank, self._tag(action, index, of_form=True), doing)
                     for index in range(taken.num_tensors)
                 )
-            self.expect([action])
+            self.expect([action], ahead=False)
         found = self._coming.pop(key)
         return tuple(each if isinstance(each, torch.Tensor) else each.wait(doing) for each in found)
 

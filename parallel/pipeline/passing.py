@@ -39,16 +39,25 @@ class Form(NamedTuple):
 
 
 class Incoming:
-    """A tensor of ``form`` that another rank sends; ``wait`` returns it."""
+    """A tensor of ``form`` that another rank sends; ``wait`` returns it.
 
-    def __init__(self, passing: Passing, rank: int, tag: int, form: Form) -> None:
+    ``in_order``: tensors are waited for in the order in which they were made, and none of them depends on
+    what this rank does before it waits for one made earlier. Then one that is here in time keeps nobody
+    waiting.
+    """
+
+    def __init__(self, passing: Passing, rank: int, tag: int, form: Form, *, in_order: bool = False) -> None:
         self._passing = passing
         self._room = torch.empty(form.shape, dtype=form.dtype, device="cpu")
         self._work = passing.receive(self._room, rank, tag)
+        self._done = passing.watch(self._work) if in_order else None
 
     def wait(self, doing: str) -> torch.Tensor:
         """Return the tensor, in CPU memory, once it is here. Raises StateError as :meth:`Axis.settle`."""
-        self._passing.settle(self._work, doing)
+        if self._done is None:
+            self._passing.settle(self._work, doing)
+        else:
+            self._passing.settle_watched(self._done, doing)
         return self._room
 
 
@@ -62,10 +71,8 @@ class Passing:
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._sent: list[tuple[Any, torch.Tensor]] = []
-        self._waits: SimpleQueue[tuple[Any, futures.Future[None]] | None] = SimpleQueue()
-        # gloo closes its connections where a wait ends early: another thread waits, for as long as it takes.
-        start_thread(Thread(target=_wait_for_each, args=(self._waits,), daemon=True), "waiting for a stage")
-        weakref.finalize(self, self._waits.put, None)
+        self._waiter = _Waiter()
+        self._in_order: _Waiter | None = None  # for what was begun ahead, started with the first
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
         """Begin to send ``tensor``, which nobody may write to until :meth:`finish`."""
@@ -104,11 +111,21 @@ class Passing:
             self.settle(self._sent[-1][0], "sends what its stage has computed (forward, backward)")
             self._sent.pop()
 
+    def watch(self, work: Any) -> _Done:
+        """Begin to wait for a message behind those that were watched before; return what
+        :meth:`settle_watched` takes. Raises ThreadError."""
+        if self._in_order is None:
+            self._in_order = _Waiter()
+        return self._in_order.begin(work)
+
+    def settle_watched(self, done: _Done, doing: str) -> None:
+        """Wait for a message that is watched. Raises as :meth:`settle`."""
+        if not done.is_well:
+            self._axis.settle(done, doing)
+
     def settle(self, work: Any, doing: str) -> None:
         """Wait for a message. Raises StateError as :meth:`gemini.comm.attendance.Attendance.wait`."""
-        done: futures.Future[None] = futures.Future()
-        self._waits.put((work, done))
-        self._axis.settle(_Watched(done), doing)
+        self._axis.settle(self._waiter.begin(work), doing)
 
     def abandon(self) -> None:
         """Give up what is under way: the process is about to end."""
@@ -116,19 +133,42 @@ class Passing:
         self._sent.clear()
 
 
-class _Watched:
+class _Waiter:
+    """A thread that waits for messages, one after another. gloo closes its connections where a wait ends
+    early: this one waits for as long as it takes."""
+
+    def __init__(self) -> None:
+        self._waits: SimpleQueue[tuple[Any, futures.Future[None]] | None] = SimpleQueue()
+        start_thread(Thread(target=_wait_for_each, args=(self._waits,), daemon=True), "waiting for a stage")
+        weakref.finalize(self, self._waits.put, None)
+
+    def begin(self, work: Any) -> _Done:
+        """Wait for ``work`` behind all others."""
+        done: futures.Future[None] = futures.Future()
+        self._waits.put((work, done))
+        return _Done(done)
+
+
+class _Done:
     """A wait in another thread, as a collective that can be waited for in pieces."""
 
     def __init__(self, done: futures.Future[None]) -> None:
         self._done = done
 
+    @property
+    def is_well(self) -> bool:
+        """Whether it has ended, without an error."""
+        return self._done.done() and self._done.exception() is None
+
     def wait(self, limit: timedelta) -> None:
+        """Wait for so long. Raises RuntimeError: it is not over, or has failed."""
         try:
             self._done.result(limit.total_seconds())
         except futures.TimeoutError:
             raise RuntimeError("not yet") from None
 
     def is_completed(self) -> bool:
+        """Whether it has ended."""
         return self._done.done()
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,17 @@ class Placeholders(FakeTensorMode):
         if isinstance(value, FakeTensor):
             return True
         return bool(self._written) and isinstance(value, torch.Tensor) and _storage(value) in self._written
+
+    def is_given(self, values: Iterable[Any]) -> bool:
+        """Say whether there is a placeholder, or what has one written to it, among the arguments of an
+        operator: this is asked for every one that runs around the blocks."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if self.stands_for(value):
+                    return True
+            elif isinstance(value, (list, tuple)) and self.is_given(value):
+                return True
+        return False
 
     def watched(self) -> TorchDispatchMode:
         """Return a context in which writes of placeholders into real tensors are followed."""
@@ -199,7 +210,7 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":
             owner = self._owner
-            if any(map(owner.stands_for, tree_flatten((args, kwargs))[0])):
+            if owner.is_given(args) or (kwargs and owner.is_given(kwargs.values())):
                 return owner.compute(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gemini import ConfigError
+from gemini import ConfigError, GeminiDDP
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
 from gemini.parallel.pipeline.absent import Absent, Passage, Taken, outline_of
+from gemini.parallel.pipeline.containers import tensors_in
 
 WIDTH = 6
 NOTED: list[Tensor] = []
@@ -135,3 +136,13 @@ def test_a_module_within_an_absent_one_is_absent_too_and_the_same_each_time() ->
     assert type(inner) is Absent
     assert inner is absent.self_attn.out_proj
     assert list(absent.stand_ins()) == [absent, absent.self_attn, inner]
+
+
+def test_what_the_runtime_keeps_with_a_model_is_not_looked_through_in_each_pass() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    module.losses = [torch.zeros(())]
+    module.kept = torch.zeros(3)
+    model = GeminiDDP(module)
+    found = [path for path, _ in tensors_in(module.__dict__, ("",), set())]
+    assert found == [("", "losses", (0, 1)), ("", "kept")]
+    model.close()
