@@ -36,11 +36,12 @@ void Choices::place_members(int32_t index, size_t first) {
   }
 }
 
-void Choices::add(const std::vector<std::vector<ChunkId>>& members) {
+void Choices::add(const std::vector<std::vector<ChunkId>>& members, bool certain) {
   const std::vector<ChunkId> all = checked(members);
   if (all.empty()) throw StateError("a choice needs a member");
   Choice choice;
   choice.first = all.front();
+  choice.certain = certain;
   choice.members = members;
   choices_.push_back(std::move(choice));
   place_members(static_cast<int32_t>(choices_.size()) - 1, 0);
@@ -84,13 +85,16 @@ void Choices::note_used(std::span<const ChunkId> chunks) {
   for (const ChunkId id : chunks) {
     if (!has(id)) continue;
     Place& place = place_[static_cast<size_t>(id)];
-    place.used = true;
     place.awaited = false;
+    if (std::exchange(place.used, true)) continue;
     Choice& choice = choices_[static_cast<size_t>(place.choice)];
+    const std::vector<ChunkId>& member = choice.members[static_cast<size_t>(place.member)];
     if (choice.used.empty()) under_way_.push_back(place.choice);
-    if (std::ranges::find(choice.used, place.member) != choice.used.end()) continue;
+    const bool is_noted =
+        member.size() > 1 && std::ranges::find(choice.used, place.member) != choice.used.end();
+    if (is_noted) continue;
     choice.used.push_back(place.member);
-    for (const ChunkId other : choice.members[static_cast<size_t>(place.member)]) {
+    for (const ChunkId other : member) {
       Place& its = place_[static_cast<size_t>(other)];
       if (its.used || its.awaited) continue;
       its.awaited = true;
@@ -122,10 +126,24 @@ void Choices::note_beside(std::span<const ChunkId> chunks) {
 
 void Choices::find_likely(Choice& choice) {
   choice.likely.clear();
-  for (size_t m = 0; m < choice.members.size(); ++m) {
-    if (choice.rates[m].at(choice.passes)[1] < kLikely) continue;
-    const std::vector<ChunkId>& chunks = choice.members[m];
+  const auto take = [&](size_t member) {
+    const std::vector<ChunkId>& chunks = choice.members[member];
     choice.likely.insert(choice.likely.end(), chunks.begin(), chunks.end());
+  };
+  if (choice.certain) {
+    for (const int32_t member : choice.used) take(static_cast<size_t>(member));
+    return;
+  }
+  for (size_t m = 0; m < choice.members.size(); ++m) {
+    if (choice.rates[m].at(choice.passes)[1] >= kLikely) take(m);
+  }
+}
+
+void Choices::count_uses(Choice& choice) {
+  judge_.note_pass(choice.used, choice.rates, choice.passes, choice.cursor);
+  ++choice.passes;
+  for (const int32_t member : choice.used) {
+    choice.rates[static_cast<size_t>(member)].note_used(choice.passes);
   }
 }
 
@@ -135,15 +153,14 @@ void Choices::end_moment() {
   for (const int32_t index : under_way_) {
     Choice& choice = choices_[static_cast<size_t>(index)];
     std::ranges::sort(choice.used);
-    judge_.note_pass(choice.used, choice.rates, choice.passes, choice.cursor);
-    ++choice.passes;
+    if (!choice.certain) count_uses(choice);
     for (const int32_t member : choice.used) {
-      const auto m = static_cast<size_t>(member);
-      choice.rates[m].note_used(choice.passes);
-      for (const ChunkId id : choice.members[m]) place_[static_cast<size_t>(id)].used = false;
+      for (const ChunkId id : choice.members[static_cast<size_t>(member)]) {
+        place_[static_cast<size_t>(id)].used = false;
+      }
     }
-    choice.used.clear();
     find_likely(choice);
+    choice.used.clear();
   }
   under_way_.clear();
 }
@@ -151,6 +168,7 @@ void Choices::end_moment() {
 int64_t Choices::moments_passed_by(ChunkId chunk, int64_t num_moments) const {
   if (!has(chunk)) return 0;
   const Choice& choice = choice_of(chunk);
+  if (choice.certain) return 0;
   const UseRate& rate =
       choice.rates[static_cast<size_t>(place_[static_cast<size_t>(chunk)].member)];
   const int64_t probability = judge_.probability(rate.at(choice.passes));

@@ -18,8 +18,10 @@ namespace gemini {
 // each other. Which member is used next is not known, only how often each was.
 class Choices {
  public:
-  // Throws StateError for a member without chunks, and for a chunk that is in a choice already.
-  void add(const std::vector<std::vector<ChunkId>>& members);
+  // `certain`: what a pass has used the next one uses too, as the keys and values of a text that
+  // is being written. Throws StateError for a member without chunks, and for a chunk that is in a
+  // choice already.
+  void add(const std::vector<std::vector<ChunkId>>& members, bool certain = false);
   // Gives the choice that has `chunk` further members. Throws as add(), and where none has it.
   void widen(ChunkId chunk, const std::vector<std::vector<ChunkId>>& members);
 
@@ -52,13 +54,15 @@ class Choices {
     return has(chunk) && place_[static_cast<size_t>(chunk)].awaited;
   }
 
-  // The chunks of members that nearly every pass uses, of the choice that has this chunk.
+  // The chunks of members that the next pass is likely to use, of the choice that has this chunk:
+  // those that nearly every pass uses; of a certain choice, those that the last one has used.
   [[nodiscard]] std::span<const ChunkId> likely(ChunkId chunk) const {
     return choice_of(chunk).likely;
   }
 
   // How many moments go by in expectation, of steps of `num_moments`, between the next moment of
-  // the chunk's choice and one that uses the chunk; 0 for a chunk that is in no choice.
+  // the chunk's choice and one that uses the chunk; 0 for a chunk that is in none, or in a certain
+  // one.
   [[nodiscard]] int64_t moments_passed_by(ChunkId chunk, int64_t num_moments) const;
 
   static constexpr int32_t kNone = -1;
@@ -72,6 +76,7 @@ class Choices {
   };
   struct Choice {
     ChunkId first = 0;
+    bool certain = false;
     std::vector<std::vector<ChunkId>> members;
     std::vector<UseRate> rates;  // by member
     std::vector<int32_t> used;   // members, in the moment under way
@@ -85,6 +90,7 @@ class Choices {
       const std::vector<std::vector<ChunkId>>& members) const;
   void place_members(int32_t index, size_t first);
   static void find_likely(Choice& choice);
+  void count_uses(Choice& choice);
   void forget_arrived();
   [[nodiscard]] const Choice& choice_of(ChunkId chunk) const {
     return choices_[static_cast<size_t>(place_[static_cast<size_t>(chunk)].choice)];

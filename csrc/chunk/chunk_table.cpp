@@ -98,11 +98,11 @@ void ChunkTable::found_on_disk(std::span<const TensorId> tensors) {
   audit();
 }
 
-void ChunkTable::add_choice(const std::vector<std::vector<ChunkId>>& members) {
+void ChunkTable::add_choice(const std::vector<std::vector<ChunkId>>& members, bool certain) {
   for (const std::vector<ChunkId>& chunks : members) {
     for (const ChunkId id : chunks) static_cast<void>(chunk(id));
   }
-  choices_.add(members);
+  choices_.add(members, certain);
 }
 
 void ChunkTable::widen_choice(ChunkId id, const std::vector<std::vector<ChunkId>>& members) {

@@ -45,7 +45,7 @@ class ChunkTable {
   // Throws OutOfBudget, and StateError for one that is in use already; then nothing has changed.
   void found_on_disk(std::span<const TensorId> tensors);
   // Makes chunks a choice (choices.h). Throws StateError for one that is not there, and as that.
-  void add_choice(const std::vector<std::vector<ChunkId>>& members);
+  void add_choice(const std::vector<std::vector<ChunkId>>& members, bool certain = false);
   // Gives the choice of a chunk further members. Throws alike, and where it is in none.
   void widen_choice(ChunkId id, const std::vector<std::vector<ChunkId>>& members);
 

@@ -432,10 +432,11 @@ class ChunkManager:
         expected = self._expected.take(spec)
         return self._append(spec, reserved=expected, expected=expected)
 
-    def add_choice(self, members: Sequence[Sequence[int]]) -> None:
+    def add_choice(self, members: Sequence[Sequence[int]], *, certain: bool = False) -> None:
         """Have uses take some of the ``members``, each the ids of chunks that are used together, and leave
-        the others: the recorded order has them as one chunk."""
-        self.table.add_choice(members)
+        the others: the recorded order has them as one chunk. ``certain``: a use takes what the last one
+        took."""
+        self.table.add_choice(members, certain=certain)
         self.has_choices = True
 
     def widen_choice(self, chunk: int, members: Sequence[Sequence[int]]) -> None:

@@ -152,6 +152,45 @@ TEST_F(TwoArrays, WhatNearlyEveryPassUsesComesAheadOfIt) {
   EXPECT_FALSE(resident(kUp));
 }
 
+// Dense chunks 0 and 1, and four blocks of keys and values.
+class Blocks : public ::testing::Test {
+ protected:
+  Blocks() : world({50, 0, 1000}, std::vector<int64_t>(6, 10)) {
+    world.table.add_choice({{2}, {3}, {4}, {5}}, true);
+    const std::vector<std::vector<ChunkId>> accesses{{0}, {2}, {1}};
+    world.table.set_schedule(std::make_shared<Schedule>(accesses, std::vector<int64_t>{}, 6));
+  }
+
+  void pass(const std::vector<TensorId>& blocks) {
+    world.table.begin_step();
+    world.use({0});
+    world.use(blocks);
+    world.use({1});
+  }
+
+  bool resident(ChunkId chunk) const { return world.table.chunk(chunk).resident(); }
+
+  World world;
+};
+
+TEST_F(Blocks, OfACertainChoiceComeAheadIfTheLastPassUsedThem) {
+  pass({2, 3});
+  pass({3, 4});
+  world.empty_device();
+  world.table.begin_step();
+  world.use({0});
+  world.prefetch(8);
+  world.complete_all();
+  EXPECT_FALSE(resident(2));
+  EXPECT_TRUE(resident(3));
+  EXPECT_TRUE(resident(4));
+}
+
+TEST_F(Blocks, OfACertainChoiceAreAsFarAwayAsItsMoment) {
+  pass({2});
+  for (const ChunkId block : {2, 3}) EXPECT_EQ(world.table.moments_passed_by(block), 0);
+}
+
 TEST_F(FewOnDevice, WhatWillNotBeUsedSoonLeavesANearlyFullDevice) {
   world.use({0, 1, kUp});
   world.leave({kUp});

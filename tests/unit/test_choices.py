@@ -55,6 +55,14 @@ def test_a_chunk_of_no_choice_passes_no_moment_by() -> None:
     assert table.moments_passed_by(table.add_chunk(1)) == 0
 
 
+def test_a_certain_choice_is_expected_whole_at_its_next_moment() -> None:
+    table, choices = table_with_choices()
+    block = table.add_chunk(1)
+    table.add_choice([[block], [table.add_chunk(1)]], certain=True)
+    assert table.moments_passed_by(block) == 0
+    assert table.moments_passed_by(choices[0][0]) > 0  # of the others only as far as they were used
+
+
 def test_a_chunk_is_in_one_choice_at_most() -> None:
     table, choices = table_with_choices()
     with pytest.raises(StateError, match="is in a choice already"):
