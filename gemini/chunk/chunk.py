@@ -36,6 +36,7 @@ class ChunkKind(Enum):
     GRAD_SHARD = "grad_shard"
     EXCHANGE = "exchange"
     ROOM = "room"
+    KV = "kv"
 
     @property
     def starts_at_zero(self) -> bool:

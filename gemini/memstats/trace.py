@@ -89,6 +89,7 @@ CHUNK_KINDS = (
     "grad_shard",
     "exchange",
     "room",
+    "kv",
 )
 _TOO_MANY_BYTES = 2**62  # the core adds them up in 64 bits
 READ, MODIFIED, WRITTEN = MODES = "rmw"

@@ -399,8 +399,8 @@ class GeminiManager(Gate):
             self.chunks.recover()
             if self.sharding is not None:
                 self.sharding.repin()
-            if self.activations is not None:
-                self.activations.repin()
+            for repin in self.repins:
+                repin()
 
     def abandon(self) -> None:
         """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
@@ -547,5 +547,6 @@ class GeminiManager(Gate):
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
-        fits = self.context.size.total_bytes <= self.order.room_bytes and not self.order.host_chunks
+        fits = self.context.size.total_bytes <= self.order.room_bytes and self.context.all_may_stay
+        fits = fits and not self.order.host_chunks
         return fits and self.sharding is None and self.chunks.all_on_device()

@@ -207,10 +207,6 @@ class ActivationOffload:
         """Whether all that a step saves stays where it is."""
         return self._keep is not None and self._keep.keeps_all
 
-    def repin(self) -> None:
-        """Pin again what is in use, after everything was unpinned."""
-        self._leases.repin()
-
     # -- what autograd calls ---------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Saved:

@@ -220,6 +220,7 @@ class Leases:
         self._living: dict[int, tuple[weakref.ref[object], Tenant]] = {}  # by the id of the reference
         self.ended: deque[tuple[int, ...]] = deque()  # tensors to unpin, once per entry
         gate.settle_before(self.ended, self.settle)
+        gate.repins.append(self.repin)
 
     def storage(self, tenant: Tenant) -> torch.UntypedStorage:
         """Fetch the tenant's chunk and pin it for the life of the storage that is returned, its window.

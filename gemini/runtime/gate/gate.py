@@ -227,6 +227,7 @@ class Gate(ABC):
         self._is_over = False
         self._following: Moments | None = None  # what the next PreOp is a moment of
         self._before: list[tuple[Collection[object], Callable[[], None]]] = []
+        self.repins: list[Callable[[], None]] = []  # pin again, after all was unpinned, what is in use
         self._gather: Callable[[TensorIds], None] | None = None
         self._note_written: Callable[[TensorIds], None] | None = None
         self._locked = self.lock.tensors

@@ -59,7 +59,7 @@ class EvalOrder(Learned):
         table.set_schedule(self._schedule)
         self.enforce()
         if self.trace is None:
-            table.set_limit(max(0, room_bytes))
+            table.set_limit(max(0, room_bytes + self._context.other_device_bytes))
         table.begin_step()
         self.start_recording()
 

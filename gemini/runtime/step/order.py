@@ -48,12 +48,23 @@ TIMED_ITERATIONS = 3  # the middle one by its computing time counts
 
 @dataclass(frozen=True)
 class PlacementContext:
-    """Everything a plan is made from, besides the trace."""
+    """Everything a plan is made from, besides the trace.
+
+    ``capacity``: of what plans know. Beside it there may be chunks of ``other_bytes`` that no plan knows,
+    since they come and go: they have ``other_device_bytes`` of DEVICE to themselves.
+    """
 
     policy: PlacementPolicy
     size: ModelDataSize
     capacity: TierCapacity
     chunk_signature: str
+    other_bytes: int = 0
+    other_device_bytes: int = 0
+
+    @property
+    def all_may_stay(self) -> bool:
+        """Whether no chunk has to leave DEVICE for those that no plan knows."""
+        return self.other_bytes <= self.other_device_bytes
 
 
 class Learned:
@@ -97,7 +108,7 @@ class Learned:
 
     @property
     def room_bytes(self) -> int:
-        """DEVICE bytes that model data may take in every period."""
+        """DEVICE bytes that model data may take in every period, beside chunks that no plan knows."""
         reserve = max(self.plan.reserve_bytes, default=0)
         return min(self.plan.device_limit_bytes, self._context.capacity.device_bytes - reserve)
 
@@ -111,9 +122,10 @@ class Learned:
 
     def enforce(self) -> None:
         """Put the plan in force."""
-        self._chunks.table.set_limit(self.plan.device_limit_bytes)
+        others = self._context.other_device_bytes
+        self._chunks.table.set_limit(self.plan.device_limit_bytes + others)
         # Once it is known what non-model memory takes, what is parked holds none of it away.
-        self._chunks.park(max(0, self.room_bytes), always=self.trace is not None)
+        self._chunks.park(max(0, self.room_bytes + others), always=self.trace is not None)
 
     def start_recording(self) -> None:
         """Begin an iteration, and measure what is not known yet."""

@@ -1,0 +1,202 @@
+"""Room for keys and values in chunks of a managed model: arrays that are used from their beginning on, beside
+the weights within the same budgets.
+
+An array's addresses follow each other, and only those of its chunks that hold something take memory or disk.
+Plans know nothing of them, since how long texts get is nobody's to know: they leave a part of DEVICE, and
+what needs more competes with the weights that no plan keeps. The chunk table knows that a pass uses what the
+last one used (a certain choice, docs/notes/choices.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from gemini.chunk import Chunk, ChunkKind, ChunkSpec
+from gemini.chunk.chunk import whole_blocks
+from gemini.errors import ConfigError
+from gemini.runtime.activation.saved import Leases
+from gemini.runtime.gate.gate import TensorState
+from gemini.runtime.manager import GeminiManager
+from gemini.system.config import format_bytes
+
+
+class KVArray:
+    """``nbytes`` of addresses in chunks of ``chunk_bytes``. ``tensor``: all of it, uint8; only what is pinned
+    may be touched."""
+
+    def __init__(self, manager: GeminiManager, parts: Sequence[Chunk]) -> None:
+        self.chunks = tuple(parts)
+        self.chunk_bytes = parts[0].spec.nbytes
+        self.nbytes = len(parts) * self.chunk_bytes
+        self.tensor: torch.Tensor = manager.chunks.join(parts).tensor if len(parts) > 1 else parts[0].tensor
+        self._tensors = [manager.chunks.add_tensor(part) for part in parts]
+        manager.chunks.add_choice([[part.id] for part in parts], certain=True)
+
+    def holding(self, begin: int, end: int) -> list[int]:
+        """Return the tensors of the chunk table that have the bytes from ``begin`` to ``end``."""
+        return self._tensors[begin // self.chunk_bytes : -(-end // self.chunk_bytes)]
+
+    def within(self, begin: int, end: int) -> list[int]:
+        """Return the tensors that have no other bytes than those from ``begin`` to ``end``."""
+        return self._tensors[-(-begin // self.chunk_bytes) : end // self.chunk_bytes]
+
+    def part(self, begin: int, end: int) -> _Part:
+        """Return the chunks that have the bytes from ``begin`` to ``end``, to be lent."""
+        return _Part(self.chunks[begin // self.chunk_bytes], tuple(self.holding(begin, end)))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Chunks of an array that follow each other, as a tenant of leases."""
+
+    chunk: Chunk
+    tensors: tuple[int, ...]
+    fate: None = None
+
+
+class _Belongings:
+    """What rooms leave to those that come after them. ``arrays``: of rooms that were closed, by the size of a
+    chunk and the number of chunks, since chunks stay for good."""
+
+    def __init__(self, manager: GeminiManager) -> None:
+        self.arrays: dict[tuple[int, int], list[KVArray]] = {}
+        self.leases = Leases(manager)
+
+
+_left_by_rooms: WeakKeyDictionary[GeminiManager, _Belongings] = WeakKeyDictionary()
+
+
+class KVRoom:
+    """``nbytes`` for keys and values, of which plans leave ``device_bytes`` on DEVICE, until :meth:`close`.
+    For the thread that runs the model, between passes; arrays may be made and used within one.
+
+    Raises:
+        ConfigError: chunks are cut among ranks or the device cannot cut arrays into chunks, or what is below
+            DEVICE is too small for what has to go there.
+        OutOfBudgetError, IoError: the tiers cannot hold so much beside the model; nothing was changed.
+    """
+
+    def __init__(
+        self, manager: GeminiManager, nbytes: int, device_bytes: int, *, raises_disk: bool = False
+    ) -> None:
+        """``raises_disk``: the budget of DISK is what the model takes, and grows with what comes."""
+        chunks, before = manager.chunks, manager.context
+        if manager not in _left_by_rooms:
+            _left_by_rooms[manager] = _Belongings(manager)
+        self._spare, self._leases = _left_by_rooms[manager].arrays, _left_by_rooms[manager].leases
+        self.nbytes, self.device_bytes = nbytes, min(nbytes, device_bytes)
+        self.block_bytes = chunks.device.block_bytes
+        self._manager = manager
+        self._raises_disk = raises_disk and chunks.budgets.disk_dir is not None
+        self._taken: list[KVArray] = []
+        self._is_closed = False
+        _refuse(manager, nbytes - self.device_bytes)
+        spare_bytes = sum(array.nbytes for arrays in self._spare.values() for array in arrays)
+        more = max(0, nbytes - spare_bytes) if self._raises_disk else 0
+        capacity = replace(before.capacity, disk_bytes=chunks.budgets.disk_bytes + more)
+        size = before.size
+        before.policy.warmup_plan(replace(size, total_bytes=size.total_bytes + nbytes), capacity)
+        left = replace(capacity, device_bytes=capacity.device_bytes - self.device_bytes)
+        before.policy.warmup_plan(size, left)
+        chunks.prepare([self._spec(nbytes)], 0, more)
+        manager.run_pending()
+        manager.replan(
+            replace(before, capacity=left, other_bytes=nbytes, other_device_bytes=self.device_bytes)
+        )
+
+    @property
+    def usable_device_bytes(self) -> int:
+        """What one operator may have of DEVICE."""
+        context = self._manager.context
+        limit = self._manager.order.plan.device_limit_bytes + context.other_device_bytes
+        return min(limit, self._manager.chunks.budgets.device_bytes)
+
+    def array(self, nbytes: int, chunk_bytes: int) -> KVArray:
+        """Return an array of at least ``nbytes``, without content.
+
+        Raises:
+            ConfigError, IoError: there is no place for it.
+        """
+        spec = self._spec(chunk_bytes)
+        count = -(-nbytes // spec.nbytes)
+        spare = self._spare.get((spec.nbytes, count))
+        array = spare.pop() if spare else self._made(spec, count)
+        self._taken.append(array)
+        return array
+
+    def fetch(self, tensors: list[int]) -> None:
+        """Have ``tensors`` on DEVICE until :meth:`let_go`. Raises as a PreOp."""
+        self._manager.pre_op(tensors)
+
+    def let_go(self, tensors: list[int], written: list[int]) -> None:
+        """End the use of ``tensors``, of which those in ``written`` were written."""
+        self._manager.post_ops(tensors, written)
+
+    def lend(self, array: KVArray, begin: int, end: int) -> tuple[torch.UntypedStorage, int]:
+        """Have the bytes of ``array`` from ``begin`` to ``end`` on DEVICE for as long as the storage lives,
+        and return it and where ``begin`` is in it. Raises as a PreOp."""
+        return self._leases.storage(array.part(begin, end)), begin % array.chunk_bytes
+
+    def free(self, tensors: Sequence[int]) -> None:
+        """Give up what ``tensors`` hold, but for what is in use."""
+        if not self._manager.is_closed:
+            state = self._manager.chunks.table.tensor_state
+            self._manager.settle()
+            held = [tensor for tensor in tensors if state(tensor) == TensorState.HOLD]
+            if held:
+                self._manager.chunks.free(held)
+
+    def close(self) -> None:
+        """Give all back, and have plans use all of DEVICE again. Idempotent."""
+        manager = self._manager
+        taken, self._taken = self._taken, []
+        for array in taken:
+            self.free(array.holding(0, array.nbytes))
+            self._spare.setdefault((array.chunk_bytes, len(array.chunks)), []).append(array)
+        if not self._is_closed and not manager.is_closed:
+            context = manager.context
+            capacity = replace(
+                context.capacity,
+                device_bytes=context.capacity.device_bytes + self.device_bytes,
+                disk_bytes=manager.chunks.budgets.disk_bytes,
+            )
+            manager.run_pending()
+            manager.replan(replace(context, capacity=capacity, other_bytes=0, other_device_bytes=0))
+        self._is_closed = True
+
+    def _spec(self, nbytes: int) -> ChunkSpec:
+        numel = whole_blocks(nbytes, self.block_bytes)
+        return ChunkSpec(ChunkKind.KV, numel, torch.uint8, self.block_bytes)
+
+    def _made(self, spec: ChunkSpec, count: int) -> KVArray:
+        chunks = self._manager.chunks
+        specs = [replace(spec, follows=index > 0) for index in range(count)]
+        more = count * spec.nbytes if self._raises_disk else 0
+        chunks.prepare(specs, 0, more)
+        chunks.expect(specs, more)
+        return KVArray(self._manager, [chunks.add_chunk(each) for each in specs])
+
+
+def _refuse(manager: GeminiManager, below_bytes: int) -> None:
+    """Raise ConfigError where keys and values cannot be chunks of this model, or where ``below_bytes`` of
+    them cannot lie below DEVICE."""
+    budgets = manager.chunks.budgets
+    manager.refuse_closed()
+    if manager.is_sharded:
+        raise ConfigError("the model's chunks are cut among ranks; keys and values must stay on DEVICE there")
+    if not manager.chunks.device.cuts_chunks:
+        raise ConfigError(
+            f"keys and values cannot lie below DEVICE of {manager.chunks.device.name}; give them as much of "
+            "DEVICE as they may take in all"
+        )
+    if manager.context.other_bytes:
+        raise ConfigError("keys and values have a room in this model already; close it first")
+    if budgets.disk_dir is None and below_bytes > budgets.host_bytes:
+        raise ConfigError(
+            f"{format_bytes(below_bytes)} of keys and values have to lie below DEVICE, and HOST has "
+            f"{format_bytes(budgets.host_bytes)}; raise host_bytes to that, or give disk_dir"
+        )
