@@ -17,6 +17,8 @@ examples:
       answer at http://127.0.0.1:8020, with what memory is free
   gemini serve ./llama --device-bytes 4GiB --kv-bytes 512MiB --max-batch 32
       a model of any size in 4 GiB: half a GiB for keys and values, the rest for weights
+  gemini serve ./llama --device-bytes 4GiB --kv-bytes 16GiB --kv-device-bytes 1GiB --disk-dir /fast
+      long texts: of 16 GiB of keys and values 1 GiB is in memory, the rest on a disk
   gemini serve --config opt_config.py --batching bucket
       a configuration of ColossalAI's OPT service, and its batches
 
@@ -40,7 +42,9 @@ _SIZES = {
     "device-bytes": "budget of DEVICE, for weights and --kv-bytes; default: the free memory, less a margin",
     "kv-bytes": "of it, for keys and values; default: for --max-batch texts of 1,024 tokens, at most a "
     "quarter",
-    "host-bytes": "budget of HOST, CPU memory beside a GPU; default: chosen by the runtime",
+    "kv-device-bytes": "of --kv-bytes, what is on DEVICE: the rest needs --host-bytes or --disk-dir, and only "
+    "this counts as part of --device-bytes; default: all",
+    "host-bytes": "budget of HOST, memory of the CPU; default: chosen by the runtime",
     "body-bytes": "most bytes of a request (default: 4MiB)",
 }
 _NUMBERS: dict[str, tuple[type, str, str]] = {
@@ -84,7 +88,7 @@ def add_parser(subparsers: Any) -> None:
     for title, names in (
         ("answers", ("name", "max-tokens", "timeout", "cache-size", "cache-list-size")),
         ("batches", ("batching", "max-batch", "max-pass-tokens", "queue-size")),
-        ("memory", ("device", "device-bytes", "kv-bytes", "host-bytes", "disk-dir")),
+        ("memory", ("device", "device-bytes", "kv-bytes", "kv-device-bytes", "host-bytes", "disk-dir")),
         ("network", ("host", "port", "body-bytes", "drain")),
     ):
         group = parser.add_argument_group(title)
@@ -116,7 +120,8 @@ def _add(group: argparse._ArgumentGroup, name: str) -> None:
             "device": ("DEVICE", "where operators compute: cpu, cuda, cuda:1 (default: cpu)"),
             "disk-dir": (
                 "DIR",
-                "for weights that cannot be read from the checkpoint as they are, and on a GPU",
+                "for keys and values below DEVICE, weights that cannot be read from the checkpoint as they "
+                "are, and on a GPU",
             ),
             "host": ("ADDRESS", "address to listen at (default: 127.0.0.1)"),
         }

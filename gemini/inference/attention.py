@@ -71,21 +71,24 @@ class Packed:
                 "model.generate(), which takes one batch at a time"
             )
         self.layers.add(layer)
+        if sinks is not None:
+            sinks = sinks.clone()  # one use of the parameter, however many sequences there are
         outputs, first = [], 0
         for sequence, count in self.parts:
             tokens = slice(first, first + count)
             first += count
-            keys, values = sequence.append(layer, key[0, :, tokens], value[0, :, tokens])
-            if count == 1 and window is not None:
-                keys, values = keys[:, -window:], values[:, -window:]
-            mask = None if count == 1 else _mask(count, keys.shape[1], window, query.device)
-            states = query[:, :, tokens]
-            if softcap is None and sinks is None:
-                out = scaled_dot_product_attention(
-                    states, keys[None], values[None], mask, scale=scaling, enable_gqa=_grouped(states, keys)
-                )
-            else:
-                out = _written_out(states, keys, values, mask, scaling, softcap, sinks)
+            try:
+                keys, values = sequence.append(layer, key[:, :, tokens], value[:, :, tokens], window)
+                mask = None if count == 1 else _mask(count, keys.shape[2], window, query.device)
+                states = query[:, :, tokens]
+                if softcap is None and sinks is None:
+                    out = scaled_dot_product_attention(
+                        states, keys, values, mask, scale=scaling, enable_gqa=_grouped(states, keys)
+                    )
+                else:
+                    out = _written_out(states, keys[0], values[0], mask, scaling, softcap, sinks)
+            finally:
+                sequence.let_go()
             outputs.append(out)
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
         return joined.transpose(1, 2).contiguous()
@@ -226,7 +229,7 @@ def _mask(count: int, length: int, window: int | None, device: torch.device) -> 
 
 
 def _grouped(query: torch.Tensor, keys: torch.Tensor) -> bool:
-    return query.shape[1] != keys.shape[0]
+    return query.shape[1] != keys.shape[1]
 
 
 def _written_out(

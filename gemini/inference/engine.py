@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,10 +21,12 @@ from gemini.errors import ConfigError, GeminiError, StateError, in_words
 from gemini.inference.attention import attending
 from gemini.inference.batching import Batching, rule_of
 from gemini.inference.choice import Chooser
-from gemini.inference.kv import KVMemory, Sequence
+from gemini.inference.kv import Keeper, KVMemory, Sequence
+from gemini.inference.kv_chunks import ChunkedKV
 from gemini.inference.passes import PackedModel, default_kv_bytes
 from gemini.inference.request import Generation, QueueFullError, Request
-from gemini.model.handle import handle_of
+from gemini.model.handle import ManagedModel, handle_of
+from gemini.runtime.kv_room import KVRoom
 from gemini.system.config import format_bytes, parse_bytes
 from gemini.system.device import default_budget_bytes
 
@@ -61,14 +63,17 @@ class Engine:
 
     Each pass takes the next token of every answer and prompts that wait, at most ``max_pass_tokens`` in all:
     the weights are read once for all of them. A request's attention is computed from its own keys and values
-    alone. Those lie in ``kv_bytes`` of DEVICE memory, taken when a request begins for its prompt and
-    ``max_tokens``; so what has begun never lacks memory, and what finds none waits.
+    alone. Those lie in ``kv_bytes`` of memory, taken when a request begins for its prompt and
+    ``max_tokens``; so what has begun never lacks memory, and what finds none waits. With fewer
+    ``kv_device_bytes`` the rest of them lies below DEVICE, in the tiers of the model.
 
     Args:
         model: the module, managed or not, with adapters of PEFT or without. While the engine is open, nobody
             else calls it.
         kv_bytes: for keys and values; text such as "512MiB", or None: room for ``max_batch`` sequences of
             1,024 tokens, at most a quarter of the free memory.
+        kv_device_bytes: how much of ``kv_bytes`` is DEVICE memory; None: all. Less than all takes a managed
+            model, whose ``device_bytes`` then are for weights and these.
         max_batch: most requests that run at a time.
         max_pass_tokens: most tokens of a pass. Longer prompts take several passes.
         queue_size: most requests that wait.
@@ -85,6 +90,7 @@ class Engine:
         model: Any,
         *,
         kv_bytes: int | str | None = None,
+        kv_device_bytes: int | str | None = None,
         max_batch: int = 16,
         max_pass_tokens: int = 512,
         queue_size: int = 256,
@@ -104,19 +110,25 @@ class Engine:
         if given is None:
             most = int(default_budget_bytes() * _SHARE_OF_KV)
             given = default_kv_bytes(model.config, max_batch, most)
-        self._kv = KVMemory(given, self._packed.device)
         self._max_batch, self._max_pass_tokens, self._queue_size = max_batch, max_pass_tokens, queue_size
         self._waiting: deque[Generation] = deque()
         self._running: list[_Running] = []
         self._wakes = threading.Condition()
         self._is_closing = False
         self._fatal: BaseException | None = None
-        self._handle = handle_of(model) if "_gemini" in vars(model) else None
+        self._handle: ManagedModel | None = None  # of a managed model
+        with suppress(ConfigError):
+            self._handle = handle_of(model)
+        self._kv = self._keeper(given, parse_bytes(kv_device_bytes, name="kv_device_bytes"))
         self._owns_model = False
         self._counts: Counter[str] = Counter()
         self._pass_seconds = 0.0
         self._attention = ExitStack()
-        self._attention.enter_context(attending(model))
+        try:
+            self._attention.enter_context(attending(model))
+        except BaseException:
+            self._kv.close()
+            raise
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gemini-engine", daemon=True)
         self._thread.start()
@@ -133,18 +145,20 @@ class Engine:
         host_bytes: int | str | None = None,
         disk_dir: str | None = None,
         kv_bytes: int | str | None = None,
+        kv_device_bytes: int | str | None = None,
         adapter: str | os.PathLike[str] | None = None,
         max_batch: int = 16,
         **options: Any,
     ) -> Engine:
         """Return an engine for a directory that ``save_pretrained()`` made. Weights are read where the
-        checkpoint has them (:func:`gemini.from_pretrained`). ``device_bytes`` is for weights and
-        ``kv_bytes`` together. ``adapter``: a directory of adapters that PEFT has saved; they stay in ordinary
-        memory.
+        checkpoint has them (:func:`gemini.from_pretrained`). ``device_bytes`` is for weights and for the
+        keys and values on DEVICE together. ``adapter``: a directory of adapters that PEFT has saved; they
+        stay in ordinary memory.
 
         Raises:
             OutOfBudgetError: the model cannot fit.
-            ConfigError: the directory holds no such model, or the budget is less than ``kv_bytes``.
+            ConfigError: the directory holds no such model, or the budget is less than what is for keys and
+                values.
         """
         from gemini.integrations.adapters import with_saved_adapters
         from gemini.integrations.pretrained import from_pretrained
@@ -157,10 +171,14 @@ class Engine:
         if kv is None:
             most = int((budget or default_budget_bytes()) * _SHARE_OF_KV)
             kv = default_kv_bytes(config_of(Path(directory)), max_batch, most)
-        if budget is not None and kv >= budget:
+        on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes")
+        is_below = on_device is not None and on_device < kv
+        taken = on_device if on_device is not None and is_below else kv
+        if budget is not None and taken >= budget:
             raise ConfigError(
-                f"kv_bytes is {format_bytes(kv)} of device_bytes {format_bytes(budget)}; nothing is left "
-                "for weights: raise device_bytes, or lower kv_bytes"
+                f"{'kv_device_bytes' if is_below else 'kv_bytes'} is {format_bytes(taken)} of device_bytes "
+                f"{format_bytes(budget)}; nothing is left for weights: raise device_bytes, or lower "
+                "kv_device_bytes, which leaves the rest of kv_bytes to host_bytes or disk_dir"
             )
         model = from_pretrained(
             Path(directory).absolute(),
@@ -168,7 +186,7 @@ class Engine:
             trains=False,
             local_files_only=True,
             device=device,
-            device_bytes=None if budget is None else budget - kv,
+            device_bytes=budget if budget is None or is_below else budget - kv,
             host_bytes=host_bytes,
             disk_dir=disk_dir,
         )
@@ -176,7 +194,7 @@ class Engine:
         try:
             if adapter is not None:
                 model = with_saved_adapters(model, Path(adapter))
-            engine = cls(model, kv_bytes=kv, max_batch=max_batch, **options)
+            engine = cls(model, kv_bytes=kv, kv_device_bytes=on_device, max_batch=max_batch, **options)
         except BaseException:
             handle.close()
             raise
@@ -242,6 +260,7 @@ class Engine:
         with self._closing:
             self._thread.join()
             self._attention.close()
+            self._kv.close()
             if self._owns_model:
                 handle_of(self.model).close()
                 self._owns_model = False
@@ -278,6 +297,18 @@ class Engine:
             },
             "runtime": self._handle.stats() if self._handle is not None else None,
         }
+
+    def _keeper(self, nbytes: int, device_bytes: int | None) -> Keeper:
+        """Return what has the keys and values: memory of DEVICE, or chunks of the model."""
+        if device_bytes is None or device_bytes >= nbytes:
+            return KVMemory(nbytes, self._packed.device)
+        if self._handle is None:
+            raise ConfigError(
+                f"kv_device_bytes is less than kv_bytes, and {type(self._packed.model).__name__} is not "
+                "managed, so there is nothing below DEVICE; use gemini.manage() or Engine.from_pretrained()"
+            )
+        raises_disk = self._handle.config.disk_bytes is None
+        return ChunkedKV(KVRoom(self._handle.manager, nbytes, device_bytes, raises_disk=raises_disk))
 
     def _check(self, request: Request) -> None:
         vocabulary = self._packed.config.vocab_size
@@ -346,7 +377,7 @@ class Engine:
 
     def _parts(self) -> Iterator[tuple[_Running, tuple[int, ...]]]:
         """Yield what the next pass computes: one token of each answer first, then prompts."""
-        left = self._max_pass_tokens
+        left = min(self._max_pass_tokens, self._kv.first_tokens or self._max_pass_tokens)
         for one in sorted(self._running, key=lambda one: one.is_in_prompt):
             if left <= 0:
                 return

@@ -407,7 +407,7 @@ def test_buckets_are_those_of_the_documents(
 @given(st.data())
 def test_pieces_of_memory_never_overlap(data: st.DataObject) -> None:
     memory = KVMemory(4096)
-    ones = torch.ones(1, 1, 4)
+    ones = torch.ones(1, 1, 1, 4)
     first = memory.reserve(8)
     assert first is not None
     assert memory.reserve(1) is None, "what a token takes is not known"

@@ -47,6 +47,7 @@ class ServeConfig:
     host_bytes: int | None = None
     disk_dir: str | None = None
     kv_bytes: int | None = None
+    kv_device_bytes: int | None = None
     max_batch: int = 16
     max_pass_tokens: int = 512
     queue_size: int = 256

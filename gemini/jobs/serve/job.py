@@ -39,6 +39,7 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         host_bytes=config.host_bytes,
         disk_dir=config.disk_dir,
         kv_bytes=config.kv_bytes,
+        kv_device_bytes=config.kv_device_bytes,
         adapter=config.adapter,
         max_batch=config.max_batch,
         max_pass_tokens=config.max_pass_tokens,

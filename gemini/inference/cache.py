@@ -1,0 +1,197 @@
+"""KVCache: the keys and values of ``generate()`` in the tiers of a managed model."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
+
+from gemini.errors import ConfigError, StateError
+from gemini.inference.kv import KeysAndValues, TokenShape, first_seen, too_long
+from gemini.inference.kv_chunks import Rows, array_of
+from gemini.model.handle import ManagedModel, handle_of
+from gemini.runtime.kv_room import KVArray, KVRoom
+from gemini.system.config import parse_bytes
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """A cache for transformers' ``generate()`` whose keys and values move between DEVICE, HOST and DISK as the
+    weights do, within the same budgets::
+
+        with KVCache(model, kv_bytes="4GiB", kv_device_bytes="256MiB") as cache:
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=20_000)
+
+    Logits have the bits of transformers' own cache. The bytes are divided evenly among the layers; how many
+    tokens they are for depends on the batch. A layer with a sliding window gives up what is behind it.
+
+    Args:
+        model: managed by :func:`gemini.manage` or :func:`gemini.from_pretrained`, or a ``GeminiDDP``.
+        kv_bytes: for keys and values on all tiers.
+        kv_device_bytes: how much of DEVICE plans leave to them.
+
+    Raises:
+        ConfigError: nobody manages the model, its layers keep other things than keys and values, or its tiers
+            cannot have such chunks; beams and other changes of the batch, when they are asked for.
+        OutOfBudgetError, IoError: the tiers cannot hold so much beside the model.
+    """
+
+    def __init__(
+        self, model: nn.Module | ManagedModel, *, kv_bytes: int | str, kv_device_bytes: int | str = 0
+    ) -> None:
+        handle = handle_of(model)
+        layers = list(_layers_of(handle.module, self))
+        super().__init__(layers=layers)
+        nbytes = parse_bytes(kv_bytes, name="kv_bytes")
+        assert nbytes is not None
+        on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes") or 0
+        raises_disk = handle.config.disk_bytes is None
+        self._room: KVRoom | None = KVRoom(handle.manager, nbytes, on_device, raises_disk=raises_disk)
+        self.layer_bytes = nbytes // len(layers)
+
+    @property
+    def room(self) -> KVRoom:
+        """The memory. Raises StateError once it was given back."""
+        if self._room is None:
+            raise StateError("this cache is closed; make a new one")
+        return self._room
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.close()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of one layer, [batch, heads, tokens, size], in one array of the room."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: KVCache, window: int | None) -> None:
+        super().__init__()
+        self.is_sliding = window is not None
+        self.is_croppable = window is None
+        self._cache, self._window = cache, window
+        self._length = 0
+        self._rows: Rows | None = None
+        self._array: KVArray | None = None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._rows = Rows.of(TokenShape.of(key_states, value_states))
+        if self._array is None:
+            self._array = array_of(self._cache.room, self._cache.layer_bytes)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> KeysAndValues:
+        if torch.is_grad_enabled() and key_states.requires_grad:
+            raise ConfigError("KVCache is for passes without gradients; call the model under torch.no_grad()")
+        room = self._cache.room
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self._rows is not None and self._array is not None
+        self._refuse_other_batch(TokenShape.of(key_states, value_states))
+        row, first = self._rows.nbytes, first_seen(self._length, self._window)
+        end = self._length + key_states.shape[2]
+        if end * row > self._array.nbytes:
+            raise too_long(end, end * row * len(self._cache.layers), room.nbytes)
+        room.free(self._array.within(0, first * row))
+        self._store(key_states, value_states, end)
+        self._length = end
+        storage, begin = room.lend(self._array, first * row, end * row)
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return self._rows.views(memory, begin, end - first)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = first_seen(self._length, self._window)
+        return self._length - first + query_length, first
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def get_max_length(self) -> int:
+        return self._window or -1
+
+    def reset(self) -> None:
+        """Forget all tokens; the next ones may be of another batch."""
+        self._length, self._rows, self.is_initialized = 0, None, False
+        if self._array is not None:
+            self._cache.room.free(self._array.holding(0, self._array.nbytes))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, ``-tokens_to_remove`` of them."""
+        if tokens_to_remove > 0 or self._window is not None:
+            raise ConfigError("of this cache only the last tokens of layers without a window can be removed")
+        self._length = max(0, self._length + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
+        raise _other_batch("reorders the batch, as beams do")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        raise _other_batch("repeats the batch")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
+        raise _other_batch("selects from the batch")
+
+    def offload(self) -> None:
+        """Do nothing: the runtime moves what lies here."""
+
+    def prefetch(self) -> None:
+        """Do nothing: the runtime moves what lies here."""
+
+    def _store(self, key: torch.Tensor, value: torch.Tensor, end: int) -> None:
+        assert self._rows is not None and self._array is not None
+        room, row = self._cache.room, self._rows.nbytes
+        written = self._array.holding(self._length * row, end * row)
+        room.fetch(written)
+        try:
+            begin = self._length * row
+            keys, values = self._rows.views(self._array.tensor, begin, end - self._length)
+            keys.copy_(key)
+            values.copy_(value)
+        finally:
+            room.let_go(written, written)
+
+    def _refuse_other_batch(self, shape: TokenShape) -> None:
+        if self._rows is not None and shape != self._rows.shape:
+            raise ConfigError(
+                f"this cache holds keys and values of {self._rows.shape}, and these are of {shape}; make a "
+                "new cache for another batch"
+            )
+
+
+def _layers_of(model: nn.Module, cache: KVCache) -> list[_Layer]:
+    """Return a layer for each that transformers' own cache has for this model."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(f"{type(model).__name__} is no model of transformers: it has no configuration")
+    found = []
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) is SlidingLayer:
+            found.append(_Layer(cache, layer.sliding_window))
+        elif type(layer) is DynamicLayer:
+            found.append(_Layer(cache, None))
+        else:
+            raise ConfigError(
+                f"{type(model).__name__} has layers that keep other things than keys and values "
+                f"({type(layer).__name__}); generate with transformers' own cache"
+            )
+    return found
+
+
+def _other_batch(what: str) -> ConfigError:
+    return ConfigError(f"generate() {what}, which KVCache does not; use num_beams=1, or transformers' cache")

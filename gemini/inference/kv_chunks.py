@@ -1,0 +1,249 @@
+"""Keys and values in chunks of a managed model: what DEVICE cannot hold of them lies on HOST or DISK.
+
+A token's keys and values of one layer lie side by side, one token behind the other, so a chunk that is full
+never changes again: it is written below DEVICE once and dropped for nothing afterwards. Attention fetches one
+sequence of one layer at a time, so nothing larger has to fit at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gemini.errors import OutOfBudgetError
+from gemini.inference.kv import KeysAndValues, Pieces, TokenShape, aligned, first_seen, too_long
+from gemini.runtime.kv_room import KVArray, KVRoom
+from gemini.system.config import format_bytes
+
+_CHUNK_BYTES = 256 * 2**10  # a disk reads it at nearly its full speed
+_CHUNKS_PER_ARRAY = 64  # at least: a sequence wastes a part of its last one
+_LINE = 64
+# Rows whose distance is a multiple of this share few places of a processor's first cache.
+_CACHE_WAY_BYTES = 2**10
+_FIRST_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where keys and values of one layer lie: ``nbytes`` from token to token."""
+
+    shape: TokenShape
+    nbytes: int
+
+    @classmethod
+    def of(cls, shape: TokenShape) -> Rows:
+        """Return the rows of a layer."""
+        nbytes = shape.nbytes(1)
+        return cls(shape, nbytes + _LINE if nbytes % _CACHE_WAY_BYTES == 0 else nbytes)
+
+    def views(self, memory: torch.Tensor, begin: int, tokens: int) -> KeysAndValues:
+        """Return keys and values, [rows, heads, tokens, size], that begin at the byte ``begin``."""
+        shape = self.shape
+        itemsize = shape.dtype.itemsize
+        typed = memory.view(shape.dtype)
+
+        def view(first: int, size: int) -> torch.Tensor:
+            strides = (shape.heads * size, size, self.nbytes // itemsize, 1)
+            return typed.as_strided((shape.rows, shape.heads, tokens, size), strides, first // itemsize)
+
+        return view(begin, shape.key_size), view(begin + shape.key_bytes(1), shape.value_size)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """An array of a room, and the pieces of it that sequences have. Layers of equal rows share the pieces:
+    a sequence has the same place in each."""
+
+    rows: Rows
+    array: KVArray
+    pieces: Pieces
+
+
+class _Place:
+    """Keys and values of one sequence in one layer."""
+
+    def __init__(self, layer: _Layer, first_chunk: int, capacity: int) -> None:
+        self._rows, self._array = layer.rows, layer.array
+        self._begin = first_chunk * layer.array.chunk_bytes
+        self.keys, self.values = layer.rows.views(layer.array.tensor, self._begin, capacity)
+
+    def holding(self, first: int, end: int) -> list[int]:
+        """Return the tensors that hold the tokens from ``first`` to ``end``."""
+        row = self._rows.nbytes
+        return self._array.holding(self._begin + first * row, self._begin + end * row)
+
+    def before(self, first: int) -> list[int]:
+        """Return the tensors that hold only tokens before ``first``."""
+        return self._array.within(self._begin, self._begin + first * self._rows.nbytes)
+
+
+class ChunkedKV:
+    """Keys and values in the chunks of ``room``. See :class:`gemini.inference.kv.Keeper`.
+
+    A sequence gets its places for all its tokens before it begins. The first pass of all shows what a token
+    takes; what it stores lies in ordinary memory until it is over.
+    """
+
+    def __init__(self, room: KVRoom) -> None:
+        self.nbytes = room.nbytes
+        self.peak_bytes = 0
+        self.room = room
+        self.layers: dict[int, _Layer] = {}
+        self._pieces: dict[Rows, Pieces] = {}
+        self._first: ChunkedSequence | None = None
+
+    @property
+    def first_tokens(self) -> int | None:
+        return None if self.layers else _FIRST_TOKENS
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(layer.pieces.used * layer.array.chunk_bytes for layer in self.layers.values())
+
+    def check(self, tokens: int) -> None:
+        if not self.layers:
+            return
+        needed = sum(
+            _chunks(layer.rows, tokens, layer.array.chunk_bytes) * layer.array.chunk_bytes
+            for layer in self.layers.values()
+        )
+        if needed > self.nbytes:
+            raise too_long(tokens, needed, self.nbytes)
+        once = max(layer.rows.nbytes * tokens for layer in self.layers.values())
+        if once > self.room.usable_device_bytes:
+            raise OutOfBudgetError(
+                f"keys and values of {tokens:,} tokens take {format_bytes(once)} in one layer, which "
+                f"attention needs on DEVICE at once, and DEVICE has "
+                f"{format_bytes(self.room.usable_device_bytes)} for it; ask for fewer tokens, or raise "
+                "device_bytes"
+            )
+
+    def reserve(self, tokens: int) -> ChunkedSequence | None:
+        self.check(tokens)
+        if not self.layers:
+            if self._first is not None:
+                return None
+            self._first = ChunkedSequence(self, tokens)
+            return self._first
+        sequence = ChunkedSequence(self, tokens)
+        return sequence if self.place(sequence) else None
+
+    def place(self, sequence: ChunkedSequence) -> bool:
+        """Give ``sequence`` its places, and say whether there were any."""
+        taken: dict[Rows, tuple[int, int]] = {}
+        for layer in self.layers.values():
+            if layer.rows in taken:
+                continue
+            count = _chunks(layer.rows, sequence.capacity, layer.array.chunk_bytes)
+            first = layer.pieces.take(count)
+            if first is None:
+                for rows, piece in taken.items():
+                    self._pieces[rows].give_back(*piece)
+                return False
+            taken[layer.rows] = first, first + count
+        sequence.pieces = taken
+        sequence.places = {
+            index: _Place(layer, taken[layer.rows][0], sequence.capacity)
+            for index, layer in self.layers.items()
+        }
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return True
+
+    def measured(self, shapes: dict[int, TokenShape]) -> None:
+        """Make the arrays, for as many tokens as the bytes are for."""
+        rows = {layer: Rows.of(shape) for layer, shape in sorted(shapes.items())}
+        tokens = self.nbytes // sum(each.nbytes for each in rows.values())
+        for layer, each in rows.items():
+            self.add_layer(layer, each, tokens)
+
+    def add_layer(self, layer: int, rows: Rows, tokens: int) -> None:
+        """Make the array of a layer, for ``tokens``."""
+        array = array_of(self.room, rows.nbytes * tokens)
+        pieces = self._pieces.setdefault(rows, Pieces(len(array.chunks)))
+        self.layers[layer] = _Layer(rows, array, pieces)
+
+    def release(self, sequence: ChunkedSequence) -> None:
+        """Take the places of ``sequence`` back."""
+        for place in sequence.places.values():
+            self.room.free(place.holding(0, sequence.capacity))
+        for rows, piece in sequence.pieces.items():
+            self._pieces[rows].give_back(*piece)
+        if self._first is sequence:
+            self._first = None
+
+    def close(self) -> None:
+        self.room.close()
+
+
+class ChunkedSequence:
+    """A sequence in chunks. See :class:`gemini.inference.kv.Sequence`."""
+
+    def __init__(self, memory: ChunkedKV, capacity: int) -> None:
+        self.length, self.capacity = 0, capacity
+        self.pieces: dict[Rows, tuple[int, int]] = {}
+        self.places: dict[int, _Place] = {}
+        self._memory = memory
+        self._windows: dict[int, int | None] = {}
+        self._early: dict[int, KeysAndValues] = {}  # of the first pass of all
+        self._pinned: tuple[list[int], list[int]] | None = None  # what is in use, and what was written
+
+    def append(
+        self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int | None = None
+    ) -> KeysAndValues:
+        self._windows[layer] = window
+        if not self.places:
+            self._early[layer] = key.clone(), value.clone()
+            return self._early[layer]
+        place, end = self.places[layer], self.length + key.shape[2]
+        first = first_seen(self.length, window)
+        self._pin(place.holding(first, end), place.holding(self.length, end))
+        place.keys[:, :, self.length : end] = key
+        place.values[:, :, self.length : end] = value
+        return place.keys[:, :, first:end], place.values[:, :, first:end]
+
+    def let_go(self) -> None:
+        if self._pinned is not None:
+            tensors, written = self._pinned
+            self._pinned = None
+            self._memory.room.let_go(tensors, written)
+
+    def advance(self, tokens: int) -> None:
+        if self._early:
+            self._settle()
+        self.length += tokens
+        for layer, window in self._windows.items():
+            if window is not None:
+                self._memory.room.free(self.places[layer].before(first_seen(self.length, window)))
+
+    def close(self) -> None:
+        self.let_go()
+        self._memory.release(self)
+        self.pieces, self.places, self._early = {}, {}, {}
+
+    def _settle(self) -> None:
+        """Move what the first pass of all has stored into its places."""
+        memory, early = self._memory, self._early
+        if not memory.layers:
+            memory.measured({layer: TokenShape.of(*stored) for layer, stored in early.items()})
+        memory.check(self.capacity)
+        if not memory.place(self):
+            raise too_long(self.capacity, memory.nbytes, memory.nbytes, at_least=True)
+        self._early = {}
+        for layer, (key, value) in early.items():
+            self.append(layer, key, value, self._windows[layer])
+            self.let_go()
+
+    def _pin(self, tensors: list[int], written: list[int]) -> None:
+        self.let_go()
+        self._memory.room.fetch(tensors)
+        self._pinned = tensors, written
+
+
+def array_of(room: KVRoom, nbytes: int) -> KVArray:
+    """Return an array of at least ``nbytes``."""
+    return room.array(nbytes, min(_CHUNK_BYTES, max(1, nbytes // _CHUNKS_PER_ARRAY)))
+
+
+def _chunks(rows: Rows, tokens: int, chunk_bytes: int) -> int:
+    return -(-aligned(rows.nbytes * tokens) // chunk_bytes)
