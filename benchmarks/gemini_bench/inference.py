@@ -23,6 +23,8 @@ from gemini_bench.inference_engine import engine
 from gemini_bench.inference_engine import measure as measure_engine
 from gemini_bench.inference_experts import experts
 from gemini_bench.inference_experts import measure as measure_experts
+from gemini_bench.inference_kv import kv
+from gemini_bench.inference_kv import measure as measure_kv
 from gemini_bench.inference_models import cpu_seconds, opt, resident_bytes, weight_bytes
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row
@@ -113,6 +115,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = {
     "checkpoint": checkpoint,
     "experts": experts,
     "engine": engine,
+    "kv": kv,
 }
 
 
@@ -258,4 +261,5 @@ TASKS = {
     "checkpoint": measure_checkpoint,
     "experts": measure_experts,
     "engine": measure_engine,
+    "kv": measure_kv,
 }

@@ -24,7 +24,7 @@ def opt(options: Mapping[str, Any]) -> Any:
         ffn_dim=4 * width,
         num_hidden_layers=options["layers"],
         num_attention_heads=8,
-        max_position_embeddings=256,
+        max_position_embeddings=options.get("positions", 256),
     )
     return transformers.OPTForCausalLM(config).eval().requires_grad_(False)
 
