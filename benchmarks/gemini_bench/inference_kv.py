@@ -1,4 +1,4 @@
-"""Case ``kv`` of ``gemini bench inference``: long texts whose keys and values exceed DEVICE with the weights."""
+"""Case ``kv`` of ``gemini bench inference``: keys and values that do not fit beside the weights."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ _SIZES = {
     "device-bytes": "budget of DEVICE, for weights and --kv-bytes; default: the free memory, less a margin",
     "kv-bytes": "of it, for keys and values; default: for --max-batch texts of 1,024 tokens, at most a "
     "quarter",
-    "kv-device-bytes": "of --kv-bytes, what is on DEVICE: the rest needs --host-bytes or --disk-dir, and only "
-    "this counts as part of --device-bytes; default: all",
+    "kv-device-bytes": "of --kv-bytes, what --device-bytes has room for: the rest needs --host-bytes or "
+    "--disk-dir; default: all",
     "host-bytes": "budget of HOST, memory of the CPU; default: chosen by the runtime",
     "body-bytes": "most bytes of a request (default: 4MiB)",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -18,12 +19,14 @@ from gemini.runtime.kv_room import KVArray, KVRoom
 from gemini.system.config import parse_bytes
 
 
-class KVCache(Cache):  # type: ignore[misc]
-    """A cache for transformers' ``generate()`` whose keys and values move between DEVICE, HOST and DISK as the
+class KVCache(Cache):
+    """A cache for transformers' ``generate()``. Its keys and values move between DEVICE, HOST and DISK as the
     weights do, within the same budgets::
 
         with KVCache(model, kv_bytes="4GiB", kv_device_bytes="256MiB") as cache:
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=20_000)
+            model.generate(**inputs, cache=cache, max_new_tokens=20_000)
+
+    Versions of transformers without ``cache=`` call it ``past_key_values=``.
 
     Logits have the bits of transformers' own cache. The bytes are divided evenly among the layers; how many
     tokens they are for depends on the batch. A layer with a sliding window gives up what is behind it.
@@ -43,7 +46,7 @@ class KVCache(Cache):  # type: ignore[misc]
         self, model: nn.Module | ManagedModel, *, kv_bytes: int | str, kv_device_bytes: int | str = 0
     ) -> None:
         handle = handle_of(model)
-        layers = list(_layers_of(handle.module, self))
+        layers: list[Any] = list(_layers_of(handle.module, self))
         super().__init__(layers=layers)
         nbytes = parse_bytes(kv_bytes, name="kv_bytes")
         assert nbytes is not None
@@ -74,25 +77,27 @@ class KVCache(Cache):  # type: ignore[misc]
         self.close()
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
+class _Layer(CacheLayerMixin):
     """Keys and values of one layer, [batch, heads, tokens, size], in one array of the room."""
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, cache: KVCache, window: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_sliding = window is not None
         self.is_croppable = window is None
         self._cache, self._window = cache, window
         self._length = 0
-        self._rows: Rows | None = None
-        self._array: KVArray | None = None
+        self._rows: Rows | None = None  # before the first token nobody knows them
+
+    @cached_property
+    def array(self) -> KVArray:
+        """The memory of this layer, made on first use."""
+        return array_of(self._cache.room, self._cache.layer_bytes)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._rows = Rows.of(TokenShape.of(key_states, value_states))
-        if self._array is None:
-            self._array = array_of(self._cache.room, self._cache.layer_bytes)
         self.is_initialized = True
 
     def update(
@@ -101,20 +106,16 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         if torch.is_grad_enabled() and key_states.requires_grad:
             raise ConfigError("KVCache is for passes without gradients; call the model under torch.no_grad()")
         room = self._cache.room
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self._rows is not None and self._array is not None
-        self._refuse_other_batch(TokenShape.of(key_states, value_states))
-        row, first = self._rows.nbytes, first_seen(self._length, self._window)
+        rows, first = self._rows_of(key_states, value_states), first_seen(self._length, self._window)
         end = self._length + key_states.shape[2]
-        if end * row > self._array.nbytes:
-            raise too_long(end, end * row * len(self._cache.layers), room.nbytes)
-        room.free(self._array.within(0, first * row))
-        self._store(key_states, value_states, end)
+        if end * rows.nbytes > self.array.nbytes:
+            raise too_long(end, end * rows.nbytes * len(self._cache.layers), room.nbytes)
+        room.free(self.array.within(0, first * rows.nbytes))
+        self._store(rows, key_states, value_states, end)
         self._length = end
-        storage, begin = room.lend(self._array, first * row, end * row)
+        storage, begin = room.lend(self.array, first * rows.nbytes, end * rows.nbytes)
         memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        return self._rows.views(memory, begin, end - first)
+        return rows.views(memory, begin, end - first)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first = first_seen(self._length, self._window)
@@ -129,8 +130,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch."""
         self._length, self._rows, self.is_initialized = 0, None, False
-        if self._array is not None:
-            self._cache.room.free(self._array.holding(0, self._array.nbytes))
+        self._cache.room.free(self.array.holding(0, self.array.nbytes))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, ``-tokens_to_remove`` of them."""
@@ -153,25 +153,29 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def prefetch(self) -> None:
         """Do nothing: the runtime moves what lies here."""
 
-    def _store(self, key: torch.Tensor, value: torch.Tensor, end: int) -> None:
-        assert self._rows is not None and self._array is not None
-        room, row = self._cache.room, self._rows.nbytes
-        written = self._array.holding(self._length * row, end * row)
+    def _store(self, rows: Rows, key: torch.Tensor, value: torch.Tensor, end: int) -> None:
+        room, begin = self._cache.room, self._length * rows.nbytes
+        written = self.array.holding(begin, end * rows.nbytes)
         room.fetch(written)
         try:
-            begin = self._length * row
-            keys, values = self._rows.views(self._array.tensor, begin, end - self._length)
+            keys, values = rows.views(self.array.tensor, begin, end - self._length)
             keys.copy_(key)
             values.copy_(value)
         finally:
             room.let_go(written, written)
 
-    def _refuse_other_batch(self, shape: TokenShape) -> None:
-        if self._rows is not None and shape != self._rows.shape:
+    def _rows_of(self, key: torch.Tensor, value: torch.Tensor) -> Rows:
+        """Return how tokens lie here. Raises ConfigError where these are of another batch than the others."""
+        if self._rows is None:
+            self.lazy_initialization(key, value)
+        assert self._rows is not None
+        shape = TokenShape.of(key, value)
+        if shape != self._rows.shape:
             raise ConfigError(
-                f"this cache holds keys and values of {self._rows.shape}, and these are of {shape}; make a "
-                "new cache for another batch"
+                f"this cache holds keys and values of {self._rows.shape}, and these are of {shape}; reset() "
+                "it for another batch"
             )
+        return self._rows
 
 
 def _layers_of(model: nn.Module, cache: KVCache) -> list[_Layer]:

@@ -102,7 +102,7 @@ class TokenShape:
 
 
 class Pieces:
-    """Numbers from 0 to ``size``, of which pieces are taken and given back: the first that is large enough."""
+    """Numbers from 0 to ``size``, of which pieces are taken, the first large enough, and given back."""
 
     def __init__(self, size: int) -> None:
         self._size = size

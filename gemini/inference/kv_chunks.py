@@ -19,7 +19,7 @@ from gemini.system.config import format_bytes
 _CHUNK_BYTES = 256 * 2**10  # a disk reads it at nearly its full speed
 _CHUNKS_PER_ARRAY = 64  # at least: a sequence wastes a part of its last one
 _LINE = 64
-# Rows whose distance is a multiple of this share few places of a processor's first cache.
+# Rows at distances of a multiple of this share few places of a processor's first cache.
 _CACHE_WAY_BYTES = 2**10
 _FIRST_TOKENS = 64
 

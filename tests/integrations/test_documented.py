@@ -41,8 +41,9 @@ def test_the_mixture_of_the_page_answers_and_trains_within_its_budget(tmp_path: 
 
 
 def test_a_pass_of_the_page_reads_what_memory_lacks(tmp_path: Path) -> None:
-    (line,) = run("\n".join(programs_of("inference.md")), tmp_path).splitlines()
-    assert 0.99 < float(line.split()[0]) < 1.5
+    read, begins = run("\n".join(programs_of("inference.md")), tmp_path).splitlines()[-2:]
+    assert 0.99 < float(read.split()[0]) < 1.5
+    assert begins == "begins as the short text: True"
 
 
 def test_the_engine_of_the_page_shares_passes_within_its_budget(tmp_path: Path) -> None:

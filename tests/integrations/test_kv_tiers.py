@@ -125,7 +125,7 @@ def test_what_a_window_has_passed_takes_no_memory(windowed: Path, tmp_path: Path
         model.generate(torch.arange(8)[None], cache=cache, max_new_tokens=150)
         held = [
             sum(map(bool, map(handle.manager.chunks.table.held_tiers, ids)))
-            for ids in ([part.id for part in layer._array.chunks] for layer in cache.layers)
+            for ids in ([part.id for part in layer.array.chunks] for layer in cache.layers)
         ]
     handle.close()
     sliding, full = held[0], held[1]  # of 20 tokens, and of 157

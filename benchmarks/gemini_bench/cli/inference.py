@@ -20,6 +20,8 @@ cases:
   engine      gemini.inference.Engine answers 1 client and 16 from a checkpoint, with a third of the weights
               on DEVICE and with all of them: time and bytes per token, what the engine adds to its passes
               and to generate(), and what a thousand requests leave behind
+  kv          8 texts of 640 tokens grow, a third of the weights and of the keys and values on DEVICE: bytes
+              that a pass reads and writes, and its processor time beside keys and values in memory
 
 All contenders must give the same tokens. Figures are bytes and processor time, which other programs on the
 machine disturb less than wall clock.
