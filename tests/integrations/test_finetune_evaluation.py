@@ -40,9 +40,9 @@ def test_the_loss_on_held_out_records_is_that_of_the_exported_model(config: Fine
     config = dataclasses.replace(config, precision="fp32", steps=2, batch=4)
     result = run(config)
     work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
-    (batch,) = work._held_out.batches()
+    (make,) = work._held_out.batches()
     model = LLAMA.from_pretrained(result.summary.model)
-    assert result.summary.eval_loss == model(**batch.inputs, use_cache=False).loss.item()
+    assert result.summary.eval_loss == model(**make().inputs, use_cache=False).loss.item()
     assert any(line.startswith("data: held out: 4 texts (text), held-out.jsonl;") for line in work.describe())
     card = Path(config.output, "model", "README.md").read_text()
     assert "| held out | held-out.jsonl |" in card
