@@ -31,6 +31,7 @@ from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.config import RESUME, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
 from gemini.jobs.finetune.engine import adapter_errors, adapter_of
+from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
 from gemini.jobs.finetune.samples import DOCUMENTS
 from gemini.jobs.run.managed import PRECISIONS
@@ -52,6 +53,8 @@ examples:
       print the tokens of three records and mark those that the loss counts; train nothing
   gemini finetune recipes/full.toml --data mine.jsonl --steps 100
       a recipe: the same names in a file (lr = 1e-5, device_bytes = "20GiB"); options given here win
+  gemini finetune recipes/dpo.toml --model ./tuned --data pairs.jsonl --output out/dpo
+      learn from preference pairs, by DPO
   gemini finetune recipes/full.toml --batch 4 --nproc 2
       two processes share the rows of each step, and the model
   gemini finetune recipes/full.toml --resume auto
@@ -69,6 +72,7 @@ data, recognized by the ending of a file and the keys of a record:
   alpaca                {"instruction": "...", "input": "...", "output": "..."}
   prompt-completion     {"prompt": "...", "completion": "..."}; both may be lists of messages
   text                  {"text": "..."}
+  preference            {"prompt": "...", "chosen": "...", "rejected": "..."}; with --objective dpo
   other keys            --data-keys prompt=question,completion=answer
 
   The first three are formatted by the tokenizer's chat template. A loss is made of answers and completions
@@ -245,6 +249,19 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
     )
     _option(
         group,
+        "--objective",
+        choices=OBJECTIVES,
+        help="sft learns answers; dpo learns to prefer chosen answers over rejected ones, with adapters",
+    )
+    _option(
+        group,
+        "--dpo-beta",
+        type=float,
+        metavar="X",
+        help="how much dpo holds on to the model without adapters; higher: more",
+    )
+    _option(
+        group,
         "--loss-on",
         choices=LOSS_ON,
         help="what is learned of conversations and of prompts with completions: the answers, or all tokens",
@@ -312,7 +329,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         "--lr",
         type=float,
         metavar="X",
-        help="highest learning rate; default: 1e-5 for all weights, 2e-4 for LoRA, 1e-4 for DoRA",
+        help="highest learning rate; default: 1e-5 for all weights, 2e-4 for LoRA, 1e-4 for DoRA, 5e-6 for "
+        "dpo",
     )
     _option(group, "--schedule", choices=SCHEDULES, help="how the learning rate changes after the warm-up")
     _option(
@@ -456,7 +474,8 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
 def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     source, settings = _source(config, seq), _settings(config)
-    outlook = look(source, settings, config.batch)
+    rows = 2 if config.objective == DPO else 1  # of a pair
+    outlook = look(source, settings, config.batch * rows)
     size = outlook.blueprint.context.size.total_bytes
     needs = (
         f"{format_bytes(size)} of model data, at most {format_bytes(outlook.non_model_bytes)} of activations "
@@ -486,7 +505,7 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
         for name, budget in zip(_TIERS, budgets, strict=True)
         if budget
     ]
-    tokens = config.batch * config.accumulate * seq
+    tokens = config.batch * rows * config.accumulate * seq
     writes = simulation.link_bytes.get("disk_write", 0)
     yield (
         f"plan: model data peaks at {', '.join(kept)}; about {step.seconds:.3g} s a step, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -92,6 +93,25 @@ def test_ranks_train_as_one_process_does(
     assert "fine-tuned with `gemini finetune`" in Path(there, "model", "README.md").read_text()
 
 
+@pytest.mark.dear("a run in one process, and the same on two")
+def test_ranks_share_pairs_of_preferences(config: FineTuneConfig, tmp_path: Path) -> None:
+    pairs = [
+        {"prompt": "all work", "chosen": " and play"[:row], "rejected": " and no"} for row in range(2, 9)
+    ]
+    Path(config.data).write_text("\n".join(map(json.dumps, pairs)))
+    config = dataclasses.replace(config, objective="dpo", lora=4, eval_share=0.0, steps=3)
+    want = run(config)
+    there = dataclasses.replace(config, output=str(tmp_path / "ranks"))
+    losses, _, _ = over_ranks(there, 2)[0]
+    assert losses == pytest.approx(list(want.losses), rel=1e-5)
+    records = [
+        [json.loads(line)["rewards/margins"] for line in Path(each, "metrics.jsonl").read_text().splitlines()]
+        for each in (there.output, config.output)
+    ]
+    assert records[0] == pytest.approx(records[1], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.dear("runs in one process, and on two")
 def test_ranks_stop_after_one_step_and_any_number_goes_on(config: FineTuneConfig, tmp_path: Path) -> None:
     want = run(config)
     there = dataclasses.replace(config, output=str(tmp_path / "ranks"))

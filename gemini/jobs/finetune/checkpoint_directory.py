@@ -11,7 +11,8 @@ from gemini.errors import ConfigError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES, check_kinds, check_model
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import Encoder
-from gemini.jobs.finetune.samples import JOINED, PADDED
+from gemini.jobs.finetune.preferences import DPO
+from gemini.jobs.finetune.samples import JOINED, PADDED, PAIRS
 from gemini.system.files import read_regular
 from gemini.system.input_files import InputDirectory, errors_of
 
@@ -116,6 +117,8 @@ class ModelDirectory:
     def layout(self) -> str:
         """Return how documents become rows. Raise ConfigError where the model cannot be told where one "
         "ends."""
+        if self._options.objective == DPO:
+            return PAIRS
         if not self._options.packing:
             return PADDED
         if self._options.documents == JOINED:

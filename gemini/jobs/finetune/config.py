@@ -14,7 +14,8 @@ from typing import Any, ClassVar, get_args, get_type_hints
 
 from gemini.errors import ConfigError, InputError
 from gemini.jobs.finetune.encoding import ANSWERS, LOSS_ON
-from gemini.jobs.finetune.record_kinds import AUTO, DATA_FORMATS, parse_keys
+from gemini.jobs.finetune.preferences import DPO, OBJECTIVES, SFT
+from gemini.jobs.finetune.record_kinds import AUTO, DATA_FORMATS, PREFERENCE, parse_keys
 from gemini.jobs.finetune.samples import DOCUMENTS
 from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
 from gemini.jobs.run.run_directory import is_a
@@ -29,7 +30,7 @@ RESUME = ("no", "auto", "yes")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
 ALL_LINEAR = "all-linear"
 # Learning rates that are usual for each; --lr wins.
-_FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
+_FULL_LR, _LORA_LR, _DORA_LR, _DPO_LR = 1e-5, 2e-4, 1e-4, 5e-6
 _RSLORA_ALPHA = 8  # at rank 16 a scale of 2, as LoRA has it by default
 _PATHS = ("model", "data", "eval_data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
@@ -76,6 +77,8 @@ class FineTuneConfig(MemoryOptions):
     output: str = ""
     data_format: str = AUTO
     data_keys: str = ""
+    objective: str = SFT
+    dpo_beta: float = 0.1
     loss_on: str = ANSWERS
     tokenizer: str | None = None
     seq: int | None = None
@@ -150,6 +153,8 @@ class FineTuneConfig(MemoryOptions):
         """The highest learning rate: ``lr``, or what is usual for the weights that train."""
         if self.lr is not None:
             return self.lr
+        if self.objective == DPO:
+            return _DPO_LR
         if not self.lora:
             return _FULL_LR
         return _DORA_LR if self.dora else _LORA_LR
@@ -169,8 +174,10 @@ class FineTuneConfig(MemoryOptions):
     def identity(self) -> dict[str, Any]:
         """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
         own = {name: getattr(self, name) for name in _IDENTITY}
-        kinds = {name: getattr(self, name) or None for name in ("dora", "rslora")}  # older runs have neither
-        return {**own, **self._resolved(), **kinds}
+        # What older runs do not have is None in others, too.
+        kinds = {name: getattr(self, name) or None for name in ("dora", "rslora")}
+        beta = self.dpo_beta if self.objective == DPO else None
+        return {**own, **self._resolved(), **kinds, "dpo_beta": beta}
 
     def options(self) -> dict[str, Any]:
         """Return what a run has when it is resumed, unless it is told otherwise; paths are absolute."""
@@ -205,6 +212,7 @@ class FineTuneConfig(MemoryOptions):
             ("epochs", 0.0, math.inf),
             ("lr", 0.0, math.inf),
             ("lora_alpha", 0.0, math.inf),
+            ("dpo_beta", 0.0, math.inf),
         ):
             value = getattr(self, name)
             if value is not None and not low < value < high:
@@ -256,6 +264,7 @@ class FineTuneConfig(MemoryOptions):
     def _check_choices(self) -> None:
         for name, choices in (
             ("data_format", DATA_FORMATS),
+            ("objective", OBJECTIVES),
             ("loss_on", LOSS_ON),
             ("documents", DOCUMENTS),
             ("schedule", SCHEDULES),
@@ -269,12 +278,33 @@ class FineTuneConfig(MemoryOptions):
                 raise ConfigError(
                     f"{option(name)} is {getattr(self, name)!r}; it must be one of {', '.join(choices)}"
                 )
+        if self.objective == DPO:
+            self._check_preferences()
         parse_keys(self.data_keys)
         parse_trackers(self.report_to)
         if not self.packing and self.documents != AUTO:
             raise ConfigError(
                 f"--documents {self.documents} says how documents are packed, and --no-packing gives each a "
                 "row; give one of them"
+            )
+
+    def _check_preferences(self) -> None:
+        """Raise ConfigError for what does not go with preference pairs."""
+        if not self.lora:
+            raise ConfigError(
+                "--objective dpo compares the model with itself without adapters, so adapters train; add "
+                "--lora 16"
+            )
+        for name, usual in (("loss_on", ANSWERS), ("documents", AUTO), ("tiled_loss", "no")):
+            if getattr(self, name) != usual:
+                raise ConfigError(
+                    f"{option(name)} {getattr(self, name)} does not go with --objective dpo: a row is a "
+                    "prompt with one answer, and the loss needs the logits of the answer; leave it out"
+                )
+        if self.data_format not in (AUTO, PREFERENCE):
+            raise ConfigError(
+                f"--objective dpo learns from preference pairs, and --data-format is {self.data_format}; "
+                "leave it out"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gemini.errors import ConfigError, InputError
@@ -85,6 +85,17 @@ class Encoder:
             encoded = EncodedDocument(document, self._ended(self._tokens(document, str(document.text))))
         self._check(encoded)
         return encoded
+
+    def encode_pair(self, document: Document) -> tuple[EncodedDocument, EncodedDocument]:
+        """Return the tokens of a preference pair: with the chosen answer, and with the rejected one. The
+        answers begin at the same token: where the first of the two does. Raises as :meth:`encode`."""
+        assert document.rejected is not None
+        pair = self.encode(document), self.encode(document.rejected)
+        start = min((each.learned or [True]).index(True) for each in pair)
+        chosen, rejected = (
+            replace(each, learned=[place >= start for place in range(len(each.ids))]) for each in pair
+        )
+        return chosen, rejected
 
     def _check(self, encoded: EncodedDocument) -> None:
         place, ids = encoded.document.place, encoded.ids

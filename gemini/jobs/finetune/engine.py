@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gemini.integrations.adapters import AdapterError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
 from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
 from gemini.jobs.finetune.held_out import BEST, BestWeights
+from gemini.jobs.finetune.preferences import Rewards, answer_log_probs, preference_loss
 from gemini.jobs.finetune.samples import Batch
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
@@ -52,6 +54,8 @@ class PretrainedEngine(ManagedTraining):
         self.best = best
         self._adapters = bool(config.lora)
         self._disk_dir = config.disk_dir
+        self._beta = config.dpo_beta
+        self.rewards = Rewards()  # of the pairs of this step
         self.rank = Rank() if rank is None else rank
         torch.manual_seed(config.seed)
         if config.disk_dir is not None:
@@ -94,8 +98,30 @@ class PretrainedEngine(ManagedTraining):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch in nats."""
+        if batch.num_pairs:
+            return self._preference_loss(batch)
         loss: Tensor = self._outputs(batch).loss
         return loss
+
+    def _preference_loss(self, batch: Batch) -> Tensor:
+        """Return DPO's loss; the reference is the model without its adapters, and without dropout."""
+        labels = batch.inputs["labels"]
+        inputs = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "labels"})
+        trains = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), self.module.disable_adapter():
+                reference = answer_log_probs(self._outputs(inputs).logits, labels)
+        finally:
+            self.module.train(trains)
+        answers = answer_log_probs(self._outputs(inputs).logits, labels)
+        loss, rewards = preference_loss(answers, reference, self._beta)
+        self.rewards = self.rewards.plus(rewards)
+        return loss
+
+    def forget_rewards(self) -> None:
+        """Begin to add up rewards again, for a step that begins."""
+        self.rewards = Rewards()
 
     def _outputs(self, batch: Batch) -> Any:
         inputs = {name: value.to(self.device) for name, value in batch.inputs.items()}
@@ -135,8 +161,8 @@ class PretrainedEngine(ManagedTraining):
                     is_own = first + index < len(batches)
                     batch = batches[first + index if is_own else first]()
                     loss = self.loss(batch).item()
-                    total += loss * batch.num_learned * is_own
-                    tokens += batch.num_learned * is_own
+                    total += loss * batch.weight * is_own
+                    tokens += batch.weight * is_own
         finally:
             self.module.train()
         of_all, learned = self.sum_over_ranks(total, tokens)

@@ -15,6 +15,7 @@ from gemini.errors import CheckpointError, printable
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
+from gemini.jobs.finetune.preferences import DPO
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.work import FineTuneWork
@@ -118,9 +119,13 @@ def preview(config: FineTuneConfig) -> Iterator[str]:
     model = ModelDirectory(config)
     seq, tokenizer = model.seq(), model.tokenizer()
     encoder = model.encoder(tokenizer)
-    documents = Documents(find_data(config.data), data_format=config.data_format, keys=config.data_keys)
+    is_dpo = config.objective == DPO
+    documents = Documents(
+        find_data(config.data), data_format=config.data_format, keys=config.data_keys, pairs=is_dpo
+    )
     for document in islice(documents, config.show):
-        yield from _shown(tokenizer, encoder.encode(document), seq)
+        for encoded in encoder.encode_pair(document) if is_dpo else (encoder.encode(document),):
+            yield from _shown(tokenizer, encoded, seq)
     if encoder.uses_plain_template:
         yield "the tokenizer has no chat template: this is the plain one (docs/finetune.md)"
 

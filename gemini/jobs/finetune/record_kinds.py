@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gemini.errors import ConfigError, InputError
+from gemini.jobs.finetune.preferences import CHOSEN, REJECTED, split_prompt
 from gemini.jobs.finetune.record_files import DataFiles, Record, read_records
 from gemini.system.config import did_you_mean
 from gemini.system.parsing import SyntaxProblem, parse_record
@@ -15,7 +16,8 @@ from gemini.system.parsing import SyntaxProblem, parse_record
 AUTO = "auto"
 TEXT, COMPLETION, ALPACA = "text", "prompt-completion", "alpaca"
 SHAREGPT, MESSAGES = "sharegpt", "messages"
-DATA_FORMATS = (AUTO, TEXT, COMPLETION, ALPACA, SHAREGPT, MESSAGES)
+PREFERENCE = "preference"
+DATA_FORMATS = (AUTO, TEXT, COMPLETION, ALPACA, SHAREGPT, MESSAGES, PREFERENCE)
 _SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -31,6 +33,7 @@ _NOUNS = {
     ALPACA: ("instruction", "instructions"),
     SHAREGPT: ("conversation", "conversations"),
     MESSAGES: ("conversation", "conversations"),
+    PREFERENCE: ("preference pair", "preference pairs"),
 }
 # Records that other kinds are likely to be, by the keys that tell them, and the option that reads them.
 _LIKELY: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -52,8 +55,8 @@ _LIKELY: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("body",), "texts", "--data-keys text=body"),
 )
 _PREFERENCE = (
-    "is a preference pair (chosen, rejected), and gemini finetune has no recipe for DPO; train with "
-    "DPOTrainer of TRL (docs/huggingface.md), or on the chosen answers alone: --data-keys {}"
+    "is a preference pair (chosen, rejected); learn from it by --objective dpo --lora 16, or from the chosen "
+    "answers alone: --data-keys {}"
 )
 
 
@@ -62,6 +65,7 @@ class Document:
     """What is learned from a record: a ``text``, a ``prompt`` with its ``completion``, or ``messages``.
 
     ``num_prompt``: how many of the messages are a prompt that is given; 0: each answer is learned.
+    ``rejected``: of a preference pair, the same prompt with the answer that was not chosen.
     ``place`` names the record in messages to the user, and ``kind`` is one of ``DATA_FORMATS``.
     """
 
@@ -73,6 +77,7 @@ class Document:
     messages: list[dict[str, Any]] | None = None
     num_prompt: int = 0
     tools: Any = None
+    rejected: Document | None = None
 
 
 def parse_keys(text: str) -> dict[str, str]:
@@ -92,14 +97,18 @@ def parse_keys(text: str) -> dict[str, str]:
 
 
 class Documents:
-    """The documents of all files. As they are read, ``counts`` says how many of each kind there were.
+    """The documents of all files: preference ``pairs``, or anything else. As they are read, ``counts`` says
+    how many of each kind there were.
 
     Raises, while they are read:
         InputError: a file cannot be read, or a record is of no kind, or of another than ``data_format``.
     """
 
-    def __init__(self, data: DataFiles, *, data_format: str = AUTO, keys: str = "") -> None:
+    def __init__(
+        self, data: DataFiles, *, data_format: str = AUTO, keys: str = "", pairs: bool = False
+    ) -> None:
         self.counts: Counter[str] = Counter()
+        self._pairs = pairs
         self._data = data
         self._format = data_format
         self._keys = parse_keys(keys)
@@ -126,12 +135,26 @@ class Documents:
 
     def _document(self, record: Record) -> Document:
         if record.is_file:
-            return Document(record.place, TEXT, text=record.value)
-        return as_document(record, self._format, self._keys)
+            document = Document(record.place, TEXT, text=record.value)
+        else:
+            document = as_document(record, self._format, self._keys, pairs=self._pairs)
+        if self._pairs and document.rejected is None:
+            noun = _NOUNS[document.kind][0]
+            raise InputError(
+                f"{document.place} is a {noun}, and --objective dpo learns from preference pairs: "
+                f"{_SHAPES[PREFERENCE]}; give those, or leave --objective out"
+            )
+        return document
 
 
-def as_document(record: Record, data_format: str = AUTO, keys: Mapping[str, str] | None = None) -> Document:
-    """Return the document that a record is.
+def as_document(
+    record: Record,
+    data_format: str = AUTO,
+    keys: Mapping[str, str] | None = None,
+    *,
+    pairs: bool = False,
+) -> Document:
+    """Return the document that a record is; only with ``pairs`` a preference pair.
 
     Raises:
         InputError: it is of no kind that can be trained, of several, or not of ``data_format``.
@@ -147,6 +170,11 @@ def as_document(record: Record, data_format: str = AUTO, keys: Mapping[str, str]
         if key in value:
             value = {**{each: value[each] for each in value if each != key}, name: value[key]}
     value = {key: each for key, each in value.items() if each is not None}
+    if not pairs and data_format in (AUTO, PREFERENCE) and _is_preference(value):
+        is_chat = isinstance(value[CHOSEN], list)
+        raise InputError(
+            f"{place} {_PREFERENCE.format('messages=chosen' if is_chat else 'completion=chosen')}"
+        )
     if data_format != AUTO:
         if not _RECOGNIZED[data_format](value):
             raise InputError(
@@ -154,8 +182,10 @@ def as_document(record: Record, data_format: str = AUTO, keys: Mapping[str, str]
                 f"has {_keys_of(value)}"
             )
         return _READERS[data_format](place, value)
-    _refuse_preference(place, value)
+    _refuse_judged(place, value)
     kinds = [kind for kind, is_of in _RECOGNIZED.items() if is_of(value)]
+    if PREFERENCE in kinds:
+        kinds = [PREFERENCE]  # its prompt may be that of any other
     if not kinds:
         raise _unknown(place, value)
     if len(kinds) > 1:
@@ -166,12 +196,7 @@ def as_document(record: Record, data_format: str = AUTO, keys: Mapping[str, str]
     return _READERS[kinds[0]](place, value)
 
 
-def _refuse_preference(place: str, value: Mapping[str, Any]) -> None:
-    if "chosen" in value and "rejected" in value:
-        is_chat = isinstance(value["chosen"], list)
-        raise InputError(
-            f"{place} {_PREFERENCE.format('messages=chosen' if is_chat else 'completion=chosen')}"
-        )
+def _refuse_judged(place: str, value: Mapping[str, Any]) -> None:
     if isinstance(value.get("label"), bool) and "completion" in value:
         raise InputError(
             f"{place} is a judged completion (prompt, completion, label), as KTO learns from, and gemini "
@@ -220,12 +245,17 @@ def _is_messages(value: Mapping[str, Any]) -> bool:
     return not _is_sharegpt(value) and any(_is_list(value.get(key)) for key in ("messages", "conversations"))
 
 
+def _is_preference(value: Mapping[str, Any]) -> bool:
+    return CHOSEN in value and REJECTED in value
+
+
 _RECOGNIZED: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     TEXT: _is_text,
     COMPLETION: _is_completion,
     ALPACA: _is_alpaca,
     SHAREGPT: _is_sharegpt,
     MESSAGES: _is_messages,
+    PREFERENCE: _is_preference,
 }
 _SHAPES = {
     TEXT: '{"text"}',
@@ -233,6 +263,7 @@ _SHAPES = {
     ALPACA: '{"instruction", "input", "output"}',
     SHAREGPT: '{"conversations": [{"from", "value"}]}',
     MESSAGES: '{"messages": [{"role", "content"}]}',
+    PREFERENCE: '{"prompt", "chosen", "rejected"}',
 }
 _KEYS = (
     "text",
@@ -244,6 +275,8 @@ _KEYS = (
     "system",
     "conversations",
     "messages",
+    CHOSEN,
+    REJECTED,
 )
 
 
@@ -300,10 +333,58 @@ def _of_alpaca(place: str, value: Mapping[str, Any]) -> Document:
     return Document(place, ALPACA, messages=messages)
 
 
+def _of_preference(place: str, value: Mapping[str, Any]) -> Document:
+    prompt, chosen, rejected = split_prompt(place, value, _prompt_of(place, value))
+    if isinstance(prompt, str):
+        texts = [Document(place, PREFERENCE, prompt=prompt, completion=each) for each in (chosen, rejected)]
+        return replace(texts[0], rejected=texts[1])
+    given, tools = _spoken(place, "prompt", prompt), _tools(place, value)
+    given = _with_system(value, given)
+    chats = [
+        Document(
+            place,
+            PREFERENCE,
+            messages=given + _spoken(place, name, answer),
+            num_prompt=len(given),
+            tools=tools,
+        )
+        for name, answer in ((CHOSEN, chosen), (REJECTED, rejected))
+    ]
+    return replace(chats[0], rejected=chats[1])
+
+
+def _prompt_of(place: str, value: Mapping[str, Any]) -> Any:
+    """Return the prompt of a preference pair: text or messages; None where its answers begin with it."""
+    if "prompt" in value:
+        return value["prompt"]
+    if "instruction" in value:
+        return _of_alpaca(place, {**value, "output": "any"}).messages[:-1]  # type: ignore[index]
+    for key in ("conversations", "messages"):
+        if _is_list(value.get(key)):
+            return _turns(place, key, value[key])
+    chosen, rejected = value[CHOSEN], value[REJECTED]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        raise InputError(
+            f"{place} has no prompt before its chosen and rejected answers; add one, or name its key: "
+            "--data-keys prompt=question"
+        )
+    return None
+
+
+def _spoken(place: str, key: str, value: Any) -> list[dict[str, Any]]:
+    """Return messages of either kind as those with a role and a content."""
+    return _sharegpt(place, key, value) if _first_has(value, "from") else _messages(place, key, value)
+
+
 def _of_sharegpt(place: str, value: Mapping[str, Any]) -> Document:
     key = "conversations" if _first_has(value.get("conversations"), "from") else "messages"
+    messages = _with_system(value, _sharegpt(place, key, value[key]))
+    return Document(place, SHAREGPT, messages=messages, tools=_tools(place, value))
+
+
+def _sharegpt(place: str, key: str, value: Any) -> list[dict[str, Any]]:
     messages = []
-    for turn in _turns(place, key, value[key]):
+    for turn in _turns(place, key, value):
         speaker, content = turn.get("from"), turn.get("value")
         if not isinstance(speaker, str) or not isinstance(content, str):
             raise InputError(f"{place} has the turn {turn!r:.100}; each needs a from and a value, both text")
@@ -313,7 +394,7 @@ def _of_sharegpt(place: str, value: Mapping[str, Any]) -> Document:
                 "write messages with a role and a content"
             )
         messages.append({"role": _SPEAKERS[speaker.lower()], "content": content})
-    return Document(place, SHAREGPT, messages=_with_system(value, messages), tools=_tools(place, value))
+    return messages
 
 
 def _of_messages(place: str, value: Mapping[str, Any]) -> Document:
@@ -328,6 +409,7 @@ _READERS: dict[str, Callable[[str, Mapping[str, Any]], Document]] = {
     ALPACA: _of_alpaca,
     SHAREGPT: _of_sharegpt,
     MESSAGES: _of_messages,
+    PREFERENCE: _of_preference,
 }
 
 

@@ -30,6 +30,7 @@ IGNORED = -100  # a label that no loss looks at
 WHOLE, CUT, JOINED = "whole", "cut", "joined"
 DOCUMENTS = (AUTO, WHOLE, CUT, JOINED)
 PADDED = "padded"  # without packing
+PAIRS = "pairs"  # of preferences: a row with the chosen answer, one with the rejected answer
 _PACKED_AT_ONCE = 1000
 Piece = tuple[int, int]  # where its tokens begin, and how many there are
 
@@ -37,15 +38,22 @@ Piece = tuple[int, int]  # where its tokens begin, and how many there are
 @dataclass(frozen=True)
 class Batch:
     """Rows for a model: ``inputs`` are its arguments, int64 ``[batch, seq]``; ``num_tokens`` of them are not
-    there to fill a row up."""
+    there to fill a row up. ``num_pairs``: of preferences; the chosen answers are in the first half of the
+    rows, and the rejected ones, in the same order, in the second."""
 
     inputs: dict[str, Tensor]
     num_tokens: int
+    num_pairs: int = 0
 
     @property
     def num_learned(self) -> int:
         """Return how many tokens a loss is made of: all with a label but the first of each row."""
         return int((self.inputs["labels"][:, 1:] != IGNORED).sum())
+
+    @property
+    def weight(self) -> int:
+        """Return how many things its loss is the mean of: pairs, or tokens."""
+        return self.num_pairs or self.num_learned
 
 
 class Samples:
@@ -55,6 +63,7 @@ class Samples:
     - ``"cut"``: all documents are put together and cut into rows. In both, attention stops at documents.
     - ``"joined"``: the same, and attention goes across documents.
     - ``"padded"``: each document is a row of its own, cut or filled up.
+    - ``"pairs"``: the same, and documents come in pairs. A number is that of a pair.
 
     ``"auto"`` is ``"cut"`` where the first document is a plain text, and else ``"whole"``. Rows without a
     token to learn are left out.
@@ -107,7 +116,7 @@ class Samples:
         with io_errors("set the tokens aside", place):
             self._file.flush()
         self.layout = layout
-        self.num_rows = len(self._rows)
+        self.num_rows = len(self._rows) // (2 if layout == PAIRS else 1)
         self.fingerprint = digest.hexdigest()[:16]
         if not self.num_rows:
             found = f"{option} has {self.num_tokens} tokens, {self.num_learned} of them to learn"
@@ -121,13 +130,17 @@ class Samples:
 
     def rows(self, numbers: Iterable[int]) -> Batch:
         """Return these rows as one batch."""
+        numbers = list(numbers)
+        num_pairs = len(numbers) if self.layout == PAIRS else 0
+        if num_pairs:
+            numbers = [2 * number + which for which in (0, 1) for number in numbers]
         ids, labels, positions, lengths = zip(*(self._row(number) for number in numbers), strict=True)
         inputs = {"input_ids": _stacked(ids), "labels": _stacked(labels)}
-        if self.layout == PADDED:
+        if self.layout in (PADDED, PAIRS):
             inputs["attention_mask"] = (torch.arange(self.seq) < torch.tensor(lengths)[:, None]).long()
         elif self.layout != JOINED:
             inputs["position_ids"] = _stacked(positions)
-        return Batch(inputs, sum(lengths))
+        return Batch(inputs, sum(lengths), num_pairs)
 
     def _row(
         self, number: int
@@ -213,6 +226,22 @@ class _Padded(_Layouter):
             self._rows.append([piece])
 
 
+class _Pairs(_Layouter):
+    def __init__(self, rows: _Rows, seq: int) -> None:
+        super().__init__(rows, seq)
+        self._pair: list[Piece | None] = []
+
+    def add(self, start: int, learned: npt.NDArray[np.bool_]) -> None:
+        self._pair.append(self._kept(start, learned))
+        if len(self._pair) < 2:
+            return
+        kept = [piece for piece in self._pair if piece is not None]
+        if len(kept) == 2:
+            for piece in kept:
+                self._rows.append([piece])
+        self._pair.clear()
+
+
 class _Whole(_Layouter):
     def __init__(self, rows: _Rows, seq: int) -> None:
         super().__init__(rows, seq)
@@ -263,7 +292,13 @@ class _Joined(_Cut):
     _is_joined = True
 
 
-_LAYOUTERS: dict[str, type[_Layouter]] = {WHOLE: _Whole, CUT: _Cut, JOINED: _Joined, PADDED: _Padded}
+_LAYOUTERS: dict[str, type[_Layouter]] = {
+    WHOLE: _Whole,
+    CUT: _Cut,
+    JOINED: _Joined,
+    PADDED: _Padded,
+    PAIRS: _Pairs,
+}
 
 
 def best_fit(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+from collections.abc import Iterable
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,13 @@ from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.engine import PretrainedEngine
 from gemini.jobs.finetune.held_out import BEST, BestWeights, HeldOut
-from gemini.jobs.finetune.record_files import find_data
+from gemini.jobs.finetune.preferences import DPO, Rewards
+from gemini.jobs.finetune.record_files import DataFiles, find_data
 from gemini.jobs.finetune.record_kinds import Documents
-from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, WHOLE, Batch, Order, Samples
+from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, PAIRS, WHOLE, Batch, Order, Samples
 from gemini.jobs.run.model_card import adapters_named, tuned_card
 from gemini.jobs.run.trackers import parse_trackers
 from gemini.jobs.run.training import RunOptions, shaped_factor
@@ -29,6 +34,7 @@ LAYOUTS = {
     CUT: "documents are cut where a row ends",
     JOINED: "documents joined, attention goes across them",
     PADDED: "a document in each",
+    PAIRS: "one with the chosen answer, one with the rejected answer",
 }
 
 
@@ -61,11 +67,11 @@ class FineTuneWork:
         layout = model.layout()
         self._tokenizer = model.tokenizer()
         self._encoder = model.encoder(self._tokenizer)
-        self._documents = Documents(
-            find_data(config.data), data_format=config.data_format, keys=config.data_keys
-        )
+        self._is_dpo = config.objective == DPO
+        self._rewards = Rewards()
+        self._documents = self._read(find_data(config.data))
         self.samples = Samples(
-            map(self._encoder.encode, self._documents),
+            self._encoded(self._documents),
             seq=self.seq,
             layout=layout,
             pad=filler(self._tokenizer),
@@ -121,9 +127,9 @@ class FineTuneWork:
                     f"--eval-data {file} is in --data, too, so its loss would be that of what is learned; "
                     "name other files, or give --eval-share 0.05 alone"
                 )
-        self._eval_documents = Documents(files, data_format=config.data_format, keys=config.data_keys)
+        self._eval_documents = self._read(files)
         return Samples(
-            map(self._encoder.encode, self._eval_documents),
+            self._encoded(self._eval_documents),
             seq=self.seq,
             layout=self.samples.layout,
             pad=filler(self._tokenizer),
@@ -131,21 +137,34 @@ class FineTuneWork:
             option="--eval-data",
         )
 
+    def _read(self, files: DataFiles) -> Documents:
+        config = self.config
+        return Documents(
+            files, data_format=config.data_format, keys=config.data_keys, pairs=config.objective == DPO
+        )
+
+    def _encoded(self, documents: Documents) -> Iterable[EncodedDocument]:
+        if self._is_dpo:
+            return itertools.chain.from_iterable(map(self._encoder.encode_pair, documents))
+        return map(self._encoder.encode, documents)
+
     def describe(self) -> list[str]:
         """Return lines on what trains, the data, the rows that they make, and the steps."""
+        noun = "pair" if self._is_dpo else "row"
         samples, held = self.samples, len(self._order.held_out)
         lines = [
             self._trained(),
             f"data: {self._documents.describe()}",
             f"data: {samples.num_tokens:,} tokens, {samples.num_learned:,} of them learned, in "
-            f"{samples.num_rows:,} rows of {self.seq} ({LAYOUTS[samples.layout]})"
+            f"{samples.num_rows:,} {'pairs of rows' if self._is_dpo else 'rows'} of {self.seq} "
+            f"({LAYOUTS[samples.layout]})"
             f"{f', {held:,} of them held out' if held else ''}; {self.options.steps:,} steps of "
-            f"{self._rows_per_step:,} row{'' if self._rows_per_step == 1 else 's'}",
+            f"{self._rows_per_step:,} {noun}{'' if self._rows_per_step == 1 else 's'}",
         ]
         if self._eval_samples is not None and self._eval_documents is not None:
             lines.append(
                 f"data: held out: {self._eval_documents.describe()}; {self._eval_samples.num_learned:,} "
-                f"tokens with a loss, in {self._eval_samples.num_rows:,} rows"
+                f"tokens with a loss, in {self._eval_samples.num_rows:,} {noun}s"
             )
         if samples.num_cut:
             lost = f", and {samples.num_lost:,} of them their whole answer" if samples.num_lost else ""
@@ -168,7 +187,9 @@ class FineTuneWork:
             what = adapters_named(dora=config.dora, rslora=config.rslora)
             scale = config.alpha / (math.sqrt(config.lora) if config.rslora else config.lora)
             said = f" of rank {config.lora}, scaled by {scale:.3g} (alpha {config.alpha})"
-        default = f", the default for {what}" if config.lr is None else ""
+        if self._is_dpo:
+            said += f", by DPO with beta {config.dpo_beta:g}"
+        default = f", the default for {'DPO' if self._is_dpo else what}" if config.lr is None else ""
         return f"training: {what}{said}; learning rate {config.learning_rate:g}{default}"
 
     def identity(self) -> dict[str, Any]:
@@ -205,11 +226,12 @@ class FineTuneWork:
         """Train on the rows of a step, of which every token counts the same, on whichever rank."""
         self._catch_up(engine, step)
         batches = [self._batch(step, micro) for micro in range(self._passes)]
-        shares = [batch.num_learned for batch in batches]
+        shares = [batch.weight for batch in batches]
         learned, tokens = engine.sum_over_ranks(sum(shares), sum(batch.num_tokens for batch in batches))
 
         def train() -> float:
             total = 0.0
+            engine.forget_rewards()
             for batch, share in zip(batches, shares, strict=True):
                 loss = engine.loss(batch) * (share / learned)
                 engine.backward(loss * self._rank.count)  # gradients become means over the ranks
@@ -217,8 +239,14 @@ class FineTuneWork:
             engine.step()
             return total
 
-        (total,) = engine.sum_over_ranks(engine.run_step(train))
+        loss = engine.run_step(train)
+        total, *rewards = engine.sum_over_ranks(loss, *astuple(engine.rewards))
+        self._rewards = Rewards(*rewards)
         return total, int(tokens)
+
+    def values(self) -> dict[str, float]:
+        """Return the rewards of the pairs of the last step."""
+        return self._rewards.means()
 
     def evaluate(self, engine: PretrainedEngine, step: int) -> float | None:
         """Return the loss on what is held out, after every ``eval_every`` steps and at the end; keep the

@@ -68,6 +68,10 @@ class GPTWork:
         """Train on the batches of a step."""
         return train_step(engine, self._corpus, self._config, step), self._config.tokens_per_step
 
+    def values(self) -> dict[str, float]:
+        """Return nothing else."""
+        return {}
+
     def evaluate(self, engine: TieredEngine, step: int) -> float | None:
         """Hold nothing out."""
         return None

@@ -123,6 +123,9 @@ def _recipe(options: Mapping[str, Any]) -> list[Row]:
         rows.append(("held out", name_of(options["eval_data"])))
     elif options.get("eval_share"):
         rows.append(("held out", f"{_shown(options['eval_share'])} of the rows"))
+    is_dpo = options.get("objective") == "dpo"
+    if is_dpo:
+        rows.append(("objective", f"DPO on preference pairs, beta {_shown(options.get('dpo_beta'))}"))
     rank = options.get("lora")
     if rank:
         alpha = options.get("lora_alpha") or 2 * rank
@@ -148,6 +151,8 @@ def _recipe(options: Mapping[str, Any]) -> list[Row]:
         "optimizer states": "state_dtype",
         "seed": "seed",
     }
+    if is_dpo:  # each answer is a row, and what is learned is no choice
+        names = {text: key for text, key in names.items() if key not in ("packing", "loss_on")}
     return rows + [
         (text, _shown(options[key])) for text, key in names.items() if options.get(key) is not None
     ]

@@ -145,6 +145,9 @@ class Work(Protocol[EngineT]):
     def step(self, engine: EngineT, step: int) -> tuple[float, int]:
         """Run optimizer step ``step`` (from 0); return the mean loss in nats and how many tokens it saw."""
 
+    def values(self) -> Mapping[str, float]:
+        """Return what else there is to say of the last step, by names."""
+
     def evaluate(self, engine: EngineT, step: int) -> float | None:
         """Return the loss on what is held out after 0-based ``step``; None where it is not due."""
 
@@ -280,7 +283,9 @@ class Training(Generic[EngineT]):
         self._stall_seconds += stalled
         measured = getattr(engine.optimizer, "get_grad_norm", None)
         norm = None if measured is None else measured()
-        return StepReport(step + 1, loss, lr, seconds, tokens, stalled, tier_uses(stats), grad_norm=norm)
+        extra = self._work.values()
+        report = StepReport(step + 1, loss, lr, seconds, tokens, stalled, tier_uses(stats), grad_norm=norm)
+        return replace(report, extra=extra)
 
     def _evaluated(self, engine: EngineT, report: StepReport) -> StepReport:
         """Return the report with the loss on what is held out, where it is due; that is no time of a step."""
