@@ -65,12 +65,18 @@ def run_watched(
     """Run ``command`` to its end, or kill it once a sample of its resident memory exceeds ``limit_bytes`` or
     ``stop`` is set.
 
-    The process gets SIGKILL also when this function is left by an exception (Ctrl-C): none outlives the call.
-    Children of the process are not counted. ``environ``: its environment; None: this process's.
+    The process gets SIGKILL, with all that it has started, also when this function is left by an exception
+    (Ctrl-C): none outlives the call. Memory of its children is not counted. ``environ``: its environment;
+    None: this process's.
     """
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environ
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            env=environ,
+            start_new_session=True,  # to be killed with its children
         )
         start = time.monotonic()
         peak = 0
@@ -89,7 +95,7 @@ def run_watched(
                 time.sleep(sample_seconds)
         finally:
             if process.returncode is None:
-                process.send_signal(signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
         return WatchedRun(
             ending=killed or (Ending.FINISHED if code == 0 else Ending.FAILED),

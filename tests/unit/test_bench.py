@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import os
+import select
 import sys
 import threading
 from collections.abc import Callable
@@ -65,6 +68,26 @@ def test_watch_kills_a_process_that_it_is_told_to_stop() -> None:
     run = run_watched(python("while True: pass"), timeout_seconds=60, stop=stop)
     assert run.ending is Ending.STOPPED
     assert run.exit_code == -9
+
+
+def test_a_killed_process_takes_its_children_along(tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    spawn = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        f"pathlib.Path({str(told)!r}).write_text(str(child.pid))\n"
+        "child.wait()\n"
+    )
+
+    class Told(threading.Event):
+        def is_set(self) -> bool:
+            return told.exists() and told.read_text() != ""
+
+    assert run_watched(python(spawn), timeout_seconds=60, stop=Told()).ending is Ending.STOPPED
+    with contextlib.suppress(ProcessLookupError):  # it is gone
+        ends = select.poll()
+        ends.register(os.pidfd_open(int(told.read_text())))
+        assert ends.poll(30_000)
 
 
 def test_watch_sees_memory_that_was_given_back_before_the_end() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from gemini.system.config import parse_bytes
 from gemini_bench.cli.checkpoint import add_checkpoint
 from gemini_bench.cli.disk import add_io, add_nvme
+from gemini_bench.cli.exact import add_exact
 from gemini_bench.cli.gpu import add_gpu
 from gemini_bench.cli.inference import add_inference
 from gemini_bench.cli.moe import add_moe
@@ -95,6 +96,7 @@ def add_parser(subparsers: Any) -> None:
     add_inference(kinds)
     add_moe(kinds)
     add_programs(kinds)
+    add_exact(kinds)
     add_gpu(kinds)
 
 

@@ -98,8 +98,14 @@ def _from_here(argument: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else path.name or argument
 
 
-def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
-    """Print and write a record; return the exit code that it deserves."""
+def publish(
+    record: Mapping[str, Any],
+    options: argparse.Namespace,
+    *,
+    show: Callable[[Mapping[str, Any], Any], None] | None = None,
+) -> int:
+    """Print and write a record; return the exit code that it deserves. ``show`` prints it to a console; None:
+    as the table of every benchmark."""
     from gemini.cli.console import Console
     from gemini_bench.cases import write_record
     from gemini_bench.table import render
@@ -107,7 +113,7 @@ def publish(record: Mapping[str, Any], options: argparse.Namespace) -> int:
     if options.json:
         print_json(record)
     else:
-        render(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
+        (show or render)(record, Console(width=None if sys.stdout.isatty() else _PIPED_WIDTH))
     if options.out is not None:  # not before: a disk that is full by now does not cost the figures
         write_record(record, options.out)
     if not_measured := len(record.get("not_measured", ())):
