@@ -168,6 +168,13 @@ class Axis(ProcessGroupPeers):
             self.among(copies, "moe_dp") if len(copies) > 1 else None,
         )
 
+    def again(self) -> Axis:
+        """Return the same ranks as a new axis, for them to go on with where one has left this one; all of
+        them call it together."""
+        self.leave("goes on over a new axis")
+        group = new_group(dist.get_process_group_ranks(self.group), self._timeout, backend=None)
+        return Axis(self.name, group)
+
     def totals(self) -> tuple[Counter[str], Counter[str]]:
         """Return ``calls`` and ``sent_bytes``, those over some of the ranks alone included."""
         calls, sent = Counter(self.calls), Counter(self.sent_bytes)

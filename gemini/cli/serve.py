@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gemini.cli.sample import silence_transformers, size
-from gemini.cli.train import options_named, refuse_ranks
+from gemini.cli.train import options_named
 from gemini.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gemini.jobs.serve.config import ServeConfig
 
 EPILOG = """\
 examples:
@@ -19,6 +23,8 @@ examples:
       a model of any size in 4 GiB: half a GiB for keys and values, the rest for weights
   gemini serve ./llama --device-bytes 4GiB --kv-bytes 16GiB --kv-device-bytes 1GiB --disk-dir /fast
       long texts: of 16 GiB of keys and values 1 GiB is in memory, the rest on a disk
+  gemini serve ./llama --tp 2 --device-bytes 4GiB --kv-bytes 512MiB
+      two processes of this machine, each with half of every layer in 4 GiB of its own
   gemini serve --config opt_config.py --batching bucket
       a configuration of ColossalAI's OPT service, and its batches
 
@@ -30,7 +36,8 @@ Endpoints: /v1/completions, /v1/chat/completions and /v1/models (as OpenAI's cli
 /health, /ready, /metrics, and /docs, which describes them. Everybody who reaches the port may ask: listen on
 other addresses than 127.0.0.1 only behind something that checks who asks.
 
-Ctrl-C and SIGTERM let answers end that have begun, for --drain seconds.
+Ctrl-C and SIGTERM let answers end that have begun, for --drain seconds. With --tp the loss of one process
+ends all of them.
 
 exit codes:
   0 done    2 an error, with its reason
@@ -56,6 +63,7 @@ _NUMBERS: dict[str, tuple[type, str, str]] = {
     "timeout": (float, "S", "seconds after which an answer ends where it is (default: never)"),
     "cache-size": (int, "N", "queries whose answers are kept and given again (default: 0, none)"),
     "cache-list-size": (int, "N", "answers kept of each; any is given, when all are there (default: 1)"),
+    "tp": (int, "N", "processes that each have a part of every layer, and sizes of their own (default: 1)"),
     "drain": (int, "S", "seconds for answers that have begun, at the end (default: 30)"),
 }
 _FIELDS = {"timeout": "timeout_s", "drain": "drain_s"}
@@ -88,7 +96,7 @@ def add_parser(subparsers: Any) -> None:
     for title, names in (
         ("answers", ("name", "max-tokens", "timeout", "cache-size", "cache-list-size")),
         ("batches", ("batching", "max-batch", "max-pass-tokens", "queue-size")),
-        ("memory", ("device", "device-bytes", "kv-bytes", "kv-device-bytes", "host-bytes", "disk-dir")),
+        ("memory", ("device", "device-bytes", "kv-bytes", "kv-device-bytes", "host-bytes", "disk-dir", "tp")),
         ("network", ("host", "port", "body-bytes", "drain")),
     ):
         group = parser.add_argument_group(title)
@@ -131,23 +139,40 @@ def _add(group: argparse._ArgumentGroup, name: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal, and return the exit code."""
-    refuse_ranks("gemini serve")
+    from gemini.jobs.run.ranks import errors_of_rank, num_ranks, place_among_ranks, run_on_ranks
+
+    ranks = num_ranks()
+    with errors_of_rank():
+        config = _config_from(options, ranks)
+        if ranks > 1 or config.tp == 1:
+            from gemini.jobs.serve.job import serve
+
+            silence_transformers()
+            with options_named(), place_among_ranks() as rank:
+                serve(config, _say, rank)
+            return 0
+    code = run_on_ranks(options.called, config.tp, "Run the command again")
+    return 0 if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) else code
+
+
+def _config_from(options: argparse.Namespace, ranks: int) -> ServeConfig:
+    """Return what to serve, on one of ``ranks`` that were started. Raises ConfigError."""
     from gemini.jobs.serve.config import ServeConfig, read_config_file
-    from gemini.jobs.serve.job import serve
 
     given = {name: value for name, value in vars(options).items() if name in ServeConfig.__dataclass_fields__}
     given = {name: value for name, value in given.items() if value is not None}
     if options.config is not None:
         file = read_config_file(options.config)
-        if file.ignored:
+        if file.ignored and ranks == 1:
             _say(f"{options.config}: not used here: {', '.join(file.ignored)}")
         given = {**file.options, **given}
     if "model" not in given:
         raise ConfigError("there is no model; name a directory, or a --config that has a checkpoint")
-    silence_transformers()
-    with options_named():
-        serve(ServeConfig(**given), _say)
-    return 0
+    if ranks > 1 and given.get("tp", ranks) != ranks:
+        raise ConfigError(
+            f"--tp is {given['tp']} and torchrun has started {ranks} ranks; leave --tp out there"
+        )
+    return ServeConfig(**{**given, **({"tp": ranks} if ranks > 1 else {})})
 
 
 def _say(line: str) -> None:

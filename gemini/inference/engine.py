@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -21,16 +20,16 @@ from gemini.errors import ConfigError, GeminiError, StateError, in_words
 from gemini.inference.attention import attending
 from gemini.inference.batching import Batching, rule_of
 from gemini.inference.choice import Chooser
-from gemini.inference.kv import Keeper, KVMemory, Sequence
-from gemini.inference.kv_chunks import ChunkedKV
-from gemini.inference.passes import PackedModel, default_kv_bytes
+from gemini.inference.kv import Sequence
+from gemini.inference.kv_chunks import keeper_of
+from gemini.inference.loading import SHARE_OF_KV, load
+from gemini.inference.passes import PackedModel, RanksLostError, default_kv_bytes
+from gemini.inference.ranks import LeadingModel
 from gemini.inference.request import Generation, QueueFullError, Request
+from gemini.inference.tensor_ranks import TensorRanks
 from gemini.model.handle import ManagedModel, handle_of
-from gemini.runtime.kv_room import KVRoom
-from gemini.system.config import format_bytes, parse_bytes
+from gemini.system.config import parse_bytes
 from gemini.system.device import default_budget_bytes
-
-_SHARE_OF_KV = 0.25  # of the budget, at most, where kv_bytes is not given
 
 
 @dataclass
@@ -80,6 +79,8 @@ class Engine:
         batching: "continuous": a request begins as soon as there is a place. "bucket": a batch begins when
             the one before has ended, with the first request and those right behind it that draw in the same
             way and ask for at most as many tokens.
+        ranks: the ranks that have the parts of ``model``, of which this one is the first. The others
+            :func:`gemini.inference.ranks.follow`; ``kv_bytes`` are those of each.
 
     Raises:
         ConfigError: the model's sequences cannot share a pass, or an option cannot be.
@@ -95,6 +96,7 @@ class Engine:
         max_pass_tokens: int = 512,
         queue_size: int = 256,
         batching: Batching = "continuous",
+        ranks: TensorRanks | None = None,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -104,11 +106,11 @@ class Engine:
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         self._rule = rule_of(batching)
-        self._packed = PackedModel(model)
+        self._packed = PackedModel(model) if ranks is None else LeadingModel(model, ranks)
         model = self._packed.model
         given = parse_bytes(kv_bytes, name="kv_bytes")
         if given is None:
-            most = int(default_budget_bytes() * _SHARE_OF_KV)
+            most = int(default_budget_bytes() * SHARE_OF_KV)
             given = default_kv_bytes(model.config, max_batch, most)
         self._max_batch, self._max_pass_tokens, self._queue_size = max_batch, max_pass_tokens, queue_size
         self._waiting: deque[Generation] = deque()
@@ -119,7 +121,10 @@ class Engine:
         self._handle: ManagedModel | None = None  # of a managed model
         with suppress(ConfigError):
             self._handle = handle_of(model)
-        self._kv = self._keeper(given, parse_bytes(kv_device_bytes, name="kv_device_bytes"))
+        on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes")
+        self._kv = keeper_of(model, self._handle, self._packed.device, given, on_device)
+        if isinstance(self._packed, LeadingModel):
+            self._kv = self._packed.keeping(self._kv)
         self._owns_model = False
         self._counts: Counter[str] = Counter()
         self._pass_seconds = 0.0
@@ -148,55 +153,42 @@ class Engine:
         kv_device_bytes: int | str | None = None,
         adapter: str | os.PathLike[str] | None = None,
         max_batch: int = 16,
+        ranks: TensorRanks | None = None,
         **options: Any,
     ) -> Engine:
         """Return an engine for a directory that ``save_pretrained()`` made. Weights are read where the
         checkpoint has them (:func:`gemini.from_pretrained`). ``device_bytes`` is for weights and for the
         keys and values on DEVICE together. ``adapter``: a directory of adapters that PEFT has saved; they
-        stay in ordinary memory.
+        stay in ordinary memory. ``ranks``: each has its part of the weights, and budgets of its own.
 
         Raises:
             OutOfBudgetError: the model cannot fit.
             ConfigError: the directory holds no such model, or the budget is less than what is for keys and
                 values.
         """
-        from gemini.integrations.adapters import with_saved_adapters
-        from gemini.integrations.pretrained import from_pretrained
-        from gemini.integrations.transformers_loading import config_of
-
-        budget = parse_bytes(device_bytes, name="device_bytes")
-        if budget is None and device == "cpu":
-            budget = default_budget_bytes()
-        kv = parse_bytes(kv_bytes, name="kv_bytes")
-        if kv is None:
-            most = int((budget or default_budget_bytes()) * _SHARE_OF_KV)
-            kv = default_kv_bytes(config_of(Path(directory)), max_batch, most)
-        on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes")
-        is_below = on_device is not None and on_device < kv
-        taken = on_device if on_device is not None and is_below else kv
-        if budget is not None and taken >= budget:
-            raise ConfigError(
-                f"{'kv_device_bytes' if is_below else 'kv_bytes'} is {format_bytes(taken)} of device_bytes "
-                f"{format_bytes(budget)}; nothing is left for weights: raise device_bytes, or lower "
-                "kv_device_bytes, which leaves the rest of kv_bytes to host_bytes or disk_dir"
-            )
-        model = from_pretrained(
-            Path(directory).absolute(),
-            "AutoModelForCausalLM",
-            trains=False,
-            local_files_only=True,
+        loaded = load(
+            directory,
             device=device,
-            device_bytes=budget if budget is None or is_below else budget - kv,
+            device_bytes=device_bytes,
             host_bytes=host_bytes,
             disk_dir=disk_dir,
+            kv_bytes=kv_bytes,
+            kv_device_bytes=kv_device_bytes,
+            adapter=adapter,
+            max_batch=max_batch,
+            ranks=ranks,
         )
-        handle = handle_of(model)
         try:
-            if adapter is not None:
-                model = with_saved_adapters(model, Path(adapter))
-            engine = cls(model, kv_bytes=kv, kv_device_bytes=on_device, max_batch=max_batch, **options)
+            engine = cls(
+                loaded.model,
+                kv_bytes=loaded.kv_bytes,
+                kv_device_bytes=loaded.kv_device_bytes,
+                max_batch=max_batch,
+                ranks=ranks,
+                **options,
+            )
         except BaseException:
-            handle.close()
+            loaded.handle.close()
             raise
         engine._owns_model = True
         return engine
@@ -223,8 +215,7 @@ class Engine:
         self._check(request)
         generation = Generation(request, notify)
         with self._wakes:
-            if self._fatal is not None:
-                raise self._stopped()
+            self.refuse_dead()
             if self._is_closing:
                 raise StateError("the engine is closed; make a new one")
             if len(self._waiting) >= self._queue_size:
@@ -241,6 +232,11 @@ class Engine:
     def is_alive(self) -> bool:
         """Return whether requests are answered."""
         return self._thread.is_alive() and self._fatal is None
+
+    def refuse_dead(self) -> None:
+        """Raise StateError where the thread that answers has died."""
+        if self._fatal is not None:
+            raise self._stopped()
 
     def close(self, *, drain: bool = True) -> None:
         """Refuse new requests, answer those that are here (``drain``) or cancel them, and give the model
@@ -259,6 +255,7 @@ class Engine:
             self._wakes.notify_all()
         with self._closing:
             self._thread.join()
+            self._packed.close()
             self._attention.close()
             self._kv.close()
             if self._owns_model:
@@ -298,18 +295,6 @@ class Engine:
             "runtime": self._handle.stats() if self._handle is not None else None,
         }
 
-    def _keeper(self, nbytes: int, device_bytes: int | None) -> Keeper:
-        """Return what has the keys and values: memory of DEVICE, or chunks of the model."""
-        if device_bytes is None or device_bytes >= nbytes:
-            return KVMemory(nbytes, self._packed.device)
-        if self._handle is None:
-            raise ConfigError(
-                f"kv_device_bytes is less than kv_bytes, and {type(self._packed.model).__name__} is not "
-                "managed, so there is nothing below DEVICE; use gemini.manage() or Engine.from_pretrained()"
-            )
-        raises_disk = self._handle.config.disk_bytes is None
-        return ChunkedKV(KVRoom(self._handle.manager, nbytes, device_bytes, raises_disk=raises_disk))
-
     def _check(self, request: Request) -> None:
         vocabulary = self._packed.config.vocab_size
         wrong = next((token for token in request.tokens if not 0 <= token < vocabulary), None)
@@ -340,9 +325,13 @@ class Engine:
 
     def _wait(self) -> bool:
         """Wait until there is something to do, and return whether there is."""
-        with self._wakes:
-            self._wakes.wait_for(lambda: self._is_closing or self._waiting or self._running)
-            return bool(self._waiting or self._running)
+        while True:
+            with self._wakes:
+                if self._wakes.wait_for(
+                    lambda: self._is_closing or self._waiting or self._running, self._packed.idle_seconds
+                ):
+                    return bool(self._waiting or self._running)
+            self._packed.idle()
 
     def _end_unwanted(self) -> None:
         """End what was cancelled, and what has run out of time."""
@@ -395,6 +384,8 @@ class Engine:
         started = time.perf_counter()
         try:
             logits = iter(self._packed.logits([(one.sequence, tokens) for one, tokens in parts], ended))
+        except RanksLostError:
+            raise
         except Exception as error:  # of a model's own code, of any class
             for one, _ in parts:
                 self._end(one.generation, "error", _known(error))

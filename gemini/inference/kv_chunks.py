@@ -8,11 +8,22 @@ sequence of one layer at a time, so nothing larger has to fit at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from gemini.errors import OutOfBudgetError
-from gemini.inference.kv import KeysAndValues, Pieces, TokenShape, aligned, first_seen, too_long
+from gemini.errors import ConfigError, OutOfBudgetError
+from gemini.inference.kv import (
+    Keeper,
+    KeysAndValues,
+    KVMemory,
+    Pieces,
+    TokenShape,
+    aligned,
+    first_seen,
+    too_long,
+)
+from gemini.model.handle import ManagedModel
 from gemini.runtime.kv_room import KVArray, KVRoom
 from gemini.system.config import format_bytes
 
@@ -238,6 +249,26 @@ class ChunkedSequence:
         self.let_go()
         self._memory.room.fetch(tensors)
         self._pinned = tensors, written
+
+
+def keeper_of(
+    model: Any, handle: ManagedModel | None, device: torch.device, nbytes: int, device_bytes: int | None
+) -> Keeper:
+    """Return what has the keys and values of ``model``: memory of DEVICE, or where ``device_bytes`` are fewer
+    than ``nbytes`` chunks of the model, which ``handle`` manages.
+
+    Raises:
+        ConfigError: nobody manages it.
+    """
+    if device_bytes is None or device_bytes >= nbytes:
+        return KVMemory(nbytes, device)
+    if handle is None:
+        raise ConfigError(
+            f"kv_device_bytes is less than kv_bytes, and {type(model).__name__} is not managed, so there is "
+            "nothing below DEVICE; use gemini.manage() or Engine.from_pretrained()"
+        )
+    raises_disk = handle.config.disk_bytes is None
+    return ChunkedKV(KVRoom(handle.manager, nbytes, device_bytes, raises_disk=raises_disk))
 
 
 def array_of(room: KVRoom, nbytes: int) -> KVArray:

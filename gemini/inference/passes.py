@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from gemini.errors import ConfigError
+from gemini.errors import ConfigError, StateError
 from gemini.inference.attention import NotPackedError, Packed, refuse_other_models
 from gemini.inference.kv import Sequence
+
+
+class RanksLostError(StateError):
+    """Other processes have parts of the model, and no pass can be made with them any more."""
 
 
 class PackedModel:
@@ -35,6 +39,15 @@ class PackedModel:
             )
         self._keeps_logits = "logits_to_keep" in parameters
 
+    idle_seconds: float | None = None
+    """After how long without a pass :meth:`idle` is to be called; None: never."""
+
+    def idle(self) -> None:
+        """Do what is to be done while there is no pass. Raises RanksLostError."""
+
+    def close(self) -> None:
+        """Say that there will be no more passes. Idempotent."""
+
     @property
     def device(self) -> torch.device:
         """Return where inputs are."""
@@ -56,11 +69,18 @@ class PackedModel:
             found = getattr(self.config, "eos_token_id", None)
         return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
 
-    @torch.no_grad()
     def logits(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
         """Run the new tokens of each sequence, and return the logits, [vocabulary], behind the last token of
         those sequences for which ``ended`` is true. Sequences have grown when this returns, and are as
         before when it raises."""
+        logits = self.run(parts, ended)
+        for sequence, tokens in parts:
+            sequence.advance(len(tokens))
+        return logits
+
+    @torch.no_grad()
+    def run(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
+        """Do what :meth:`logits` does, but for the growth: a pass may come again."""
         device = self.device
         ids = [token for _, tokens in parts for token in tokens]
         positions = [sequence.length + index for sequence, tokens in parts for index in range(len(tokens))]
@@ -86,8 +106,6 @@ class PackedModel:
                 f"{self.config.num_hidden_layers} layers take another attention than the one that is set; "
                 "use model.generate(), which takes one batch at a time"
             )
-        for sequence, tokens in parts:
-            sequence.advance(len(tokens))
         logits = out.logits[0] if self._keeps_logits else out.logits[0, kept]
         return list(logits)
 

@@ -81,7 +81,7 @@ def load_pretrained(
         chosen = _class_of(transformers, auto_class, path, others)
         if not _is_transformers(transformers, chosen) and not others["trust_remote_code"]:
             del others["trust_remote_code"]
-        if _is_quantized(path, others):
+        if is_quantized(path, others):
             model = chosen.from_pretrained(path, device_map="cpu", **others)
             return _managed_whole(model, adapters, options, trains=trains)
         return loading.run(lambda: chosen.from_pretrained(path, **others))
@@ -90,7 +90,7 @@ def load_pretrained(
         raise
 
 
-def _is_quantized(path: str, others: dict[str, Any]) -> bool:
+def is_quantized(path: str, others: dict[str, Any]) -> bool:
     """Say whether transformers is to load quantized weights.
 
     Raises:
@@ -159,7 +159,7 @@ def _explain(error: Exception, path: str, others: dict[str, Any]) -> None:
         ) from error
 
 
-def _keep_types(model: Any) -> None:
+def keep_types(model: Any) -> None:
     """Give the parameters that ``model`` keeps in fp32 that type, as loading them would: they are on ``meta``
     and have the type of all others until then."""
     from transformers.core_model_loading import build_glob_alternation
@@ -272,7 +272,7 @@ class _Loading:
     def run(self, load: Callable[[], Any]) -> Any:
         """Call ``load``, which is ``from_pretrained`` with its arguments; return what it does, managed."""
         try:
-            with _before_loading(self._load), _one_at_a_time():
+            with before_loading(self._load), one_at_a_time():
                 take: Any = self._take
                 hook = register_module_parameter_registration_hook(take)
                 try:
@@ -296,16 +296,16 @@ class _Loading:
                 f"loading {type(self._opened.module).__name__ if self._opened else 'the model'} loads "
                 f"another model, a {type(model).__name__}; load each by itself"
             )
-        _keep_types(model)
+        keep_types(model)
         if not files or not all(str(file).endswith(".safetensors") for file in files):
             self._begin(model, frozenset())
             return original(model, state, files, *rest, **options)
         with SafetensorsFiles([Path(file) for file in files]) as stored:
-            built, filling = self._begin(model, frozenset(_apart(model, stored)))
+            built, filling = self._begin(model, frozenset(names_apart(model, stored)))
             self._spent = stored.reads.spent
             self._stored = StoredWeights.of(built, filling, stored)
             if self._stored is None:
-                stored.expect(sorted(stored, key=_natural))
+                stored.expect(sorted(stored, key=natural_order))
                 return original(model, dict(stored), files, *rest, **options)
             result = original(model, dict(stored), files, *rest, **options)
             self._stored.finish(model, filling.write)
@@ -313,7 +313,7 @@ class _Loading:
 
     def _begin(self, model: Any, apart: frozenset[str]) -> tuple[Built, Filling]:
         """Tie what will be, put adapters on, and make the parameters managed."""
-        _tie(model, apart)
+        tie(model, apart)
         module: nn.Module = model
         if self._adapters is not None:
             module = self._adapters.put_on(model)
@@ -409,7 +409,7 @@ class _Loading:
 
 
 @contextmanager
-def _before_loading(stand_in: Callable[..., Any]) -> Iterator[None]:
+def before_loading(stand_in: Callable[..., Any]) -> Iterator[None]:
     """Have ``stand_in(original, ...)`` called in the place of ``PreTrainedModel._load_pretrained_model`` on
     this thread, for the block. transformers has no other place between building and loading."""
     import transformers
@@ -433,7 +433,7 @@ def _before_loading(stand_in: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def one_at_a_time() -> Iterator[None]:
     """Have transformers read a tensor when it is needed, not all beforehand."""
     before = os.environ.get(_ONE_AT_A_TIME)
     os.environ[_ONE_AT_A_TIME] = "1"
@@ -446,7 +446,7 @@ def _one_at_a_time() -> Iterator[None]:
             os.environ[_ONE_AT_A_TIME] = before
 
 
-def _natural(name: str) -> list[Any]:
+def natural_order(name: str) -> list[Any]:
     """Return what sorts names as transformers loads them: numbers by their size, of any length."""
     parts = re.split(r"([0-9]+)", name)
     numbers = (part.lstrip("0") for part in parts[1::2])
@@ -454,7 +454,7 @@ def _natural(name: str) -> list[Any]:
     return parts
 
 
-def _apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
+def names_apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
     """Yield which parameters stay untied although the config ties them, as transformers has it: files hold
     both, with different values."""
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
@@ -486,7 +486,7 @@ def _stored_as(names: set[str], stored: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _tie(model: Any, apart: frozenset[str]) -> None:
+def tie(model: Any, apart: frozenset[str]) -> None:
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target not in apart:
             parent, _, name = target.rpartition(".")

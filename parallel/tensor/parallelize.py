@@ -181,6 +181,19 @@ def parallelize(
     return partition
 
 
+@torch.no_grad()
+def cut_without_values(model: nn.Module, axis: Axis) -> tuple[Region, dict[int, Cut]]:
+    """Cut a ``model`` on ``meta`` that answers and never trains, as :func:`parallelize` does with ``"auto"``,
+    and leave it to the caller to give its parameters their parts; return what its layers share, and the cuts
+    by the identity of parameters. Raises ConfigError where it cannot be cut, on all ranks."""
+    work = axis.together(lambda: planned(model, axis.size, "auto"))
+    for param in model.parameters():
+        if id(param) in work.cuts:
+            param.data = work.cuts[id(param)].part(param.data, axis.rank)
+    region = apply_styles(model, axis, work)
+    return region, work.cuts
+
+
 def apply_styles(model: nn.Module, axis: Axis, work: Work) -> Region:
     """Have the layers of ``model``, whose parameters have been cut, compute with this rank's parts; return
     what they share."""

@@ -184,6 +184,11 @@ class Region:
         """Reach from the first block to the last: norms between sublayers are on parts of the sequence."""
         self._sequence_norms = True
 
+    def go_on(self) -> None:
+        """Compute over a new axis of the same ranks, after one of them has left the old one; all of them call
+        this together."""
+        self.axis = self.axis.again()
+
     # -- what layers call ------------------------------------------------------------------------
 
     def enter(self, x: torch.Tensor, *, training: bool, layer: int = 0, sublayer: int = -1) -> torch.Tensor:

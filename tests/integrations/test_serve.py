@@ -367,15 +367,21 @@ def test_a_configuration_of_the_documents_is_read_and_not_executed(tmp_path: Pat
     file.write_text(
         "from energonai.model import opt_125M\n"
         f"open({str(trap)!r}, 'w')\n"
-        "model_class = opt_125M\ncheckpoint = './opt'\ntp_init_size = 1\n"
+        "model_class = opt_125M\ncheckpoint = './opt'\ntp_init_size = 2\n"
         "executor_max_batch_size = 16\ncache_size = 50\ncache_list_size = 2\nfixed_cache_keys = [('a', 3)]\n"
     )
     found = read_config_file(file)
-    assert found.options == {"model": Path("opt"), "max_batch": 16, "cache_size": 50, "cache_list_size": 2}
+    assert found.options == {
+        "model": Path("opt"),
+        "tp": 2,
+        "max_batch": 16,
+        "cache_size": 50,
+        "cache_list_size": 2,
+    }
     assert found.ignored == ("fixed_cache_keys",)
     assert not trap.exists()
     for text, why in (
-        ("tp_init_size = 4", "one process"),
+        ("tp_init_size = 'all'", "a number"),
         ("cache_size = 'a'", "a number"),
         ("x = (", "line 1"),
     ):

@@ -21,6 +21,7 @@ from gemini.system.durable import write_text
 from gemini.system.threads import usable_processors
 
 _ERRORS = "GEMINI_RANK_ERRORS"  # a directory in which a rank leaves what it has failed with
+_RESUME = "The last complete checkpoint is as it was: the same command with --resume auto goes on from there"
 _ENDING_SECONDS = 3600  # in which a step ends and is saved; torchrun's own 30 s are too few
 
 
@@ -49,9 +50,10 @@ def place_among_ranks() -> Iterator[Rank]:
         shutdown()
 
 
-def run_on_ranks(arguments: Sequence[str], ranks: int) -> int:
+def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -> int:
     """Run ``gemini ARGUMENTS`` on so many ranks of this machine, and return the exit code. Ctrl-C, SIGTERM
-    and SIGUSR1 reach all of them. Once a rank has failed the others are ended.
+    and SIGUSR1 reach all of them. Once a rank has failed the others are ended; ``way_out`` says what to do
+    then.
 
     Raises:
         GeminiError: what the first rank that failed has raised. StateError: one has ended in another way.
@@ -75,10 +77,7 @@ def run_on_ranks(arguments: Sequence[str], ranks: int) -> int:
         return 128 + told[0] if told and ended.code else ended.code
     if error is not None and ended.code < 128:
         raise error
-    raise StateError(
-        f"{ended.reason}; the other ranks were ended. The last complete checkpoint is as it was: the same "
-        "command with --resume auto goes on from there"
-    )
+    raise StateError(f"{ended.reason}; the other ranks were ended. {way_out}")
 
 
 @contextmanager

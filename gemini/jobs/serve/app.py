@@ -83,6 +83,11 @@ class Server(uvicorn.Server):
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
+    async def on_tick(self, counter: int) -> bool:
+        """Say whether to end: over ranks also when the engine has, for all ranks begin again together."""
+        ends = self._service.config.tp > 1 and not self._service.engine.is_alive
+        return ends or await super().on_tick(counter)
+
     async def shutdown(self, sockets: Any = None) -> None:
         """Let what runs end."""
         self._service.drain()

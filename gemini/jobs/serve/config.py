@@ -24,6 +24,7 @@ _TAKEN = {
     "host": "host",
     "server_host": "host",
     "queue_size": "queue_size",
+    "tp_init_size": "tp",
 }
 
 
@@ -32,7 +33,9 @@ class ServeConfig:
     """Options of ``gemini serve``; sizes are bytes, None leaves a choice to the runtime.
 
     ``max_tokens``: most tokens of an answer. ``timeout_s``: seconds that a request may take. ``body_bytes``:
-    most bytes of a request. ``drain_s``: seconds for what runs, after a signal to stop.
+    most bytes of a request. ``drain_s``: seconds for what runs, after a signal to stop. ``tp``: processes
+    that each have a part of every layer; ``device_bytes``, ``host_bytes``, ``kv_bytes`` and
+    ``kv_device_bytes`` are those of each.
 
     Raise ConfigError for what cannot be.
     """
@@ -58,11 +61,12 @@ class ServeConfig:
     timeout_s: float | None = None
     body_bytes: int = 4 * 2**20
     drain_s: int = 30
+    tp: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port is {self.port}; it must be from 0 (any that is free) to 65535")
-        for name in ("max_tokens", "body_bytes"):
+        for name in ("max_tokens", "body_bytes", "tp"):
             if getattr(self, name) < 1:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
@@ -86,16 +90,10 @@ def read_config_file(path: Path) -> ConfigFile:
     numbers, texts and names count.
 
     Raises:
-        ConfigError: it cannot be read, or asks for several processes.
+        ConfigError: it cannot be read.
     """
     with errors_of(f"{path} cannot be read as a configuration"):
         said = dict(_assignments(ast.parse(read_regular(path, MAX_DOCUMENT_BYTES))))
-    ranks = said.pop("tp_init_size", 1)
-    if ranks != 1:
-        raise ConfigError(
-            f"{path} has tp_init_size = {ranks}; gemini serve is one process: set it to 1, and "
-            "--device-bytes to what one device has; weights that do not fit are read when they are needed"
-        )
     options: dict[str, Any] = {}
     for name in [name for name in said if name in _TAKEN]:
         value, option = said.pop(name), _TAKEN[name]

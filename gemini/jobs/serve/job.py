@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
+from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
 from gemini.inference.engine import Engine
+from gemini.inference.ranks import follow
 from gemini.inference.request import Request
+from gemini.inference.tensor_ranks import TensorRanks
 from gemini.integrations.model_directory import tokenizer_of
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.serve.config import ServeConfig
 
 
-def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
-    """Serve until a signal. ``say`` gets a line when something begins.
+def serve(config: ServeConfig, say: Callable[[str], None], rank: Rank | None = None) -> None:
+    """Serve until a signal. ``say`` gets a line when something begins. ``rank``: this process among those
+    that have the parts of the model; the first one serves, and the others compute with it.
 
     Raises:
         ConfigError: the model cannot be loaded, or packages are not installed.
         OutOfBudgetError: the model cannot fit the budgets.
         OSError: nobody may listen at the address.
+        StateError: another rank is gone.
     """
     try:
         from gemini.jobs.serve.app import Server
@@ -28,23 +36,22 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
             "gemini serve needs the packages fastapi and uvicorn: pip install 'gemini-runtime[serve]' "
             f"({error})"
         ) from error
-    tokenizer = tokenizer_of(config.model, config.adapter)
     if config.disk_dir is not None:
         make_disk_directory(config.disk_dir)
-    say(f"loading {config.model}")
+    ranks = TensorRanks(rank) if rank is not None and rank.count > 1 else None
+    if ranks is not None and not ranks.is_lead:
+        with _deaf_to_signals():
+            follow(ranks, str(config.model), **_loading_options(config))
+        return
+    tokenizer = tokenizer_of(config.model, config.adapter)
+    say(f"loading {config.model}{f', a part of it on each of {ranks.count} ranks' if ranks else ''}")
     with Engine.from_pretrained(
         config.model,
-        device=config.device,
-        device_bytes=config.device_bytes,
-        host_bytes=config.host_bytes,
-        disk_dir=config.disk_dir,
-        kv_bytes=config.kv_bytes,
-        kv_device_bytes=config.kv_device_bytes,
-        adapter=config.adapter,
-        max_batch=config.max_batch,
+        **_loading_options(config),
         max_pass_tokens=config.max_pass_tokens,
         queue_size=config.queue_size,
         batching=config.batching,
+        ranks=ranks,
     ) as engine:
         # The first pass measures what a token takes, and finds what is wrong with the model.
         engine.submit(Request((0,), max_tokens=1)).result()
@@ -52,3 +59,22 @@ def serve(config: ServeConfig, say: Callable[[str], None]) -> None:
         Server(
             service, lambda url: say(f"{service.name} answers at {url}; the endpoints are at {url}/docs")
         ).run()
+        if ranks is not None:
+            engine.refuse_dead()
+
+
+def _loading_options(config: ServeConfig) -> dict[str, Any]:
+    names = ("device", "device_bytes", "host_bytes", "disk_dir", "kv_bytes", "kv_device_bytes", "adapter")
+    return {name: getattr(config, name) for name in (*names, "max_batch")}
+
+
+@contextmanager
+def _deaf_to_signals() -> Iterator[None]:
+    """Leave it to the first rank to end, which the signal reaches as well: it needs this one to the last
+    answer."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,151 @@
+"""This rank's part of a model of transformers, read straight into its chunks.
+
+transformers loads a whole model that never gets values: what it assigns to a module is cut, and the part is
+written to the chunk of a second model, which has this rank's shapes. So names, conversions, ties and first
+values of what the files lack are transformers' own, and one whole tensor at a time is in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from gemini.errors import ConfigError
+from gemini.integrations.model_directory import check_model
+from gemini.integrations.safetensors_files import SafetensorsFiles
+from gemini.integrations.transformers_loading import (
+    before_loading,
+    is_quantized,
+    keep_types,
+    names_apart,
+    natural_order,
+    one_at_a_time,
+    tie,
+)
+from gemini.model.in_place import Opened, manage_without_values
+from gemini.parallel.mesh import Axis
+from gemini.parallel.partition import Cut
+from gemini.parallel.tensor.parallelize import cut_without_values
+from gemini.parallel.tensor.region import Region
+from gemini.runtime import Filling
+from gemini.runtime.build import Built
+from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
+from gemini.system.input_files import errors_of
+
+
+def load_part(directory: Path, axis: Axis, **options: Any) -> tuple[nn.Module, Region]:
+    """Return this rank's part of the causal language model of a directory, managed by itself with
+    ``options`` of :func:`gemini.manage`, and what its cut layers share. It answers and never trains. All
+    ranks of ``axis`` call it.
+
+    Raises:
+        OutOfBudgetError: the part cannot fit the budgets.
+        ConfigError: the model cannot be cut, here or on another rank, or the directory has none.
+        InputError: a file is damaged.
+    """
+    import transformers
+
+    check_model(directory)
+    if is_quantized(str(directory), {}):
+        raise ConfigError(
+            f"{directory} is quantized, and such weights are not cut over ranks; use one process"
+        )
+    loading = _Loading(axis, options)
+    try:
+        with before_loading(loading.load), one_at_a_time(), errors_of(f"{directory} cannot be loaded"):
+            take: Any = loading.take
+            hook = register_module_parameter_registration_hook(take)
+            try:
+                whole = transformers.AutoModelForCausalLM.from_pretrained(
+                    str(directory), local_files_only=True, trust_remote_code=False
+                )
+            finally:
+                hook.remove()
+        return loading.finish(whole)
+    except BaseException:
+        loading.close()
+        raise
+
+
+class _Loading:
+    """One call of transformers' ``from_pretrained``."""
+
+    def __init__(self, axis: Axis, options: dict[str, Any]) -> None:
+        self._axis, self._options = axis, options
+        # Where values of the whole model's parameters go, by the identity of those.
+        self._targets: dict[int, tuple[ManagedSlot, Cut | None]] = {}
+        self._names: dict[str, tuple[ManagedSlot, Cut | None]] = {}
+        self._made: tuple[Opened, Built, Filling, Region] | None = None
+
+    def load(
+        self, original: Callable[..., Any], model: Any, state: Any, files: Any, *rest: Any, **options: Any
+    ) -> Any:
+        """Stand in for ``_load_pretrained_model``: the model is built, its files are known."""
+        if self._made is not None:
+            raise ConfigError(f"loading loads another model, a {type(model).__name__}, which is not cut")
+        if not files or not all(str(file).endswith(".safetensors") for file in files):
+            raise ConfigError("a model over ranks is read from safetensors; save it with save_pretrained()")
+        keep_types(model)
+        with SafetensorsFiles([Path(file) for file in files]) as stored:
+            tie(model, frozenset(names_apart(model, stored)))
+            self._make_part(model)
+            stored.expect(sorted(stored, key=natural_order))
+            return original(model, dict(stored), files, *rest, **options)
+
+    def _make_part(self, whole: nn.Module) -> None:
+        part = copy.deepcopy(whole).requires_grad_(False)
+        region, cuts = cut_without_values(part, self._axis)
+        own = {name: cuts.get(id(param)) for name, param in part.named_parameters()}
+        opened, built = manage_without_values(part, "load_part()", optimizer_rule="none", **self._options)
+        self._made = opened, built, Filling(built.storage, built.manager), region
+        self._names = {name: (slot_of(param), own[name]) for name, param in part.named_parameters()}
+        self._targets = {id(param): self._names[name] for name, param in whole.named_parameters()}
+
+    def take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        """Take over what is assigned to a module, where that is a value of a parameter."""
+        before = module._parameters.get(name)
+        if before is None or param is None or id(before) not in self._targets or id(param) in self._targets:
+            return None
+        if not getattr(param, "_is_hf_initialized", False):
+            return None  # transformers will give it its first values
+        self._write(self._targets[id(before)], param)
+        before._is_hf_initialized = True  # type: ignore[attr-defined]
+        return before
+
+    def _write(self, target: tuple[ManagedSlot, Cut | None], values: torch.Tensor) -> None:
+        assert self._made is not None
+        slot, cut = target
+        with torch.no_grad():
+            plain = values.detach()
+            self._made[2].write(slot, plain if cut is None else cut.part(plain, self._axis.rank))
+
+    def finish(self, whole: Any) -> tuple[nn.Module, Region]:
+        """Give the part what files lack, the first rank's values on all, and buffers; return it."""
+        if self._made is None:
+            raise ConfigError(f"{type(whole).__name__} did not load as a model of transformers does")
+        opened, built, filling, region = self._made
+        for name, param in whole.named_parameters():
+            if id(param) not in self._targets:
+                values = param.detach().contiguous()
+                self._axis.broadcast(values)
+                self._write(self._names[name], values)
+        filling.finish()
+        part: Any = opened.module
+        for name, buffer in whole.named_buffers():
+            owner, _, key = name.rpartition(".")
+            part.get_submodule(owner)._buffers[key] = buffer
+        part.generation_config = getattr(whole, "generation_config", None)
+        opened.finish(built)
+        part.eval()
+        return part, region
+
+    def close(self) -> None:
+        """Give back what was made."""
+        if self._made is not None:
+            self._made[1].manager.close(run_pending=False)
