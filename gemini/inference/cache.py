@@ -46,27 +46,19 @@ class KVCache(Cache):
         self, model: nn.Module | ManagedModel, *, kv_bytes: int | str, kv_device_bytes: int | str = 0
     ) -> None:
         handle = handle_of(model)
-        layers: list[Any] = list(_layers_of(handle.module, self))
-        super().__init__(layers=layers)
+        windows = _windows_of(handle.module)
         nbytes = parse_bytes(kv_bytes, name="kv_bytes")
         assert nbytes is not None
         on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes") or 0
         raises_disk = handle.config.disk_bytes is None
-        self._room: KVRoom | None = KVRoom(handle.manager, nbytes, on_device, raises_disk=raises_disk)
-        self.layer_bytes = nbytes // len(layers)
-
-    @property
-    def room(self) -> KVRoom:
-        """The memory. Raises StateError once it was given back."""
-        if self._room is None:
-            raise StateError("this cache is closed; make a new one")
-        return self._room
+        room = KVRoom(handle.manager, nbytes, on_device, raises_disk=raises_disk)
+        self._memory = _Memory(room, len(windows))
+        layers: list[Any] = [_Layer(self._memory, window) for window in windows]
+        super().__init__(layers=layers)
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        room, self._room = self._room, None
-        if room is not None:
-            room.close()
+        self._memory.close()
 
     def __enter__(self) -> KVCache:
         return self
@@ -77,24 +69,49 @@ class KVCache(Cache):
         self.close()
 
 
+class _Memory:
+    """The room of a cache, of which each of its layers has an equal part."""
+
+    def __init__(self, room: KVRoom, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self._room: KVRoom | None = room
+
+    @property
+    def room(self) -> KVRoom:
+        """The memory. Raises StateError once it was given back."""
+        if self._room is None:
+            raise StateError("this cache is closed; make a new one")
+        return self._room
+
+    def array(self) -> KVArray:
+        """Return the memory of one layer."""
+        return array_of(self.room, self.room.nbytes // self.num_layers)
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.close()
+
+
 class _Layer(CacheLayerMixin):
     """Keys and values of one layer, [batch, heads, tokens, size], in one array of the room."""
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: KVCache, window: int | None) -> None:
+    def __init__(self, memory: _Memory, window: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.is_sliding = window is not None
         self.is_croppable = window is None
-        self._cache, self._window = cache, window
+        self._memory, self._window = memory, window
         self._length = 0
         self._rows: Rows | None = None  # before the first token nobody knows them
 
     @cached_property
     def array(self) -> KVArray:
         """The memory of this layer, made on first use."""
-        return array_of(self._cache.room, self._cache.layer_bytes)
+        return self._memory.array()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self._rows = Rows.of(TokenShape.of(key_states, value_states))
@@ -105,11 +122,11 @@ class _Layer(CacheLayerMixin):
     ) -> KeysAndValues:
         if torch.is_grad_enabled() and key_states.requires_grad:
             raise ConfigError("KVCache is for passes without gradients; call the model under torch.no_grad()")
-        room = self._cache.room
+        room = self._memory.room
         rows, first = self._rows_of(key_states, value_states), first_seen(self._length, self._window)
         end = self._length + key_states.shape[2]
         if end * rows.nbytes > self.array.nbytes:
-            raise too_long(end, end * rows.nbytes * len(self._cache.layers), room.nbytes)
+            raise too_long(end, end * rows.nbytes * self._memory.num_layers, room.nbytes)
         room.free(self.array.within(0, first * rows.nbytes))
         self._store(rows, key_states, value_states, end)
         self._length = end
@@ -130,7 +147,7 @@ class _Layer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; the next ones may be of another batch."""
         self._length, self._rows, self.is_initialized = 0, None, False
-        self._cache.room.free(self.array.holding(0, self.array.nbytes))
+        self._memory.room.free(self.array.holding(0, self.array.nbytes))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens, ``-tokens_to_remove`` of them."""
@@ -154,7 +171,7 @@ class _Layer(CacheLayerMixin):
         """Do nothing: the runtime moves what lies here."""
 
     def _store(self, rows: Rows, key: torch.Tensor, value: torch.Tensor, end: int) -> None:
-        room, begin = self._cache.room, self._length * rows.nbytes
+        room, begin = self._memory.room, self._length * rows.nbytes
         written = self.array.holding(begin, end * rows.nbytes)
         room.fetch(written)
         try:
@@ -178,17 +195,17 @@ class _Layer(CacheLayerMixin):
         return self._rows
 
 
-def _layers_of(model: nn.Module, cache: KVCache) -> list[_Layer]:
-    """Return a layer for each that transformers' own cache has for this model."""
+def _windows_of(model: nn.Module) -> list[int | None]:
+    """Return the sliding window, or None, of each layer that transformers' own cache has for this model."""
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is no model of transformers: it has no configuration")
-    found = []
+    found: list[int | None] = []
     for layer in DynamicCache(config=config).layers:
         if type(layer) is SlidingLayer:
-            found.append(_Layer(cache, layer.sliding_window))
+            found.append(layer.sliding_window)
         elif type(layer) is DynamicLayer:
-            found.append(_Layer(cache, None))
+            found.append(None)
         else:
             raise ConfigError(
                 f"{type(model).__name__} has layers that keep other things than keys and values "

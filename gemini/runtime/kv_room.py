@@ -9,9 +9,9 @@ last one used (a certain choice, docs/notes/choices.md).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -58,16 +58,65 @@ class _Part:
     fate: None = None
 
 
-class _Belongings:
-    """What rooms leave to those that come after them. ``arrays``: of rooms that were closed, by the size of a
-    chunk and the number of chunks, since chunks stay for good."""
+class _Estate:
+    """What rooms of one model leave to those that come after them, since chunks stay for good.
+
+    ``spare``: arrays that no room has, by the size of a chunk and the number of chunks. ``taken``: those of
+    the room that is ``open``, which may have been forgotten without having been closed.
+    """
 
     def __init__(self, manager: GeminiManager) -> None:
-        self.arrays: dict[tuple[int, int], list[KVArray]] = {}
+        self.spare: dict[tuple[int, int], list[KVArray]] = {}
+        self.taken: list[KVArray] = []
+        self.open: weakref.ref[KVRoom] | None = None
         self.leases = Leases(manager)
+        self._manager = manager
 
+    @classmethod
+    def of(cls, manager: GeminiManager) -> _Estate:
+        """Return that of a model."""
+        found = vars(manager).get("kv_estate")
+        if not isinstance(found, cls):
+            found = cls(manager)
+            manager.kv_estate = found
+        return found
 
-_left_by_rooms: WeakKeyDictionary[GeminiManager, _Belongings] = WeakKeyDictionary()
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether the room that is open is nobody's any more."""
+        return self.open is not None and self.open() is None
+
+    @property
+    def spare_bytes(self) -> int:
+        """What there is of arrays that no room has."""
+        return sum(array.nbytes for arrays in self.spare.values() for array in arrays)
+
+    def free(self, tensors: Sequence[int]) -> None:
+        """Give up what ``tensors`` hold, but for what is in use."""
+        if not self._manager.is_closed:
+            state = self._manager.chunks.table.tensor_state
+            self._manager.settle()
+            held = [tensor for tensor in tensors if state(tensor) == TensorState.HOLD]
+            if held:
+                self._manager.chunks.free(held)
+
+    def take_back(self) -> None:
+        """Have no room open: all that it had is spare, and plans have all of DEVICE again."""
+        manager, taken = self._manager, self.taken
+        self.open, self.taken = None, []
+        for array in taken:
+            self.free(array.holding(0, array.nbytes))
+            self.spare.setdefault((array.chunk_bytes, len(array.chunks)), []).append(array)
+        if manager.is_closed:
+            return
+        context = manager.context
+        capacity = replace(
+            context.capacity,
+            device_bytes=context.capacity.device_bytes + context.other_device_bytes,
+            disk_bytes=manager.chunks.budgets.disk_bytes,
+        )
+        manager.run_pending()
+        manager.replan(replace(context, capacity=capacity, other_bytes=0, other_device_bytes=0))
 
 
 class KVRoom:
@@ -84,19 +133,17 @@ class KVRoom:
         self, manager: GeminiManager, nbytes: int, device_bytes: int, *, raises_disk: bool = False
     ) -> None:
         """``raises_disk``: the budget of DISK is what the model takes, and grows with what comes."""
+        manager.refuse_closed()
+        self._estate = _Estate.of(manager)
+        if self._estate.is_forgotten:
+            self._estate.take_back()
         chunks, before = manager.chunks, manager.context
-        if manager not in _left_by_rooms:
-            _left_by_rooms[manager] = _Belongings(manager)
-        self._spare, self._leases = _left_by_rooms[manager].arrays, _left_by_rooms[manager].leases
         self.nbytes, self.device_bytes = nbytes, min(nbytes, device_bytes)
         self.block_bytes = chunks.device.block_bytes
         self._manager = manager
         self._raises_disk = raises_disk and chunks.budgets.disk_dir is not None
-        self._taken: list[KVArray] = []
-        self._is_closed = False
         _refuse(manager, nbytes - self.device_bytes)
-        spare_bytes = sum(array.nbytes for arrays in self._spare.values() for array in arrays)
-        more = max(0, nbytes - spare_bytes) if self._raises_disk else 0
+        more = max(0, nbytes - self._estate.spare_bytes) if self._raises_disk else 0
         capacity = replace(before.capacity, disk_bytes=chunks.budgets.disk_bytes + more)
         size = before.size
         before.policy.warmup_plan(replace(size, total_bytes=size.total_bytes + nbytes), capacity)
@@ -107,6 +154,7 @@ class KVRoom:
         manager.replan(
             replace(before, capacity=left, other_bytes=nbytes, other_device_bytes=self.device_bytes)
         )
+        self._estate.open = weakref.ref(self)
 
     @property
     def usable_device_bytes(self) -> int:
@@ -123,9 +171,9 @@ class KVRoom:
         """
         spec = self._spec(chunk_bytes)
         count = -(-nbytes // spec.nbytes)
-        spare = self._spare.get((spec.nbytes, count))
+        spare = self._estate.spare.get((spec.nbytes, count))
         array = spare.pop() if spare else self._made(spec, count)
-        self._taken.append(array)
+        self._estate.taken.append(array)
         return array
 
     def fetch(self, tensors: list[int]) -> None:
@@ -139,34 +187,16 @@ class KVRoom:
     def lend(self, array: KVArray, begin: int, end: int) -> tuple[torch.UntypedStorage, int]:
         """Have the bytes of ``array`` from ``begin`` to ``end`` on DEVICE for as long as the storage lives,
         and return it and where ``begin`` is in it. Raises as a PreOp."""
-        return self._leases.storage(array.part(begin, end)), begin % array.chunk_bytes
+        return self._estate.leases.storage(array.part(begin, end)), begin % array.chunk_bytes
 
     def free(self, tensors: Sequence[int]) -> None:
         """Give up what ``tensors`` hold, but for what is in use."""
-        if not self._manager.is_closed:
-            state = self._manager.chunks.table.tensor_state
-            self._manager.settle()
-            held = [tensor for tensor in tensors if state(tensor) == TensorState.HOLD]
-            if held:
-                self._manager.chunks.free(held)
+        self._estate.free(tensors)
 
     def close(self) -> None:
         """Give all back, and have plans use all of DEVICE again. Idempotent."""
-        manager = self._manager
-        taken, self._taken = self._taken, []
-        for array in taken:
-            self.free(array.holding(0, array.nbytes))
-            self._spare.setdefault((array.chunk_bytes, len(array.chunks)), []).append(array)
-        if not self._is_closed and not manager.is_closed:
-            context = manager.context
-            capacity = replace(
-                context.capacity,
-                device_bytes=context.capacity.device_bytes + self.device_bytes,
-                disk_bytes=manager.chunks.budgets.disk_bytes,
-            )
-            manager.run_pending()
-            manager.replan(replace(context, capacity=capacity, other_bytes=0, other_device_bytes=0))
-        self._is_closed = True
+        if self._estate.open is not None and self._estate.open() is self:
+            self._estate.take_back()
 
     def _spec(self, nbytes: int) -> ChunkSpec:
         numel = whole_blocks(nbytes, self.block_bytes)
@@ -185,7 +215,6 @@ def _refuse(manager: GeminiManager, below_bytes: int) -> None:
     """Raise ConfigError where keys and values cannot be chunks of this model, or where ``below_bytes`` of
     them cannot lie below DEVICE."""
     budgets = manager.chunks.budgets
-    manager.refuse_closed()
     if manager.is_sharded:
         raise ConfigError("the model's chunks are cut among ranks; keys and values must stay on DEVICE there")
     if not manager.chunks.device.cuts_chunks:

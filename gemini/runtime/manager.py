@@ -234,6 +234,7 @@ class GeminiManager(Gate):
         self.part: PartOfModel | None = None  # the model was cut before it was wrapped
         self.in_step = False  # a step that trains has begun and not ended
         self.clock = StepClock()
+        self.kv_estate: object = None  # of rooms for keys and values, if there were any
         remember(self)
 
     def shard(self, sharding: Sharding) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,34 @@ def test_changes_of_the_batch_are_refused_by_name(managed: Any) -> None:
     cache.close()
     with pytest.raises(StateError, match="closed"):
         managed.generate(ids, cache=cache, max_new_tokens=4)
+
+
+def test_a_cache_that_was_forgotten_stands_in_no_way(managed: Any) -> None:
+    handle = gemini.handle_of(managed)
+    ids = torch.arange(40)[None]
+    for _ in range(3):
+        cache = KVCache(managed, kv_bytes="256KiB", kv_device_bytes="32KiB")
+        managed.generate(ids, cache=cache, max_new_tokens=4)
+        del cache
+    with KVCache(managed, kv_bytes="256KiB") as cache:
+        managed.generate(ids, cache=cache, max_new_tokens=4)
+    handle.manager.chunks.drain()
+    assert handle.manager.context.other_device_bytes == 0
+    blocks = [chunk for chunk in handle.manager.chunks.chunks if chunk.spec.kind is ChunkKind.KV]
+    assert not any(handle.manager.chunks.table.held_tiers(block.id) for block in blocks)
+    assert len(blocks) <= 3 * 64, "the arrays of the first were taken again"
+
+
+def test_a_model_with_a_cache_goes_with_its_last_reference(saved: Path, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved)
+    handle = gemini.manage(model, device_bytes=300 * 2**10, disk_dir=str(tmp_path))
+    with KVCache(model, kv_bytes="64KiB") as cache:
+        model.generate(torch.arange(4)[None], cache=cache, max_new_tokens=2)
+    manager = weakref.ref(handle.manager)
+    handle.close()
+    del model, handle, cache
+    gc.collect()
+    assert manager() is None
 
 
 def test_a_text_longer_than_the_bytes_are_for_is_refused_with_both(managed: Any) -> None:
