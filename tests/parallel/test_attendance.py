@@ -288,8 +288,17 @@ def _told_of_waits() -> tuple[str, float]:
         begin = time.monotonic()
         (some if dist.get_rank() == 0 else every).all_reduce(torch.ones(4))
     except StateError as error:
-        return str(error), time.monotonic() - begin
+        told = str(error), time.monotonic() - begin
+        _leave_together()
+        return told
     return "", 0.0
+
+
+def _leave_together() -> None:
+    """Wait until all ranks are here: whoever leaves before is lost to those that wait still."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"here {dist.get_rank()}", "")
+    store.wait([f"here {rank}" for rank in range(dist.get_world_size())], timedelta(seconds=60))
 
 
 def test_ranks_that_wait_for_each_other_along_different_axes_hear_of_it() -> None:
