@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 
 from gemini.errors import ConfigError, StateError
 from gemini.inference.kv import KeysAndValues, TokenShape, first_seen, too_long
-from gemini.inference.kv_chunks import Rows, array_of
+from gemini.inference.kv_chunks import Rows, array_of, check_at_once
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.runtime.kv_room import KVArray, KVRoom
 from gemini.system.config import parse_bytes
@@ -47,8 +47,12 @@ class KVCache(Cache):
     ) -> None:
         handle = handle_of(model)
         windows = _windows_of(handle.module)
-        nbytes = parse_bytes(kv_bytes, name="kv_bytes")
-        assert nbytes is not None
+        nbytes = parse_bytes(kv_bytes, name="kv_bytes") or 0
+        least = len(windows) * handle.manager.chunks.device.block_bytes
+        if nbytes < least:
+            raise ConfigError(
+                f"kv_bytes is {kv_bytes}, and {len(windows)} layers take at least {least} bytes"
+            )
         on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes") or 0
         raises_disk = handle.config.disk_bytes is None
         room = KVRoom(handle.manager, nbytes, on_device, raises_disk=raises_disk)
@@ -59,6 +63,14 @@ class KVCache(Cache):
     def close(self) -> None:
         """Give the memory back. Idempotent."""
         self._memory.close()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raise ConfigError: its memory is the model's."""
+        raise ConfigError("a KVCache cannot be copied; keep the tokens, and make a new cache from them")
+
+    def __reduce__(self) -> NoReturn:
+        """Raise ConfigError: its memory is the model's."""
+        raise ConfigError("a KVCache cannot be pickled; keep the tokens, and make a new cache from them")
 
     def __enter__(self) -> KVCache:
         return self
@@ -127,6 +139,7 @@ class _Layer(CacheLayerMixin):
         end = self._length + key_states.shape[2]
         if end * rows.nbytes > self.array.nbytes:
             raise too_long(end, end * rows.nbytes * self._memory.num_layers, room.nbytes)
+        check_at_once(room, end - first, (end - first) * rows.nbytes, self.array.chunk_bytes)
         room.free(self.array.within(0, first * rows.nbytes))
         self._store(rows, key_states, value_states, end)
         self._length = end

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from gemini.errors import OutOfBudgetError
+from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.system.config import format_bytes
 
 _ALIGNMENT = 64  # bytes, for vector loads
@@ -88,7 +88,10 @@ class TokenShape:
 
     @classmethod
     def of(cls, key: torch.Tensor, value: torch.Tensor) -> TokenShape:
-        """Return that of keys and values [rows, heads, tokens, size]."""
+        """Return that of keys and values [rows, heads, tokens, size]. Raises ConfigError where they differ in
+        type."""
+        if key.dtype != value.dtype:
+            raise ConfigError(f"keys are {key.dtype} and values {value.dtype}; they have to be of one type")
         return cls(key.shape[0], key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
 
     def key_bytes(self, tokens: int) -> int:

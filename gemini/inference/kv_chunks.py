@@ -1,8 +1,8 @@
 """Keys and values in chunks of a managed model: what DEVICE cannot hold of them lies on HOST or DISK.
 
 A token's keys and values of one layer lie side by side, one token behind the other, so a chunk that is full
-never changes again: it is written below DEVICE once and dropped for nothing afterwards. Attention fetches one
-sequence of one layer at a time, so nothing larger has to fit at once.
+never changes again: it is written below DEVICE once, and dropping it costs no write afterwards. Attention
+fetches one sequence of one layer at a time, so nothing larger has to fit at once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from gemini.system.config import format_bytes
 
 _CHUNK_BYTES = 256 * 2**10  # a disk reads it at nearly its full speed
 _CHUNKS_PER_ARRAY = 64  # at least: a sequence wastes a part of its last one
+_CHUNKS_ON_DEVICE = 32  # at least
 _LINE = 64
 # Rows at distances of a multiple of this share few places of a processor's first cache.
 _CACHE_WAY_BYTES = 2**10
@@ -121,14 +122,8 @@ class ChunkedKV:
         )
         if needed > self.nbytes:
             raise too_long(tokens, needed, self.nbytes)
-        once = max(layer.rows.nbytes * tokens for layer in self.layers.values())
-        if once > self.room.usable_device_bytes:
-            raise OutOfBudgetError(
-                f"keys and values of {tokens:,} tokens take {format_bytes(once)} in one layer, which "
-                f"attention needs on DEVICE at once, and DEVICE has "
-                f"{format_bytes(self.room.usable_device_bytes)} for it; ask for fewer tokens, or raise "
-                "device_bytes"
-            )
+        for layer in self.layers.values():
+            check_at_once(self.room, tokens, layer.rows.nbytes * tokens, layer.array.chunk_bytes)
 
     def reserve(self, tokens: int) -> ChunkedSequence | None:
         self.check(tokens)
@@ -162,17 +157,23 @@ class ChunkedKV:
         return True
 
     def measured(self, shapes: dict[int, TokenShape]) -> None:
-        """Make the arrays, for as many tokens as the bytes are for."""
+        """Make the arrays, for as many tokens as the bytes are for: all of them or none."""
         rows = {layer: Rows.of(shape) for layer, shape in sorted(shapes.items())}
-        tokens = self.nbytes // sum(each.nbytes for each in rows.values())
-        for layer, each in rows.items():
-            self.add_layer(layer, each, tokens)
-
-    def add_layer(self, layer: int, rows: Rows, tokens: int) -> None:
-        """Make the array of a layer, for ``tokens``."""
-        array = array_of(self.room, rows.nbytes * tokens)
-        pieces = self._pieces.setdefault(rows, Pieces(len(array.chunks)))
-        self.layers[layer] = _Layer(rows, array, pieces)
+        token = sum(each.nbytes for each in rows.values())
+        tokens = self.nbytes // token
+        if not tokens:
+            raise too_long(1, token, self.nbytes)
+        arrays: dict[int, KVArray] = {}
+        try:
+            for layer, each in rows.items():
+                arrays[layer] = array_of(self.room, each.nbytes * tokens)
+        except BaseException:
+            for array in arrays.values():
+                self.room.put_back(array)
+            raise
+        for layer, array in arrays.items():
+            pieces = self._pieces.setdefault(rows[layer], Pieces(array.nbytes // array.chunk_bytes))
+            self.layers[layer] = _Layer(rows[layer], array, pieces)
 
     def release(self, sequence: ChunkedSequence) -> None:
         """Take the places of ``sequence`` back."""
@@ -272,8 +273,21 @@ def keeper_of(
 
 
 def array_of(room: KVRoom, nbytes: int) -> KVArray:
-    """Return an array of at least ``nbytes``."""
-    return room.array(nbytes, min(_CHUNK_BYTES, max(1, nbytes // _CHUNKS_PER_ARRAY)))
+    """Return an array of at least ``nbytes``, in chunks that are small beside it and beside DEVICE."""
+    most = min(_CHUNK_BYTES, nbytes // _CHUNKS_PER_ARRAY, room.usable_device_bytes // _CHUNKS_ON_DEVICE)
+    return room.array(nbytes, 1 << max(most, 1).bit_length() - 1)
+
+
+def check_at_once(room: KVRoom, tokens: int, nbytes: int, chunk_bytes: int) -> None:
+    """Raise OutOfBudgetError where ``nbytes`` of one layer, those of ``tokens``, cannot be on DEVICE at
+    once."""
+    at_once = (-(-nbytes // chunk_bytes) + 1) * chunk_bytes  # they may begin within a chunk
+    if at_once > room.usable_device_bytes:
+        raise OutOfBudgetError(
+            f"keys and values of {tokens:,} tokens take {format_bytes(at_once)} in one layer, which "
+            f"attention needs on DEVICE at once, and DEVICE has {format_bytes(room.usable_device_bytes)} for "
+            "it; ask for fewer tokens, or raise device_bytes"
+        )
 
 
 def _chunks(rows: Rows, tokens: int, chunk_bytes: int) -> int:

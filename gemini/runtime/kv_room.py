@@ -2,8 +2,8 @@
 the weights within the same budgets.
 
 An array's addresses follow each other, and only those of its chunks that hold something take memory or disk.
-Plans know nothing of them, since how long texts get is nobody's to know: they leave a part of DEVICE, and
-what needs more competes with the weights that no plan keeps. The chunk table knows that a pass uses what the
+Plans know nothing of them, since nobody knows how long texts get: they leave a part of DEVICE, and what needs
+more competes with the weights that no plan keeps. The chunk table knows that a pass uses what the
 last one used (a certain choice, docs/notes/choices.md).
 """
 
@@ -26,7 +26,7 @@ from gemini.system.config import format_bytes
 
 class KVArray:
     """``nbytes`` of addresses in chunks of ``chunk_bytes``. ``tensor``: all of it, uint8; only what is pinned
-    may be touched."""
+    may be touched. A room may have less of an array than there is (:meth:`shorten`)."""
 
     def __init__(self, manager: GeminiManager, parts: Sequence[Chunk]) -> None:
         self.chunks = tuple(parts)
@@ -35,6 +35,15 @@ class KVArray:
         self.tensor: torch.Tensor = manager.chunks.join(parts).tensor if len(parts) > 1 else parts[0].tensor
         self._tensors = [manager.chunks.add_tensor(part) for part in parts]
         manager.chunks.add_choice([[part.id] for part in parts], certain=True)
+
+    @property
+    def tensors(self) -> list[int]:
+        """All its tensors in the chunk table, one of each chunk."""
+        return self._tensors
+
+    def shorten(self, count: int) -> None:
+        """Have the first ``count`` chunks be all."""
+        self.nbytes = count * self.chunk_bytes
 
     def holding(self, begin: int, end: int) -> list[int]:
         """Return the tensors of the chunk table that have the bytes from ``begin`` to ``end``."""
@@ -61,12 +70,12 @@ class _Part:
 class _Estate:
     """What rooms of one model leave to those that come after them, since chunks stay for good.
 
-    ``spare``: arrays that no room has, by the size of a chunk and the number of chunks. ``taken``: those of
-    the room that is ``open``, which may have been forgotten without having been closed.
+    ``taken``: arrays of the room that is ``open``, which may have been forgotten without having been closed.
     """
 
     def __init__(self, manager: GeminiManager) -> None:
-        self.spare: dict[tuple[int, int], list[KVArray]] = {}
+        self._spare: list[KVArray] = []
+        self._lent: list[KVArray] = []  # of rooms that were closed, but somebody still has tensors over them
         self.taken: list[KVArray] = []
         self.open: weakref.ref[KVRoom] | None = None
         self.leases = Leases(manager)
@@ -82,14 +91,39 @@ class _Estate:
         return found
 
     @property
-    def is_forgotten(self) -> bool:
-        """Whether the room that is open is nobody's any more."""
-        return self.open is not None and self.open() is None
-
-    @property
     def spare_bytes(self) -> int:
         """What there is of arrays that no room has."""
-        return sum(array.nbytes for arrays in self.spare.values() for array in arrays)
+        return sum(len(array.chunks) * array.chunk_bytes for array in self._spare)
+
+    def spare(self, chunk_bytes: int, count: int) -> KVArray | None:
+        """Return the smallest array of at least ``count`` chunks that no room has."""
+        fitting = [one for one in self._spare if one.chunk_bytes == chunk_bytes and len(one.chunks) >= count]
+        if not fitting:
+            return None
+        found = min(fitting, key=lambda one: len(one.chunks))
+        self._spare.remove(found)
+        return found
+
+    def put_back(self, array: KVArray) -> None:
+        """Take an array that a room has no use for."""
+        self.taken.remove(array)
+        self._lent.append(array)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Give up what arrays hold that nobody looks at any more."""
+        arrays, self._lent = self._lent, []
+        state = self._manager.chunks.table.tensor_state
+        for array in arrays:
+            self.free(array.tensors)
+            is_lent = any(state(tensor) == TensorState.COMPUTE for tensor in array.tensors)
+            (self._lent if is_lent else self._spare).append(array)
+
+    def tidy(self) -> None:
+        """Take back what a room that was forgotten had, and what nobody looks at any more."""
+        if self.open is not None and self.open() is None:
+            self.take_back()
+        self._settle()
 
     def free(self, tensors: Sequence[int]) -> None:
         """Give up what ``tensors`` hold, but for what is in use."""
@@ -104,11 +138,10 @@ class _Estate:
         """Have no room open: all that it had is spare, and plans have all of DEVICE again."""
         manager, taken = self._manager, self.taken
         self.open, self.taken = None, []
-        for array in taken:
-            self.free(array.holding(0, array.nbytes))
-            self.spare.setdefault((array.chunk_bytes, len(array.chunks)), []).append(array)
         if manager.is_closed:
             return
+        self._lent += taken
+        self._settle()
         context = manager.context
         capacity = replace(
             context.capacity,
@@ -132,24 +165,24 @@ class KVRoom:
     def __init__(
         self, manager: GeminiManager, nbytes: int, device_bytes: int, *, raises_disk: bool = False
     ) -> None:
-        """``raises_disk``: the budget of DISK is what the model takes, and grows with what comes."""
+        """``raises_disk``: nobody has chosen the budget of DISK, so it grows with what comes."""
         manager.refuse_closed()
         self._estate = _Estate.of(manager)
-        if self._estate.is_forgotten:
-            self._estate.take_back()
+        self._estate.tidy()
         chunks, before = manager.chunks, manager.context
         self.nbytes, self.device_bytes = nbytes, min(nbytes, device_bytes)
         self.block_bytes = chunks.device.block_bytes
         self._manager = manager
         self._raises_disk = raises_disk and chunks.budgets.disk_dir is not None
-        _refuse(manager, nbytes - self.device_bytes)
+        _refuse(manager, nbytes - self.device_bytes, self.device_bytes)
         more = max(0, nbytes - self._estate.spare_bytes) if self._raises_disk else 0
         capacity = replace(before.capacity, disk_bytes=chunks.budgets.disk_bytes + more)
         size = before.size
         before.policy.warmup_plan(replace(size, total_bytes=size.total_bytes + nbytes), capacity)
         left = replace(capacity, device_bytes=capacity.device_bytes - self.device_bytes)
         before.policy.warmup_plan(size, left)
-        chunks.prepare([self._spec(nbytes)], 0, more)
+        below_bytes = max(0, nbytes - self.device_bytes - chunks.budgets.host_bytes)
+        chunks.prepare([self._spec(nbytes)], below_bytes, more)
         manager.run_pending()
         manager.replan(
             replace(before, capacity=left, other_bytes=nbytes, other_device_bytes=self.device_bytes)
@@ -171,10 +204,14 @@ class KVRoom:
         """
         spec = self._spec(chunk_bytes)
         count = -(-nbytes // spec.nbytes)
-        spare = self._estate.spare.get((spec.nbytes, count))
-        array = spare.pop() if spare else self._made(spec, count)
+        array = self._estate.spare(spec.nbytes, count) or self._made(spec, count)
+        array.shorten(count)
         self._estate.taken.append(array)
         return array
+
+    def put_back(self, array: KVArray) -> None:
+        """Have no use for ``array``."""
+        self._estate.put_back(array)
 
     def fetch(self, tensors: list[int]) -> None:
         """Have ``tensors`` on DEVICE until :meth:`let_go`. Raises as a PreOp."""
@@ -211,9 +248,9 @@ class KVRoom:
         return KVArray(self._manager, [chunks.add_chunk(each) for each in specs])
 
 
-def _refuse(manager: GeminiManager, below_bytes: int) -> None:
-    """Raise ConfigError where keys and values cannot be chunks of this model, or where ``below_bytes`` of
-    them cannot lie below DEVICE."""
+def _refuse(manager: GeminiManager, below_bytes: int, device_bytes: int) -> None:
+    """Raise ConfigError where keys and values cannot be chunks of this model, where ``below_bytes`` of them
+    cannot lie below DEVICE, or where DEVICE has no ``device_bytes`` for them."""
     budgets = manager.chunks.budgets
     if manager.is_sharded:
         raise ConfigError("the model's chunks are cut among ranks; keys and values must stay on DEVICE there")
@@ -224,6 +261,11 @@ def _refuse(manager: GeminiManager, below_bytes: int) -> None:
         )
     if manager.context.other_bytes:
         raise ConfigError("keys and values have a room in this model already; close it first")
+    if device_bytes >= budgets.device_bytes:
+        raise ConfigError(
+            f"kv_device_bytes is {format_bytes(device_bytes)} of device_bytes "
+            f"{format_bytes(budgets.device_bytes)}; nothing is left for weights: lower kv_device_bytes"
+        )
     if budgets.disk_dir is None and below_bytes > budgets.host_bytes:
         raise ConfigError(
             f"{format_bytes(below_bytes)} of keys and values have to lie below DEVICE, and HOST has "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import gemini
 from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, IoError, OutOfBudgetError, StateError
 from gemini.inference import Engine, Request
+from gemini.inference.kv import TokenShape
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 from gemini.inference.cache import KVCache  # noqa: E402
@@ -289,6 +291,69 @@ def test_a_failed_read_of_keys_fails_the_requests_of_its_pass_alone(
             engine.submit(REQUESTS[1]).result(60)
         assert engine.submit(REQUESTS[1]).result(60) == want
         assert engine.stats()["kv"]["used_bytes"] == 0
+
+
+def test_memory_that_could_not_be_had_is_asked_for_again(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.from_pretrained(
+        saved, device_bytes=256 * 2**10, kv_bytes=KV_BYTES, kv_device_bytes=0, disk_dir=str(tmp_path)
+    ) as engine:
+        room = engine._kv.room  # type: ignore[attr-defined]
+        real, calls = room.array, []
+
+        def failing(nbytes: int, chunk_bytes: int) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise IoError(errno.ENOSPC, "No space left on device", "keys")
+            return real(nbytes, chunk_bytes)
+
+        monkeypatch.setattr(room, "array", failing)
+        with pytest.raises(IoError):
+            engine.submit(REQUESTS[1]).result(60)
+        assert len(engine.submit(REQUESTS[1]).result(60).tokens) == REQUESTS[1].max_tokens
+        with pytest.raises(ConfigError, match="they have to be of one type"):
+            TokenShape.of(torch.ones(1, 1, 1, 4).bfloat16(), torch.ones(1, 1, 1, 4))
+
+
+def test_tensors_that_somebody_keeps_stay_as_they_are(managed: Any) -> None:
+    handle = gemini.handle_of(managed)
+    state = torch.randn(1, 2, 40, 16)
+    cache = KVCache(managed, kv_bytes="256KiB")
+    kept = cache.update(state, 2 * state, 0)
+    cache.close()
+    with KVCache(managed, kv_bytes="256KiB") as other:
+        other.update(3 * state, 4 * state, 0)
+        assert torch.equal(kept[0], state)
+        assert torch.equal(kept[1], 2 * state)
+    del kept
+    with KVCache(managed, kv_bytes="256KiB"):
+        pass
+    handle.manager.chunks.drain()
+    blocks = [chunk for chunk in handle.manager.chunks.chunks if chunk.spec.kind is ChunkKind.KV]
+    assert not any(handle.manager.chunks.table.held_tiers(block.id) for block in blocks)
+
+
+def test_caches_of_many_sizes_share_their_memory(managed: Any) -> None:
+    handle = gemini.handle_of(managed)
+    counts = []
+    for kib in (512, 480, 300, 500, 411, 390):
+        with KVCache(managed, kv_bytes=kib * 2**10) as cache:
+            managed.generate(torch.arange(9)[None], cache=cache, max_new_tokens=2)
+        counts.append(len(handle.manager.chunks.chunks))
+    assert len(set(counts)) <= 2
+
+
+def test_what_cannot_be_is_refused_by_name(managed: Any) -> None:
+    for nbytes in (0, 1, None):
+        with pytest.raises(ConfigError, match="kv_bytes is"):
+            KVCache(managed, kv_bytes=nbytes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="lower kv_device_bytes"):
+        KVCache(managed, kv_bytes="1MiB", kv_device_bytes="300KiB")
+    with KVCache(managed, kv_bytes="64KiB") as cache:
+        for duplicate in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(ConfigError, match="make a new cache"):
+                duplicate(cache)
 
 
 def test_answers_between_steps_move_no_number_of_training(saved: Path, tmp_path: Path) -> None:
