@@ -77,7 +77,8 @@ void bind_operators(BoundTable& table) {
           "Hold tensors that somebody else has put on DISK, all of chunks without content.")
       .def("add_choice", &ChunkTable::add_choice, py::arg("members"), py::kw_only(),
            py::arg("certain") = false,
-           "Make chunks a choice: each use takes some of its members, lists of chunks; certain: those "
+           "Make chunks a choice: each use takes some of its members, lists of chunks; certain: "
+           "those "
            "that the last one took.")
       .def("widen_choice", &ChunkTable::widen_choice, py::arg("chunk"), py::arg("members"),
            "Give the choice that has a chunk further members.")

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer
 from gemini.errors import ConfigError, StateError
 from gemini.inference.kv import KeysAndValues, TokenShape, first_seen, too_long
 from gemini.inference.kv_chunks import Rows, array_of, check_at_once
-from gemini.model.handle import ManagedModel, handle_of
+from gemini.model.handle import ManagedModel, handle_around
 from gemini.runtime.kv_room import KVArray, KVRoom
 from gemini.system.config import parse_bytes
 
@@ -45,7 +45,7 @@ class KVCache(Cache):
     def __init__(
         self, model: nn.Module | ManagedModel, *, kv_bytes: int | str, kv_device_bytes: int | str = 0
     ) -> None:
-        handle = handle_of(model)
+        handle = handle_around(model)
         windows = _windows_of(handle.module)
         nbytes = parse_bytes(kv_bytes, name="kv_bytes") or 0
         least = len(windows) * handle.manager.chunks.device.block_bytes

@@ -27,7 +27,7 @@ from gemini.inference.passes import PackedModel, RanksLostError, default_kv_byte
 from gemini.inference.ranks import LeadingModel
 from gemini.inference.request import Generation, QueueFullError, Request
 from gemini.inference.tensor_ranks import TensorRanks
-from gemini.model.handle import ManagedModel, handle_of
+from gemini.model.handle import ManagedModel, handle_around, handle_of
 from gemini.system.config import parse_bytes
 from gemini.system.device import default_budget_bytes
 
@@ -120,7 +120,7 @@ class Engine:
         self._fatal: BaseException | None = None
         self._handle: ManagedModel | None = None  # of a managed model
         with suppress(ConfigError):
-            self._handle = handle_of(model)
+            self._handle = handle_around(model)
         on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes")
         self._kv = keeper_of(model, self._handle, self._packed.device, given, on_device)
         if isinstance(self._packed, LeadingModel):

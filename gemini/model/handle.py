@@ -744,21 +744,24 @@ class ManagedModel:
 
 
 def handle_of(model: nn.Module | ManagedModel) -> ManagedModel:
-    """Return the handle of a GeminiDDP or the module within, or of a module that :func:`gemini.manage`
-    manages; a handle is its own.
+    """Return the handle of a GeminiDDP, or of a module that :func:`gemini.manage` manages; a handle is its
+    own.
 
     Raises:
         ConfigError: nobody manages ``model``.
     """
     handle = model if isinstance(model, ManagedModel) else getattr(model, "__dict__", {}).get("_gemini")
-    if handle is None:
-        handle = next((each for each in _handles if each.module is model), None)
     if not isinstance(handle, ManagedModel):
         raise ConfigError(
             f"model is a {type(model).__name__}, not a GeminiDDP, nor managed by gemini.manage(): pass what "
             "GeminiDDP returned, or the module that was given to gemini.manage()"
         )
     return handle
+
+
+def handle_around(model: nn.Module | ManagedModel) -> ManagedModel:
+    """Return what :func:`handle_of` does, also for the module within a GeminiDDP. Raises as that."""
+    return next((each for each in _handles if each.module is model), None) or handle_of(model)
 
 
 def handle_of_parameter(param: torch.Tensor) -> ManagedModel:

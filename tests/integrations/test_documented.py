@@ -40,6 +40,7 @@ def test_the_mixture_of_the_page_answers_and_trains_within_its_budget(tmp_path: 
     assert waiting[-1] > 4 * 32  # in four layers, two arrays of 32 experts
 
 
+@pytest.mark.dear("the program of the page runs in a process of its own, and reads weights in each pass")
 def test_a_pass_of_the_page_reads_what_memory_lacks(tmp_path: Path) -> None:
     read, begins = run("\n".join(programs_of("inference.md")), tmp_path).splitlines()[-2:]
     assert 0.99 < float(read.split()[0]) < 1.5

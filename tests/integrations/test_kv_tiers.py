@@ -20,6 +20,7 @@ from gemini.chunk import ChunkKind
 from gemini.errors import ConfigError, IoError, OutOfBudgetError, StateError
 from gemini.inference import Engine, Request
 from gemini.inference.kv import TokenShape
+from gemini.model.handle import handle_around
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 from gemini.inference.cache import KVCache  # noqa: E402
@@ -149,8 +150,7 @@ def managed(request: pytest.FixtureRequest, saved: Path, tmp_path: Path) -> Iter
             handle = gemini.manage(model, **options)
         else:
             wrapped = gemini.GeminiDDP(model, **options)
-            model = wrapped.module
-            handle = gemini.handle_of(model)
+            model, handle = wrapped.module, gemini.handle_of(wrapped)
     yield model.eval()
     handle.close()
 
@@ -171,7 +171,7 @@ def test_logits_have_the_bits_of_transformers_own_cache(managed: Any) -> None:
         )
 
     want = generated()
-    handle = gemini.handle_of(managed)
+    handle = handle_around(managed)
     for kv_device_bytes in (0, "20KiB"):
         with KVCache(managed, kv_bytes="1MiB", kv_device_bytes=kv_device_bytes) as cache:
             got = generated(cache=cache)
@@ -215,7 +215,7 @@ def test_changes_of_the_batch_are_refused_by_name(managed: Any) -> None:
 
 
 def test_a_cache_that_was_forgotten_stands_in_no_way(managed: Any) -> None:
-    handle = gemini.handle_of(managed)
+    handle = handle_around(managed)
     ids = torch.arange(40)[None]
     for _ in range(3):
         cache = KVCache(managed, kv_bytes="256KiB", kv_device_bytes="32KiB")
@@ -317,7 +317,7 @@ def test_memory_that_could_not_be_had_is_asked_for_again(
 
 
 def test_tensors_that_somebody_keeps_stay_as_they_are(managed: Any) -> None:
-    handle = gemini.handle_of(managed)
+    handle = handle_around(managed)
     state = torch.randn(1, 2, 40, 16)
     cache = KVCache(managed, kv_bytes="256KiB")
     kept = cache.update(state, 2 * state, 0)
@@ -335,7 +335,7 @@ def test_tensors_that_somebody_keeps_stay_as_they_are(managed: Any) -> None:
 
 
 def test_caches_of_many_sizes_share_their_memory(managed: Any) -> None:
-    handle = gemini.handle_of(managed)
+    handle = handle_around(managed)
     counts = []
     for kib in (512, 480, 300, 500, 411, 390):
         with KVCache(managed, kv_bytes=kib * 2**10) as cache:

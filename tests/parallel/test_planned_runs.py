@@ -113,6 +113,7 @@ def test_each_rank_of_a_pipeline_has_the_budgets_of_its_stage() -> None:
     assert run_on_ranks(_budgets_of_rank, 2, plan) == [(3 * 2**24, 2**24), (2**26, 0)]
 
 
+@pytest.mark.dear("two ranks start, and each imports what it runs")
 def test_a_group_of_blocks_in_several_stages_is_refused() -> None:
     plan = settings("pp", groups=(BLOCKS,))
     with pytest.raises(RanksFailed, match="different stages"):

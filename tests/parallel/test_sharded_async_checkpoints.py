@@ -137,6 +137,7 @@ def _leave_early(directory: str) -> None:
     handle.wait()
 
 
+@pytest.mark.dear("two ranks start, and one waits for the other")
 def test_a_rank_that_ends_does_not_hang_in_a_save_that_others_still_write(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="this rank ends"):
         run_on_ranks(_leave_early, 2, str(tmp_path), timeout=40.0)
