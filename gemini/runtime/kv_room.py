@@ -87,7 +87,7 @@ class _Estate:
         found = vars(manager).get("kv_estate")
         if not isinstance(found, cls):
             found = cls(manager)
-            manager.kv_estate = found
+            manager.keep_estate(found)
         return found
 
     @property

@@ -237,6 +237,10 @@ class GeminiManager(Gate):
         self.kv_estate: object = None  # of rooms for keys and values, if there were any
         remember(self)
 
+    def keep_estate(self, estate: object) -> None:
+        """Keep what rooms for keys and values leave to each other."""
+        self.kv_estate = estate
+
     def shard(self, sharding: Sharding) -> None:
         """Have ``sharding`` see to it that what operators use is whole."""
         self.sharding = sharding
