@@ -66,6 +66,7 @@ def _generated(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(made[0, len(prompt) :].tolist())
 
 
+@pytest.mark.dear("two ranks start and import transformers")
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_one_process(kind: str, made: dict[str, tuple[str, Answers]]) -> None:
     directory, want = made[kind]
