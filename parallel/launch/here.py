@@ -1,4 +1,6 @@
-"""Short jobs: a module of ours runs on ranks of this machine, and leaves what it finds in a directory."""
+"""Ranks of this machine: short jobs, in which a module of ours runs on them and leaves what it finds in a
+directory, and the parts that other starters of ranks share.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,17 +54,17 @@ def run_here(module: str, directory: Path, ranks: int) -> None:
         ConfigError: a rank was refused something. StateError: it has failed otherwise. The message has the
             words of the first one, where it has written any.
     """
-    with _threads_for(ranks), _torchrun_is_quiet():
+    with environment({"OMP_NUM_THREADS": threads_per_rank(ranks)}), quiet_torchrun():
         program = Program(module, (str(directory),), module=True, is_quiet=True)
         ended = run_ranks(Node(str(ranks), port=free_port()), program)
     if not ended.code:
         return
     if ended.code > 128 and not ended.reason:
         raise _Signalled(ended.code - 128)
-    said = sorted(directory.glob(f"{_ERROR}-*"), key=lambda path: path.stat().st_mtime_ns)
-    if not said or ended.code >= 128:  # where a signal has ended a rank, the others know that it is gone
+    first = first_error(directory)
+    if first is None or ended.code >= 128:  # where a signal has ended a rank, the others know that it is gone
         raise StateError(ended.reason)
-    kind, why = json.loads(said[0].read_text())
+    kind, why = first
     raise (ConfigError if kind == ConfigError.__name__ else StateError)(why)
 
 
@@ -77,28 +79,48 @@ def as_rank(directory: Path) -> Iterator[None]:
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
-        text = json.dumps([type(error).__name__, in_words(error)])
-        write_text(directory / f"{_ERROR}-{os.environ['RANK']}", text, "write why a rank has failed")
+        leave_error(directory, error)
         raise
 
 
+def leave_error(directory: Path, error: Exception) -> None:
+    """On a rank: write into ``directory`` what it has failed with."""
+    text = json.dumps([type(error).__name__, in_words(error)])
+    write_text(directory / f"{_ERROR}-{os.environ['RANK']}", text, "write why a rank has failed")
+
+
+def first_error(directory: Path) -> tuple[str, str] | None:
+    """Return the class and the words of the error that a rank has left first; None: none has."""
+    left = sorted(directory.glob(f"{_ERROR}-*"), key=lambda path: path.stat().st_mtime_ns)
+    if not left:
+        return None
+    kind, why = json.loads(left[0].read_text())
+    return kind, why
+
+
+def threads_per_rank(ranks: int) -> str:
+    """Return OMP_NUM_THREADS for ranks that share the processors of this machine."""
+    return str(max(1, len(usable_processors()) // ranks))
+
+
 @contextmanager
-def _threads_for(ranks: int) -> Iterator[None]:
-    """Have the ranks that are started meanwhile share the processors."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(max(1, len(usable_processors()) // ranks))
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment, which processes that start meanwhile get."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop("OMP_NUM_THREADS", None)
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
-def _torchrun_is_quiet() -> Iterator[None]:
-    """Leave out what torchrun logs of ranks that fail: the error has it."""
+def quiet_torchrun() -> Iterator[None]:
+    """Leave out what torchrun logs of ranks that fail or are ended: the error has it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

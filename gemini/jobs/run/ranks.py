@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,9 +14,14 @@ from gemini import errors
 from gemini.comm.ranks import Rank, make_peers
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.launch import launch_from_torch, shutdown
+from gemini.parallel.launch.here import (
+    environment,
+    first_error,
+    leave_error,
+    quiet_torchrun,
+    threads_per_rank,
+)
 from gemini.parallel.launch.torchrun import Node, Program, chosen_port, run_ranks
-from gemini.system.durable import write_text
-from gemini.system.threads import usable_processors
 
 _ERRORS = "GEMINI_RANK_ERRORS"  # a directory in which a rank leaves what it has failed with
 _RESUME = "The last complete checkpoint is as it was: the same command with --resume auto goes on from there"
@@ -61,13 +64,13 @@ def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -
     told: list[int] = []
 
     def tell(signum: int, frame: FrameType | None) -> None:
-        told.append(signum)  # torchrun passes on others than this one
+        told.append(signum)  # torchrun forwards SIGTERM to the ranks, and not SIGUSR1
         signal.raise_signal(signal.SIGTERM)
 
     before = signal.signal(signal.SIGUSR1, tell)
     try:
-        with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, _quiet_launcher():
-            with _environment(_variables(directory, ranks)):
+        with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, quiet_torchrun():
+            with environment(_variables(directory, ranks)):
                 program = Program("gemini", tuple(arguments), module=True)
                 ended = run_ranks(Node(str(ranks), port=chosen_port(None)), program)
             error = _first_error(Path(directory))
@@ -90,49 +93,22 @@ def errors_of_rank() -> Iterator[None]:
         directory = os.environ.get(_ERRORS)
         if directory is None or not Path(directory).is_dir():
             raise
-        text = json.dumps([type(error).__name__, str(error)])
-        write_text(Path(directory, f"error-{os.environ['RANK']}"), text, "write why a rank has failed")
+        leave_error(Path(directory), error)
         raise SystemExit(2) from error
 
 
 def _variables(directory: str, ranks: int) -> dict[str, str]:
-    threads = str(max(1, len(usable_processors()) // ranks))
-    said = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo", _ERRORS: directory}
+    said = {"OMP_NUM_THREADS": threads_per_rank(ranks), "GLOO_SOCKET_IFNAME": "lo", _ERRORS: directory}
     said["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_ENDING_SECONDS)
     return {name: value for name, value in said.items() if name == _ERRORS or name not in os.environ}
 
 
 def _first_error(directory: Path) -> GeminiError | None:
-    said = sorted(directory.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
-    if not said:
+    left = first_error(directory)
+    if left is None:
         return None
-    name, text = json.loads(said[0].read_text())
+    name, text = left
     kind = getattr(errors, name, StateError)
     if kind not in (ConfigError, errors.InputError, errors.CheckpointError, errors.OutOfBudgetError):
         kind = StateError
     return kind(text)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _quiet_launcher() -> Iterator[None]:
-    """Leave out what torchrun logs of ranks that end: it is said in one line."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
