@@ -46,7 +46,7 @@ class PackedModel:
         """Do what is to be done while there is no pass. Raises RanksLostError."""
 
     def close(self) -> None:
-        """Say that there will be no more passes. Idempotent."""
+        """End: the model makes no pass after this. Idempotent."""
 
     @property
     def device(self) -> torch.device:

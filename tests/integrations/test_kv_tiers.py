@@ -23,7 +23,7 @@ from gemini.inference.kv import TokenShape
 from gemini.model.handle import handle_around
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
-from gemini.inference.cache import KVCache  # noqa: E402
+from gemini.inference.kv_cache import KVCache  # noqa: E402
 
 LONG = {"max_position_embeddings": 512, "vocab_size": 300, "num_hidden_layers": 3, "eos_token_id": None}
 REQUESTS = [
