@@ -74,7 +74,8 @@ def zero_stage(setting: Setting) -> int:
 
 
 def compile_kernels(_options: dict[str, Any]) -> dict[str, Any]:
-    """Have DeepSpeed compile its kernels, which takes minutes once; whoever needs one that fails says so."""
+    """Have DeepSpeed compile its kernels, which takes minutes the first time. A contender that needs a kernel
+    reports where this has failed."""
     with contextlib.suppress(ImportError):
         silent_deepspeed()
         builders = importlib.import_module("deepspeed.ops.op_builder.cpu")

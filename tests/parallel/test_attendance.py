@@ -295,7 +295,7 @@ def _told_of_waits() -> tuple[str, float]:
 
 
 def _leave_together() -> None:
-    """Wait until all ranks are here: whoever leaves before is lost to those that wait still."""
+    """Wait until all ranks are here: a rank that leaves earlier breaks the connections of the others."""
     store = dist.distributed_c10d._get_default_store()
     store.set(f"here {dist.get_rank()}", "")
     store.wait([f"here {rank}" for rank in range(dist.get_world_size())], timedelta(seconds=60))
