@@ -22,13 +22,14 @@ from gemini.cli.train import (
     add_memory_options,
     add_option,
     add_report_option,
+    add_resume_option,
     options_named,
     with_options,
 )
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
-from gemini.jobs.finetune.config import RESUME, SCHEDULES, TILED_LOSS, FineTuneConfig
+from gemini.jobs.finetune.config import SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
 from gemini.jobs.finetune.engine import adapter_errors, adapter_of
 from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
@@ -424,14 +425,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="also save after every N steps; 0: at the end and when stopped only",
     )
-    _option(
-        group,
-        "--resume",
-        nargs="?",
-        const="yes",
-        choices=RESUME,
-        help="continue the run in --output, bit for bit, with its options; auto: if there is one",
-    )
+    add_resume_option(group, FineTuneConfig, "--output")
     _option(group, "--overwrite", action="store_true", help="start over in an --output that holds a run")
     add_report_option(group, FineTuneConfig)
     _option(

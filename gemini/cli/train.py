@@ -13,7 +13,7 @@ from typing import Any
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.run.managed import ACTIVATIONS, POLICIES, PRECISIONS
-from gemini.jobs.run.run_directory import saved_options
+from gemini.jobs.run.run_directory import RESUME, saved_options
 from gemini.jobs.run.trackers import TRACKERS
 from gemini.system.config import parse_bytes
 
@@ -27,6 +27,8 @@ examples:
   gemini train --checkpoint out/book --resume
       go on where it ended, with the same options: the same losses, bit for bit, as if it had never
       stopped; options given here replace those of the device, budgets, tiers, policy and --steps
+  gemini train --data book.txt --checkpoint out/book --resume auto
+      go on where the last run ended, or start: for a scheduler that runs the command again
   gemini train --device-bytes 64MiB --disk-dir out/disk --quiet --json > summary.json
       for scripts: nothing but the summary, as JSON
 
@@ -37,7 +39,7 @@ in the --checkpoint directory:
 exit codes:
   0 done    1 --verify found a difference    2 an error, with its reason
   130, 143, 138 ended by Ctrl-C, SIGTERM or SIGUSR1 after its step, with a checkpoint where --checkpoint
-                is given
+                is given: run the same command again with --resume auto
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
@@ -88,7 +90,7 @@ def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(options).items() if name in names}
     saved = {}
-    if given.keys() >= {"resume", "checkpoint"}:
+    if given.get("resume", "no") != "no" and given.get("checkpoint"):
         saved = saved_options(given["checkpoint"], TrainConfig, "gemini train")
     return TrainConfig(**{**saved, **given, **changes})
 
@@ -282,12 +284,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="also save after every N steps; 0: at the end and on Ctrl-C only",
     )
-    add_option(
-        group,
-        "--resume",
-        action="store_true",
-        help="continue the run in --checkpoint, bit for bit, with its options",
-    )
+    add_resume_option(group, TrainConfig, "--checkpoint")
     add_option(
         group,
         "--overwrite",
@@ -304,6 +301,19 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
     group.add_argument("--quiet", action="store_true", help="no progress display, only the summary")
+
+
+def add_resume_option(group: argparse._ArgumentGroup, kind: type[Any], directory: str) -> None:
+    """Add whether the run in the directory of an option goes on."""
+    add_option(
+        group,
+        "--resume",
+        kind=kind,
+        nargs="?",
+        const="yes",
+        choices=RESUME,
+        help=f"continue the run in {directory}, bit for bit, with its options; auto: if there is one",
+    )
 
 
 def add_report_option(group: argparse._ArgumentGroup, kind: type[Any] = TrainConfig) -> None:

@@ -87,7 +87,7 @@ def test_tensorboard_shows_one_curve_of_a_run_that_was_resumed(config: TrainConf
     with pytest.raises(KeyboardInterrupt):
         run(config, Failing)
     assert [step for step, _ in curves_of(config)["train/loss"]] == [1, 2, 3]
-    run(config, resume=True)
+    run(config, resume="yes")
     curves, records = curves_of(config), metrics_of(config)
     assert [step for step, _ in curves["train/loss"]] == [1, 2, 3, 4, 5, 6]
     for name, key in (("train/loss", "loss"), ("train/learning_rate", "lr")):
@@ -183,7 +183,7 @@ def test_a_resumed_run_is_the_same_run_of_its_trackers(
 ) -> None:
     config = dataclasses.replace(config, report_to="wandb,mlflow")
     run(config, Stopping)
-    run(config, resume=True)
+    run(config, resume="yes")
     assert [options["id"] for options in wandb.begun] == [None, "run-1"]
     assert {options["mode"] for options in wandb.begun} == {"offline"}, "it would ask for a key"
     assert wandb.begun[0]["config"]["lr"] == config.lr

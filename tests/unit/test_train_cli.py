@@ -110,6 +110,7 @@ def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--resume", "auto"], "--resume needs --checkpoint DIR"),
         (["--checkpoint-every", "5"], "--checkpoint-every needs --checkpoint DIR"),
         (["--resume", "--overwrite", "--checkpoint", "run"], "give one of them"),
         (["--steps", "0"], "--steps is 0"),
@@ -186,11 +187,13 @@ def test_a_run_is_resumed_with_its_options_but_for_those_given(
         device_bytes=2**21,
         verify=False,
         checkpoint="run",
-        resume=True,
+        resume="yes",
     )
     assert config == wanted
+    automatic = parse("--checkpoint", "run", "--resume", "auto", "--device-bytes", "2MiB")
+    assert train.config_from(automatic) == dataclasses.replace(wanted, resume="auto")
     assert train.config_from(parse("--checkpoint", "run", "--overwrite")).layers == TrainConfig().layers
-    assert train.config_from(parse("--checkpoint", "none", "--resume")).layers == TrainConfig().layers
+    assert train.config_from(parse("--checkpoint", "none", "--resume", "auto")).layers == TrainConfig().layers
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_metrics_that_are_no_file_are_named_before_anything_is_loaded(config: Tr
     metrics.unlink()
     make(metrics)
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl is no regular file; remove it"):
-        run(config, RefusesToLoad, resume=True)
+        run(config, RefusesToLoad, resume="yes")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl is no regular file"):
         RunDirectory(metrics.parent, fake_is_complete).read_metrics(2)
     with pytest.raises(IoError, match=r"metrics\.jsonl"):
@@ -181,7 +181,7 @@ def test_metrics_that_are_no_file_are_named_before_anything_is_loaded(config: Tr
     assert fake_is_complete(metrics.parent / "checkpoint")
 
 
-@pytest.mark.parametrize("again", [{"overwrite": True}, {"resume": True}])
+@pytest.mark.parametrize("again", [{"overwrite": True}, {"resume": "yes"}])
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "summary.json", "memory.png", "run.json.tmp", "summary.json.tmp"]
 )
@@ -201,7 +201,7 @@ def test_a_directory_in_the_place_of_a_file_costs_no_older_run(
     assert (directory / "run.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("options", [{"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize("options", [{"resume": "yes"}, {"overwrite": True}])
 def test_what_a_kill_left_half_written_goes_with_the_next_run(
     config: TrainConfig, options: dict[str, Any]
 ) -> None:
@@ -278,10 +278,10 @@ def test_checkpoints_may_be_on_another_disk(config: TrainConfig, tmp_path: Path)
     disk = tmp_path / "disk"
     disk.mkdir()
     link = linked_checkpoint(config, disk)
-    with pytest.raises(CheckpointError, match="leave out --resume"):
-        run(config, resume=True)
+    with pytest.raises(CheckpointError, match="--resume auto"):
+        run(config, resume="yes")
     assert run(config, steps=2).summary.last_step == 2
-    assert run(config, resume=True, steps=3).summary.first_step == 2
+    assert run(config, resume="yes", steps=3).summary.first_step == 2
     (disk / "below").mkdir()
     (disk / "below" / "link").symlink_to(tmp_path)
     (disk / "link").symlink_to(tmp_path)

@@ -130,8 +130,8 @@ def test_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(
     config: TrainConfig, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     want = run(config, checkpoint=str(tmp_path / "whole"), verify=True, **changes)
-    stopped = run(config, stopping_at(2), **changes)
-    resumed = run(config, resume=True, verify=True, **changes)
+    stopped = run(config, stopping_at(2), resume="auto", **changes)
+    resumed = run(config, resume="auto", verify=True, **changes)
     assert stopped.exit_code == 130
     assert stopped.summary.interrupted
     assert stopped.summary.last_step == 2
@@ -147,7 +147,7 @@ def test_other_signals_save_like_ctrl_c_and_handlers_come_back(
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signum)
     assert run(config, stopping_at(3, signum)).exit_code == code
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signum)) == before
-    assert run(config, resume=True).summary.first_step == 3
+    assert run(config, resume="yes").summary.first_step == 3
 
 
 def test_a_signal_after_the_last_step_costs_no_file(
@@ -163,7 +163,7 @@ def test_a_signal_after_the_last_step_costs_no_file(
     assert Path(config.checkpoint, "summary.json").exists()
 
 
-@pytest.mark.parametrize("changes", [{}, {"resume": True}, {"overwrite": True}])
+@pytest.mark.parametrize("changes", [{}, {"resume": "yes"}, {"overwrite": True}])
 def test_a_directory_where_another_run_trains_is_refused(
     config: TrainConfig, changes: dict[str, Any]
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_directory_where_another_run_trains_is_refused(
         run(config, steps=2)
     result = run(config, Alone, overwrite=bool(changes))
     assert [record["loss"] for record in metrics(config)] == list(result.losses)
-    assert run(config, resume=True).summary.first_step == config.steps
+    assert run(config, resume="yes").summary.first_step == config.steps
 
 
 def test_second_ctrl_c_stops_at_once_and_closes_the_engine(config: TrainConfig) -> None:
@@ -209,7 +209,7 @@ def test_engine_that_fails_in_the_middle_leaves_the_last_checkpoint(config: Trai
     with pytest.raises(GeminiError, match="the disk went away"):
         run(config, Failing, checkpoint_every=2)
     assert engines[0].closed
-    assert run(config, resume=True).summary.first_step == 4
+    assert run(config, resume="yes").summary.first_step == 4
     assert [record["step"] for record in metrics(config)] == [1, 2, 3, 4, 5, 6]
 
 
@@ -244,7 +244,7 @@ def test_a_stopped_run_that_was_to_be_verified_says_how_to_do_so(
     command = re.search(r"gemini train (.*) goes on and compares", note)
     assert command is not None
     assert shlex.split(command[1]) == ["--checkpoint", config.checkpoint, "--resume", "--verify"]
-    verdict = run(config, resume=True, verify=True).summary.verify
+    verdict = run(config, resume="yes", verify=True).summary.verify
     assert verdict is not None
     assert verdict.identical
 
@@ -273,8 +273,8 @@ def test_older_run_is_neither_overwritten_nor_mixed_up(config: TrainConfig) -> N
     with pytest.raises(ConfigError, match=r"already holds a run.*--resume.*--overwrite"):
         run(config)
     with pytest.raises(ConfigError, match="has hidden = 16; this one hidden = 32"):
-        run(config, resume=True, hidden=32)
-    assert run(config, resume=True).summary.last_step == 6
+        run(config, resume="yes", hidden=32)
+    assert run(config, resume="yes").summary.last_step == 6
 
 
 @pytest.mark.parametrize("left", [[], ["step-00000001.partial"]], ids=["nothing", "a part"])
@@ -286,10 +286,10 @@ def test_run_killed_in_its_first_save_starts_anew(config: TrainConfig, left: lis
         (checkpoint / name).mkdir()
         (checkpoint / name / "weights").write_bytes(b"half")
     directory = RunDirectory(checkpoint.parent, fake_is_complete)
-    assert not directory.holds_run()  # --resume auto asks this
+    assert not directory.resumes("auto", overwrite=False)
     directory.release()
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*leave out --resume"):
-        run(config, resume=True)
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*--resume auto"):
+        run(config, resume="yes")
     assert run(config).summary.first_step == 0
     assert [file.name for file in checkpoint.iterdir()] == ["state"]
 
@@ -304,7 +304,7 @@ def test_run_whose_checkpoint_has_lost_files_has_one_way_out(config: TrainConfig
         shutil.rmtree(checkpoint)
         checkpoint.parent.with_name("unmounted").mkdir()
         checkpoint.symlink_to(checkpoint.parent.with_name("unmounted"))
-    for options in ({}, {"resume": True}):
+    for options in ({}, {"resume": "yes"}):
         with pytest.raises(GeminiError, match=r"no complete checkpoint in .*start over with --overwrite"):
             run(config, **options)
     assert run(config, overwrite=True).summary.last_step == 6
@@ -314,7 +314,7 @@ def test_summary_of_a_finished_run_stays_when_it_is_resumed(config: TrainConfig)
     run(config)
     summary = Path(str(config.checkpoint), "summary.json")
     before = summary.read_bytes()
-    assert run(config, resume=True).summary.tokens == 0
+    assert run(config, resume="yes").summary.tokens == 0
     assert summary.read_bytes() == before
 
 
@@ -322,7 +322,7 @@ def test_a_run_with_nothing_left_to_train_says_so_and_has_no_speed(config: Train
     trained = text_of_summary(run(config).summary)
     assert "tokens/s" in trained
     assert "nothing left" not in trained
-    again = text_of_summary(run(config, resume=True).summary)
+    again = text_of_summary(run(config, resume="yes").summary)
     assert re.search(r"steps .* nothing left to train: 6 steps are done", again)
     for row in ("tokens/s", "stalled", "peak"):
         assert row not in again
@@ -337,18 +337,18 @@ def test_refused_budget_does_not_cost_the_run_to_be_overwritten(config: TrainCon
 
     with pytest.raises(ConfigError, match="does not fit"):
         run(config, refuse, overwrite=True)
-    assert run(config, resume=True).summary.first_step == 6
+    assert run(config, resume="yes").summary.first_step == 6
 
 
 def test_resume_and_verify_say_what_they_need(config: TrainConfig) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint in"):
-        run(config, resume=True)
+        run(config, resume="yes")
     run(config)
     with pytest.raises(ConfigError, match="--steps changed from 6 to 8"):
-        run(config, resume=True, steps=8, verify=True)
+        run(config, resume="yes", steps=8, verify=True)
     with pytest.raises(ConfigError, match="at step 6, past --steps 3"):
-        run(config, resume=True, steps=3)
-    assert run(config, resume=True, steps=8).summary.last_step == 8
+        run(config, resume="yes", steps=3)
+    assert run(config, resume="yes", steps=8).summary.last_step == 8
     assert config.checkpoint is not None
     assert saved_options(config.checkpoint, TrainConfig, "gemini train")["steps"] == 8
 
@@ -360,10 +360,10 @@ def test_a_run_of_two_kinds_of_devices_goes_on_and_is_not_verified(
         monkeypatch.setattr(f"gemini.jobs.gpt.{module}.resolve_device", lambda _device: torch.device("cpu"))
     run(config, stopping_at(3))
     with pytest.raises(ConfigError, match="it went from cpu to cuda, and"):
-        run(config, resume=True, device="cuda", verify=True)
-    assert run(config, resume=True, device="cuda:1").summary.last_step == 6
+        run(config, resume="yes", device="cuda", verify=True)
+    assert run(config, resume="yes", device="cuda:1").summary.last_step == 6
     with pytest.raises(ConfigError, match="it went from cpu to cuda, and"):
-        run(config, resume=True, device="cpu", verify=True)
+        run(config, resume="yes", device="cpu", verify=True)
 
 
 def test_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config: TrainConfig) -> None:
@@ -376,7 +376,7 @@ def test_loss_that_is_not_finite_stops_the_run_before_it_is_saved(config: TrainC
 
     with pytest.raises(ConfigError, match="became nan at step 4"):
         run(config, Exploding, checkpoint_every=2)
-    assert run(config, resume=True).summary.first_step == 2
+    assert run(config, resume="yes").summary.first_step == 2
 
 
 def test_metrics_of_a_killed_run_end_at_the_checkpoint(tmp_path: Path) -> None:

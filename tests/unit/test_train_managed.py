@@ -109,7 +109,7 @@ def test_interrupted_and_resumed_run_equals_the_whole_one(
 ) -> None:
     kept = dataclasses.replace(config, precision=precision, checkpoint=str(tmp_path / "run"))
     stopped = job.run(kept, display=CtrlC(3))
-    resumed = job.run(dataclasses.replace(kept, resume=True, verify=True, device_bytes=2**19))
+    resumed = job.run(dataclasses.replace(kept, resume="yes", verify=True, device_bytes=2**19))
     assert (stopped.exit_code, stopped.summary.last_step) == (130, 3)
     assert resumed.summary.first_step == 3
     assert resumed.summary.verify is not None

@@ -18,7 +18,7 @@ from gemini.jobs.finetune.preferences import DPO, OBJECTIVES, SFT
 from gemini.jobs.finetune.record_kinds import AUTO, DATA_FORMATS, PREFERENCE, parse_keys
 from gemini.jobs.finetune.samples import DOCUMENTS
 from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
-from gemini.jobs.run.run_directory import is_a
+from gemini.jobs.run.run_directory import RESUME, is_a
 from gemini.jobs.run.trackers import parse_trackers
 from gemini.optim.kernels import STATE_DTYPES
 from gemini.runtime.activation.grouped import Names, names_in, text_of_names
@@ -26,7 +26,6 @@ from gemini.system.config import parse_bytes
 from gemini.system.input_files import read_document
 
 SCHEDULES = ("cosine", "linear", "constant")
-RESUME = ("no", "auto", "yes")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
 ALL_LINEAR = "all-linear"
 # Learning rates that are usual for each; --lr wins.

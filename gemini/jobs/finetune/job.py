@@ -11,7 +11,7 @@ from typing import Any
 
 from gemini import checkpoint
 from gemini.comm.ranks import Rank
-from gemini.errors import CheckpointError, printable
+from gemini.errors import printable
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
@@ -98,16 +98,7 @@ def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
     """Return whether the run goes on with one that is there; refuse at once what would be refused later."""
     directory.refuse_unmakeable()
     directory.refuse_foreign_model(Path(config.model))
-    if config.resume == "no":
-        if not config.overwrite:
-            directory.refuse_older_run()
-        return False
-    if config.resume == "yes" and not directory.holds_run():
-        raise CheckpointError(
-            f"no complete checkpoint in {directory.path}: there is nothing to resume; check the path, or "
-            "give --resume auto to start a new run there"
-        )
-    return directory.holds_run()
+    return directory.resumes(config.resume, overwrite=config.overwrite)
 
 
 def preview(config: FineTuneConfig) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.model import GPTConfig
 from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
+from gemini.jobs.run.run_directory import RESUME
 from gemini.jobs.run.trackers import parse_trackers
 
 VOCAB = 256
@@ -34,7 +35,7 @@ class TrainConfig(MemoryOptions):
     lr: float = 1e-3
     checkpoint: str | None = None
     checkpoint_every: int = 0
-    resume: bool = False
+    resume: str = "no"
     overwrite: bool = False
     verify: bool = False
     seed: int = 0
@@ -101,12 +102,14 @@ class TrainConfig(MemoryOptions):
         parse_trackers(self.report_to)
         if self.checkpoint is None:
             for option, given in (
-                ("--resume", self.resume),
+                ("--resume", self.resume != "no"),
                 ("--overwrite", self.overwrite),
                 ("--checkpoint-every", self.checkpoint_every > 0),
                 ("--report-to", bool(parse_trackers(self.report_to))),
             ):
                 if given:
                     raise ConfigError(f"{option} needs --checkpoint DIR, the directory of the run")
-        if self.resume and self.overwrite:
+        if self.resume not in RESUME:
+            raise ConfigError(f"--resume is {self.resume!r}; it must be one of {', '.join(RESUME)}")
+        if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")

@@ -77,12 +77,13 @@ def _run(
     stop: StopRequest,
     engine_factory: EngineFactory,
 ) -> TrainResult:
+    resume = directory is not None and directory.resumes(config.resume, overwrite=config.overwrite)
     with display, contextlib.ExitStack() as scope:
         display.note(
             f"{num_parameters(config.gpt()):,} parameters on {corpus.nbytes:,} bytes of {corpus.source}"
         )
         weights = scope.enter_context(WeightFile(_scratch(config))) if config.verify else None
-        work = GPTWork(config, corpus, engine_factory, weights)
+        work = GPTWork(config, corpus, engine_factory, weights, resume=resume)
         progress = Training(work, directory, display, stop).run()
         outcome: Verdict | None = None
         unverified: ConfigError | None = None

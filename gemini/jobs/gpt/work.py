@@ -37,6 +37,8 @@ class GPTWork:
         corpus: ByteCorpus,
         engine_factory: EngineFactory,
         weights: WeightFile | None,
+        *,
+        resume: bool,
     ) -> None:
         self._config = config
         self._corpus = corpus
@@ -45,7 +47,7 @@ class GPTWork:
         self.options = RunOptions(
             config.steps,
             config.checkpoint_every,
-            config.resume,
+            resume,
             config.overwrite,
             config.device_kind,
             config.options(),

@@ -21,6 +21,7 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.system.durable import replacing, restore, temporary_of
 from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
 
+RESUME = ("no", "auto", "yes")  # whether a run goes on with one that is there; auto: if there is one
 _RUN = "run.json"
 _TRACKERS = "trackers"  # the key in it with what trackers call the run
 _MAX_RUN_BYTES = 2**20  # it has some hundred
@@ -123,6 +124,21 @@ class RunDirectory:
         self._hold()
         return self._has_checkpoint()
 
+    def resumes(self, how: str, *, overwrite: bool) -> bool:
+        """Return whether a run goes on with the one that is here. ``how`` is one of :data:`RESUME`.
+
+        Raises:
+            CheckpointError: it is to go on, and there is none.
+            ConfigError: it is to start, and there is one that nobody asked to ``overwrite``.
+        """
+        if how == "no":
+            if not overwrite:
+                self.refuse_older_run()
+            return False
+        if how == "yes" and not self.holds_run():
+            raise self._no_checkpoint()
+        return self.holds_run()
+
     def refuse_older_run(self) -> None:
         """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it; or if
         another process trains here."""
@@ -199,10 +215,7 @@ class RunDirectory:
         if another process trains here."""
         self._hold()
         if not self._has_checkpoint():
-            raise CheckpointError(
-                f"no complete checkpoint in {self.path}: there is nothing to resume; check the path, or "
-                "leave out --resume to start a new run there"
-            )
+            raise self._no_checkpoint()
         if not self._is_complete(self.checkpoint):
             raise CheckpointError(self._incomplete())
         self._check_metrics()
@@ -244,6 +257,12 @@ class RunDirectory:
             if self.checkpoint.is_symlink() and not any(self.checkpoint.iterdir()):
                 return self._run.exists()
             return not only_unfinished(self.checkpoint)
+
+    def _no_checkpoint(self) -> CheckpointError:
+        return CheckpointError(
+            f"no complete checkpoint in {self.path}: there is nothing to resume; check the path, or give "
+            "--resume auto to start a new run there"
+        )
 
     def _incomplete(self) -> str:
         return (
