@@ -45,6 +45,7 @@ bench: setup
 	.venv/bin/gemini bench $(BENCH_ARGS)
 
 docs: setup
+	@scripts/setup.sh browser
 	@scripts/check.sh docs
 
 lint: setup

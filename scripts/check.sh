@@ -104,6 +104,11 @@ build_site() {
 docs() {
   check "site of the documentation" build_site
   check "links of the site" "$BIN/python" scripts/site_links.py build/site
+  if "$BIN/python" scripts/site_browser.py --which > /dev/null 2>&1; then
+    check "every page and the search in a browser" "$BIN/python" scripts/site_browser.py build/site
+    return
+  fi
+  say "pages in a browser left out: no Chromium; add with: apt-get install chromium-headless-shell"
   if command -v node > /dev/null; then
     check "search of the site from files" node scripts/site_search.js build/site "out of memory" fit.html
   else

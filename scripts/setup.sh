@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the checkout ready to run: system packages, .venv with the versions of constraints.txt, the build.
 # Each stage leaves a stamp holding a hash of what it depends on, so a second call takes a moment.
-# Used by the Makefile; PYTHON names the interpreter to start from (default python3).
+# Used by the Makefile; PYTHON names the interpreter to start from (default python3). `scripts/setup.sh browser` installs
+# the Chromium that `make docs` looks at the site with, and nothing else.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -43,9 +44,9 @@ missing_packages() {
   [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || echo python3-dev
 }
 
+# install_system_packages PACKAGES: as root or with sudo, by apt-get; where this is not possible, say so and go on.
 install_system_packages() {
-  local root=() missing
-  mapfile -t missing < <(missing_packages)
+  local root=() missing=("$@")
   [ ${#missing[@]} -gt 0 ] || return 0
   if [ "$(id -u)" -ne 0 ]; then
     if ! command -v sudo > /dev/null || ! sudo -n true 2>/dev/null; then
@@ -78,7 +79,9 @@ make_venv() {
     "${BUILD_TOOLS[@]}" "${LIBRARIES[@]}" "${INTEGRATED[@]}" "${ALONE[@]}" "${CHECKERS[@]}" "${SITE[@]}" < constraints.txt)
   if is_fresh venv "$want"; then return; fi
   check_toolchain
-  install_system_packages
+  local missing
+  mapfile -t missing < <(missing_packages)
+  install_system_packages "${missing[@]}"
   say "creating $VENV and installing the pinned packages (the first time takes some minutes)"
   # Where the shell has the environment active, $python is its own: what makes it anew must not lie in it.
   python=$("$python" -c 'import sys; print(sys._base_executable)')
@@ -112,5 +115,8 @@ build() {
   mark build "$want"
 }
 
-make_venv
-build
+case "${1:-}" in
+  '') make_venv; build ;;
+  browser) "$python" scripts/site_browser.py --which > /dev/null 2>&1 || install_system_packages chromium-headless-shell ;;
+  *) die "only 'browser' may follow, not '$1'" ;;
+esac

@@ -93,12 +93,17 @@ def page_of(path: Path) -> str | None:
     """Return the text of the page for a file or folder, or None if the site has the file itself."""
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir() and not (path / "README.md").exists():
-        links = (f"- [{inner.name}]({name_from(path, inner)})\n" for inner in _listed(path))
+        links = (f"- [{_label(inner)}]({name_from(path, inner)})\n" for inner in _listed(path))
         return f"{_UNSEARCHED}# {name}\n\n{''.join(links)}"
     if path.suffix in PROGRAMS:
         return f"{_UNSEARCHED}# {name}\n\n````{PROGRAMS[path.suffix]}\n{path.read_text()}````\n"
     source = path / "README.md" if path.is_dir() else path
     return _UNSEARCHED + relinked(source.read_text(), source) if source.suffix == ".md" else None
+
+
+def _label(path: Path) -> str:
+    """Return what the list of a folder calls a file or folder in it."""
+    return title(path) if path.suffix == ".md" else path.name
 
 
 def relinked(text: str, page: Path) -> str:

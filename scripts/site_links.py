@@ -57,7 +57,11 @@ def read_page(file: Path) -> Page:
 
 def faults(site: Path) -> list[str]:
     """Return a line for each link that leads nowhere and for each request to another host."""
-    pages = {file: read_page(file) for file in sorted(site.rglob("*.html"))}
+    return faults_of(site, {file: read_page(file) for file in sorted(site.rglob("*.html"))})
+
+
+def faults_of(site: Path, pages: dict[Path, Page]) -> list[str]:
+    """Return the same lines for pages that are read already."""
     return [
         f"{file.relative_to(site)}: {link or '(empty)'}: {fault}"
         for file, page in pages.items()

@@ -115,6 +115,47 @@ def test_each_fault_is_one_line_with_its_page(tag: str, fault: str, site: Path, 
     assert links.main([str(site)]) == 1
 
 
+# What a browser is to find wrong with a page, by a part of its body (or its whole head).
+SEEN_FAULTS = {
+    '<script>console.error("lost")</script>': "console: lost",
+    "<script>gone()</script>": "script fails: ReferenceError: gone is not defined",
+    '<script>fetch("https://example.org/x")</script>': "request to another host: https://example.org/x",
+    '<img src="gone.png">': "a request fails: net::ERR_FILE_NOT_FOUND",
+    '<script>document.body.innerHTML += "<a href=#late>x</a>"</script>': "#late: the page has no such anchor",
+    "<h1>another</h1>": "has 2 headings of the first level",
+    "<title></title>": "has no title",
+    '<a href="index.html">index.md</a>': "the text of a link is a file name: index.md",
+    '<p style="width: 500px">x</p>': "pixels wide on a screen of 390: p ",
+}
+SEEN = """<!doctype html><title>A site</title><body><h1 id="top">A</h1><a href="#top">up</a>
+<pre style="overflow: auto"><div style="width: 500px">x</div></pre>{body}"""
+BOX = """<input data-md-component="search-query" oninput="
+  if (this.value === 'budget') found.innerHTML = '<li class=md-search-result__item><a href=2.html>x</a></li>'
+"><ol id="found"></ol>"""
+
+
+def test_a_browser_sees_each_fault(tmp_path: Path, scripts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import site_browser
+
+    program = site_browser.find_browser()
+    if program is None:
+        pytest.skip("needs Chromium, which `make docs` installs where it may")
+    monkeypatch.setattr(site_browser, "SEARCH_SECONDS", 0.5)
+    (tmp_path / "index.html").write_text(SEEN.format(body=BOX))
+    for number, body in enumerate(SEEN_FAULTS):
+        page = SEEN.format(body=body)
+        page = page.replace("<title>A site</title>", "") if "title" in body else page
+        (tmp_path / f"{number}.html").write_text(page)
+    words = {"budget": "2.html", "nothing": "fit.html"}
+    lines = site_browser.check(tmp_path, program, words)
+    assert [line for line in lines if line.startswith("index.html")] == [
+        "index.html: a search for 'nothing' finds nothing, not fit.html"
+    ]
+    for number, fault in enumerate(SEEN_FAULTS.values()):
+        own = [line for line in lines if line.startswith(f"{number}.html: ")]
+        assert any(fault in line for line in own), (fault, own)
+
+
 def test_tasks_of_the_front_page_cover_the_guides_of_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     guides = text[text.index("  - Fit a model:") : text.index("  - Planning:")]
