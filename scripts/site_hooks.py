@@ -5,7 +5,10 @@ files of docs/ alone, so such a link would be dead on the site. These hooks add,
 file that a page links to, and what these files link to. Markdown and programs become pages, folders become
 lists, and other files stay as they are. The files in docs/ keep links that also work in the checkout.
 
-In the checkout the text of a link to a page is its file name. On the site it is the title of the page.
+In the checkout the text of a link to a page is its file name. On the site it is the heading that the link
+leads to.
+
+Docstrings name what they refer to as Sphinx does (:func:`name`). On the site these are links.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +27,7 @@ PROGRAMS = {".py": "python", ".sh": "bash", ".toml": "toml"}  # shown as pages, 
 LISTED = {".md", ".json", *PROGRAMS}  # which files of a folder its page lists
 _TARGET = re.compile(r"\]\(([^()\s#:]+)(#[^()\s]*)?\)")
 _FILE_NAME = re.compile(r"\[[\w./-]+\.md\]\(([^()\s#:]+\.md)(#[^()\s]*)?\)")
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|mod):<code>~?([\w.]+)</code>")
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -44,6 +49,19 @@ def on_page_markdown(markdown: str, page: Any, **_others: Any) -> str:
     """Return the text of a page of docs/ with links for the site; pages of other files have them already."""
     path = DOCS / page.file.src_uri
     return relinked(markdown, path) if path.is_file() else markdown
+
+
+def on_page_content(html: str, **_others: Any) -> str:
+    """Return the HTML of a page with links in place of the roles of Sphinx, where the page has the name."""
+    known = re.findall(r'id="(gemini\.[\w.]+)"', html)
+
+    def linked(match: re.Match[str]) -> str:
+        name = match[1]
+        targets = [place for place in known if place == name or place.endswith(f".{name}")]
+        code = f"<code>{name}</code>"
+        return f'<a href="#{targets[0]}">{code}</a>' if len(set(targets)) == 1 else code
+
+    return _ROLE.sub(linked, html)
 
 
 def linked_files() -> set[Path]:
@@ -111,7 +129,8 @@ def relinked(text: str, page: Path) -> str:
 
     def titled(match: re.Match[str]) -> str:
         path = resolved(match[1], page)
-        return match[0] if path is None else f"[{title(path)}]({match[1]}{match[2] or ''})"
+        anchor = match[2] or ""
+        return match[0] if path is None else f"[{title(path, anchor.removeprefix('#'))}]({match[1]}{anchor})"
 
     def led(match: re.Match[str]) -> str:
         path = resolved(match[1], page)
@@ -125,7 +144,8 @@ def name_from(source: Path, target: Path) -> str:
     return posixpath.relpath(address(target), posixpath.dirname(address(source)))
 
 
-def title(page: Path) -> str:
-    """Return the first heading of a page, or its file name if it has none."""
-    found = re.search(r"^# (.+)$", page.read_text(), re.MULTILINE)
-    return found[1] if found else page.name
+def title(page: Path, anchor: str = "") -> str:
+    """Return the heading of a page that has the anchor, or the first one, or the file name if it has none."""
+    headings: list[str] = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    named = [text for text in headings if slugify(text.replace("`", ""), "-") == anchor]
+    return [*named, *headings, page.name][0]

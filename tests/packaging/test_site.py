@@ -49,7 +49,9 @@ def test_each_file_that_pages_link_to_has_its_own_place_on_the_site(hooks: Modul
 @pytest.mark.parametrize(
     ("link", "on_the_site"),
     [
-        ("[budgets.md](budgets.md#how-to-choose)", "[What to expect of budgets](budgets.md#how-to-choose)"),
+        ("[budgets.md](budgets.md#how-to-choose)", "[How to choose](budgets.md#how-to-choose)"),
+        ("[budgets.md](budgets.md)", "[Choose a budget](budgets.md)"),
+        ("[budgets.md](budgets.md#gone)", "[Choose a budget](budgets.md#gone)"),
         ("[how](budgets.md)", "[how](budgets.md)"),
         ("[a.py](../examples/wrap_a_model.py)", "[a.py](repository/examples/wrap_a_model.py.md)"),
         ("[examples/](../examples)", "[examples/](repository/examples/index.md)"),
@@ -69,7 +71,7 @@ def test_a_link_of_the_checkout_becomes_one_of_the_site(
 def test_records_link_to_pages_from_where_they_are_on_the_site(hooks: ModuleType) -> None:
     record = ROOT / "benchmarks" / "results" / "newcomer_xeon-2core_202611.md"
     text = hooks.relinked("[README](../../README.md), [docs/finetune.md](../../docs/finetune.md)", record)
-    assert text == "[README](../../README.md), [gemini finetune](../../../finetune.md)"
+    assert text == "[README](../../README.md), [Fine-tune: gemini finetune](../../../finetune.md)"
 
 
 PAGE = '<h1 id="top">A</h1><a href="b/c.html#part">C</a><a href="#top">up</a><img src="i.svg">'
@@ -159,10 +161,23 @@ def test_a_browser_sees_each_fault(tmp_path: Path, scripts: None, monkeypatch: p
 def test_tasks_of_the_front_page_cover_the_guides_of_the_navigation() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     guides = text[text.index("  - Fit a model:") : text.index("  - Planning:")]
-    pages = set(re.findall(r": ([\w-]+\.md)$", guides, re.MULTILINE))
+    pages = set(re.findall(r"- ([\w-]+\.md)$", guides, re.MULTILINE))
     assert len(pages) > 20
     front = set(re.findall(r"\(([\w-]+\.md)", (ROOT / "docs" / "index.md").read_text()))
-    assert {"fit.md", "budgets.md", "changed-lines.md", "finetune.md", "two-processes.md"} <= front & pages
+    assert pages - front == set()
+
+
+def test_a_name_in_a_docstring_leads_to_its_entry_on_the_page(hooks: ModuleType) -> None:
+    entries = '<h3 id="gemini.manage"></h3><h4 id="gemini.A.save"></h4><h4 id="gemini.B.save"></h4>'
+    said = "".join(
+        f"<p>:func:<code>{name}</code></p>" for name in ("gemini.manage", "manage", "save", "gone")
+    )
+    html = hooks.on_page_content(entries + said)
+    assert html.removeprefix(entries) == (
+        '<p><a href="#gemini.manage"><code>gemini.manage</code></a></p>'
+        '<p><a href="#gemini.manage"><code>manage</code></a></p>'
+        "<p><code>save</code></p><p><code>gone</code></p>"
+    )
 
 
 def test_every_page_of_docs_is_in_the_navigation() -> None:
