@@ -4,8 +4,8 @@
 # make test-full, zoo, bench-check   whole products of parameters; every model; every case of the benchmarks' drivers
 # make docs   the documentation as a site, in build/site
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
-# make oldest the laws with the oldest torch that is supported
-# Every target first sets up what it needs (scripts/setup.sh): .venv, pinned packages, the build.
+# make oldest the laws with the oldest torch that is supported     make image  the image of Dockerfile
+# Every target but image first sets up what it needs (scripts/setup.sh): .venv, pinned packages, the build.
 
 PYTHON ?= python3
 export PYTHON
@@ -16,7 +16,7 @@ DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 
-.PHONY: demo check test test-full zoo bench-check bench docs lint format package oldest sanitize setup clean
+.PHONY: demo check test test-full zoo bench-check bench docs lint format package image oldest sanitize setup clean
 
 setup:
 	@scripts/setup.sh
@@ -56,6 +56,9 @@ format: setup
 
 package: setup
 	@scripts/check.sh package
+
+image:
+	@scripts/check.sh image
 
 oldest: setup
 	@scripts/check.sh oldest

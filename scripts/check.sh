@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {fast|py|full|zoo|bench|cpp|standin|docs|lint|format|package|oldest|build_sanitized|sanitize|all} [pytest arguments]
+# The checks, one function each:  scripts/check.sh {fast|py|full|zoo|bench|cpp|standin|docs|lint|format|package|image|oldest|build_sanitized|sanitize|all} [pytest arguments]
 # `make check`, `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -275,6 +275,17 @@ assert pathlib.Path(gemini.__file__).with_name("py.typed").exists()' "$work/site
 
 package() { check "sdist, wheel, install" package_round_trip; }
 
+# The image of Dockerfile, where there is a Docker daemon; $TORCH_INDEX may name the index of CPU wheels.
+build_image() {
+  docker build -q -t gemini-runtime --build-arg "TORCH_INDEX=${TORCH_INDEX:-${PIP_EXTRA_INDEX_URL:-}}" . \
+    && docker run --rm gemini-runtime check
+}
+
+image() {
+  docker info > /dev/null 2>&1 || { say "image left out: needs a Docker daemon"; return 0; }
+  check "image of Dockerfile" build_image
+}
+
 # A wheel of this interpreter, around the module that setup.sh compiled, with the oldest torch that pyproject.toml allows,
 # where the package index has that.
 oldest() {
@@ -289,7 +300,7 @@ oldest() {
 
 case "${1:-}" in
   py) shift; py "$@" ;;
-  fast | full | zoo | bench | docs | lint | format | cpp | standin | build_sanitized | sanitize | package | oldest) "$1" ;;
+  fast | full | zoo | bench | docs | lint | format | cpp | standin | build_sanitized | sanitize | package | image | oldest) "$1" ;;
   all) lint; docs; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;
 esac

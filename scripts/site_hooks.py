@@ -23,7 +23,12 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PROGRAMS = {".py": "python", ".sh": "bash", ".toml": "toml"}  # shown as pages, with highlighting
+PROGRAMS = {
+    ".py": "python",
+    ".sh": "bash",
+    ".toml": "toml",
+    "Dockerfile": "docker",
+}  # shown as pages, with highlighting
 LISTED = {".md", ".json", *PROGRAMS}  # which files of a folder its page lists
 _TARGET = re.compile(r"\]\(([^()\s#:]+)(#[^()\s]*)?\)")
 _FILE_NAME = re.compile(r"\[[\w./-]+\.md\]\(([^()\s#:]+\.md)(#[^()\s]*)?\)")
@@ -104,7 +109,7 @@ def address(path: Path) -> str:
     uri = within.as_posix()
     if path.is_dir():
         return f"{uri}/README.md" if (path / "README.md").exists() else f"{uri}/index.md"
-    return f"{uri}.md" if path.suffix in PROGRAMS else uri
+    return f"{uri}.md" if _kind(path) in PROGRAMS else uri
 
 
 def page_of(path: Path) -> str | None:
@@ -113,10 +118,15 @@ def page_of(path: Path) -> str | None:
     if path.is_dir() and not (path / "README.md").exists():
         links = (f"- [{_label(inner)}]({name_from(path, inner)})\n" for inner in _listed(path))
         return f"{_UNSEARCHED}# {name}\n\n{''.join(links)}"
-    if path.suffix in PROGRAMS:
-        return f"{_UNSEARCHED}# {name}\n\n````{PROGRAMS[path.suffix]}\n{path.read_text()}````\n"
+    if _kind(path) in PROGRAMS:
+        return f"{_UNSEARCHED}# {name}\n\n````{PROGRAMS[_kind(path)]}\n{path.read_text()}````\n"
     source = path / "README.md" if path.is_dir() else path
     return _UNSEARCHED + relinked(source.read_text(), source) if source.suffix == ".md" else None
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix of a file, or its name if it has none."""
+    return path.suffix or path.name
 
 
 def _label(path: Path) -> str:
