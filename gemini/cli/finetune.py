@@ -83,7 +83,8 @@ in the --output directory:
   model/         what was trained, for from_pretrained()  metrics.jsonl   one line per step
   checkpoint/    the two newest (see gemini ckpt)         summary.json    what is printed at the end
   memory.png     memory per tier over one step            best/           see --keep-best
-  tensorboard/   see --report-to
+  tensorboard/   see --report-to                          references.jsonl  the reference of dpo, where
+                                                                            all weights train
 
 exit codes:
   0 done    2 an error, with its reason
@@ -252,14 +253,14 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--objective",
         choices=OBJECTIVES,
-        help="sft learns answers; dpo learns to prefer chosen answers over rejected ones, with adapters",
+        help="sft learns answers; dpo learns to prefer chosen answers over rejected ones",
     )
     _option(
         group,
         "--dpo-beta",
         type=float,
         metavar="X",
-        help="how much dpo holds on to the model without adapters; higher: more",
+        help="how much dpo holds on to the model that it starts from; higher: more",
     )
     _option(
         group,
@@ -330,8 +331,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         "--lr",
         type=float,
         metavar="X",
-        help="highest learning rate; default: 1e-5 for all weights, 2e-4 for LoRA, 1e-4 for DoRA, 5e-6 for "
-        "dpo",
+        help="highest learning rate; default: 1e-5 for all weights, 2e-4 for LoRA, 1e-4 for DoRA; with dpo "
+        "1e-6 for all weights, 5e-6 for adapters",
     )
     _option(group, "--schedule", choices=SCHEDULES, help="how the learning rate changes after the warm-up")
     _option(

@@ -52,11 +52,15 @@ def trained_by_trl(config: FineTuneConfig, directory: Path) -> Any:
     trl = pytest.importorskip("trl", reason="only the extra 'test' brings it")
     datasets = pytest.importorskip("datasets", reason="comes with trl")
     torch.manual_seed(config.seed)
-    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    arguments = {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "logging_steps": 1}
+    model = LLAMA.from_pretrained(config.model)
+    if config.lora:
+        lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, lora)
+    arguments: dict[str, Any] = {"precompute_ref_log_probs": not config.lora}
+    arguments |= {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no", "logging_steps": 1}
     arguments |= {"learning_rate": config.lr, "lr_scheduler_type": "constant", "beta": config.dpo_beta}
     trainer = trl.DPOTrainer(
-        model=peft.get_peft_model(LLAMA.from_pretrained(config.model), lora),
+        model=model,
         args=trl.DPOConfig(str(directory), max_steps=4, per_device_train_batch_size=8, **arguments),
         train_dataset=datasets.Dataset.from_list(PAIRS),
         processing_class=transformers.AutoTokenizer.from_pretrained(config.model),
@@ -66,7 +70,11 @@ def trained_by_trl(config: FineTuneConfig, directory: Path) -> Any:
 
 
 @pytest.mark.dear("TRL and its trainer are imported, and run")
-def test_losses_rewards_and_weights_are_those_of_trl(config: FineTuneConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [4, 0], ids=["adapters", "all weights"])
+def test_losses_rewards_and_weights_are_those_of_trl(
+    lora: int, config: FineTuneConfig, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(config, lora=lora)
     want = trained_by_trl(config, tmp_path / "trl")
     result = run(config)
     logs = [log for log in want.state.log_history if "loss" in log]
@@ -78,8 +86,11 @@ def test_losses_rewards_and_weights_are_those_of_trl(config: FineTuneConfig, tmp
             assert record[name] == pytest.approx(log[name], rel=1e-4, abs=1e-5)
         assert record["grad_norm"] == pytest.approx(float(log["grad_norm"]), rel=1e-4)
     assert result.summary.model is not None
-    ours = peft.load_peft_weights(result.summary.model, device="cpu")
-    theirs = peft.get_peft_model_state_dict(want.model)
+    if lora:
+        ours = peft.load_peft_weights(result.summary.model, device="cpu")
+        theirs = peft.get_peft_model_state_dict(want.model)
+    else:
+        ours, theirs = LLAMA.from_pretrained(result.summary.model).state_dict(), want.model.state_dict()
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-4)
@@ -214,7 +225,6 @@ def test_a_pair_with_an_answer_beyond_the_row_is_left_out_whole(config: FineTune
 
 def test_options_that_do_not_go_with_pairs_are_refused(config: FineTuneConfig) -> None:
     for changes, message in (
-        ({"lora": 0}, "add --lora 16"),
         ({"loss_on": "all"}, "--loss-on all does not go with --objective dpo"),
         ({"tiled_loss": "yes"}, "--tiled-loss yes does not go with --objective dpo"),
         ({"data_format": "text"}, "--data-format is text"),
@@ -223,5 +233,5 @@ def test_options_that_do_not_go_with_pairs_are_refused(config: FineTuneConfig) -
     ):
         with pytest.raises(ConfigError, match=message):
             dataclasses.replace(config, **changes)
-    with pytest.raises(InputError, match=r"line 1 of .* preference pair .*--objective dpo --lora 16"):
+    with pytest.raises(InputError, match=r"line 1 of .* preference pair .*--objective dpo, or"):
         run(config, objective="sft")

@@ -94,12 +94,13 @@ def test_ranks_train_as_one_process_does(
 
 
 @pytest.mark.dear("a run in one process, and the same on two")
-def test_ranks_share_pairs_of_preferences(config: FineTuneConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [4, 0], ids=["adapters", "all weights"])
+def test_ranks_share_pairs_of_preferences(lora: int, config: FineTuneConfig, tmp_path: Path) -> None:
     pairs = [
-        {"prompt": "all work", "chosen": " and play"[:row], "rejected": " and no"} for row in range(2, 9)
+        {"prompt": "all work", "chosen": " and play"[:row], "rejected": " and no"} for row in range(2, 8)
     ]
     Path(config.data).write_text("\n".join(map(json.dumps, pairs)))
-    config = dataclasses.replace(config, objective="dpo", lora=4, eval_share=0.0, steps=3)
+    config = dataclasses.replace(config, objective="dpo", lora=lora, eval_share=0.0, steps=3)
     want = run(config)
     there = dataclasses.replace(config, output=str(tmp_path / "ranks"))
     losses, _, _ = over_ranks(there, 2)[0]

@@ -67,6 +67,19 @@ def test_live_display_answers_ctrl_c_before_the_first_step() -> None:
     assert "stopping after this step" in text_of(screen)
 
 
+def test_what_is_done_before_the_first_step_is_shown_as_it_goes_on() -> None:
+    lines = console(terminal=False)
+    plain, live = LineDisplay(lines, steps=1), LiveDisplay(console(terminal=True), steps=1)
+    for done in range(2, 1001, 2):
+        plain.progress("pairs", done, 1000)
+        live.progress("pairs", done, 1000)
+    assert len(text_of(lines).splitlines()) == 20
+    assert text_of(lines).endswith("pairs: 1,000/1,000\n")
+    screen = console(terminal=False)
+    screen.print(live.render())
+    assert "pairs: 1,000/1,000" in text_of(screen)
+
+
 def test_line_display_writes_about_twenty_plain_lines() -> None:
     screen = console(terminal=False)
     with LineDisplay(screen, steps=1000) as display:

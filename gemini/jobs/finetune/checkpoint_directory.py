@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import Encoder
 from gemini.jobs.finetune.preferences import DPO
 from gemini.jobs.finetune.samples import JOINED, PADDED, PAIRS
-from gemini.system.files import read_regular
+from gemini.system.files import open_regular, read_regular
 from gemini.system.input_files import InputDirectory, errors_of
 
 DEFAULT_SEQ = 1024
+_BLOCK = 2**20  # bytes that are read at a time
 _WEIGHTS = (".safetensors", ".bin")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -90,6 +92,16 @@ class ModelDirectory:
             size = (self.path / name).stat().st_size
             digest.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
+
+    def weights_digest(self) -> str:
+        """Return a hash of the config and of all bytes of the weights. Raises OSError."""
+        digest = hashlib.blake2b(read_regular(self.path / CONFIG, MAX_CONFIG_BYTES))
+        for name in self._weights:
+            digest.update(f"{name}\0".encode("utf-8", "surrogateescape"))
+            with os.fdopen(open_regular(self.path / name), "rb") as file:
+                while block := file.read(_BLOCK):
+                    digest.update(block)
+        return digest.hexdigest()
 
     def tokenizer(self) -> Any:
         """Return the tokenizer of the directory, or of ``--tokenizer``.

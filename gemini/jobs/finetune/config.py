@@ -29,7 +29,8 @@ SCHEDULES = ("cosine", "linear", "constant")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
 ALL_LINEAR = "all-linear"
 # Learning rates that are usual for each; --lr wins.
-_FULL_LR, _LORA_LR, _DORA_LR, _DPO_LR = 1e-5, 2e-4, 1e-4, 5e-6
+_FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
+_DPO_FULL_LR, _DPO_LORA_LR = 1e-6, 5e-6
 _RSLORA_ALPHA = 8  # at rank 16 a scale of 2, as LoRA has it by default
 _PATHS = ("model", "data", "eval_data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
@@ -153,10 +154,16 @@ class FineTuneConfig(MemoryOptions):
         if self.lr is not None:
             return self.lr
         if self.objective == DPO:
-            return _DPO_LR
+            return _DPO_LORA_LR if self.lora else _DPO_FULL_LR
         if not self.lora:
             return _FULL_LR
         return _DORA_LR if self.dora else _LORA_LR
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference of DPO is computed before the first step: without adapters the model of later
+        steps does not hold it."""
+        return self.objective == DPO and not self.lora
 
     @property
     def alpha(self) -> int:
@@ -289,11 +296,6 @@ class FineTuneConfig(MemoryOptions):
 
     def _check_preferences(self) -> None:
         """Raise ConfigError for what does not go with preference pairs."""
-        if not self.lora:
-            raise ConfigError(
-                "--objective dpo compares the model with itself without adapters, so adapters train; add "
-                "--lora 16"
-            )
         for name, usual in (("loss_on", ANSWERS), ("documents", AUTO), ("tiled_loss", "no")):
             if getattr(self, name) != usual:
                 raise ConfigError(

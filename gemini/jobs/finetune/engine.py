@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,20 +104,27 @@ class PretrainedEngine(ManagedTraining):
         return loss
 
     def _preference_loss(self, batch: Batch) -> Tensor:
-        """Return DPO's loss; the reference is the model without its adapters, and without dropout."""
-        labels = batch.inputs["labels"]
-        inputs = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "labels"})
+        """Return DPO's loss."""
+        reference = self.reference(batch) if batch.reference is None else batch.reference
+        answers = self._answers(batch)
+        loss, rewards = preference_loss(answers, reference.to(answers.device), self._beta)
+        self.rewards = self.rewards.plus(rewards)
+        return loss
+
+    def reference(self, batch: Batch) -> Tensor:
+        """Return the log probability of each answer of pairs by the reference, float32 ``[batch]``: by the
+        model without its adapters; where there are none, by its weights of this moment. Dropout is off."""
         trains = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad(), self.module.disable_adapter():
-                reference = answer_log_probs(self._outputs(inputs).logits, labels)
+            with torch.no_grad(), self.module.disable_adapter() if self._adapters else nullcontext():
+                return self._answers(batch)
         finally:
             self.module.train(trains)
-        answers = answer_log_probs(self._outputs(inputs).logits, labels)
-        loss, rewards = preference_loss(answers, reference, self._beta)
-        self.rewards = self.rewards.plus(rewards)
-        return loss
+
+    def _answers(self, batch: Batch) -> Tensor:
+        inputs = {name: value for name, value in batch.inputs.items() if name != "labels"}
+        return answer_log_probs(self._outputs(replace(batch, inputs=inputs)).logits, batch.inputs["labels"])
 
     def forget_rewards(self) -> None:
         """Begin to add up rewards again, for a step that begins."""

@@ -1,7 +1,7 @@
 """Direct preference optimization (DPO): the records that it learns from, and its loss.
 
 A pair is a prompt with an answer that was chosen and one that was rejected. The loss falls as the model
-prefers the chosen one more than the reference does, which is the model without its adapters.
+prefers the chosen one more than the reference does, which is the model that the run starts from.
 """
 
 from __future__ import annotations

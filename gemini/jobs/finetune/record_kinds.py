@@ -55,8 +55,8 @@ _LIKELY: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("body",), "texts", "--data-keys text=body"),
 )
 _PREFERENCE = (
-    "is a preference pair (chosen, rejected); learn from it by --objective dpo --lora 16, or from the chosen "
-    "answers alone: --data-keys {}"
+    "is a preference pair (chosen, rejected); learn from it by --objective dpo, or from the chosen answers "
+    "alone: --data-keys {}"
 )
 
 

@@ -39,11 +39,13 @@ Piece = tuple[int, int]  # where its tokens begin, and how many there are
 class Batch:
     """Rows for a model: ``inputs`` are its arguments, int64 ``[batch, seq]``; ``num_tokens`` of them are not
     there to fill a row up. ``num_pairs``: of preferences; the chosen answers are in the first half of the
-    rows, and the rejected ones, in the same order, in the second."""
+    rows, and the rejected ones, in the same order, in the second. ``reference``: the log probability of each
+    answer by the reference, float32 ``[batch]``, where it was computed beforehand."""
 
     inputs: dict[str, Tensor]
     num_tokens: int
     num_pairs: int = 0
+    reference: Tensor | None = None
 
     @property
     def num_learned(self) -> int:
@@ -127,11 +129,20 @@ class Samples:
                 "more data"
             )
         self._tokens: npt.NDArray[np.int32] = np.memmap(self._file, dtype="<i4", mode="r")
+        self._reference: npt.NDArray[np.float32] | None = None
+
+    def refer_to(self, values: npt.NDArray[np.float32]) -> None:
+        """Have batches carry the log probabilities of the reference: float32 ``[pairs, 2]``, of the chosen
+        answer and the rejected one."""
+        self._reference = values
 
     def rows(self, numbers: Iterable[int]) -> Batch:
         """Return these rows as one batch."""
         numbers = list(numbers)
         num_pairs = len(numbers) if self.layout == PAIRS else 0
+        reference = None
+        if self._reference is not None:
+            reference = torch.from_numpy(self._reference[numbers].T.flatten())
         if num_pairs:
             numbers = [2 * number + which for which in (0, 1) for number in numbers]
         ids, labels, positions, lengths = zip(*(self._row(number) for number in numbers), strict=True)
@@ -140,7 +151,7 @@ class Samples:
             inputs["attention_mask"] = (torch.arange(self.seq) < torch.tensor(lengths)[:, None]).long()
         elif self.layout != JOINED:
             inputs["position_ids"] = _stacked(positions)
-        return Batch(inputs, sum(lengths), num_pairs)
+        return Batch(inputs, sum(lengths), num_pairs, reference)
 
     def _row(
         self, number: int

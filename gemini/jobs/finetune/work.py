@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import math
 import os
 from collections.abc import Iterable
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gemini.comm.ranks import Rank
@@ -24,10 +27,13 @@ from gemini.jobs.finetune.held_out import BEST, BestWeights, HeldOut
 from gemini.jobs.finetune.preferences import DPO, Rewards
 from gemini.jobs.finetune.record_files import DataFiles, find_data
 from gemini.jobs.finetune.record_kinds import Documents
+from gemini.jobs.finetune.references import PairSet, References, remove_references
 from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, PAIRS, WHOLE, Batch, Order, Samples
+from gemini.jobs.run.display import Display
 from gemini.jobs.run.model_card import adapters_named, tuned_card
 from gemini.jobs.run.trackers import parse_trackers
-from gemini.jobs.run.training import RunOptions, shaped_factor
+from gemini.jobs.run.training import RunOptions, StopRequest, shaped_factor
+from gemini.system.files import io_errors
 
 LAYOUTS = {
     WHOLE: "whole documents, as many as fit",
@@ -69,6 +75,7 @@ class FineTuneWork:
         self._encoder = model.encoder(self._tokenizer)
         self._is_dpo = config.objective == DPO
         self._rewards = Rewards()
+        self._reference = ""  # says of which weights and pairs the reference is, where one is kept
         self._documents = self._read(find_data(config.data))
         self.samples = Samples(
             self._encoded(self._documents),
@@ -99,6 +106,7 @@ class FineTuneWork:
         held = self._order.held_out
         if self._eval_samples is not None:
             held = np.arange(self._eval_samples.num_rows)
+        self._references = self._make_references(model, held) if config.keeps_reference else None
         self._held_out = HeldOut(
             self._eval_samples or self.samples,
             held,
@@ -106,6 +114,24 @@ class FineTuneWork:
             steps=self.options.steps,
             batch=self._batch_rows,
         )
+
+    def _make_references(self, model: ModelDirectory, held: npt.NDArray[np.int64]) -> References:
+        """Return the reference of the pairs that the run learns from, and of those in ``held``."""
+        learned = self._order.learned
+        count = self.options.steps * self._rows_per_step
+        if count < len(learned):
+            learned = np.unique([self._order[row] for row in range(count)])
+        if self._eval_samples is None:
+            sets = [PairSet("data", self.samples, np.union1d(learned, held))]
+        else:
+            sets = [PairSet("data", self.samples, learned), PairSet("eval_data", self._eval_samples, held)]
+        if not self._rank.index:
+            with io_errors("read the weights of", model.path):
+                weights = model.weights_digest()
+            told = [weights, self.seq, self.config.precision, *(each.samples.fingerprint for each in sets)]
+            self._reference = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+        directory = self.target.parent
+        return References(directory, self._reference, sets, batch=self._batch_rows, rank=self._rank)
 
     @property
     def best(self) -> tuple[int, float] | None:
@@ -189,7 +215,8 @@ class FineTuneWork:
             said = f" of rank {config.lora}, scaled by {scale:.3g} (alpha {config.alpha})"
         if self._is_dpo:
             said += f", by DPO with beta {config.dpo_beta:g}"
-        default = f", the default for {'DPO' if self._is_dpo else what}" if config.lr is None else ""
+        of = "DPO of " if self._is_dpo else ""
+        default = f", the default for {of}{what}" if config.lr is None else ""
         return f"training: {what}{said}; learning rate {config.learning_rate:g}{default}"
 
     def identity(self) -> dict[str, Any]:
@@ -201,6 +228,7 @@ class FineTuneWork:
             "model": self._fingerprint,
             "tokens": self.samples.fingerprint,
             "eval_tokens": evaluated,
+            "reference": self._reference or None,
         }
 
     def engine(self) -> PretrainedEngine:
@@ -214,6 +242,14 @@ class FineTuneWork:
                 engine.close()
                 raise
         return engine
+
+    def prepare(self, engine: PretrainedEngine, display: Display, stop: StopRequest) -> bool:
+        """Compute the reference of DPO where the model of later steps does not hold it."""
+        if self._references is not None:
+            return self._references.complete(engine, display, stop)
+        if not self._rank.index:
+            remove_references(self.target.parent)
+        return True
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the scheduler of the learning rate."""

@@ -62,6 +62,10 @@ class GPTWork:
         """Build the model on its tiers."""
         return self._engine_factory(self._config)
 
+    def prepare(self, engine: TieredEngine, display: Display, stop: StopRequest) -> bool:
+        """Need nothing before the first step."""
+        return True
+
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the scheduler of the learning rate."""
         return lr_schedule(optimizer, steps=self._config.steps)

@@ -42,6 +42,9 @@ class Display(Protocol):
     def note(self, text: str) -> None:
         """Say something that stays on the screen."""
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` are through, before the first step."""
+
     def step(self, report: StepReport) -> None:
         """Show a finished training step."""
 
@@ -69,6 +72,9 @@ class SilentDisplay:
     def note(self, text: str) -> None:
         """Drop ``text``."""
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Drop it."""
+
     def step(self, report: StepReport) -> None:
         """Drop ``report``."""
 
@@ -89,10 +95,18 @@ class LineDisplay(SilentDisplay):
         self._console = console
         self._steps = steps
         self._every = max(1, steps // _PLAIN_LINES)
+        self._twentieths = 0  # that are through before the first step
 
     def note(self, text: str) -> None:
         """Write ``text`` as a line."""
         self._write(text)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Write a line for each twentieth."""
+        twentieths = done * _PLAIN_LINES // total
+        if twentieths > self._twentieths:
+            self._write(f"{what}: {done:,}/{total:,}")
+        self._twentieths = twentieths
 
     def step(self, report: StepReport) -> None:
         """Write a line for the first, the last and every n-th step."""
@@ -123,6 +137,7 @@ class LiveDisplay:
         self._steps = steps
         self._recent: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._report: StepReport | None = None
+        self._doing = "preparing the first step ..."
         self._verified = 0
         self._stopping = False
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self.render)
@@ -143,6 +158,10 @@ class LiveDisplay:
         """Write ``text`` above the panel."""
         self._live.console.print(text, highlight=False, markup=False)
 
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Show the line at the next refresh."""
+        self._doing = f"{what}: {done:,}/{total:,}"
+
     def step(self, report: StepReport) -> None:
         """Show ``report`` at the next refresh."""
         self._recent.append(report.seconds)
@@ -161,7 +180,7 @@ class LiveDisplay:
         report = self._report
         parts: list[RenderableType] = []
         if report is None:
-            parts.append(Text("preparing the first step ...", style="dim"))
+            parts.append(Text(self._doing, style="dim"))
         else:
             parts += [self._progress(report), _tier_table(report)]
         if self._verified:

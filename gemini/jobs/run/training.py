@@ -139,6 +139,11 @@ class Work(Protocol[EngineT]):
     def engine(self) -> EngineT:
         """Build what is trained; whoever calls closes it."""
 
+    def prepare(self, engine: EngineT, display: Display, stop: StopRequest) -> bool:
+        """Do what is due before the first step, with the weights that the run starts from: one that is
+        resumed has not read its checkpoint yet. Return False where ``stop`` was requested before all is done;
+        the same command goes on then."""
+
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the scheduler of the learning rate, which is stepped after every step."""
 
@@ -197,11 +202,14 @@ class Training(Generic[EngineT]):
         engine = self._work.engine()
         try:
             scheduler = self._work.schedule(engine.optimizer)
-            if self._options.resume:
-                self._restore(engine, scheduler)
-            elif self._directory is not None:
+            if not self._options.resume and self._directory is not None:
                 # Not before the engine stands: a refused budget must not cost the run to be overwritten.
                 self._directory.start(self._identity, self._options.kept)
+            if not self._work.prepare(engine, self._display, self._stop):
+                self._progress.stats = engine.stats()
+                return self._progress
+            if self._options.resume:
+                self._restore(engine, scheduler)
             self._stall_seconds = float(engine.stats()["stall_seconds"])
             self._track()
             self._loop(engine, scheduler)

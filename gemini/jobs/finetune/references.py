@@ -1,0 +1,190 @@
+"""The reference of DPO where all weights train: what the model says of each answer before its first step.
+
+It is computed once, and kept in the run's directory as it comes, so that neither a resumed run nor one that
+was stopped on the way computes it again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from gemini.comm.ranks import Rank
+from gemini.errors import ConfigError
+from gemini.jobs.finetune.samples import Batch, Samples
+from gemini.jobs.run.display import Display
+from gemini.jobs.run.training import StopRequest
+from gemini.system.durable import replacing
+from gemini.system.files import append_whole, io_errors, parse_json, read_regular
+
+REFERENCES = "references.jsonl"  # in the directory of a run
+_MAX_BYTES = 2**32  # of ten million pairs and more
+_OF = "reference"  # the key of the first line
+_SET, _ROWS, _CHOSEN, _REJECTED = "set", "rows", "chosen", "rejected"  # those of the others
+_READING, _WRITING = "read the reference", "keep the reference"
+
+
+class Referring(Protocol):
+    """A model that can say what it thinks of answers."""
+
+    def reference(self, batch: Batch) -> Tensor:
+        """Return the log probabilities of the answers of a batch, the chosen ones first."""
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """Pairs of ``samples`` that a run learns from or evaluates on, by their ``rows``, in order."""
+
+    name: str
+    samples: Samples
+    rows: npt.NDArray[np.int64]
+
+
+class References:
+    """Log probabilities of the answers of ``sets`` by the weights that a run starts from.
+
+    ``directory``: that of the run, where :data:`REFERENCES` holds a line for ``digest``, which says of what
+    data and weights they are, and one for each pass of ``batch`` pairs. What cannot be used of it is computed
+    again. ``rank``: this process among those that share the passes; the first of them reads and writes.
+    """
+
+    def __init__(
+        self, directory: Path, digest: str, sets: Sequence[PairSet], *, batch: int, rank: Rank
+    ) -> None:
+        self._path = directory / REFERENCES
+        self._digest = digest
+        self._sets = sets
+        self._batch = batch
+        self._rank = rank
+        # float32 [pairs, 2] of each set: the chosen answer, the rejected one; nan where it is not known
+        self._values = {each.name: np.full((each.samples.num_rows, 2), np.nan, np.float32) for each in sets}
+
+    def complete(self, model: Referring, display: Display, stop: StopRequest) -> bool:
+        """Have the samples carry what ``model``, with its first weights, says of their answers; compute what
+        is not known yet. Return False where ``stop`` was requested before all is.
+
+        Raises:
+            ConfigError: the model gives no number for a pair.
+            IoError: the file cannot be read or written.
+        """
+        known = self._rank.agree(lambda: "" if self._rank.index else "\n".join(self._kept()))
+        self._take(known.splitlines())
+        passes, total = list(self._passes()), sum(len(each.rows) for each in self._sets)
+        missing = sum(len(each.rows) for each in passes)
+        if missing:
+            display.note(
+                f"reference: {missing:,} of {total:,} pairs pass through the model before the first step"
+            )
+        for first in range(0, len(passes), self._rank.count):
+            together = passes[first : first + self._rank.count]
+            self._compute(model, together)
+            missing -= sum(len(each.rows) for each in together)
+            display.progress("reference, pairs", total - missing, total)
+            stop.agree()
+            if stop.requested and missing:
+                display.note(
+                    f"reference: {total - missing:,} of {total:,} pairs are in {self._path}; the same "
+                    "command goes on with the others"
+                )
+                return False
+        for each in self._sets:
+            each.samples.refer_to(self._values[each.name])
+        return True
+
+    def _compute(self, model: Referring, passes: Sequence[PairSet]) -> None:
+        """Run a pass on each rank; ranks without one repeat the first, because all of them must run one."""
+        own = passes[self._rank.index if self._rank.index < len(passes) else 0]
+        found = model.reference(own.samples.rows(own.rows.tolist())).tolist()
+        lines = self._rank.collect(lambda: _line(own, found))[: len(passes)]
+        self._rank.agree(lambda: self._keep(lines))
+        self._take(lines)
+
+    def _keep(self, lines: Sequence[str]) -> str:
+        """Append what passes have come to; of all ranks the first does. Return nothing to say."""
+        if not self._rank.index:
+            with io_errors(_WRITING, self._path):
+                append_whole(self._path, "".join(f"{line}\n" for line in lines).encode("ascii"))
+        return ""
+
+    def _passes(self) -> Iterator[PairSet]:
+        """Yield what is not known yet, in parts of a pass."""
+        for each in self._sets:
+            rows = each.rows[np.isnan(self._values[each.name][each.rows, 0])]
+            for first in range(0, len(rows), self._batch):
+                yield PairSet(each.name, each.samples, rows[first : first + self._batch])
+
+    def _kept(self) -> list[str]:
+        """Return the lines of the file that can be used, and remove the others: of another model or other
+        data, and what a kill has left."""
+        data = b""
+        with io_errors(_READING, self._path):
+            if self._path.is_symlink() or self._path.exists():
+                data = read_regular(self._path, _MAX_BYTES, os.O_NOFOLLOW)
+        head, *lines = data.decode("ascii", errors="replace").split("\n")
+        good: list[str] = []
+        if _parsed(head) == {_OF: self._digest}:
+            for line in lines:
+                if not self._is_good(_parsed(line)):
+                    break
+                good.append(line)
+        text = "".join(f"{line}\n" for line in (json.dumps({_OF: self._digest}), *good))
+        if data != text.encode("ascii"):
+            with replacing(self._path, _WRITING) as temporary:
+                temporary.write_text(text, encoding="ascii")
+        return good
+
+    def _is_good(self, record: Any) -> bool:
+        """Say whether this is what a pass has come to."""
+        if not isinstance(record, dict) or record.keys() != {_SET, _ROWS, _CHOSEN, _REJECTED}:
+            return False
+        values = self._values.get(str(record[_SET]))
+        rows, numbers = record[_ROWS], (record[_CHOSEN], record[_REJECTED])
+        if values is None or not isinstance(rows, list):
+            return False
+        return all(type(row) is int and 0 <= row < len(values) for row in rows) and all(
+            isinstance(each, list)
+            and len(each) == len(rows)
+            and all(type(number) is float and math.isfinite(number) for number in each)
+            for each in numbers
+        )
+
+    def _take(self, lines: Iterable[str]) -> None:
+        for record in map(json.loads, lines):
+            found = np.asarray([record[_CHOSEN], record[_REJECTED]], dtype=np.float32)
+            self._values[record[_SET]][record[_ROWS]] = found.T
+
+
+def remove_references(directory: Path) -> None:
+    """Remove what an older run has left in its directory. Raises IoError."""
+    path = directory / REFERENCES
+    with io_errors("remove the reference of an older run", path):
+        path.unlink(missing_ok=True)
+
+
+def _line(pairs: PairSet, found: list[float]) -> str:
+    """Return the line of a pass; ``found`` has the chosen answers first."""
+    rows = pairs.rows.tolist()
+    for number, value in zip([*rows, *rows], found, strict=True):
+        if not math.isfinite(value):
+            raise ConfigError(
+                f"the reference of pair {number + 1} cannot be computed: the model that the run starts from "
+                f"gives an answer the log probability {value}; try --precision fp32, or another model"
+            )
+    half = len(rows)
+    return json.dumps({_SET: pairs.name, _ROWS: rows, _CHOSEN: found[:half], _REJECTED: found[half:]})
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return parse_json(line)
+    except ValueError:
+        return None
