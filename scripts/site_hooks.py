@@ -2,8 +2,9 @@
 
 A page of docs/ may link to any file of the checkout: an example, the record of a benchmark. mkdocs knows the
 files of docs/ alone, so such a link would be dead on the site. These hooks add, below ``repository/``, every
-file that a page links to, and what these files link to. Markdown and programs become pages, folders become
-lists, and other files stay as they are. The files in docs/ keep links that also work in the checkout.
+file that a page links to, and what these files link to. Markdown, notebooks and programs become pages,
+folders become lists, and other files stay as they are. The files in docs/ keep links that also work in the
+checkout.
 
 In the checkout the text of a link to a page is its file name. On the site it is the heading that the link
 leads to.
@@ -13,6 +14,7 @@ Docstrings name what they refer to as Sphinx does (:func:`name`). On the site th
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -29,7 +31,8 @@ PROGRAMS = {
     ".toml": "toml",
     "Dockerfile": "docker",
 }  # shown as pages, with highlighting
-LISTED = {".md", ".json", *PROGRAMS}  # which files of a folder its page lists
+NOTEBOOK = ".ipynb"
+LISTED = {".md", ".json", NOTEBOOK, *PROGRAMS}  # which files of a folder its page lists
 _TARGET = re.compile(r"\]\(([^()\s#:]+)(#[^()\s]*)?\)")
 _FILE_NAME = re.compile(r"\[[\w./-]+\.md\]\(([^()\s#:]+\.md)(#[^()\s]*)?\)")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|mod):<code>~?([\w.]+)</code>")
@@ -109,7 +112,7 @@ def address(path: Path) -> str:
     uri = within.as_posix()
     if path.is_dir():
         return f"{uri}/README.md" if (path / "README.md").exists() else f"{uri}/index.md"
-    return f"{uri}.md" if _kind(path) in PROGRAMS else uri
+    return f"{uri}.md" if _kind(path) in {NOTEBOOK, *PROGRAMS} else uri
 
 
 def page_of(path: Path) -> str | None:
@@ -120,8 +123,17 @@ def page_of(path: Path) -> str | None:
         return f"{_UNSEARCHED}# {name}\n\n{''.join(links)}"
     if _kind(path) in PROGRAMS:
         return f"{_UNSEARCHED}# {name}\n\n````{PROGRAMS[_kind(path)]}\n{path.read_text()}````\n"
+    if path.suffix == NOTEBOOK:
+        return _UNSEARCHED + relinked(_notebook_text(path), path)
     source = path / "README.md" if path.is_dir() else path
     return _UNSEARCHED + relinked(source.read_text(), source) if source.suffix == ".md" else None
+
+
+def _notebook_text(path: Path) -> str:
+    """Return the cells of a notebook as a page."""
+    cells = json.loads(path.read_text())["cells"]
+    texts = ((cell["cell_type"], "".join(cell["source"])) for cell in cells)
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts)
 
 
 def _kind(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import subprocess
@@ -116,6 +117,27 @@ def test_every_example_is_run_here() -> None:
     # tests/parallel/test_elastic.py: it leaves its checkpoints; tests/integrations/test_quantized_bases.py
     elsewhere = ["ranks_that_restart.py", "qlora_on_disk.py"]
     assert sorted(path.name for path in (ROOT / "examples").glob("*.py")) == sorted([*EXAMPLES, *elsewhere])
+
+
+@pytest.mark.dear("a notebook from start to end, in steps that read and write")
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    notebook = json.loads((ROOT / "examples" / "first_steps.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in cells if cell["outputs"] or cell["execution_count"]] == []  # none are stored
+    output = run(["-c", "\n".join("".join(cell["source"]) for cell in cells)], tmp_path)
+    (peak,) = re.findall(r"device +peak +([\d,]+)", output)
+    assert int(peak.replace(",", "")) <= 3 * 2**20
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses[-1] < losses[0] / 10
+    assert "the same loss, bit for bit: True" in output
+    assert output.splitlines()[-1].startswith("Parameters, gradients and optimizer states")
+
+
+def test_links_of_the_notebook_lead_somewhere() -> None:
+    page = ROOT / "examples" / "first_steps.ipynb"
+    targets = re.findall(r"\]\((\.\./[^)#]+)", page.read_text())
+    assert len(targets) > 4
+    assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
 @pytest.mark.dear("an example from start to end, in a process of its own")
