@@ -85,9 +85,10 @@ class Adapters:
             )
         return str(base)
 
-    def put_on(self, model: nn.Module) -> nn.Module:
+    def put_on(self, model: nn.Module, *, quantized: bool = False) -> nn.Module:
         """Put adapters on ``model``, which is on ``meta``, without a random number drawn; return
-        :attr:`outer`."""
+        :attr:`outer`. ``quantized``: weights of the right layout, with any values, stand in ``model``; then
+        DoRA copies them, and its adapters have memory."""
         self._model = model
         self._plain = _Tree(model)
         config = copy.deepcopy(self._config)
@@ -95,7 +96,8 @@ class Adapters:
         if not isinstance(start, bool):  # a way that computes with weights
             config.init_lora_weights = True
         # On meta, whatever rank a config asks for: what there is no room for is refused with the budgets.
-        with torch.random.fork_rng(devices=[]), init_on("meta"):
+        has_memory = quantized and getattr(config, "use_dora", False)
+        with torch.random.fork_rng(devices=[]), init_on("cpu" if has_memory else "meta"):
             try:
                 self.outer = self._peft.get_peft_model(model, config)
             except Exception as error:  # of as many classes as PEFT has kinds of adapters

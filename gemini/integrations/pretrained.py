@@ -77,8 +77,8 @@ def from_pretrained(
             the model itself is frozen, adapters train.
         options: those of :class:`gemini.GeminiDDP`; all others are handed to transformers
             (``attn_implementation``, ``ignore_mismatched_sizes``, ``trust_remote_code``). With
-            ``quantization_config``, or for a directory of a quantized model, transformers loads the whole
-            model into memory, and it is managed after that.
+            ``quantization_config``, or for a directory of a quantized model, each weight goes into its chunk
+            as soon as it is quantized. It is frozen, and none stays in the directory.
 
     Returns:
         The module, managed as by :func:`gemini.manage`; :func:`gemini.handle_of` finds its handle.

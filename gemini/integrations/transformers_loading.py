@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,12 @@ from gemini.integrations.model_directory import (
     check_model,
     is_model_class,
 )
+from gemini.integrations.quantized_loading import QuantizedWeights, loads_part_by_part
 from gemini.integrations.safetensors_files import SafetensorsFiles
 from gemini.integrations.stored_weights import StoredWeights, UnreadTensor
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
 from gemini.runtime import Filling, ManagedParameter, init_on, read_values
+from gemini.runtime.adopt import Adopted
 from gemini.runtime.build import Built
 from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
 from gemini.system.input_files import InputDirectory, errors_of
@@ -82,8 +84,7 @@ def load_pretrained(
         if not _is_transformers(transformers, chosen) and not others["trust_remote_code"]:
             del others["trust_remote_code"]
         if is_quantized(path, others):
-            model = chosen.from_pretrained(path, device_map="cpu", **others)
-            return _managed_whole(model, adapters, options, trains=trains)
+            others["device_map"] = "cpu"  # else a GPU, where there is one
         return loading.run(lambda: chosen.from_pretrained(path, **others))
     except Exception as error:  # of as many classes as transformers has models
         _explain(error, path, others)
@@ -110,17 +111,6 @@ def is_quantized(path: str, others: dict[str, Any]) -> bool:
             "quantized"
         )
     return True
-
-
-def _managed_whole(
-    model: nn.Module, adapters: Adapters | None, options: dict[str, Any], *, trains: bool
-) -> nn.Module:
-    """Manage a model that transformers has loaded, as quantizing needs it, with its adapters."""
-    module = model if adapters is None else adapters.applied_to(model)
-    if not trains:
-        module.requires_grad_(False)
-    manage(module, **options)
-    return module
 
 
 def _is_transformers(transformers: Any, chosen: Any) -> bool:
@@ -255,6 +245,8 @@ class _Loading:
         self._options = options
         self._trains = trains
         self._stored: StoredWeights | None = None  # those that stay where they are
+        self._quantized: QuantizedWeights | None = None
+        self._whole = False  # transformers loads all of it, and it is managed after that
         self._adapters = adapters
         self._opened: Opened | None = None
         self._built: Built | None = None
@@ -296,14 +288,24 @@ class _Loading:
                 f"loading {type(self._opened.module).__name__ if self._opened else 'the model'} loads "
                 f"another model, a {type(model).__name__}; load each by itself"
             )
+        quantizer = rest[0].hf_quantizer
+        is_safe = bool(files) and all(str(file).endswith(".safetensors") for file in files)
+        if quantizer is not None and not loads_part_by_part(quantizer, safetensors=is_safe):
+            self._whole = True
+            return original(model, state, files, *rest, **options)
         keep_types(model)
-        if not files or not all(str(file).endswith(".safetensors") for file in files):
+        if not is_safe:
+            if quantizer is not None:
+                self._quantized = QuantizedWeights.of(model, rest[0], None)
             self._begin(model, frozenset())
             return original(model, state, files, *rest, **options)
         with SafetensorsFiles([Path(file) for file in files]) as stored:
+            if quantizer is not None:
+                self._quantized = QuantizedWeights.of(model, rest[0], stored)
             built, filling = self._begin(model, frozenset(names_apart(model, stored)))
             self._spent = stored.reads.spent
-            self._stored = StoredWeights.of(built, filling, stored)
+            if quantizer is None:
+                self._stored = StoredWeights.of(built, filling, stored)
             if self._stored is None:
                 stored.expect(sorted(stored, key=natural_order))
                 return original(model, dict(stored), files, *rest, **options)
@@ -314,22 +316,29 @@ class _Loading:
     def _begin(self, model: Any, apart: frozenset[str]) -> tuple[Built, Filling]:
         """Tie what will be, put adapters on, and make the parameters managed."""
         tie(model, apart)
-        module: nn.Module = model
-        if self._adapters is not None:
-            module = self._adapters.put_on(model)
-        if not self._trains:
-            module.requires_grad_(False)
-        self._opened, self._built = manage_without_values(
-            module, "from_pretrained()", reads_files=not self._trains, **self._options
-        )
-        self._filling = Filling(self._built.storage, self._built.manager)
-        if self._adapters is not None:
-            self._adapters.take_off()
+        with self._quantized.standing_in() if self._quantized is not None else nullcontext():
+            module: nn.Module = model
+            if self._adapters is not None:
+                module = self._adapters.put_on(model, quantized=self._quantized is not None)
+            if not self._trains:
+                module.requires_grad_(False)
+            reads_files = not self._trains and self._quantized is None
+            self._opened, self._built = manage_without_values(
+                module, "from_pretrained()", reads_files=reads_files, **self._options
+            )
+            self._filling = Filling(self._built.storage, self._built.manager)
+            if self._quantized is not None:
+                self._quantized.await_values(module, self._built.storage)
+            if self._adapters is not None:
+                self._adapters.take_off()
         return self._built, self._filling
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
         """Take over what is assigned to a module, where that is a parameter without values."""
         before = module._parameters.get(name)
+        weights, filling = self._quantized, self._filling
+        if weights is not None and filling is not None and weights.take(module, name, param, filling):
+            return param
         if not isinstance(before, ManagedParameter) or isinstance(param, ManagedParameter):
             return None
         if param is None or self._built is None:
@@ -369,12 +378,18 @@ class _Loading:
         return read_values(slot, self._built.manager)
 
     def _finish(self, model: Any) -> nn.Module:
+        if self._whole:
+            return self._manage_whole(model)
         if self._built is None or self._opened is None or self._filling is None:
             raise ConfigError(
                 f"{type(model).__name__}.from_pretrained did not load as a model of transformers does; build "
                 "the module on 'meta' and give it to gemini.manage()"
             )
         self._take_fresh(model)
+        late: Sequence[Adopted] = ()
+        if self._quantized is not None:
+            self._quantized.refuse_missing()
+            late = self._quantized.adopted
         if self._adapters is not None:
             self._adapters.give_values(self._write_new)
         self._filling.finish()
@@ -383,8 +398,17 @@ class _Loading:
         if sharding is not None:
             for buffer in module.buffers():
                 sharding.agree_on(buffer)
-        handle: InPlace = self._opened.finish(self._built)
+        built = self._built._replace(adopted=[*self._built.adopted, *late])
+        handle: InPlace = self._opened.finish(built)
         return handle.module
+
+    def _manage_whole(self, model: nn.Module) -> nn.Module:
+        """Manage a model that transformers has loaded, with its adapters."""
+        module = model if self._adapters is None else self._adapters.applied_to(model)
+        if not self._trains:
+            module.requires_grad_(False)
+        manage(module, **self._options)
+        return module
 
     def _take_fresh(self, model: nn.Module) -> None:
         """Write what transformers initialized, over ranks the first one's, and have the managed parameters

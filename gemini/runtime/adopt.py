@@ -22,7 +22,7 @@ from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.intercept.precision import is_quantized
-from gemini.runtime.intercept.quantized import QuantizedForm, form_of
+from gemini.runtime.intercept.quantized import QuantizedForm, form_of, keep_layout
 from gemini.runtime.intercept.quantized_operators import make_managed_quantized, make_plain_quantized
 from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.intercept.tensors import (
@@ -170,11 +170,13 @@ def adopt_module(
 @torch.no_grad()
 def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> list[Adopted]:
     """Make every parameter of a module on ``meta`` managed, with no values yet: the caller writes all of them
-    (:func:`write_values`) before the module is used. What a parameter has in memory is taken over. Buffers
-    are left alone."""
+    (:func:`write_values`) before the module is used. What a parameter has in memory is taken over. Quantized
+    weights and buffers are left alone: :func:`adopt_parameter` takes the former when they have values."""
     adopted: list[Adopted] = []
     for name, param in list(module.named_parameters()):
         slot = storage.slots[name]
+        if is_quantized(param):
+            continue
         if not param.is_meta:
             owner = module.get_submodule(name.rpartition(".")[0])
             adopted.append(adopt_parameter(param, slot, manager, owner))
@@ -370,6 +372,7 @@ def adopt_parameter(
     again."""
     dtype, device = param.dtype, param.device
     if is_quantized(param):
+        keep_layout(owner)
         _adopt_quantized(param, form_of(slot.name, param, owner), slot, manager)
         return Adopted(param, slot, dtype, device, rounded=False)
     if manager.sharding is not None:

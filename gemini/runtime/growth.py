@@ -13,12 +13,13 @@ from typing import Protocol
 from weakref import WeakSet
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.placement import ModelDataSize
 from gemini.placement.policies import DeviceTooSmallError
-from gemini.runtime.adopt import is_watched, watch, write_values
+from gemini.runtime.adopt import Adopted, adopt_parameter, is_watched, watch, write_values
 from gemini.runtime.gate.gradients import MASTER
 from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.runtime.manager import GeminiManager
@@ -252,6 +253,17 @@ class Filling:
             IoError: also where a chunk of an earlier write cannot leave; no value is lost.
         """
         write_values(slot, values, self._manager)
+        self._make_way(slot)
+
+    def adopt(self, param: nn.Parameter, slot: ManagedSlot, owner: nn.Module) -> Adopted:
+        """Copy a parameter of ``owner``, a quantized weight, into its chunk and make it managed. Raises as
+        :meth:`write`."""
+        adopted = adopt_parameter(param, slot, self._manager, owner)
+        self._make_way(slot)
+        return adopted
+
+    def _make_way(self, slot: ManagedSlot) -> None:
+        """Start what will have to leave DEVICE for those after ``slot``, which has its values now."""
         for chunk in _chunks_of(slot.group):
             self._to_come_bytes -= self._to_come.pop(chunk, 0)
         chunks = self._manager.chunks

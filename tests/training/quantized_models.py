@@ -81,6 +81,7 @@ def _bitsandbytes_4bit(layer: nn.Linear) -> nn.Module:
     bnb = needs(BITSANDBYTES)
     options = {"bias": layer.bias is not None, "compute_dtype": torch.float32, "quant_type": "nf4"}
     made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, compress_statistics=True, **options)
+    made.support_avx512bf16_for_cpu = False  # else its kernel for inference, where there is one
     made.load_state_dict(layer.state_dict())
     return made.to("cpu")
 

@@ -235,6 +235,25 @@ def rebuilding(wrapper: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]
     return rebuild
 
 
+def like(sample: Any, owner: nn.Module) -> nn.Parameter:
+    """Return a quantized weight of ``owner`` with the values of ``sample``, an unmanaged one, in the same
+    memory."""
+    if is_wrapper(sample):
+        return nn.Parameter(rebuilding(sample)(leaves_of(sample)), requires_grad=False)
+    made: nn.Parameter = torch.Tensor._make_subclass(type(sample), sample.data, False)
+    vars(made).update(vars(sample))
+    if "module" in vars(made):  # bitsandbytes: whose weight it is
+        vars(made)["module"] = owner
+    return made
+
+
+def keep_layout(owner: Any) -> None:
+    """Have a layer of bitsandbytes leave the bytes of its weight where they are: on a CPU with AVX512-BF16 it
+    packs them again for inference, as another shape."""
+    if hasattr(owner, "support_avx512bf16_for_cpu"):
+        owner.support_avx512bf16_for_cpu = False
+
+
 def _refuse_unfit(name: str, kind: str, inner: str, tensor: Any) -> None:
     """Raise ConfigError where an inner tensor is none that a chunk can hold."""
     why = ""
