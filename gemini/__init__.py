@@ -18,7 +18,16 @@ from gemini.losses.tiled_cross_entropy import tiled_cross_entropy
 from gemini.model.ddp import GeminiDDP
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
-from gemini.optim import CPUAdam, FusedAdam, GeminiAdamOptimizer, GeminiOptimizer, HybridAdam, Lamb, Lion
+from gemini.optim import (
+    CPUAdam,
+    FusedAdam,
+    GeminiAdamOptimizer,
+    GeminiOptimizer,
+    HybridAdam,
+    Lamb,
+    Lion,
+    Muon,
+)
 from gemini.runtime import init_on
 from gemini.wrappers import zero_model_wrapper, zero_optim_wrapper
 
@@ -43,6 +52,7 @@ __all__ = [
     "Lamb",
     "Lion",
     "ManagedModel",
+    "Muon",
     "OutOfBudgetError",
     "StateError",
     "__version__",

@@ -4,5 +4,15 @@ from gemini.optim.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
 from gemini.optim.kernel_adam import CPUAdam, FusedAdam, HybridAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
+from gemini.optim.muon import Muon
 
-__all__ = ["CPUAdam", "FusedAdam", "GeminiAdamOptimizer", "GeminiOptimizer", "HybridAdam", "Lamb", "Lion"]
+__all__ = [
+    "CPUAdam",
+    "FusedAdam",
+    "GeminiAdamOptimizer",
+    "GeminiOptimizer",
+    "HybridAdam",
+    "Lamb",
+    "Lion",
+    "Muon",
+]

@@ -13,6 +13,7 @@ from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule, PieceRule
+from gemini.optim.muon import Muon
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shared_step import GivenLoss, Inseparable, refuse, refuse_kept_identities
@@ -37,6 +38,7 @@ _ELEMENT_WISE = (
 _WHOLE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch_optim.Adafactor: (),
     Lamb: ("exp_avg", "exp_avg_sq"),
+    Muon: ("exp_avg", "exp_avg_sq"),
 }
 if hasattr(torch_optim, "Muon"):
     _WHOLE[torch_optim.Muon] = ("momentum_buffer",)

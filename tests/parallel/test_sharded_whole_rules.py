@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch import optim as torch_optim
 
-from gemini import ConfigError, GeminiDDP, GeminiOptimizer, Lamb, OutOfBudgetError, checkpoint
+from gemini import ConfigError, GeminiDDP, GeminiOptimizer, Lamb, Muon, OutOfBudgetError, checkpoint
 from gemini.chunk import ChunkLayout
 from gemini.chunk.chunk import StateSpec
 from gemini.comm.peers import ModelRanks, Share
@@ -60,6 +60,10 @@ MAKE: dict[str, Callable[[Any], torch_optim.Optimizer]] = {
 }
 
 
+def _mixed(params: Any) -> torch_optim.Optimizer:
+    return Muon([(str(number), param) for number, param in enumerate(params)], weight_decay=0.1)
+
+
 def wide() -> nn.Module:
     """Matrices in chunks of their own, which both ranks have halves of; small parameters beside them."""
     torch.manual_seed(9)
@@ -73,7 +77,7 @@ Trained = tuple[dict[str, Tensor], dict[int, dict[str, Any]], dict[str, Any]]
 
 def _plain(build: str, rule: str) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
     model = BUILD[build]()
-    optimizer = MAKE[rule](model.parameters())
+    optimizer = MAKE.get(rule, _mixed)(model.parameters())
     for step in range(STEPS):
         model(batch(step)).square().mean().backward()
         optimizer.step()
@@ -87,7 +91,7 @@ def _train(
     """Train with batches that all ranks have, whose mean gradient is each rank's to the bit; from a
     checkpoint, or up to one."""
     model = GeminiDDP(BUILD[build](), **{**TIGHT, **options})
-    optimizer = GeminiOptimizer(MAKE[rule](model.parameters()), model)
+    optimizer = GeminiOptimizer(MAKE.get(rule, _mixed)(model.parameters()), model)
     if saved is not None and steps.start:
         checkpoint.load(saved, model, optimizer)
     for step in steps:
@@ -110,6 +114,13 @@ def test_ranks_make_the_steps_of_the_unmanaged_model(build: str, rule: str) -> N
     small = [value for entry in want[1].values() for value in entry.values() if rule == "adafactor"]
     for weights, states, stats in run_on_ranks(_train, 2, build, rule, {}):
         assert stats["small_state_bytes"] == sum(value.nbytes for value in small)
+        assert_same(weights, want[0])
+        assert_same(states, want[1])
+
+
+def test_muon_with_adam_is_one_optimizer_over_ranks() -> None:
+    want = _plain("mlp", "mixed")
+    for weights, states, _ in run_on_ranks(_train, 2, "mlp", "mixed", {}):
         assert_same(weights, want[0])
         assert_same(states, want[1])
 

@@ -14,7 +14,7 @@ from test_rules import MODELS, Loss, Make, mlp, num_bytes, square, tight
 from torch import nn
 from training_harness import seeded
 
-from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, Lamb, Lion, checkpoint
+from gemini import ConfigError, CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, Lamb, Lion, Muon, checkpoint
 
 STEPS = 5
 OURS: dict[str, Make] = {
@@ -22,6 +22,7 @@ OURS: dict[str, Make] = {
     "cpu adam": lambda params: CPUAdam(params, lr=1e-2, adamw_mode=False, weight_decay=0.1),
     "lion": lambda params: Lion(params, lr=1e-3),
     "lamb": lambda params: Lamb(params, lr=1e-2),
+    "muon": lambda params: Muon([(str(number), param) for number, param in enumerate(params)]),
 }
 
 

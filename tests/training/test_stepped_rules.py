@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch import optim as torch_optim
 from training_harness import seeded
 
-from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lamb, OutOfBudgetError, checkpoint
+from gemini import (
+    ConfigError,
+    GeminiDDP,
+    GeminiOptimizer,
+    HybridAdam,
+    Lamb,
+    Muon,
+    OutOfBudgetError,
+    checkpoint,
+)
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -47,6 +56,9 @@ def muon(params: Iterator[nn.Parameter]) -> Optimizers:
 TARGETS: dict[str, Callable[[Any], Optimizers]] = {
     "muon": muon,
     "adafactor": lambda params: [torch_optim.Adafactor(params, lr=0.05, weight_decay=0.1)],
+    "muon and adam": lambda params: [
+        Muon([(str(number), param) for number, param in enumerate(params)], lr=0.02, weight_decay=0.1)
+    ],
     "lamb": lambda params: [Lamb(params, lr=0.05, weight_decay=0.1, bias_correction=True)],
     "adam-int8": lambda params: [HybridAdam(params, lr=1e-2, state_dtype="int8")],
 }

@@ -1,0 +1,188 @@
+"""Muon: hidden matrices are updated by an orthogonal matrix near their momentum, other parameters by Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.errors import ConfigError
+from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_non_negative
+from gemini.optim.self_managed import SelfManaged
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as its author and torch have them
+_LEAST_NORM = 1e-7
+_NOT_HIDDEN = ("embed", "lm_head")  # in the names of matrices that Adam updates
+
+
+@dataclass(frozen=True)
+class MuonHyper:
+    """What one step takes of a group besides the tensors. Raises ConfigError for what is out of range."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    eps: float
+    betas: tuple[float, float]
+    ns_steps: int
+    use_muon: bool
+
+    def __post_init__(self) -> None:
+        require_non_negative(lr=self.lr, weight_decay=self.weight_decay, eps=self.eps)
+        require_betas(self.betas)
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum is {self.momentum}; it must be from 0 to below 1")
+        if not 0 < self.ns_steps < 100:
+            raise ConfigError(f"ns_steps is {self.ns_steps}; it must be from 1 to 99, 5 is usual")
+
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any]) -> MuonHyper:
+        """Read an optimizer's parameter group; one-element tensors count as numbers."""
+        numbers = numbers_of(group, "lr", "momentum", "weight_decay", "eps")
+        steps, uses = int(group["ns_steps"]), bool(group["use_muon"])
+        return cls(**numbers, betas=betas_of(group), ns_steps=steps, use_muon=uses)
+
+
+class Muon(SelfManaged):
+    """Muon (Jordan et al., 2024) for hidden matrices and AdamW for all other parameters, in one optimizer, as
+    DeepSpeed has it.
+
+    A plain optimizer, also of unmanaged parameters. Under management ``GeminiOptimizer(Muon(...), model)``
+    gives the same bits, over ranks, too: it needs whole parameters. ``state`` has ``step``, an int, and
+    ``exp_avg`` and ``exp_avg_sq``, of the parameter's type. Muon's momentum is the first; its second stays 0.
+
+    Args:
+        params: ``model.named_parameters()``: matrices have Muon unless ``embed`` or ``lm_head`` is in their
+            name. Or groups, each with ``use_muon``, or with pairs of names and parameters.
+        lr, momentum, ns_steps: of Muon, with Nesterov's momentum. A matrix with more rows than columns has
+            ``sqrt(rows / columns)`` times the rate. ``ns_steps``: of the iteration that makes it orthogonal.
+        adam_lr, betas, eps: of AdamW.
+        weight_decay: of both, decoupled.
+
+    Raises:
+        ConfigError: a value is out of range, a parameter has no name in a group without ``use_muon``, or
+            Muon is to update something else than a matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        *,
+        ns_steps: int = 5,
+        adam_lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+    ) -> None:
+        defaults: dict[str, Any] = {"lr": adam_lr, "momentum": momentum, "weight_decay": weight_decay}
+        defaults |= {"eps": eps, "betas": betas, "ns_steps": ns_steps, "use_muon": False}
+        super().__init__(_groups(list(params), lr), defaults)
+        for group in self.param_groups:
+            MuonHyper.from_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Raises ConfigError for a sparse one."""
+        if self.driver() is not None:
+            return self.step_managed(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            hyper = MuonHyper.from_group(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise ConfigError("Muon takes dense gradients; use SparseAdam for those of sparse layers")
+                state = self.state[param]
+                if not state:
+                    moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    state.update(step=0, **moments)
+                state["step"] += 1
+                if hyper.use_muon:
+                    muon_update(param, param.grad, state["exp_avg"], hyper)
+                else:
+                    adam_update(
+                        param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], hyper
+                    )
+        return loss
+
+
+def _groups(params: list[Any], lr: float) -> list[dict[str, Any]]:
+    """Return groups that each say whether Muon updates them; ``lr`` is its rate."""
+    given: list[dict[str, Any]] = params if params and isinstance(params[0], dict) else [{"params": params}]
+    groups: list[dict[str, Any]] = []
+    for group in given:
+        if "use_muon" in group:
+            members = group["params"]
+            groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
+        else:
+            groups += _split(group)
+    for group in groups:
+        if group["use_muon"]:
+            group.setdefault("lr", lr)
+            for param in group["params"]:
+                if param.dim() != 2:
+                    raise ConfigError(
+                        "Muon updates matrices, and a parameter of a group with use_muon=True has shape "
+                        f"{tuple(param.shape)}; put it into a group with use_muon=False"
+                    )
+    return groups
+
+
+def _split(group: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the hidden matrices of a group with names, and its other parameters."""
+    parts: dict[bool, list[Tensor]] = {True: [], False: []}
+    for each in group["params"]:
+        if not isinstance(each, tuple):
+            raise ConfigError(
+                "Muon needs the names of parameters, which tell hidden matrices from embeddings and heads; "
+                "give it model.named_parameters(), or groups with use_muon=True or False"
+            )
+        name, param = each
+        is_hidden = param.dim() == 2 and not any(word in name.lower() for word in _NOT_HIDDEN)
+        parts[is_hidden].append(param)
+    return [{**group, "params": part, "use_muon": uses} for uses, part in parts.items() if part]
+
+
+def orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Return a bf16 matrix near the orthogonal one that is nearest to ``matrix``, which must have two
+    dimensions: so many steps of a Newton-Schulz iteration, with the bits of ``torch.optim.Muon``."""
+    first, second, third = _COEFFICIENTS
+    is_tall = matrix.size(0) > matrix.size(1)
+    found = matrix.to(torch.bfloat16, copy=True)
+    found = found.T if is_tall else found
+    found.div_(found.norm().clamp(min=_LEAST_NORM))
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=second, alpha=third), found, beta=first)
+    return found.T if is_tall else found
+
+
+def muon_update(param: Tensor, grad: Tensor, momentum: Tensor, hyper: MuonHyper) -> None:
+    """Update a matrix and its momentum in place. Extra memory: four of the gradient at most."""
+    momentum.lerp_(grad, 1 - hyper.momentum)
+    update = orthogonal(grad.lerp(momentum, hyper.momentum), hyper.ns_steps)
+    rows, columns = param.shape
+    param.mul_(1 - hyper.lr * hyper.weight_decay)
+    param.add_(update, alpha=-hyper.lr * max(1, rows / columns) ** 0.5)
+
+
+def adam_update(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, hyper: MuonHyper
+) -> None:
+    """Update a parameter and its moments in place, as AdamW does; ``step`` counts from 1. Extra memory: one
+    of the gradient."""
+    first, second = hyper.betas
+    exp_avg.lerp_(grad, 1 - first)
+    exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)
+    root = exp_avg_sq.sqrt().div_((1 - second**step) ** 0.5).add_(hyper.eps)
+    param.mul_(1 - hyper.lr * hyper.weight_decay)
+    param.addcdiv_(exp_avg, root, value=-hyper.lr / (1 - first**step))

@@ -1,0 +1,106 @@
+"""gemini.Muon: torch's Muon for hidden matrices, torch's AdamW for the rest, in one optimizer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import ConfigError, Muon
+
+_TORCH = pytest.importorskip("torch.optim._muon", reason="torch before 2.9 has no Muon")
+
+
+class Small(nn.Module):
+    """Has a parameter of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(5, 4)
+        self.up, self.down = nn.Linear(4, 9), nn.Linear(9, 4, bias=False)
+        self.mix = nn.Conv1d(4, 4, 1)
+        self.lm_head = nn.Linear(4, 5, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        hidden = self.down(self.up(self.embed_tokens(tokens)).tanh())
+        logits: torch.Tensor = self.lm_head(self.mix(hidden.transpose(1, 2)).transpose(1, 2))
+        return logits
+
+
+def train(model: nn.Module, optimizers: list[Any]) -> None:
+    for step in range(4):
+        tokens = torch.arange(6).add(step).remainder(5).view(2, 3)
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+
+def test_each_parameter_has_the_steps_of_torchs_optimizers() -> None:
+    ours, theirs = Small(), Small()
+    settings: dict[str, Any] = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    train(
+        ours,
+        [Muon(ours.named_parameters(), **settings, ns_steps=4, adam_lr=1e-2, betas=(0.8, 0.9), eps=1e-8)],
+    )
+    hidden = [theirs.up.weight, theirs.down.weight]
+    rest = [param for param in theirs.parameters() if all(param is not each for each in hidden)]
+    adam = torch.optim.AdamW(rest, lr=1e-2, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
+    train(theirs, [_TORCH.Muon(hidden, **settings, ns_steps=4), adam])
+    for (name, got), want in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-7), name
+    assert not torch.equal(ours.up.weight, Small().up.weight)
+
+
+def test_a_step_of_matrices_has_the_bits_of_torchs() -> None:
+    for shape in ((7, 5), (5, 7), (6, 6)):
+        grads = [torch.randn(shape, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+        params = [nn.Parameter(torch.ones(shape)) for _ in range(2)]
+        own = Muon([{"params": params[0], "use_muon": True}], lr=0.1, weight_decay=0.2)
+        other = _TORCH.Muon(params[1:], lr=0.1, weight_decay=0.2)
+        for grad in grads:
+            params[0].grad, params[1].grad = grad.clone(), grad.clone()
+            own.step()
+            other.step()
+            assert torch.equal(params[0].grad, grad)
+        assert torch.equal(*params), shape
+
+
+def test_it_goes_on_from_its_state_and_says_which_group_is_whose() -> None:
+    model = Small()
+    optimizer = Muon(model.named_parameters())
+    assert [(group["use_muon"], len(group["params"]), group["lr"]) for group in optimizer.param_groups] == [
+        (True, 2, 0.02),
+        (False, 5, 3e-4),
+    ]
+    train(model, [optimizer])
+    other = Small()
+    other.load_state_dict(model.state_dict())
+    again = Muon(other.named_parameters())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, own in ((model, optimizer), (other, again)):
+        train(each, [own])
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1"),
+        ({"momentum": 1.0}, "momentum is 1"),
+        ({"ns_steps": 0}, "ns_steps is 0"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"params": [nn.Parameter(torch.ones(2, 2))]}, r"names .* model\.named_parameters\(\)"),
+        ({"params": [{"params": [nn.Parameter(torch.ones(2))], "use_muon": True}]}, r"has shape \(2,\)"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+    given = {"params": [("weight", nn.Parameter(torch.ones(2, 2)))], **options}
+    with pytest.raises(ConfigError, match=message):
+        Muon(**given)
