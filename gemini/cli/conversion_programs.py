@@ -65,7 +65,7 @@ def _loop(found: Conversion) -> Iterator[str]:
     yield "join_ranks()  # those that torchrun has started; nothing without it"
     yield from _checkpointing(found)
     yield from _call("model = gemini.GeminiDDP", ["model"], found.of("model"))
-    yield from _call(f"optimizer = {found.optimizer_class}", ["model.parameters()"], found.of("optimizer"))
+    yield from _call(f"optimizer = {found.optimizer_class}", [_params(found)], found.of("optimizer"))
     yield from _call("optimizer = gemini.GeminiOptimizer", ["optimizer", "model"], found.of("managed"))
     if found.schedule is not None:
         yield from _schedule(found.schedule, "optimizer")
@@ -81,6 +81,11 @@ def _loop(found: Conversion) -> Iterator[str]:
     yield "    optimizer.backward(model(**batch).loss / accumulation)"
     yield "    if index % accumulation == 0:"
     yield from _indented(step, 2)
+
+
+def _params(found: Conversion) -> str:
+    """Return what the optimizer is given: Muon tells hidden matrices by their names."""
+    return "model.named_parameters()" if found.optimizer_class == "gemini.Muon" else "model.parameters()"
 
 
 def _checkpointing(found: Conversion) -> Iterator[str]:
@@ -101,7 +106,7 @@ def _accelerate(found: Conversion) -> Iterator[str]:
         options["gemini_optimizer"] = _dict(found.of("managed"))
     yield from _call("accelerator = GeminiAccelerator", [], options)
     yield from _checkpointing(found)
-    yield from _call(f"optimizer = {found.optimizer_class}", ["model.parameters()"], found.of("optimizer"))
+    yield from _call(f"optimizer = {found.optimizer_class}", [_params(found)], found.of("optimizer"))
     yield "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
     if found.schedule is not None:
         yield from _schedule(found.schedule, "optimizer.optimizer")

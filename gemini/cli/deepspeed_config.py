@@ -36,7 +36,9 @@ _TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
     "adamax": ("Adamax", _BETAS),
     "adadelta": ("Adadelta", (*_DECAY, "eps", "rho")),
 }
+_MUON = ("lr", "momentum", "weight_decay", "ns_steps", "adam_lr", "betas", "eps")
 _OWN_OPTIONS = {
+    "gemini.Muon": _MUON,
     "gemini.HybridAdam": ("lr", "eps", "weight_decay", "betas", "bias_correction", "state_dtype"),
     "gemini.Lion": ("lr", "weight_decay", "betas"),
     "gemini.Lamb": ("lr", "eps", "weight_decay", "betas", "bias_correction"),
@@ -45,15 +47,20 @@ _OWN_OPTIONS = {
 _FLAGS = ("nesterov", "centered", "bias_correction", "decoupled_weight_decay")
 _SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable", "set_grad_none", "torch_adam")
 _WITHOUT_RULE = {
-    "onebitadam": "sends whole gradients: HybridAdam is printed, with the rule of its warmup",
-    "zerooneadam": "sends whole gradients: HybridAdam is printed, with the rule of its warmup",
-    "onebitlamb": "sends whole gradients: give gemini.Lamb; HybridAdam is printed",
     "muadam": "scales the rate of each layer: give parameter groups with these rates to HybridAdam",
     "muadamw": "scales the rate of each layer: give parameter groups with these rates to HybridAdam",
     "musgd": "scales the rate of each layer: give parameter groups with these rates to torch.optim.SGD",
-    "muon": "torch.optim.Muon takes matrices alone, and GeminiOptimizer drives one optimizer: for a model of "
-    "matrices give it that; HybridAdam is printed, with adam_lr as its rate, if the file has it",
 }
+# Those that send one bit of each value once a warmup is over, and the class that has the rule of the warmup.
+_ONE_BIT = {
+    "onebitadam": "gemini.HybridAdam",
+    "zerooneadam": "gemini.HybridAdam",
+    "onebitlamb": "gemini.Lamb",
+}
+_OF_ONE_BIT = (
+    *("freeze_step", "cuda_aware", "comm_backend_name", "coeff_beta", "factor_max", "factor_min"),
+    *("factor_threshold", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+)
 
 
 def convert(document: Any, source: str, target: Target) -> Conversion:
@@ -309,35 +316,35 @@ def _optimizer(found: Conversion, document: Document) -> None:
         _adam(found, document, decouples=name == "adamw")
     elif name in _OURS:
         found.drive(_OURS[name])
+    elif name in _ONE_BIT:
+        _one_bit(found, params, _ONE_BIT[name])
+    elif name == "muon" and found.target is Target.TRAINER:
+        _adam_of_muon(found, document)
+    elif name == "muon":
+        _muon(found, document)
     elif name in _TORCH:
         found.drive(f"torch.optim.{_TORCH[name][0]}")
     else:
         says = _WITHOUT_RULE.get(name, f"there is no {kind} here: HybridAdam is printed, with its options")
         found.say("optimizer.type", NOT_SUPPORTED, says)
-    if name == "lamb":  # DeepSpeed's defaults
+    if found.optimizer_class == "gemini.Lamb":  # DeepSpeed's defaults
         found.of("optimizer").update(eps="1e-08", bias_correction="True")
     if "optimizer.type" not in {".".join(path) for path in found.said}:
         found.say("optimizer.type", TAKEN, found.optimizer_class)
     for key in params:
         path = f"{_PARAMS}.{key}"
         if (*path.split("."),) not in found.said:
-            _param(found, document, key, path, is_muon=name == "muon")
+            _param(found, document, key, path)
 
 
-def _param(found: Conversion, document: Document, key: str, path: str, *, is_muon: bool) -> None:
+def _param(found: Conversion, document: Document, key: str, path: str) -> None:
     """Convert a parameter of the optimizer."""
     options = _OWN_OPTIONS[found.optimizer_class]
     if key in _SPEED_ONLY:
         found.say(path, NOT_NEEDED, "it changes how torch computes the update, not its result")
         return
-    if is_muon and key == "adam_lr":
-        key = "lr"
-    elif is_muon and key in ("lr", "momentum", "weight_decay"):
-        found.say(path, NOT_SUPPORTED, "is for Muon")
-        return
     if key not in options:
-        says = f"{found.optimizer_class} has no {key}; leave it out"
-        found.say(path, NOT_SUPPORTED, "is for Muon" if is_muon else says)
+        found.say(path, NOT_SUPPORTED, f"{found.optimizer_class} has no {key}; leave it out")
         return
     value = _value(document, key, path)
     if value == AUTO and isinstance(value, str):
@@ -353,6 +360,64 @@ def _param(found: Conversion, document: Document, key: str, path: str, *, is_muo
             found.say(path, TAKEN, f"{key}={value!r} of {found.optimizer_class}")
 
 
+def _one_bit(found: Conversion, params: dict[str, Any], kind: str) -> None:
+    """Convert an optimizer that compresses what ranks send: ``kind`` has its rule, and sends all."""
+    found.drive(kind)
+    found.say(
+        "optimizer.type",
+        TAKEN,
+        f"{kind}, with the rule that it has during its warmup. What differs: later DeepSpeed freezes the "
+        "second moment and sends one bit of each value; here ranks send whole gradients, and reduce_dtype= "
+        "halves them",
+    )
+    for key in _OF_ONE_BIT:
+        if key in params:
+            found.say(f"{_PARAMS}.{key}", NOT_NEEDED, "ranks send whole gradients, so it has nothing to do")
+
+
+def _muon(found: Conversion, document: Document) -> None:
+    """Convert Muon with its Adam: ``lr`` is the rate of both, as far as they have none of their own."""
+    found.drive("gemini.Muon")
+    found.say(
+        "optimizer.type",
+        TAKEN,
+        "gemini.Muon: Muon for matrices without embed and lm_head in their names, AdamW for the others. What "
+        "differs: weights of more than two dimensions have AdamW",
+    )
+    path = f"{_PARAMS}.lr"
+    shared = document.take_as(path, NUMBER)
+    for own, name in (("muon_lr", "lr"), ("adam_lr", "adam_lr")):
+        rate = document.take_as(f"{_PARAMS}.{own}", NUMBER)
+        if isinstance(rate, int | float):
+            found.of("optimizer")[name] = repr(rate)
+            found.say(f"{_PARAMS}.{own}", TAKEN, f"{name}={rate!r} of gemini.Muon")
+        elif isinstance(shared, int | float):
+            found.of("optimizer")[name] = repr(shared)
+            found.say(path, TAKEN, f"{name}={shared!r} of gemini.Muon")
+    if document.has(f"{_PARAMS}.muon_lr") and document.has(f"{_PARAMS}.adam_lr"):
+        found.say(path, NOT_NEEDED, "muon_lr and adam_lr are there")
+    found.say(f"{_PARAMS}.ns_method", NOT_NEEDED, "each method computes the same matrix, up to rounding")
+    says = "a matrix becomes orthogonal as a whole, not by heads: leave it out"
+    found.say(f"{_PARAMS}.per_head_muon", NOT_SUPPORTED, says)
+
+
+def _adam_of_muon(found: Conversion, document: Document) -> None:
+    """Say that the Trainer gives optimizers no names, and give Adam the rate that it has beside Muon."""
+    found.say(
+        "optimizer.type",
+        NOT_SUPPORTED,
+        "gemini.Muon needs names of parameters, which the Trainer does not give: HybridAdam is printed, with "
+        "adam_lr if the file has it; convert --for accelerate, or --for loop",
+    )
+    for key in ("muon_lr", "momentum", "ns_steps", "ns_method", "per_head_muon"):
+        found.say(f"{_PARAMS}.{key}", NOT_SUPPORTED, "it is of Muon")
+    rate = document.take_as(f"{_PARAMS}.adam_lr", NUMBER)
+    if isinstance(rate, int | float):
+        found.of("optimizer")["lr"] = repr(rate)
+        found.say(f"{_PARAMS}.lr", NOT_SUPPORTED, "it is of Muon: Adam has adam_lr")
+        found.say(f"{_PARAMS}.adam_lr", TAKEN, f"learning_rate={rate!r} of TrainingArguments")
+
+
 def _is_adamw(found: Conversion) -> bool:
     return found.optimizer_class == "gemini.HybridAdam" and "adamw_mode" not in found.of("optimizer")
 
@@ -360,6 +425,8 @@ def _is_adamw(found: Conversion) -> bool:
 def _value(document: Document, key: str, path: str) -> Any:
     if key in _FLAGS:
         return document.take(path, (bool,))
+    if key == "ns_steps":
+        return document.take_as(path, Kind((int,), least=1, most=99))
     if key != "betas":
         return document.take_as(path, NUMBER)
     betas = document.take(path, (list,))

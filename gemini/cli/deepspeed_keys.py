@@ -156,7 +156,8 @@ _ZERO = [
               *_zero("zero_quantized_gradients", "zeropp_loco_param")),
     *_missing("overlap=True of {managed} hides updates behind the next forward pass, with the same bits",
               *_zero("zenflow")),
-    *_needless("there is no momentum of Muon", *_zero("save_muon_momentum_buffer_in_memory")),
+    *_needless("the momentum of Muon lies in chunks, as all states do",
+               *_zero("save_muon_momentum_buffer_in_memory")),
     *_needless(_BUFFERS, *(
         f"zero_optimization.offload_{part}.{name}" for part in ("param", "optimizer")
         for name in ("buffer_count", "buffer_size", "fast_init", "pipeline_read", "pipeline_write",

@@ -59,7 +59,8 @@ def fill(found: Conversion, document: Document) -> None:
         found.say(
             "scheduler",
             NOT_SUPPORTED,
-            f"{lists[0]} has a rate for each group: give torch's LambdaLR a function for each",
+            f"{lists[0]} has a rate for each group, and the script makes the groups: give the optimizer "
+            "groups with these rates, and torch's LambdaLR a function for each",
         )
         return
     for key, value in params.items():
@@ -133,10 +134,14 @@ class _Values:
         return text
 
     def _set_rate(self, text: str, *, over: bool) -> None:
-        """Have the optimizer's rate be that of the schedule, as DeepSpeed's schedulers do."""
-        if over and self.document.take("optimizer.params.lr", (float,)) not in (None, AUTO):
-            self.found.say("optimizer.params.lr", NOT_NEEDED, "scheduler.params sets the rate")
-        self.found.of("optimizer")["lr"] = AUTO if text.startswith("self.") else text
+        """Have the optimizer's rate be that of the schedule, as DeepSpeed's schedulers do: of all groups."""
+        for key in ("lr", "muon_lr", "adam_lr"):
+            if over and self.document.take(f"optimizer.params.{key}", (float,)) not in (None, AUTO):
+                self.found.say(f"optimizer.params.{key}", NOT_NEEDED, "scheduler.params sets the rate")
+        options = self.found.of("optimizer")
+        if self.found.optimizer_class == "gemini.Muon" and (over or "lr" not in options):
+            options["adam_lr"] = text
+        options["lr"] = AUTO if text.startswith("self.") else text
 
     def _auto(self, key: str, path: str, default: str) -> str:
         if self.found.target is Target.TRAINER and key in _OF_TRAINER:

@@ -25,6 +25,7 @@ EVERYWHERE = (
     "sgd",
     "linear decay",
     "one cycle",
+    "muon",
     "accelerate, fsdp 2",
 )
 GUESSED = {
@@ -148,7 +149,7 @@ def test_every_update_has_the_rate_that_deepspeed_documents(name: str, runs: Run
 
 
 def test_a_program_trains_the_same_weights_in_a_loop_and_in_accelerate(runs: Runs) -> None:
-    for name in ("adam, l2", "sgd", "linear decay", "one cycle", "infinity"):
+    for name in ("adam, l2", "sgd", "linear decay", "one cycle", "muon", "infinity"):
         loop, accelerate = (runs.did(f"{name} {target}") for target in ("loop", "accelerate"))
         assert loop["weights"] == pytest.approx(accelerate["weights"], rel=1e-5), name
 
@@ -160,6 +161,8 @@ def test_values_arrive_in_the_optimizer_and_the_model(runs: Runs) -> None:
         "cpu adam": {"weight_decay": [0.0]},
         "adam, l2 trainer": {"weight_decay": [0.1]},  # of all parameters, as with DeepSpeed's optimizer
         "lamb": {"weight_decay": [0.01], "eps": 1e-8},
+        "1-bit lamb": {"weight_decay": [0.01], "eps": 1e-8},
+        "muon, two rates": {"weight_decay": [0.1, 0.1]},
         "bf16 states": {"precision": "torch.bfloat16"},
         "fp16": {"precision": "torch.float16"},
         "fp16 off": {"precision": "None"},

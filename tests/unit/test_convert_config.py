@@ -130,8 +130,8 @@ def test_each_optimizer_trains_under_each_scheduler(
     }
     found = convert(written(document, tmp_path / "ds.json", disk=tmp_path))
     names = run_program(found)
-    classes = {"Lamb": "gemini.Lamb", "Lion": "gemini.Lion", "SGD": "torch.optim.SGD"}
-    assert found.optimizer_class == classes.get(optimizer, "gemini.HybridAdam")
+    classes = {"SGD": "torch.optim.SGD", "AdamW": "gemini.HybridAdam"}
+    assert found.optimizer_class == classes.get(optimizer, f"gemini.{optimizer}")
     assert names["model"].stats()["step"] == 4
     assert names["scheduler"].last_epoch == 4
 
@@ -173,21 +173,80 @@ def test_a_schedule_that_nobody_knows_is_left_out(
     assert any(says in text for _, _, text in said)
 
 
-def test_lamb_is_ours_and_muon_says_why_it_is_not_printed(tmp_path: Path) -> None:
+def test_lamb_is_ours_with_deepspeeds_defaults(tmp_path: Path) -> None:
     lamb = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}
     found = convert(written(lamb, tmp_path / "lamb.json", disk=tmp_path))
     assert found.optimizer_class == "gemini.Lamb"
     assert found.of("optimizer") == {"lr": "0.001", "eps": "1e-08", "bias_correction": "True"}
-    muon = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95}}}
-    found = convert(written(muon, tmp_path / "muon.json", disk=tmp_path))
-    assert found.of("optimizer") == {}
-    (said,) = [(verdict, text) for key, verdict, text in found.keys if key == "optimizer.type"]
-    assert said[0] == NOT_SUPPORTED
-    assert "takes matrices alone" in said[1]
-    assert {key for key, verdict, _ in found.keys if verdict == NOT_SUPPORTED} >= {
-        "optimizer.params.lr",
-        "optimizer.params.momentum",
-    }
+
+
+def said_of(found: Conversion, key: str) -> tuple[str, str]:
+    """Return verdict and sentence of a key."""
+    ((verdict, text),) = [each[1:] for each in found.keys if each[0] == key]
+    return verdict, text
+
+
+@pytest.mark.parametrize(
+    ("params", "schedule", "rates"),
+    [
+        ({}, {}, (0.02, 3e-4)),  # the defaults of both libraries
+        ({"lr": 0.1}, {}, (0.1, 0.1)),
+        ({"lr": 0.1, "adam_lr": 0.2}, {}, (0.1, 0.2)),
+        ({"lr": 0.1, "muon_lr": 0.3}, {}, (0.3, 0.1)),
+        ({"lr": 0.1, "muon_lr": 0.3, "adam_lr": 0.2}, {}, (0.3, 0.2)),
+        ({"lr": 0.1, "adam_lr": 0.2}, {"warmup_num_steps": 2}, (0.1, 0.2)),
+        ({"lr": 0.1, "adam_lr": 0.2}, {"warmup_max_lr": 0.4}, (0.4, 0.4)),  # of all groups
+        ({}, {"warmup_num_steps": 2}, (1e-3, 1e-3)),  # the scheduler's default
+    ],
+)
+def test_muon_has_a_group_of_matrices_and_one_for_adam(
+    params: dict[str, float], schedule: dict[str, float], rates: tuple[float, float], tmp_path: Path
+) -> None:
+    more = {"momentum": 0.9, "weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-8, "ns_steps": 3}
+    others = {"ns_method": "gram", "per_head_muon": True}
+    document: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {**params, **more, **others}}}
+    if schedule:
+        document["scheduler"] = {"type": "WarmupLR", "params": schedule}
+    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path), Target.LOOP)
+    first, second = run_program(found)["optimizer"].param_groups
+    assert (first["use_muon"], second["use_muon"]) == (True, False)
+    assert tuple(group.get("initial_lr", group["lr"]) for group in (first, second)) == rates
+    assert (first["momentum"], first["ns_steps"]) == (0.9, 3)
+    assert (second["betas"], second["eps"]) == ((0.8, 0.9), 1e-8)
+    assert [group["weight_decay"] for group in (first, second)] == [0.1, 0.1]
+    assert all(said_of(found, f"optimizer.params.{key}")[0] != NOT_SUPPORTED for key in (*params, *more))
+    assert said_of(found, "optimizer.params.per_head_muon")[0] == NOT_SUPPORTED
+
+
+def test_the_trainer_has_adam_where_the_file_has_muon(tmp_path: Path) -> None:
+    document = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "momentum": 0.95, "adam_lr": 3e-4}}}
+    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path), Target.TRAINER)
+    assert "learning_rate=0.0003" in program(found)
+    verdict, text = said_of(found, "optimizer.type")
+    assert verdict == NOT_SUPPORTED
+    assert "--for accelerate" in text
+    assert said_of(found, "optimizer.params.adam_lr")[0] == TAKEN
+    assert said_of(found, "optimizer.params.momentum") == (NOT_SUPPORTED, "it is of Muon")
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours"),
+    [("OneBitAdam", "HybridAdam"), ("ZeroOneAdam", "HybridAdam"), ("OneBitLamb", "Lamb")],
+)
+def test_optimizers_of_one_bit_send_whole_gradients_and_the_report_says_so(
+    kind: str, ours: str, tmp_path: Path
+) -> None:
+    params = {"lr": 1e-3, "betas": [0.8, 0.9], "weight_decay": 0.1, "freeze_step": 400, "cuda_aware": False}
+    document = {"optimizer": {"type": kind, "params": {**params, "comm_backend_name": "nccl"}}}
+    found = convert(written(document, tmp_path / "ds.json", disk=tmp_path), Target.LOOP)
+    verdict, text = said_of(found, "optimizer.type")
+    assert verdict == TAKEN
+    assert "What differs: later DeepSpeed freezes the second moment" in text
+    for key in ("freeze_step", "cuda_aware", "comm_backend_name"):
+        assert said_of(found, f"optimizer.params.{key}")[0] == NOT_NEEDED
+    group = run_program(found)["optimizer"].param_groups[0]
+    assert found.optimizer_class == f"gemini.{ours}"
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-3, (0.8, 0.9), 0.1)
 
 
 def test_values_arrive_where_ours_are(tmp_path: Path) -> None:
