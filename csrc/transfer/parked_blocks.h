@@ -31,8 +31,9 @@ class ParkedBlocks {
   void add(char* address, std::vector<int64_t> sizes) noexcept;
 
   // Hands over memory for a window of `span_bytes`, at most that much, in the order in which it is
-  // to lie there: the block of that size that was parked last, or else whole huge pages of blocks
-  // of other sizes. All pieces but the last are multiples of 2 MiB then.
+  // to lie there: the block of that size that was parked last; or else whole huge pages of blocks
+  // of other sizes, and if these fill all huge pages of the window, its tail of what lies behind
+  // those of a block.
   [[nodiscard]] std::vector<Piece> take(int64_t span_bytes);
 
   // Returns the block that was parked first to the system; there must be one.
@@ -47,7 +48,11 @@ class ParkedBlocks {
     [[nodiscard]] int64_t nbytes() const noexcept;
   };
 
+  bool take_huge_pages(int64_t missing_bytes, std::vector<Piece>& taken);
+  void take_tail(int64_t nbytes, std::vector<Piece>& taken);
   void cut_front(Block& block, int64_t nbytes, std::vector<Piece>& taken);
+  void cut_back(Block& block, int64_t nbytes, std::vector<Piece>& taken);
+  void drop_if_small(size_t index);
 
   ArenaLedger& ledger_;
   std::vector<Block> blocks_;  // oldest first

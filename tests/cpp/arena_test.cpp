@@ -239,11 +239,35 @@ TEST(Arena, WindowsOfOtherSizesGetThePagesInPieces) {
   EXPECT_TRUE(holds_only(*odd, 2));
   arena.unmap(*odd, Spare::kParked);
   arena.unmap(*half, Spare::kParked);
-  arena.map(*large, Content::kZeros);  // both together; the tail goes
+  arena.map(*large, Content::kZeros);  // both together; the tail stays for other tails
   EXPECT_EQ(resident_pages(*large), 8 * kMib / kPageBytes);
   EXPECT_TRUE(holds_only(*large, 0));
   EXPECT_EQ(arena.mapped_bytes(), 8 * kMib);
+  EXPECT_EQ(arena.parked_bytes(), 1 * kMib);
+}
+
+// Windows of 3 MiB and of a little less than 1 MiB take turns: none of them needs a fresh page.
+TEST(Arena, TailsGoFromWindowToWindow) {
+  WindowSpace space(64 * kMib);
+  Arena arena(16 * kMib);
+  const int64_t small_bytes = kMib - 3 * kPageBytes;
+  Window* large = space.create(3 * kMib);
+  Window* small = space.create(small_bytes);
+  Window* other = space.create(2 * kMib + small_bytes);
+  arena.map(*large, Content::kAny);
+  fill(*large, 1);
+  arena.unmap(*large, Spare::kParked);
+  arena.map(*small, Content::kAny);  // from behind the huge page; what is left of the tail is small
+  EXPECT_EQ(resident_pages(*small), small_bytes / kPageBytes);
+  EXPECT_EQ(arena.parked_bytes(), 2 * kMib + 3 * kPageBytes);
+  fill(*small, 2);
+  arena.unmap(*small, Spare::kParked);
+  arena.map(*other, Content::kAny);  // the huge page of one block, the tail of another
+  EXPECT_EQ(resident_pages(*other), (2 * kMib + small_bytes) / kPageBytes);
   EXPECT_EQ(arena.parked_bytes(), 0);
+  fill(*other, 3);
+  EXPECT_TRUE(holds_only(*other, 3));
+  EXPECT_EQ(arena.mapped_bytes(), other->span_bytes());
 }
 
 // Where the kernel refuses a move midway, the other pieces and fresh pages are as good.
