@@ -34,7 +34,10 @@ PROGRAMS = {
 NOTEBOOK = ".ipynb"
 LISTED = {".md", ".json", NOTEBOOK, *PROGRAMS}  # which files of a folder its page lists
 _TARGET = re.compile(r"\]\(([^()\s#:]+)(#[^()\s]*)?\)")
-_FILE_NAME = re.compile(r"\[[\w./-]+\.md\]\(([^()\s#:]+\.md)(#[^()\s]*)?\)")
+# Links that show a file name. Without its ending it may be a word of a sentence: then only in references.
+_PAGE = r"(?P<target>(?:[^()\s#:]*/)?(?P<stem>[^()\s#:/]+)\.md)(?P<anchor>#[^()\s]*)?"
+_FILE_NAME = re.compile(rf"\[[\w./-]+\.md\]\({_PAGE}\)")
+_STEM = re.compile(rf"(?:(?<=\()|(?<=, )|(?<=\| ))\[(?:[\w-]+/)?(?P<text>[\w-]+)\]\({_PAGE}\)")
 _ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|mod):<code>~?([\w.]+)</code>")
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
@@ -150,15 +153,17 @@ def relinked(text: str, page: Path) -> str:
     """Return the text of a page with the links of the site: to sources as mkdocs names them, with titles."""
 
     def titled(match: re.Match[str]) -> str:
-        path = resolved(match[1], page)
-        anchor = match[2] or ""
-        return match[0] if path is None else f"[{title(path, anchor.removeprefix('#'))}]({match[1]}{anchor})"
+        target, anchor = match["target"], match["anchor"] or ""
+        path = resolved(target, page)
+        if path is None or match.groupdict().get("text", match["stem"]) != match["stem"]:
+            return match[0]
+        return f"[{title(path, anchor.removeprefix('#'))}]({target}{anchor})"
 
     def led(match: re.Match[str]) -> str:
         path = resolved(match[1], page)
         return match[0] if path is None else f"]({name_from(page, path)}{match[2] or ''})"
 
-    return _TARGET.sub(led, _FILE_NAME.sub(titled, text))
+    return _TARGET.sub(led, _STEM.sub(titled, _FILE_NAME.sub(titled, text)))
 
 
 def name_from(source: Path, target: Path) -> str:

@@ -13,6 +13,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+IN_CHINESE = (ROOT / "docs" / "zh" / "install.md").read_text().splitlines()[0].removeprefix("# ")
+
+
 @pytest.fixture
 def scripts() -> Iterator[None]:
     """Let scripts/ be imported."""
@@ -52,6 +55,10 @@ def test_each_file_that_pages_link_to_has_its_own_place_on_the_site(hooks: Modul
         ("[budgets.md](budgets.md#how-to-choose)", "[How to choose](budgets.md#how-to-choose)"),
         ("[budgets.md](budgets.md)", "[Choose a budget](budgets.md)"),
         ("[budgets.md](budgets.md#gone)", "[Choose a budget](budgets.md#gone)"),
+        ("([budgets](budgets.md))", "([Choose a budget](budgets.md))"),
+        ("this, [zh/install](zh/install.md)", f"this, [{IN_CHINESE}](zh/install.md)"),
+        ("the [budgets](budgets.md) of a run", "the [budgets](budgets.md) of a run"),
+        ("([why](budgets.md))", "([why](budgets.md))"),
         ("[how](budgets.md)", "[how](budgets.md)"),
         ("[a.py](../examples/wrap_a_model.py)", "[a.py](repository/examples/wrap_a_model.py.md)"),
         ("[examples/](../examples)", "[examples/](repository/examples/index.md)"),
