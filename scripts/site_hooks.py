@@ -38,7 +38,7 @@ _TARGET = re.compile(r"\]\(([^()\s#:]+)(#[^()\s]*)?\)")
 _PAGE = r"(?P<target>(?:[^()\s#:]*/)?(?P<stem>[^()\s#:/]+)\.md)(?P<anchor>#[^()\s]*)?"
 _FILE_NAME = re.compile(rf"\[[\w./-]+\.md\]\({_PAGE}\)")
 _STEM = re.compile(rf"(?:(?<=\()|(?<=, )|(?<=\| ))\[(?:[\w-]+/)?(?P<text>[\w-]+)\]\({_PAGE}\)")
-_ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc|mod):<code>~?([\w.]+)</code>")
+_ROLE = re.compile(r":(?:class|func|meth|mod|attr|exc):<code>~?([\w.]+)</code>")
 _UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
