@@ -29,9 +29,9 @@ from gemini.cli.train import (
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
-from gemini.jobs.finetune.config import SCHEDULES, TILED_LOSS, FineTuneConfig
+from gemini.jobs.finetune.config import NO, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
-from gemini.jobs.finetune.engine import adapter_errors, adapter_of
+from gemini.jobs.finetune.engine import adapter_errors, adapter_of, is_quantized
 from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
 from gemini.jobs.finetune.samples import DOCUMENTS
@@ -50,6 +50,8 @@ examples:
       train all weights in 20 GiB, the rest on a drive; out/tuned/model is for transformers
   gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16 --merge
       train adapters of rank 16, and write the model with them merged in
+  gemini finetune --model ./llama --data chats.jsonl --output out/qlora --lora 16 --quantize nf4
+      the same on a base in 4 bits, quantized while it is loaded
   gemini finetune --model ./llama --data chats.jsonl --show 3
       print the tokens of three records and mark those that the loss counts; train nothing
   gemini finetune recipes/full.toml --data mine.jsonl --steps 100
@@ -411,6 +413,13 @@ def _add_adapter_options(group: argparse._ArgumentGroup) -> None:
     )
     _option(
         group,
+        "--quantize",
+        choices=QUANTIZE,
+        help="QLoRA: hold the frozen weights of linear layers in 4 bits (nf4, bitsandbytes) or 8 (int8, "
+        "torchao); needs --lora",
+    )
+    _option(
+        group,
         "--merge",
         action="store_true",
         help="export the model with the adapters in its weights; default: the adapters alone",
@@ -460,6 +469,9 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     """
     if config.nproc > 1:
         yield f"plan: none over {config.nproc} ranks; gemini plan {config.model} --dp {config.nproc} has one"
+        return
+    if config.quantize != NO or is_quantized(config):
+        yield "plan: none of a quantized base; the first step is measured, and the later ones planned from it"
         return
     try:
         yield from _lines(config, seq)

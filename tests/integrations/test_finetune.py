@@ -293,6 +293,19 @@ def test_a_recipe_that_ships_runs_and_says_first_what_to_expect(
     assert LLAMA.from_pretrained(Path(config.output) / "model").dtype == torch.bfloat16
 
 
+def test_the_recipe_of_a_quantized_base_runs_and_exports_adapters(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra 'quantized' is not installed")
+    paths = ["--model", config.model, "--data", config.data, "--output", config.output]
+    small = ["--seq", "16", "--steps", "2", "--accumulate", "2", "--device-bytes", "4MiB"]
+    assert main(["finetune", str(RECIPES / "qlora.toml"), *paths, *small, "--lora", "4"]) == 0
+    shown = capsys.readouterr().err
+    assert "plan: none of a quantized base" in shown
+    assert "on a base in nf4" in shown
+    assert (Path(config.output) / "model" / "adapter_model.safetensors").is_file()
+
+
 def test_what_does_not_fit_is_said_by_the_plan_and_refused_by_the_runtime(
     config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from finetune_runs import LLAMA, plainly_trained, run, small_run
 
+from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.work import FineTuneWork
 
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 
 
 @pytest.fixture
@@ -46,6 +48,42 @@ def test_adapters_train_as_peft_trains_them_with_the_same_options(
     saved = {name: value for name, value in got.state_dict().items() if ".lora_" in name}
     assert saved.keys() == trained.keys()
     assert all(torch.equal(saved[name], value) for name, value in trained.items())
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_adapters_on_a_quantized_base_train_as_peft_trains_them(kind: str, config: FineTuneConfig) -> None:
+    pytest.importorskip("bitsandbytes", reason="the extra 'quantized' is not installed")
+    config = dataclasses.replace(config, lora=4, quantize=kind, precision="fp32", steps=3)
+    if kind == "nf4":
+        asked = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        )
+    else:
+        ao = pytest.importorskip("torchao.quantization", reason="the extra 'quantized' is not installed")
+        asked = transformers.TorchAoConfig(ao.Int8WeightOnlyConfig(version=2))
+    adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    want, losses = plainly_trained(config, adapter, quantization_config=asked, device_map="cpu")
+    result = run(config)
+    assert list(result.losses) == losses
+    assert result.summary.model is not None
+    saved = peft.utils.load_peft_weights(result.summary.model, device="cpu")
+    assert len(saved) == 28
+    trained = want.state_dict()
+    assert all(torch.equal(trained[_of_adapter(name)], value) for name, value in saved.items())
+    assert json.loads(Path(config.output, "run.json").read_text())["quantize"] == kind
+
+
+def _of_adapter(name: str) -> str:
+    """Return the name that a saved weight has in a model."""
+    return name.replace(".weight", ".default.weight")
+
+
+def test_what_is_quantized_already_is_not_quantized_again(config: FineTuneConfig) -> None:
+    fields = json.loads(Path(config.model, "config.json").read_text())
+    text = json.dumps({**fields, "quantization_config": {"quant_method": "torchao"}})
+    Path(config.model, "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"--quantize nf4 .* are quantized; leave --quantize out"):
+        run(config, lora=4, quantize="nf4")
 
 
 def test_the_kind_of_adapters_its_scale_and_its_learning_rate_are_said_and_kept(

@@ -163,6 +163,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.dear("a model that is larger than what else a process takes, in a process of its own")
 def test_quantizing_while_loading_never_holds_the_model_in_16_bits(tmp_path: Path) -> None:
     pytest.importorskip("torchao.quantization", reason="the extra 'quantized' is not installed")
     sizes = {"vocab_size": 96, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 12}

@@ -28,6 +28,8 @@ from gemini.system.input_files import read_document
 SCHEDULES = ("cosine", "linear", "constant")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
 ALL_LINEAR = "all-linear"
+NO, NF4, INT8 = "no", "nf4", "int8"
+QUANTIZE = (NO, NF4, INT8)
 # Learning rates that are usual for each; --lr wins.
 _FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
 _DPO_FULL_LR, _DPO_LORA_LR = 1e-6, 5e-6
@@ -101,6 +103,7 @@ class FineTuneConfig(MemoryOptions):
     rslora: bool = False
     lora_dropout: float = 0.0
     lora_targets: str = ALL_LINEAR
+    quantize: str = NO
     merge: bool = False
     eval_data: str | None = None
     eval_share: float = 0.0
@@ -134,6 +137,7 @@ class FineTuneConfig(MemoryOptions):
         for name in ("dora", "rslora"):
             if getattr(self, name) and not self.lora:
                 raise ConfigError(f"{option(name)} is a kind of adapters; give --lora RANK, or leave it out")
+        self._check_quantize()
         if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
         if self.recompute and self.activation_checkpointing:
@@ -182,6 +186,7 @@ class FineTuneConfig(MemoryOptions):
         own = {name: getattr(self, name) for name in _IDENTITY}
         # What older runs do not have is None in others, too.
         kinds = {name: getattr(self, name) or None for name in ("dora", "rslora")}
+        kinds["quantize"] = None if self.quantize == NO else self.quantize
         beta = self.dpo_beta if self.objective == DPO else None
         return {**own, **self._resolved(), **kinds, "dpo_beta": beta}
 
@@ -279,6 +284,7 @@ class FineTuneConfig(MemoryOptions):
             ("policy", POLICIES),
             ("resume", RESUME),
             ("tiled_loss", tuple(TILED_LOSS)),
+            ("quantize", QUANTIZE),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -293,6 +299,29 @@ class FineTuneConfig(MemoryOptions):
                 f"--documents {self.documents} says how documents are packed, and --no-packing gives each a "
                 "row; give one of them"
             )
+
+    def _check_quantize(self) -> None:
+        """Raise ConfigError for what does not go with a base in 4 or 8 bits."""
+        if self.quantize == NO:
+            return
+        for wrong, why in (
+            (not self.lora, "freezes the base, so adapters train; add --lora 16"),
+            (
+                self.merge,
+                "and --merge do not go together: adapters are not put into quantized weights; leave --merge "
+                "out, and give the adapters and the base in 16 bits to gemini merge",
+            ),
+            (
+                self.nproc > 1,
+                f"holds the base in one process, and --nproc is {self.nproc}; leave one of them out",
+            ),
+            (
+                self.dora and self.quantize == INT8,
+                f"and --dora do not go together: PEFT has no DoRA for such weights; give {NF4}",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(f"--quantize {self.quantize} {why}")
 
     def _check_preferences(self) -> None:
         """Raise ConfigError for what does not go with preference pairs."""

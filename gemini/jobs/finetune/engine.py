@@ -19,7 +19,7 @@ from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
-from gemini.jobs.finetune.config import ALL_LINEAR, FineTuneConfig
+from gemini.jobs.finetune.config import ALL_LINEAR, NF4, NO, FineTuneConfig
 from gemini.jobs.finetune.held_out import BEST, BestWeights
 from gemini.jobs.finetune.preferences import Rewards, answer_log_probs, preference_loss
 from gemini.jobs.finetune.samples import Batch
@@ -304,24 +304,67 @@ def _copy(kept: Path, made: Path) -> None:
                 target.write(block)
 
 
-def _refuse_quantized_merge(config: FineTuneConfig) -> None:
-    """Raise ConfigError where adapters would be merged into quantized weights, before anything is trained."""
-    if not config.merge or not (Path(config.model) / CONFIG).is_file():
-        return
-    if "quantization_config" in InputDirectory(Path(config.model)).json(CONFIG, MAX_CONFIG_BYTES):
-        raise ConfigError(
-            f"--merge puts adapters into the weights, and those of {config.model} are quantized; leave "
-            "--merge out, or give the model that it was made from"
+def is_quantized(config: FineTuneConfig) -> bool:
+    """Say whether the directory of the model has quantized weights. Raises InputError."""
+    if not (Path(config.model) / CONFIG).is_file():
+        return False
+    return "quantization_config" in InputDirectory(Path(config.model)).json(CONFIG, MAX_CONFIG_BYTES)
+
+
+def _refuse_quantized(config: FineTuneConfig) -> None:
+    """Raise ConfigError for what is not done with weights that are quantized already, before anything is
+    trained."""
+    for wrong, what in (
+        (config.merge, "--merge puts adapters into the weights"),
+        (config.quantize != NO, f"--quantize {config.quantize} quantizes the weights"),
+    ):
+        if wrong and is_quantized(config):
+            raise ConfigError(
+                f"{what}, and those of {config.model} are quantized; leave "
+                f"{what.partition(' ')[0]} out, or give the model that it was made from"
+            )
+
+
+def quantization_of(config: FineTuneConfig) -> Any:
+    """Return what transformers is to quantize the base to; None: it stays as it is.
+
+    Raises:
+        ConfigError: the package that quantizes is not installed.
+    """
+    if config.quantize == NO:
+        return None
+    import transformers
+
+    try:
+        if config.quantize == NF4:
+            import bitsandbytes  # type: ignore[import-not-found, unused-ignore] # noqa: F401
+
+            return transformers.BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+            )
+        from torchao.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
+            Int8WeightOnlyConfig,
         )
+    except ImportError as error:
+        raise ConfigError(
+            f"--quantize {config.quantize} needs a package: pip install 'gemini-runtime[quantized]' ({error})"
+        ) from error
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2))
 
 
 def _loaded(config: FineTuneConfig) -> Any:
-    _refuse_quantized_merge(config)
+    _refuse_quantized(config)
+    quantization = quantization_of(config)
+    asked = {} if quantization is None else {"quantization_config": quantization}
     return gemini.from_pretrained(
         Path(config.model).absolute(),  # adapters keep it as the name of their model
         "AutoModelForCausalLM",
         adapter=adapter_of(config),
         local_files_only=True,
+        **asked,
         **config.managed_options(),
         # It announces states in fp32; smaller ones may fit where those do not.
         optimizer_rule="adam" if config.state_dtype == "fp32" else None,

@@ -20,7 +20,7 @@ import torch
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
-from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.config import NO, FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.engine import PretrainedEngine
 from gemini.jobs.finetune.held_out import BEST, BestWeights, HeldOut
@@ -213,6 +213,8 @@ class FineTuneWork:
             what = adapters_named(dora=config.dora, rslora=config.rslora)
             scale = config.alpha / (math.sqrt(config.lora) if config.rslora else config.lora)
             said = f" of rank {config.lora}, scaled by {scale:.3g} (alpha {config.alpha})"
+            if config.quantize != NO:
+                said += f", on a base in {config.quantize}"
         if self._is_dpo:
             said += f", by DPO with beta {config.dpo_beta:g}"
         of = "DPO of " if self._is_dpo else ""
