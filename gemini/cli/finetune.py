@@ -40,6 +40,7 @@ from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.kernels import STATE_DTYPES
 from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
 from gemini.system.config import format_bytes
+from gemini.system.process import keep_few_kernels
 
 COMMAND = "gemini finetune"
 
@@ -150,6 +151,7 @@ def run(options: argparse.Namespace) -> int:
     """Fine-tune, print the summary, and return the exit code."""
     from gemini.jobs.run.ranks import errors_of_rank, num_ranks, run_on_ranks
 
+    keep_few_kernels()
     ranks = num_ranks()
     with errors_of_rank():
         config = config_from(options)

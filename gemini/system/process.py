@@ -1,11 +1,12 @@
-"""This process as the system runs it: the memory that control groups leave it, Python's garbage collector,
-and the ranges that torch.profiler shows.
+"""This process as the system runs it: the memory that control groups leave it, the kernels that its libraries
+keep, Python's garbage collector, and the ranges that torch.profiler shows.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,21 @@ class _Files(NamedTuple):
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+# The kernels for products in 16 bits that oneDNN keeps, and those that torch keeps of it; by default 1,024.
+_KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+_KEPT_KERNELS = 64
+
+
+def keep_few_kernels() -> None:
+    """Have few compiled kernels kept, unless the environment says how many: call it before torch computes.
+
+    oneDNN compiles one for each shape, of about 1 MB. A dense model has few shapes; in a mixture each expert
+    gets another number of tokens in every pass. A kernel is the same whenever it is compiled.
+    """
+    for name in _KERNEL_CACHES:
+        os.environ.setdefault(name, str(_KEPT_KERNELS))
 
 
 def free_bytes() -> int | None:
