@@ -290,6 +290,13 @@ def _together(needed: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(tensor for tensors in needed for tensor in tensors))
 
 
+def runs_of(weight: torch.Tensor, rows: Sequence[int]) -> list[range]:
+    """Return ascending ``rows`` of a tensor that is cut as runs, the chunks of each of which have room
+    together: always the same."""
+    used = _of_rows(weight, rows)
+    return list(_runs(weight._ref, used, [])) if used else []  # type: ignore[attr-defined]
+
+
 def _turns(
     ref: CutRef, needed: Mapping[int, Sequence[int]], others: Sequence[TensorRef]
 ) -> Iterable[list[int]]:

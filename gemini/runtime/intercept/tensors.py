@@ -30,6 +30,7 @@ from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
 from gemini.runtime.gate.waiting import NO_SNAPSHOT
+from gemini.runtime.intercept.adapted_rows import lazy_sum
 from gemini.runtime.intercept.backward import (
     hook_backward,
     next_node_number,
@@ -303,7 +304,9 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             given: list[Any] | None = [] if torch.is_grad_enabled() else None
             return _operate(func, args, kwargs, operands_of(args, kwargs, given), given, (cut, tensors))
 
-        out = run_by_rows(func, args, kwargs, operands, operate)
+        out = lazy_sum(func, args, kwargs, operate)
+        if out is NotImplemented:
+            out = run_by_rows(func, args, kwargs, operands, operate)
         if out is not NotImplemented:
             return out
     return _operate(func, args, kwargs, operands, given)

@@ -1,0 +1,323 @@
+"""The sum of experts and a product of low rank, ``weight + alpha * left @ right``. Its rows are computed when
+an operator uses them.
+
+PEFT adapts an array of experts so (``target_parameters``): in each pass it makes the sum of all experts, and
+backward its gradient. Here the sum is a tensor without memory. A product of groups of tokens, and a linear
+layer with one row, compute a run of used rows, multiply, and give the rows back. Backward computes them once
+more. Each row of sum, product and gradients is made by the operators that make all rows at once, so it has
+the same bits. What else is asked of the sum is asked of the whole one, which is computed then. See
+docs/notes/experts.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import DisableTorchFunctionSubclass as PlainTensors
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+from gemini.errors import StateError
+from gemini.runtime.gate.gate import CutRef
+from gemini.runtime.intercept.functions import METADATA_FUNCTIONS
+from gemini.runtime.intercept.rows import Operate, is_view, runs_of
+
+_GROUPED: frozenset[Any] = frozenset(
+    getattr(owner, name)
+    for owner, name in ((torch, "_grouped_mm"), (functional, "grouped_mm"))
+    if hasattr(owner, name)
+)
+_MATMUL: frozenset[Any] = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
+_ROW_TYPES = (torch.int64, torch.int32)
+
+
+def lazy_sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operate: Operate) -> Any:
+    """Return the result of ``torch.baddbmm`` of a frozen tensor that is cut, without memory; NotImplemented
+    for what is none. ``operate`` runs the operator."""
+    if func is not torch.baddbmm or len(args) != 3 or kwargs.keys() - {"alpha"}:
+        return NotImplemented
+    weight, left, right = args
+    if type(getattr(weight, "_ref", None)) is not CutRef or forward_ad._current_level >= 0:
+        return NotImplemented
+    with PlainTensors():
+        trains = weight.requires_grad or not (left.requires_grad or right.requires_grad)
+        shapes = weight.shape[:1] + left.shape[1:2] + right.shape[2:], left.shape[2], left.shape[0]
+        is_one_each = shapes == (weight.shape, right.shape[1], right.shape[0])
+    if (trains and torch.is_grad_enabled()) or not is_one_each:
+        return NotImplemented
+    return AdaptedRows(_Sum(weight, left, right, dict(kwargs), operate))
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """``weight`` (rows, m, n), cut and frozen; ``left`` (rows, m, rank); ``right`` (rows, rank, n).
+
+    ``operate`` runs ``torch.baddbmm``. ``is_transposed``: of each matrix the transposed one is meant.
+    """
+
+    weight: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    options: dict[str, Any]
+    operate: Operate
+    is_transposed: bool = False
+
+    def whole(self) -> torch.Tensor:
+        """Return all rows, computed now. Raises as a PreOp."""
+        ref: CutRef = self.weight._ref  # type: ignore[attr-defined]
+        args = (self.weight, self.left, self.right)
+        return self._turned(self.operate(args, self.options, ref, ref.tensors))
+
+    def rows(self, run: range, factors: _Factors) -> torch.Tensor:
+        """Return a run of rows. Raises as a PreOp."""
+        weight: Any = self.weight[run.start : run.stop]
+        args = (weight, factors.left[run.start : run.stop], factors.right[run.start : run.stop])
+        return self._turned(self.operate(args, self.options, weight._ref, weight._ref.tensors))
+
+    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.transpose(-2, -1) if self.is_transposed else rows
+
+    def gradients(self, grad: torch.Tensor, run: range, factors: _Factors) -> None:
+        """Add to ``factors`` the gradients of a run of rows, as backward of ``torch.baddbmm``."""
+        given = self._turned(grad)
+        alpha = self.options.get("alpha", 1)
+        rows = slice(run.start, run.stop)
+        if factors.left_grad is not None:
+            made = given.bmm(factors.right[rows].transpose(1, 2))
+            factors.left_grad[rows] = made if alpha == 1 else made * alpha
+        if factors.right_grad is not None:
+            made = factors.left[rows].transpose(1, 2).bmm(given)
+            factors.right_grad[rows] = made if alpha == 1 else made * alpha
+
+
+class _Factors:
+    """Copies of both factors, ordinary tensors: so the operators on rows use experts alone, and the order of
+    a step does not depend on how many there are. In backward with their gradients, None for one that needs
+    none."""
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
+        self.left, self.right = left.clone(), right.clone()
+        self.left_grad: torch.Tensor | None = None
+        self.right_grad: torch.Tensor | None = None
+
+    def with_gradients(self, of_left: bool, of_right: bool) -> _Factors:
+        """Return these with gradients, zeros so far."""
+        self.left_grad = torch.zeros_like(self.left) if of_left else None
+        self.right_grad = torch.zeros_like(self.right) if of_right else None
+        return self
+
+
+class _Groups(NamedTuple):
+    """Groups of tokens, of which those before ``ends[row]`` that are of no row before it are of ``row``;
+    ``rows``: runs of used rows."""
+
+    ends: list[int]
+    offsets: torch.Tensor
+    runs: list[range]
+
+    def each(self) -> Iterator[tuple[range, slice, torch.Tensor]]:
+        """Yield each run, its tokens, and where the tokens of its rows end among these."""
+        for run in self.runs:
+            begin = self.ends[run.start - 1] if run.start else 0
+            offsets = self.offsets[run.start : run.stop] - begin
+            yield run, slice(begin, self.ends[run.stop - 1]), offsets
+
+
+class _Product(torch.autograd.Function):
+    """A product of groups of tokens (tokens, k), each with a row of a sum: (tokens, n)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, left: torch.Tensor, right: torch.Tensor, of: _Sum, groups: _Groups
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, left, right)
+        ctx.of, ctx.groups = replace(of, left=left.detach(), right=right.detach()), groups
+        factors = _Factors(left, right)
+        made = tokens.new_zeros(len(tokens), of.weight.shape[1 if of.is_transposed else 2])
+        for run, part, offsets in groups.each():
+            made[part] = functional.grouped_mm(tokens[part], of.rows(run, factors), offs=offsets)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        tokens, left, right = ctx.saved_tensors
+        of, needs = ctx.of, ctx.needs_input_grad
+        factors = _Factors(left, right).with_gradients(*needs[1:3])
+        of_tokens = torch.zeros_like(tokens) if needs[0] else None
+        for run, part, offsets in ctx.groups.each():
+            given, taken = grad[part], tokens[part]
+            if of_tokens is not None:
+                rows = of.rows(run, factors).transpose(-2, -1)
+                of_tokens[part] = functional.grouped_mm(given, rows, offs=offsets)
+                del rows
+            of.gradients(_gradient_of_rows(given, taken, offsets, of.is_transposed), run, factors)
+        return of_tokens, factors.left_grad, factors.right_grad, None, None
+
+
+def _gradient_of_rows(
+    grad: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, is_transposed: bool
+) -> torch.Tensor:
+    """Return the gradient of the rows that groups were multiplied with, computed as torch does for a matrix
+    that is, or is not, a transposed one."""
+    if is_transposed:
+        made = functional.grouped_mm(grad.transpose(-2, -1), tokens, offs=offsets)
+        return made.transpose(-2, -1)
+    return functional.grouped_mm(tokens.transpose(-2, -1), grad, offs=offsets)
+
+
+class _RowProduct(torch.autograd.Function):
+    """A product of tokens (tokens, k) with one row of a sum: a matrix (k, n), or (n, k) for a linear layer;
+    (tokens, n)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: torch.Tensor, left: torch.Tensor, right: torch.Tensor, of: _Sum, is_linear: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, left, right)
+        ctx.of = replace(of, left=left.detach(), right=right.detach())
+        ctx.is_linear = is_linear
+        row = of.rows(range(1), _Factors(left, right))[0]
+        return functional.linear(tokens, row) if is_linear else tokens.mm(row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        tokens, left, right = ctx.saved_tensors
+        of_tokens, needs = None, ctx.needs_input_grad
+        factors = _Factors(left, right).with_gradients(*needs[1:3])
+        if needs[0]:
+            row = ctx.of.rows(range(1), factors)[0]
+            of_tokens = grad.mm(row if ctx.is_linear else row.t())
+            del row
+        of_row = grad.t().mm(tokens) if ctx.is_linear else tokens.t().mm(grad)
+        ctx.of.gradients(of_row[None], range(1), factors)
+        return of_tokens, factors.left_grad, factors.right_grad, None, None
+
+
+class AdaptedRows(torch.Tensor):
+    """A :class:`_Sum`, or one row of it if ``is_row``, without memory until more than rows are asked for."""
+
+    _sum: _Sum
+    _is_row: bool
+    _whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, of: _Sum, *, is_row: bool = False) -> AdaptedRows:
+        with PlainTensors():
+            shape, dtype, device = of.weight.shape, of.weight.dtype, of.weight.device
+            trains = torch.is_grad_enabled() and (of.left.requires_grad or of.right.requires_grad)
+        shape = shape[:1] + shape[1:][:: -1 if of.is_transposed else 1]
+        made: AdaptedRows = torch.Tensor._make_wrapper_subclass(
+            cls, shape[1:] if is_row else shape, dtype=dtype, device=device, requires_grad=trains
+        )
+        made._sum, made._is_row, made._whole = of, is_row, None
+        if trains:
+            with PlainTensors():
+                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return made
+
+    def whole(self) -> torch.Tensor:
+        """Return an ordinary tensor, computed at the first call. Raises as a PreOp."""
+        if self._whole is None:
+            with PlainTensors():
+                trains = self.requires_grad
+            with torch.set_grad_enabled(trains):
+                rows = self._sum.whole()
+                self._whole = rows[0] if self._is_row else rows
+        return self._whole
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA_FUNCTIONS:
+            with PlainTensors():
+                return func(*args, **kwargs)
+        for rule in (_part, _grouped, _with_row):
+            found = rule(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        args, kwargs = tree_map(_ordinary, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute them for what asks no class of its operands, such as C++ code."""
+        args, kwargs = tree_map(_ordinary, (tuple(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _ordinary(value: Any) -> Any:
+    return value.whole() if type(value) is AdaptedRows else value
+
+
+def _refuse_gradient(_gradient: torch.Tensor) -> None:
+    raise StateError(
+        "the gradient of an adapted array of experts goes to a place where nobody computes it further: an "
+        "operator that asks no class of its operands took the array; give it array.clone()"
+    )
+
+
+# -- what keeps rows lazy; each returns NotImplemented for what only whole ones can do -----------------------
+
+
+def _part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One row, or every matrix transposed."""
+    rows = args[0]
+    if type(rows) is not AdaptedRows or rows._is_row or rows._whole is not None or kwargs:
+        return NotImplemented
+    of = rows._sum
+    if func in (torch.transpose, torch.Tensor.transpose) and sorted(d % 3 for d in args[1:]) == [1, 2]:
+        return AdaptedRows(replace(of, is_transposed=not of.is_transposed))
+    if func is not torch.Tensor.__getitem__ or not is_view(func, args):
+        return NotImplemented
+    if not isinstance(args[1], (int, torch.Tensor)):
+        return NotImplemented
+    row = range(len(of.weight))[int(args[1])]
+    part = slice(row, row + 1)
+    one = replace(of, weight=of.weight[part], left=of.left[part], right=of.right[part])
+    return AdaptedRows(one, is_row=True)
+
+
+def _grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The product of groups of tokens, each with a row."""
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if func not in _GROUPED or len(args) != 2 or given.keys() != {"offs"}:
+        return NotImplemented
+    tokens, rows = args
+    offsets = given["offs"]
+    if not _multiplies(tokens, rows) or rows._is_row:
+        return NotImplemented
+    if not isinstance(offsets, torch.Tensor) or offsets.dtype not in _ROW_TYPES or offsets.dim() != 1:
+        return NotImplemented
+    of, ends = rows._sum, offsets.tolist()
+    used = [row for row, end in enumerate(ends) if end > (ends[row - 1] if row else 0)]
+    return _Product.apply(tokens, of.left, of.right, of, _Groups(ends, offsets, runs_of(of.weight, used)))  # type: ignore[no-untyped-call]
+
+
+def _with_row(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A linear layer with one row, or a product with it."""
+    is_linear = func is functional.linear
+    if not (is_linear or func in _MATMUL) or len(args) != 2 or kwargs:
+        return NotImplemented
+    tokens, row = args
+    if not _multiplies(tokens, row) or not row._is_row or row._sum.is_transposed:
+        return NotImplemented
+    return _RowProduct.apply(tokens, row._sum.left, row._sum.right, row._sum, is_linear)  # type: ignore[no-untyped-call]
+
+
+def _multiplies(tokens: Any, rows: Any) -> bool:
+    """Say whether ``tokens`` are ordinary rows of the type of ``rows``, none of which were computed."""
+    if type(rows) is not AdaptedRows or rows._whole is not None or type(tokens) is not torch.Tensor:
+        return False
+    is_same = tokens.dim() == 2 and len(tokens) > 0 and tokens.dtype is rows.dtype
+    return is_same and not torch.is_autocast_enabled(tokens.device.type)

@@ -1,0 +1,145 @@
+"""PEFT's adapters on arrays of experts: the numbers of plain torch, and no array of sums."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_expert_architectures import CONFIGS
+
+import gemini
+from gemini.runtime.intercept.adapted_rows import AdaptedRows
+from gemini.system.process import keep_few_kernels
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+_STEPS = 3
+
+
+def _model(name: str, implementation: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**CONFIGS[name])
+    config._experts_implementation = implementation
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    arrays = {name.rpartition(".")[2] for name, param in model.named_parameters() if param.dim() == 3}
+    adapters = peft.LoraConfig(
+        r=4,
+        target_modules=["o_proj"],
+        target_parameters=[f"experts.{array}" for array in sorted(arrays)],
+        init_lora_weights=False,
+    )
+    return peft.get_peft_model(model, adapters).train()
+
+
+def _train(model: Any, optimizer: Any, backward: Any) -> list[Any]:
+    losses = []
+    for step in range(_STEPS):
+        tokens = torch.randint(96, (1, 6 + 20 * step), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _trained(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _managed(model: Any, tmp_path: Path, share: float, **options: Any) -> Any:
+    nbytes = int(share * sum(param.nbytes for param in model.parameters()))
+    where = {"host_bytes": 0, "disk_dir": tmp_path, "non_model_bytes": 0}
+    return gemini.manage(model, device_bytes=nbytes, **where, **options)
+
+
+def _refuse_whole(_sum: AdaptedRows) -> torch.Tensor:
+    raise AssertionError("the sum of a whole array was asked for")
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "GptOss", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    ("implementation", "share", "options"),
+    [
+        ("grouped_mm", 0.4, {}),
+        ("grouped_mm", 8.0, {}),
+        ("eager", 0.4, {}),
+        ("grouped_mm", 0.6, {"activation_offload": True}),
+    ],
+)
+def test_adapters_on_experts_train_to_the_same_bits(
+    name: str,
+    implementation: str,
+    share: float,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = _model(name, implementation, torch.bfloat16)
+    optimizer: Any = gemini.HybridAdam([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    losses = _train(plain, optimizer, lambda loss: loss.backward())
+    want = _trained(plain)
+    monkeypatch.setattr(AdaptedRows, "whole", _refuse_whole)
+    model = _model(name, implementation, torch.bfloat16)
+    optimizer = gemini.GeminiAdamOptimizer(_managed(model, tmp_path, share, **options), lr=1e-2)
+    assert _train(model, optimizer, optimizer.backward) == losses
+    got = _trained(model)
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+def test_recomputed_blocks_have_the_same_bits(tmp_path: Path) -> None:
+    trained = []
+    for is_managed in (False, True):
+        model = _model("Qwen3Moe", "grouped_mm", torch.bfloat16)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        if is_managed:
+            optimizer: Any = gemini.GeminiAdamOptimizer(_managed(model, tmp_path, 0.4), lr=1e-2)
+            _train(model, optimizer, optimizer.backward)
+        else:
+            optimizer = gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+            _train(model, optimizer, lambda loss: loss.backward())
+        trained.append(_trained(model))
+    plain, managed = trained
+    assert [name for name in plain if not torch.equal(managed[name], plain[name])] == []
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+def test_other_uses_get_the_whole_sum(implementation: str, tmp_path: Path) -> None:
+    """An index by a tensor of rows is one; and nothing is recorded without gradients."""
+    model = _model("Qwen3Moe", implementation).eval()
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        want = model(input_ids=tokens).logits
+    _managed(model, tmp_path, 0.6, optimizer_rule="none")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, want)
+
+
+def test_a_step_makes_no_array_of_sums(tmp_path: Path) -> None:
+    """What a step keeps for backward has no share of the experts' bytes."""
+    model = _model("Qwen3Moe", "grouped_mm")
+    array = max(param.nbytes for param in model.parameters() if param.dim() == 3)
+    optimizer: Any = gemini.GeminiAdamOptimizer(_managed(model, tmp_path, 0.4), lr=1e-2)
+    largest = 0
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        largest = max(largest, tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(input_ids=torch.arange(4)[None], labels=torch.arange(4)[None]).loss
+    optimizer.backward(loss)
+    assert 0 < largest < array
+
+
+def test_few_kernels_are_kept_unless_the_environment_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "7"})
+    keep_few_kernels()
+    assert os.environ == {"LRU_CACHE_CAPACITY": "7", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
