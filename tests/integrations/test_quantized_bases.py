@@ -146,6 +146,15 @@ def test_adapters_are_put_on_what_is_quantized_while_it_is_loaded(
     assert sum(slot.form is not None for slot in held.values()) == 14
 
 
+@pytest.mark.parametrize("kind", ["4bit", "bitsandbytes-8bit"])
+def test_save_pretrained_writes_what_it_writes_of_the_unmanaged_model(kind: str, tmp_path: Path) -> None:
+    directory = saved(transformers.LlamaConfig(**LARGER), transformers.LlamaForCausalLM, tmp_path / "base")
+    plain_base(directory, kind).save_pretrained(tmp_path / "theirs")
+    loaded(directory, kind, **tight(str(tmp_path / "disk"))).save_pretrained(tmp_path / "mine")
+    files = [{f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("mine", "theirs")]
+    assert files[0] == files[1]
+
+
 PEAK = """
 import transformers, torchao.quantization as ao, gemini
 
