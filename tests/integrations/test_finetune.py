@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -121,6 +122,18 @@ def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTune
         run(config, resume="auto", lr=0.02)
     with pytest.raises(CheckpointError, match="nothing to resume; check the path, or give --resume auto"):
         run(config, resume="yes", output=f"{config.output}2")
+
+
+def test_a_run_resumes_from_a_copy_of_its_model_and_not_from_other_weights(
+    config: FineTuneConfig, tmp_path: Path
+) -> None:
+    want = run(config, steps=1).losses
+    elsewhere = shutil.copytree(config.model, tmp_path / "elsewhere")
+    assert run(config, steps=1, resume="auto", model=str(elsewhere)).losses == want
+    torch.manual_seed(1)
+    LLAMA(LLAMA.from_pretrained(elsewhere).config).save_pretrained(elsewhere)
+    with pytest.raises(ConfigError, match=r"has model = '\w+'; this one model = '\w+'"):
+        run(config, steps=1, resume="auto", model=str(elsewhere))
 
 
 def test_a_model_that_no_run_has_made_is_never_replaced(config: FineTuneConfig, tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from gemini.system.input_files import InputDirectory, errors_of
 
 DEFAULT_SEQ = 1024
 _BLOCK = 2**20  # bytes that are read at a time
+# Of a file of weights, for a fingerprint.
+_SAMPLES = 64
+_SAMPLE_BYTES = 2**12
 _WEIGHTS = (".safetensors", ".bin")
 _TOKENIZERS = (
     "tokenizer.json",
@@ -86,11 +89,16 @@ class ModelDirectory:
         return asked
 
     def fingerprint(self) -> str:
-        """Return a hash of the config and the sizes of the weights: equal for a copy, at any path."""
+        """Return a hash of the config and of sizes and samples of the weights' files: equal for a copy at any
+        path, another one for other weights of the same shapes. Raises OSError."""
         digest = hashlib.sha256(read_regular(self.path / CONFIG, MAX_CONFIG_BYTES))
         for name in self._weights:
-            size = (self.path / name).stat().st_size
-            digest.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+            with os.fdopen(open_regular(self.path / name), "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                digest.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
+                for sample in range(_SAMPLES):
+                    file.seek(size * sample // _SAMPLES)
+                    digest.update(file.read(_SAMPLE_BYTES))
         return digest.hexdigest()[:16]
 
     def weights_digest(self) -> str:

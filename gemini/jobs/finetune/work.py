@@ -68,7 +68,8 @@ class FineTuneWork:
         self._rank = Rank() if rank is None else rank
         self._batch_rows, self._passes = config.rows_of_rank(self._rank.count)
         model = ModelDirectory(config)
-        self._fingerprint = model.fingerprint()
+        with io_errors("read the weights of", model.path):
+            self._fingerprint = model.fingerprint()
         self.seq = model.seq()
         layout = model.layout()
         self._tokenizer = model.tokenizer()
