@@ -11,6 +11,7 @@ import torch
 from test_expert_architectures import CONFIGS
 
 import gemini
+from gemini.errors import StateError
 from gemini.runtime.intercept.adapted_rows import AdaptedRows
 from gemini.system.process import keep_few_kernels
 
@@ -27,7 +28,7 @@ def _model(name: str, implementation: str, dtype: torch.dtype = torch.float32) -
     model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
     arrays = {name.rpartition(".")[2] for name, param in model.named_parameters() if param.dim() == 3}
     adapters = peft.LoraConfig(
-        r=4,
+        r=8,
         target_modules=["o_proj"],
         target_parameters=[f"experts.{array}" for array in sorted(arrays)],
         init_lora_weights=False,
@@ -119,6 +120,59 @@ def test_other_uses_get_the_whole_sum(implementation: str, tmp_path: Path) -> No
     _managed(model, tmp_path, 0.6, optimizer_rule="none")
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits, want)
+
+
+def _factors(kind: torch.dtype, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (8, 64, rank), (8, rank, 32)
+    left, right = (torch.randn(shape, generator=generator).to(kind) for shape in shapes)
+    return left.requires_grad_(), right.requires_grad_()
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 8
+        generator = torch.Generator().manual_seed(1)
+        self.weight = torch.nn.Parameter(torch.randn(8, 64, 32, generator=generator), requires_grad=False)
+
+    def forward(self, tokens: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
+        """Multiply with two experts; the sum of all is made without autocast, as PEFT makes it."""
+        with torch.autocast("cpu", enabled=False):
+            rows = torch.baddbmm(self.weight, left, right, alpha=2)
+        return [torch.nn.functional.linear(tokens, rows[expert]) for expert in (1, 5)]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("rank", [1, 2, 8])
+def test_rows_have_the_bits_of_the_whole_sum(rank: int, autocast: bool, tmp_path: Path) -> None:
+    found = []
+    tokens = torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    for is_managed in (False, True):
+        module = _Experts()
+        if is_managed:
+            _managed(module, tmp_path, 1.1 if rank == 1 else 0.7, optimizer_rule="none")
+        left, right = _factors(torch.float32, rank)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            products = module(tokens, left, right)
+        torch.stack(products).float().square().sum().backward()
+        found.append([*products, left.grad, right.grad])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_sum_made_without_gradients_has_none_and_one_that_was_changed_is_refused(tmp_path: Path) -> None:
+    module = _Experts()
+    _managed(module, tmp_path, 0.7, optimizer_rule="none")
+    left, right = _factors(torch.float32, 8)
+    with torch.no_grad():
+        rows = torch.baddbmm(module.weight, left, right)
+    assert type(rows) is AdaptedRows
+    assert not torch.nn.functional.linear(torch.ones(1, 32), rows[1]).requires_grad
+    assert rows.transpose(1, 2).stride() == torch.empty(8, 64, 32).transpose(1, 2).stride()
+    with torch.no_grad():
+        left.mul_(2)
+    with pytest.raises(StateError, match="was changed in place between the sum of both and its use"):
+        rows[1]
 
 
 def test_a_step_makes_no_array_of_sums(tmp_path: Path) -> None:

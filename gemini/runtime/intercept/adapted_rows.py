@@ -34,6 +34,10 @@ _GROUPED: frozenset[Any] = frozenset(
 )
 _MATMUL: frozenset[Any] = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
 _ROW_TYPES = (torch.int64, torch.int32)
+# From here on a product of matrices has the same bits in a batch of any size. For rank 1, and in 16 bits for
+# fewer multiplications, torch chooses kernels by the size of the batch.
+_LEAST_RANK = 2
+_LEAST_MULTIPLICATIONS = 4097
 
 
 def lazy_sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operate: Operate) -> Any:
@@ -45,12 +49,25 @@ def lazy_sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operat
     if type(getattr(weight, "_ref", None)) is not CutRef or forward_ad._current_level >= 0:
         return NotImplemented
     with PlainTensors():
+        rank, least = left.shape[-1], _LEAST_MULTIPLICATIONS if weight.element_size() < 4 else 0
+        if rank < _LEAST_RANK or weight.shape[1] * weight.shape[2] * rank < least:
+            return NotImplemented
+        if torch.is_autocast_enabled(weight.device.type):  # the sum is of another type
+            return NotImplemented
         trains = weight.requires_grad or not (left.requires_grad or right.requires_grad)
         shapes = weight.shape[:1] + left.shape[1:2] + right.shape[2:], left.shape[2], left.shape[0]
         is_one_each = shapes == (weight.shape, right.shape[1], right.shape[0])
     if (trains and torch.is_grad_enabled()) or not is_one_each:
         return NotImplemented
-    return AdaptedRows(_Sum(weight, left, right, dict(kwargs), operate))
+    if not torch.is_grad_enabled():  # whatever is on where rows are used
+        left, right = left.detach(), right.detach()
+    versions = _versions(weight, left, right)
+    return AdaptedRows(_Sum(weight, left, right, dict(kwargs), operate, versions=versions))
+
+
+def _versions(*tensors: torch.Tensor) -> tuple[int, ...]:
+    with PlainTensors():
+        return tuple(-1 if each.is_inference() else each._version for each in tensors)
 
 
 @dataclass(frozen=True)
@@ -66,12 +83,22 @@ class _Sum:
     options: dict[str, Any]
     operate: Operate
     is_transposed: bool = False
+    versions: tuple[int, ...] = ()  # of all three when the sum was asked for
+
+    def check(self) -> None:
+        """Raise StateError where a part of the sum was changed in place since it was asked for."""
+        if _versions(self.weight, self.left, self.right) != self.versions:
+            raise StateError(
+                "a weight of experts, or an adapter on it, was changed in place between the sum of both and "
+                "its use; compute the sum again after the change"
+            )
 
     def whole(self) -> torch.Tensor:
         """Return all rows, computed now. Raises as a PreOp."""
         ref: CutRef = self.weight._ref  # type: ignore[attr-defined]
         args = (self.weight, self.left, self.right)
-        return self._turned(self.operate(args, self.options, ref, ref.tensors))
+        with torch.autocast(self.weight.device.type, enabled=False):  # as where it was asked for
+            return self._turned(self.operate(args, self.options, ref, ref.tensors))
 
     def rows(self, run: range, factors: _Factors) -> torch.Tensor:
         """Return a run of rows. Raises as a PreOp."""
@@ -210,11 +237,15 @@ class AdaptedRows(torch.Tensor):
     @staticmethod
     def __new__(cls, of: _Sum, *, is_row: bool = False) -> AdaptedRows:
         with PlainTensors():
-            shape, dtype, device = of.weight.shape, of.weight.dtype, of.weight.device
+            (count, *shape), dtype, device = of.weight.shape, of.weight.dtype, of.weight.device
             trains = torch.is_grad_enabled() and (of.left.requires_grad or of.right.requires_grad)
-        shape = shape[:1] + shape[1:][:: -1 if of.is_transposed else 1]
+        strides = [shape[1], 1]
+        if of.is_transposed:
+            shape, strides = shape[::-1], strides[::-1]
+        if not is_row:
+            shape, strides = [count, *shape], [shape[0] * shape[1], *strides]
         made: AdaptedRows = torch.Tensor._make_wrapper_subclass(
-            cls, shape[1:] if is_row else shape, dtype=dtype, device=device, requires_grad=trains
+            cls, shape, strides, dtype=dtype, device=device, requires_grad=trains
         )
         made._sum, made._is_row, made._whole = of, is_row, None
         if trains:
@@ -225,6 +256,7 @@ class AdaptedRows(torch.Tensor):
     def whole(self) -> torch.Tensor:
         """Return an ordinary tensor, computed at the first call. Raises as a PreOp."""
         if self._whole is None:
+            self._sum.check()
             with PlainTensors():
                 trains = self.requires_grad
             with torch.set_grad_enabled(trains):
@@ -282,10 +314,11 @@ def _part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return NotImplemented
     if not isinstance(args[1], (int, torch.Tensor)):
         return NotImplemented
+    of.check()
     row = range(len(of.weight))[int(args[1])]
-    part = slice(row, row + 1)
-    one = replace(of, weight=of.weight[part], left=of.left[part], right=of.right[part])
-    return AdaptedRows(one, is_row=True)
+    weight, left, right = (each[row : row + 1] for each in (of.weight, of.left, of.right))
+    versions = _versions(weight, left, right)
+    return AdaptedRows(replace(of, weight=weight, left=left, right=right, versions=versions), is_row=True)
 
 
 def _grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -300,6 +333,7 @@ def _grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(offsets, torch.Tensor) or offsets.dtype not in _ROW_TYPES or offsets.dim() != 1:
         return NotImplemented
     of, ends = rows._sum, offsets.tolist()
+    of.check()
     used = [row for row, end in enumerate(ends) if end > (ends[row - 1] if row else 0)]
     return _Product.apply(tokens, of.left, of.right, of, _Groups(ends, offsets, runs_of(of.weight, used)))  # type: ignore[no-untyped-call]
 
@@ -312,6 +346,7 @@ def _with_row(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     tokens, row = args
     if not _multiplies(tokens, row) or not row._is_row or row._sum.is_transposed:
         return NotImplemented
+    row._sum.check()
     return _RowProduct.apply(tokens, row._sum.left, row._sum.right, row._sum, is_linear)  # type: ignore[no-untyped-call]
 
 
