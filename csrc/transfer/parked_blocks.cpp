@@ -13,7 +13,7 @@ namespace {
 // Each piece is an entry in the kernel's table of mappings, and a call each time it moves.
 constexpr size_t kMaxPieces = 16;
 // What is left of a block and smaller than this goes back to the system.
-constexpr int64_t kLeastRestBytes = 64 << 10;
+constexpr int64_t kLeastRestBytes = 256 << 10;
 
 int64_t whole_huge_pages(int64_t nbytes) { return nbytes / kHugePageBytes * kHugePageBytes; }
 
@@ -75,12 +75,12 @@ void ParkedBlocks::take_tail(int64_t nbytes, std::vector<Piece>& taken) {
 }
 
 // Removes a block that is used up, or is too small to be worth a mapping.
-void ParkedBlocks::drop_if_small(size_t index) {
+void ParkedBlocks::drop_if_small(size_t index) noexcept {
   const Block& block = blocks_[index];
   const int64_t rest_bytes = block.nbytes();
   if (rest_bytes >= kLeastRestBytes) return;
   if (rest_bytes > 0) {
-    pages::release(block.address, rest_bytes);
+    pages::discard(block.address, rest_bytes);  // what was taken must not be lost
     ledger_.drop_parked(rest_bytes);
   }
   blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(index));

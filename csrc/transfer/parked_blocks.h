@@ -52,7 +52,7 @@ class ParkedBlocks {
   void take_tail(int64_t nbytes, std::vector<Piece>& taken);
   void cut_front(Block& block, int64_t nbytes, std::vector<Piece>& taken);
   void cut_back(Block& block, int64_t nbytes, std::vector<Piece>& taken);
-  void drop_if_small(size_t index);
+  void drop_if_small(size_t index) noexcept;
 
   ArenaLedger& ledger_;
   std::vector<Block> blocks_;  // oldest first
