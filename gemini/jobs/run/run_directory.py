@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -26,6 +26,14 @@ _RUN = "run.json"
 _TRACKERS = "trackers"  # the key in it with what trackers call the run
 _MAX_RUN_BYTES = 2**20  # it has some hundred
 _MAX_METRICS_BYTES = 2**30  # millions of steps
+# What a digest in the identity of a run stands for, and the options that say it.
+_OF_DIGESTS = {
+    "model": "the model (--model)",
+    "tokens": "the data (--data, --data-keys or the tokenizer)",
+    "eval_tokens": "the data that is held out (--eval-data)",
+    "corpus": "the text (--data)",
+}
+_REFERENCE = "reference"  # a digest of the model and the data together
 _REPAIR = "repair it, or start over with --overwrite"
 
 
@@ -225,10 +233,20 @@ class RunDirectory:
         if others:
             has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
             asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
-            raise ConfigError(
-                f"the run in {self.path} has {has}; this one {asked}; "
+            raise ConfigError(f"the run in {self.path} has {has}; this one {asked}; {self._way_back(others)}")
+
+    def _way_back(self, others: Sequence[str]) -> str:
+        """Return what to do about a run of which ``others`` of the identity are not as they were."""
+        if not all(name in _OF_DIGESTS or name == _REFERENCE for name in others):
+            return (
                 "resume with the options of the first run (the device, budgets, tiers and policy may change)"
             )
+        named = [_OF_DIGESTS[name] for name in others if name != _REFERENCE] or [_OF_DIGESTS["model"]]
+        not_that, it = ("is not that", "it") if len(named) == 1 else ("are not those", "them")
+        return (
+            f"{' and '.join(named)} {not_that} of the first run: give {it} again, name another "
+            f"{self._option}, or start over with --overwrite instead of --resume"
+        )
 
     def release(self) -> None:
         """Let other processes train here. Idempotent."""
