@@ -78,12 +78,17 @@ def _of_adapter(name: str) -> str:
     return name.replace(".weight", ".default.weight")
 
 
-def test_what_is_quantized_already_is_not_quantized_again(config: FineTuneConfig) -> None:
+def test_what_is_quantized_already_trains_adapters_alone_and_is_not_quantized_again(
+    config: FineTuneConfig,
+) -> None:
     fields = json.loads(Path(config.model, "config.json").read_text())
     text = json.dumps({**fields, "quantization_config": {"quant_method": "torchao"}})
     Path(config.model, "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"--quantize nf4 .* are quantized; leave --quantize out"):
         run(config, lora=4, quantize="nf4")
+    with pytest.raises(ConfigError, match=r"are quantized and do not train; add --lora 16"):
+        run(config)
+    assert not Path(config.output).exists(), "refused before anything is read"
 
 
 def test_the_kind_of_adapters_its_scale_and_its_learning_rate_are_said_and_kept(

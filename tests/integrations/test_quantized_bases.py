@@ -14,7 +14,7 @@ from programs import run_python
 import gemini
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.finetune.engine import PretrainedEngine
+from gemini.jobs.finetune.engine import refuse_quantized
 
 safetensors = pytest.importorskip("safetensors.torch", reason="the extra 'hf' is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -230,7 +230,7 @@ def test_finetune_refuses_to_merge_into_a_quantized_base(tmp_path: Path) -> None
         model=str(tmp_path), data=str(tmp_path), output=str(tmp_path / "out"), lora=4, merge=True
     )
     with pytest.raises(ConfigError, match=r"--merge.*quantized"):
-        PretrainedEngine(config)
+        refuse_quantized(config)
 
 
 @pytest.mark.dear("an example from start to end, in a process of its own")

@@ -311,9 +311,13 @@ def is_quantized(config: FineTuneConfig) -> bool:
     return "quantization_config" in InputDirectory(Path(config.model)).json(CONFIG, MAX_CONFIG_BYTES)
 
 
-def _refuse_quantized(config: FineTuneConfig) -> None:
-    """Raise ConfigError for what is not done with weights that are quantized already, before anything is
-    trained."""
+def refuse_quantized(config: FineTuneConfig) -> None:
+    """Raise ConfigError for what is not done with weights that are quantized already."""
+    if not config.lora and is_quantized(config):
+        raise ConfigError(
+            f"the weights of {config.model} are quantized and do not train; add --lora 16 to train adapters "
+            "on them, or give the model that it was made from"
+        )
     for wrong, what in (
         (config.merge, "--merge puts adapters into the weights"),
         (config.quantize != NO, f"--quantize {config.quantize} quantizes the weights"),
@@ -356,7 +360,6 @@ def quantization_of(config: FineTuneConfig) -> Any:
 
 
 def _loaded(config: FineTuneConfig) -> Any:
-    _refuse_quantized(config)
     quantization = quantization_of(config)
     asked = {} if quantization is None else {"quantization_config": quantization}
     return gemini.from_pretrained(

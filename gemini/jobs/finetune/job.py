@@ -15,6 +15,7 @@ from gemini.errors import printable
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
+from gemini.jobs.finetune.engine import refuse_quantized
 from gemini.jobs.finetune.preferences import DPO
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
@@ -96,6 +97,7 @@ class _FollowersDisplay(SilentDisplay):
 
 def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
     """Return whether the run goes on with one that is there; refuse at once what would be refused later."""
+    refuse_quantized(config)
     directory.refuse_unmakeable()
     directory.refuse_foreign_model(Path(config.model))
     return directory.resumes(config.resume, overwrite=config.overwrite)
