@@ -144,7 +144,10 @@ def config_from(options: argparse.Namespace) -> FineTuneConfig:
     saved: dict[str, Any] = {}
     if given.get("resume", "no") != "no" and given.get("output"):
         saved = saved_options(given["output"], FineTuneConfig, COMMAND)
-    return FineTuneConfig(**{**saved, **with_plan(given)})
+    config = FineTuneConfig(**{**saved, **with_plan(given)})
+    if options.recipe is None:  # where there is one, a default that is given here takes back what it says
+        config.refuse_unread(given)
+    return config
 
 
 def run(options: argparse.Namespace) -> int:

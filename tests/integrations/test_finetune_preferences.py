@@ -234,4 +234,4 @@ def test_options_that_do_not_go_with_pairs_are_refused(config: FineTuneConfig) -
         with pytest.raises(ConfigError, match=message):
             dataclasses.replace(config, **changes)
     with pytest.raises(InputError, match=r"line 1 of .* preference pair .*--objective dpo, or"):
-        run(config, objective="sft")
+        run(config, objective="sft", dpo_beta=0.1)

@@ -49,9 +49,9 @@ def test_no_options_are_the_defaults_and_every_field_has_an_option(
 def test_a_recipe_has_options_by_their_names_and_options_win(name: str, tmp_path: Path) -> None:
     texts = {
         "r.toml": 'model = "m"\nlr = 1e-4\n[budgets]\ndevice-bytes = "2MiB"\nhost_bytes = "auto"\n'
-        '[more]\nlora_targets = ["a", "b"]\nclip = 1\nresume = true\n',
+        '[more]\nlora = 2\nlora_targets = ["a", "b"]\nclip = 1\nresume = true\n',
         "r.yaml": "model: m\nlr: 1.0e-4\nbudgets:\n  device-bytes: 2MiB\n  host_bytes: auto\n"
-        "lora_targets: [a, b]\nclip: 1\nresume: true\n",
+        "lora: 2\nlora_targets: [a, b]\nclip: 1\nresume: true\n",
     }
     if name == "r.yaml":
         pytest.importorskip("yaml", reason="pyyaml comes with transformers")
@@ -61,6 +61,7 @@ def test_a_recipe_has_options_by_their_names_and_options_win(name: str, tmp_path
         "lr": 1e-4,
         "device_bytes": 2**21,
         "host_bytes": None,
+        "lora": 2,
         "lora_targets": "a,b",
         "clip": 1.0,
         "resume": "yes",
@@ -97,6 +98,16 @@ def test_recipes_that_mean_nothing_are_refused_by_key(text: str, message: str, t
         read_recipe(recipe(tmp_path, text))
 
 
+def test_options_take_back_what_a_recipe_says_of_adapters(tmp_path: Path) -> None:
+    path = recipe(tmp_path, "lora = 4\nlora_dropout = 0.1\n")
+    with pytest.raises(ConfigError, match="--lora-dropout is for adapters"):
+        finetune.config_from(parse(str(path), *NEEDED, "--lora", "0"))
+    taken_back = ["--lora", "0", "--lora-dropout", "0"]
+    assert finetune.config_from(parse(str(path), *NEEDED, *taken_back)) == finetune.config_from(
+        parse(*NEEDED)
+    )
+
+
 def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no recipe .*none\.toml; name a \.toml or"):
         read_recipe(tmp_path / "none.toml")
@@ -118,6 +129,11 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--dora"], "--dora is a kind of adapters; give --lora RANK"),
         ([*NEEDED, "--rslora"], "--rslora is a kind of adapters; give --lora RANK"),
         ([*NEEDED, "--lora", "4", "--lora-alpha", "0"], "--lora-alpha is 0"),
+        ([*NEEDED, "--lora-alpha", "8"], "--lora-alpha is for adapters.* give --lora RANK"),
+        ([*NEEDED, "--lora-dropout", "0.1"], "--lora-dropout is for adapters"),
+        ([*NEEDED, "--lora-targets", "q_proj"], "--lora-targets is for adapters"),
+        ([*NEEDED, "--lora-targets", "all-linear"], "--lora-targets is for adapters"),
+        ([*NEEDED, "--dpo-beta", "0.1"], "--dpo-beta is .* give --objective dpo"),
         ([*NEEDED, "--quantize", "nf4"], "--quantize nf4 freezes the base.* add --lora 16"),
         ([*NEEDED, "--lora", "4", "--quantize", "nf4", "--merge"], "--quantize nf4 and --merge"),
         ([*NEEDED, "--lora", "4", "--quantize", "int8", "--dora"], "--quantize int8 and --dora .* nf4"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
@@ -33,6 +33,7 @@ QUANTIZE = (NO, NF4, INT8)
 # Learning rates that are usual for each; --lr wins.
 _FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
 _DPO_FULL_LR, _DPO_LORA_LR = 1e-6, 5e-6
+_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets")
 _RSLORA_ALPHA = 8  # at rank 16 a scale of 2, as LoRA has it by default
 _PATHS = ("model", "data", "eval_data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
@@ -137,6 +138,7 @@ class FineTuneConfig(MemoryOptions):
         for name in ("dora", "rslora"):
             if getattr(self, name) and not self.lora:
                 raise ConfigError(f"{option(name)} is a kind of adapters; give --lora RANK, or leave it out")
+        self.refuse_unread(each.name for each in fields(self) if getattr(self, each.name) != each.default)
         self._check_quantize()
         if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
@@ -146,6 +148,17 @@ class FineTuneConfig(MemoryOptions):
                 "names some; give one of them"
             )
         self.check_activations()
+
+    def refuse_unread(self, given: Iterable[str]) -> None:
+        """Raise ConfigError for a field among those ``given`` that this run would not read."""
+        for name in given:
+            if name in _OF_ADAPTERS and not self.lora:
+                raise ConfigError(
+                    f"{option(name)} is for adapters, and all weights would train; give --lora RANK, or "
+                    "leave it out"
+                )
+            if name == "dpo_beta" and self.objective != DPO:
+                raise ConfigError("--dpo-beta is for preference pairs; give --objective dpo, or leave it out")
 
     @property
     def recomputed_blocks(self) -> tuple[Names, ...]:
