@@ -21,7 +21,8 @@ RUN /opt/gemini/bin/pip install -c constraints.txt ".[hf]"
 FROM ${BASE}
 COPY --from=build /opt/gemini /opt/gemini
 ENV PATH=/opt/gemini/bin:${PATH}
-RUN useradd --uid 1000 --create-home gemini && install -d -o gemini /scratch
+# Some bases have a user with this number already.
+RUN useradd --uid 1000 --non-unique --create-home gemini && install -d -o gemini /scratch
 USER gemini
 WORKDIR /scratch
 ENTRYPOINT ["gemini"]
