@@ -175,6 +175,8 @@ def as_document(
         raise InputError(
             f"{place} {_PREFERENCE.format('messages=chosen' if is_chat else 'completion=chosen')}"
         )
+    if pairs:
+        _refuse_half_a_pair(place, value)
     if data_format != AUTO:
         if not _RECOGNIZED[data_format](value):
             raise InputError(
@@ -194,6 +196,15 @@ def as_document(
             f"--data-format {kinds[-1]}"
         )
     return _READERS[kinds[0]](place, value)
+
+
+def _refuse_half_a_pair(place: str, value: Mapping[str, Any]) -> None:
+    for name, other in ((CHOSEN, REJECTED), (REJECTED, CHOSEN)):
+        if name in value and other not in value:
+            raise InputError(
+                f"{place} has {name!r} and no {other!r}, and --objective dpo learns from both; add it, name "
+                f"its key, as in --data-keys {other}=KEY, or leave the record out"
+            )
 
 
 def _refuse_judged(place: str, value: Mapping[str, Any]) -> None:
