@@ -447,21 +447,27 @@ class ManagedGroups(WrappedOptimizer):
         each = [params] if isinstance(params, torch.Tensor) else params
         self._adopt([{"params": each}])
         check_parameters(len(self.param_groups), each, self.model)
-        self._add_group(param_group)
+        count = len(self.param_groups)
         try:
-            self.rule.hyper(self.param_groups[-1])
+            self._add_group(param_group)
+            for group in self.param_groups[count:]:
+                self.rule.hyper(group)
             if self._driven_optim is not None:
                 self.refuse_second_names()
                 self.make_states(self._driven_optim)
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[count:]
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as the class of the driven optimizer does, which may give it more settings."""
+        """Add a group as the class of the driven optimizer does, which may give it more settings or split
+        it."""
         driven = self._own_class("add_param_group")
         if driven is None:
-            super().add_param_group(param_group)
+            ours = self._driven_optim
+            groups = ours.split_group(param_group) if isinstance(ours, SelfManaged) else [param_group]
+            for group in groups:
+                super().add_param_group(group)
             return
         shell = shell_of(driven)
         shell.param_groups = list(self.param_groups)

@@ -15,7 +15,7 @@ from gemini.optim.self_managed import SelfManaged
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as its author and torch have them
 _LEAST_NORM = 1e-7
-_NOT_HIDDEN = ("embed", "lm_head")  # in the names of matrices that Adam updates
+_NOT_HIDDEN = ("embed", "lm_head")  # in the names of matrices that AdamW updates
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,18 @@ class Muon(SelfManaged):
     ``exp_avg`` and ``exp_avg_sq``, of the parameter's type. Muon's momentum is the first; its second stays 0.
 
     Args:
-        params: ``model.named_parameters()``: matrices have Muon unless ``embed`` or ``lm_head`` is in their
-            name. Or groups, each with ``use_muon``, or with pairs of names and parameters.
+        params: ``model.named_parameters()``: matrices have Muon, unless their name contains ``embed`` or
+            ``lm_head``. Or groups: each with pairs of names and parameters, or with ``use_muon``. A group
+            with names becomes one for Muon and one for AdamW. Its ``lr`` is Muon's, its ``adam_lr`` AdamW's.
+            A group with ``use_muon`` has one rate, ``lr``. :meth:`add_param_group` takes the same groups.
         lr, momentum, ns_steps: of Muon, with Nesterov's momentum. A matrix with more rows than columns has
             ``sqrt(rows / columns)`` times the rate. ``ns_steps``: of the iteration that makes it orthogonal.
         adam_lr, betas, eps: of AdamW.
         weight_decay: of both, decoupled.
 
     Raises:
-        ConfigError: a value is out of range, a parameter has no name in a group without ``use_muon``, or
-            Muon is to update something else than a matrix.
+        ConfigError: a value is out of range, a parameter has no name in a group without ``use_muon``, a
+            group has ``use_muon`` and ``adam_lr``, or Muon is to update something else than a matrix.
     """
 
     def __init__(
@@ -79,11 +81,26 @@ class Muon(SelfManaged):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-10,
     ) -> None:
-        defaults: dict[str, Any] = {"lr": adam_lr, "momentum": momentum, "weight_decay": weight_decay}
-        defaults |= {"eps": eps, "betas": betas, "ns_steps": ns_steps, "use_muon": False}
-        super().__init__(_groups(list(params), lr), defaults)
-        for group in self.param_groups:
-            MuonHyper.from_group(group)
+        self._adam_lr = adam_lr
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "eps": eps, "betas": betas, "ns_steps": ns_steps})
+
+    def split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return groups that each say by ``use_muon`` whether Muon updates them, and have a rate. Raises
+        ConfigError as the class."""
+        if isinstance(param_group["params"], set):
+            return [param_group]  # torch refuses it: it has no order
+        given = param_group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        options = {name: value for name, value in param_group.items() if name != "params"}
+        groups = [_chosen(members, options)] if "use_muon" in options else _split(members, options)
+        for group in groups:
+            group.setdefault("lr", self.defaults["lr"] if group["use_muon"] else self._adam_lr)
+            MuonHyper.from_group({**self.defaults, **group})
+        return groups
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_adam_lr": self._adam_lr}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -115,41 +132,48 @@ class Muon(SelfManaged):
         return loss
 
 
-def _groups(params: list[Any], lr: float) -> list[dict[str, Any]]:
-    """Return groups that each say whether Muon updates them; ``lr`` is its rate."""
-    given: list[dict[str, Any]] = params if params and isinstance(params[0], dict) else [{"params": params}]
-    groups: list[dict[str, Any]] = []
-    for group in given:
-        if "use_muon" in group:
-            members = group["params"]
-            groups.append({**group, "params": [members] if isinstance(members, Tensor) else list(members)})
-        else:
-            groups += _split(group)
-    for group in groups:
-        if group["use_muon"]:
-            group.setdefault("lr", lr)
-            for param in group["params"]:
-                if param.dim() != 2:
-                    raise ConfigError(
-                        "Muon updates matrices, and a parameter of a group with use_muon=True has shape "
-                        f"{tuple(param.shape)}; put it into a group with use_muon=False"
-                    )
-    return groups
+def _chosen(members: list[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the group of ``members``, perhaps with names, for which ``use_muon`` is given."""
+    if "adam_lr" in options:
+        raise ConfigError(
+            f"a group has use_muon={options['use_muon']} and adam_lr={options['adam_lr']}, but one rate; "
+            "give it as lr, or give names of parameters instead of use_muon"
+        )
+    params = [each[1] if isinstance(each, tuple) else each for each in members]
+    for param in params if options["use_muon"] else ():
+        if param.dim() != 2:
+            raise ConfigError(
+                "Muon updates matrices, and a parameter of a group with use_muon=True has shape "
+                f"{tuple(param.shape)}; put it into a group with use_muon=False"
+            )
+    return {**options, "params": params}
 
 
-def _split(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the hidden matrices of a group with names, and its other parameters."""
+def _split(members: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a group of the hidden matrices among ``members``, and one of the others; of nothing, one that is
+    empty."""
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
-    for each in group["params"]:
+    for each in members:
         if not isinstance(each, tuple):
             raise ConfigError(
                 "Muon needs the names of parameters, which tell hidden matrices from embeddings and heads; "
                 "give it model.named_parameters(), or groups with use_muon=True or False"
             )
         name, param = each
-        is_hidden = param.dim() == 2 and not any(word in name.lower() for word in _NOT_HIDDEN)
-        parts[is_hidden].append(param)
-    return [{**group, "params": part, "use_muon": uses} for uses, part in parts.items() if part]
+        parts[param.dim() == 2 and not _is_outer(name)].append(param)
+    adam = {name: value for name, value in options.items() if name not in ("lr", "adam_lr")}
+    if "adam_lr" in options:
+        adam["lr"] = options["adam_lr"]
+    muon = {name: value for name, value in options.items() if name != "adam_lr"}
+    groups = [{**muon, "use_muon": True, "params": parts[True]}] if parts[True] else []
+    if parts[False] or not groups:
+        groups.append({**adam, "use_muon": False, "params": parts[False]})
+    return groups
+
+
+def _is_outer(name: str) -> bool:
+    """Say whether a parameter has the name of an embedding or a head."""
+    return any(word in name.lower() for word in _NOT_HIDDEN)
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:

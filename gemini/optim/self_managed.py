@@ -98,13 +98,23 @@ class SelfManaged(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch's optimizers do."""
-        if self._own is None:
-            super().add_param_group(param_group)
-        else:
+        """Add a group as torch's optimizers do, or those of :meth:`split_group`: all or none."""
+        count = len(self.param_groups)
+        if self._own is not None:
             self._own.add_param_group(param_group)
-            self.param_groups.append(self._own.param_groups[-1])
+            self.param_groups += self._own.param_groups[count:]
             self._own.take_driven_groups(self)
+            return
+        try:
+            for group in self.split_group(param_group):
+                super().add_param_group(group)
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+
+    def split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the groups to add for one that is given; a GeminiOptimizer that drives this asks, too."""
+        return [param_group]
 
     def __getstate__(self) -> dict[str, Any]:
         if self._own is not None:

@@ -96,6 +96,33 @@ def test_states_groups_hooks_and_files_are_those_of_any_optimizer(tmp_path: Path
             copy.deepcopy(optimizer)
 
 
+@pytest.mark.parametrize("drives_itself", [True, False])
+def test_a_named_group_that_comes_later_is_split_for_muon(drives_itself: bool) -> None:
+    def run(net: Any, optimizer: Any) -> list[float]:
+        losses = train(net, optimizer, square, range(2))
+        with pytest.raises(ConfigError, match=r"has shape \(\d+,\); put it into"):
+            optimizer.add_param_group({"params": [net[2][0].bias], "use_muon": True})
+        with pytest.raises(ConfigError, match=r"names .* model\.named_parameters\(\)"):
+            optimizer.add_param_group({"params": net[2].parameters()})
+        late = [*net[1].named_parameters(), ("0.bias", net[0][0].bias)]  # in the second of its two groups
+        with pytest.raises(ValueError, match="more than one parameter group"):
+            optimizer.add_param_group({"params": late})
+        assert len(optimizer.param_groups) == 2
+        optimizer.add_param_group({"params": net[1].named_parameters(), "lr": 0.1, "adam_lr": 0.2})
+        found = [(group["use_muon"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+        assert found[2:] == [(True, 0.1, 1), (False, 0.2, 1)]
+        return losses + train(net, optimizer, square, range(2, STEPS))
+
+    plain = seeded(mlp)
+    wanted = run(plain, Muon(plain[0].named_parameters()))
+    net = seeded(mlp)
+    with GeminiDDP(net) as model:
+        muon = Muon(net[0].named_parameters())
+        optimizer = muon if drives_itself else GeminiOptimizer(muon, model)
+        assert run(net, optimizer) == wanted
+        assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+
+
 def test_fp16_and_clipping_go_through_the_optimizer() -> None:
     def run(make: Any) -> dict[str, torch.Tensor]:
         net = seeded(mlp)

@@ -128,9 +128,9 @@ def test_a_matrix_in_many_chunks_is_gathered(rule: str, precision: str | None, t
     assert_same(run(2**18), run(2**24))
 
 
-@pytest.mark.parametrize("rule", ["nadam", "adafactor"])
+@pytest.mark.parametrize("rule", ["nadam", "adafactor", "muon and adam"])
 def test_checkpoints_and_state_dicts_have_all_of_a_state(rule: str, tmp_path: Path) -> None:
-    make = ELEMENT_WISE.get(rule) or (lambda params: torch_optim.Adafactor(params, lr=0.05))
+    make = ELEMENT_WISE.get(rule) or (lambda params: TARGETS[rule](params)[0])
     plain = seeded(mlp)
     optimizer = make(plain.parameters())
     train_plain(plain, [optimizer], square, range(8))

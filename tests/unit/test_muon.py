@@ -89,6 +89,55 @@ def test_it_goes_on_from_its_state_and_says_which_group_is_whose() -> None:
         assert torch.equal(other.state_dict()[name], value), name
 
 
+def ones(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape))
+
+
+def kinds_of(optimizer: Muon) -> list[tuple[bool, float, int]]:
+    """Return of each group whether Muon updates it, its rate, and how many parameters it has."""
+    return [
+        (group["use_muon"], group["lr"], len(group["params"]))
+        for group in copy.deepcopy(optimizer).param_groups
+    ]
+
+
+def test_a_named_group_has_a_rate_for_each_of_its_two_rules() -> None:
+    groups = [
+        {"params": [("a.weight", ones(2, 2)), ("a.bias", ones(2))], **rates}
+        for rates in ({}, {"lr": 0.05}, {"adam_lr": 0.06}, {"lr": 0.07, "adam_lr": 0.08})
+    ]
+    optimizer = Muon(groups, lr=0.1, adam_lr=0.2)
+    wanted = [(0.1, 0.2), (0.05, 0.2), (0.1, 0.06), (0.07, 0.08)]
+    assert kinds_of(optimizer) == [
+        each for muon, adam in wanted for each in ((True, muon, 1), (False, adam, 1))
+    ]
+    assert not any("adam_lr" in group for group in optimizer.param_groups)
+
+
+def test_a_group_that_comes_later_is_as_one_of_the_first() -> None:
+    first = copy.deepcopy(Muon([("weight", ones(2, 2))], lr=0.1, adam_lr=0.2))
+    assert kinds_of(first) == [(True, 0.1, 1)]
+    first.add_param_group({"params": ones(3, 2), "use_muon": True})
+    first.add_param_group({"params": [("b", ones(2))], "use_muon": False})
+    first.add_param_group({"params": [("c", ones(2, 2)), ("d", ones(2))]})
+    assert kinds_of(first) == [
+        (True, 0.1, 1),
+        (True, 0.1, 1),
+        (False, 0.2, 1),
+        (True, 0.1, 1),
+        (False, 0.2, 1),
+    ]
+    for group, message in (
+        ({"params": ones(2, 2, 2), "use_muon": True}, "has shape"),
+        ({"params": ones(2, 2)}, "names"),
+        ({"params": ones(2, 2), "use_muon": True, "adam_lr": 0.1}, "give it as lr"),
+        ({"params": ones(2, 2), "use_muon": True, "momentum": 1.0}, "momentum is 1"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            first.add_param_group(group)
+    assert len(first.param_groups) == 5
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
