@@ -381,8 +381,8 @@ def _muon(found: Conversion, document: Document) -> None:
     found.say(
         "optimizer.type",
         TAKEN,
-        "gemini.Muon: Muon for matrices without embed and lm_head in their names, AdamW for the others. What "
-        "differs: weights of more than two dimensions have AdamW",
+        "gemini.Muon: Muon for hidden matrices, AdamW for all others. What differs: matrices named wte, wpe, "
+        "score or classifier, and weights of more than two dimensions, have AdamW",
     )
     path = f"{_PARAMS}.lr"
     shared = document.take_as(path, NUMBER)

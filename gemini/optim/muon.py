@@ -15,7 +15,9 @@ from gemini.optim.self_managed import SelfManaged
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as its author and torch have them
 _LEAST_NORM = 1e-7
-_NOT_HIDDEN = ("embed", "lm_head")  # in the names of matrices that AdamW updates
+# Of embeddings and heads, which AdamW updates: within a name, and as a whole part of a dotted one.
+_WITHIN_NAMES = ("embed", "lm_head")
+_NAME_PARTS = frozenset(("wte", "wpe", "score", "classifier"))
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class Muon(SelfManaged):
 
     Args:
         params: ``model.named_parameters()``: matrices have Muon, unless their name contains ``embed`` or
-            ``lm_head``. Or groups: each with pairs of names and parameters, or with ``use_muon``. A group
-            with names becomes one for Muon and one for AdamW. Its ``lr`` is Muon's, its ``adam_lr`` AdamW's.
-            A group with ``use_muon`` has one rate, ``lr``. :meth:`add_param_group` takes the same groups.
+            ``lm_head``, or a part of it between dots is ``wte``, ``wpe``, ``score`` or ``classifier``. Or
+            groups: each with pairs of names and parameters, or with ``use_muon``. A group with names becomes
+            one for Muon and one for AdamW. Its ``lr`` is Muon's, its ``adam_lr`` AdamW's. A group with
+            ``use_muon`` has one rate, ``lr``. :meth:`add_param_group` takes the same groups.
         lr, momentum, ns_steps: of Muon, with Nesterov's momentum. A matrix with more rows than columns has
             ``sqrt(rows / columns)`` times the rate. ``ns_steps``: of the iteration that makes it orthogonal.
         adam_lr, betas, eps: of AdamW.
@@ -173,7 +176,8 @@ def _split(members: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _is_outer(name: str) -> bool:
     """Say whether a parameter has the name of an embedding or a head."""
-    return any(word in name.lower() for word in _NOT_HIDDEN)
+    low = name.lower()
+    return any(word in low for word in _WITHIN_NAMES) or not _NAME_PARTS.isdisjoint(low.split("."))
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:

@@ -139,6 +139,23 @@ def test_a_group_that_comes_later_is_as_one_of_the_first() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "uses_muon"),
+    [
+        ("transformer.wte.weight", False),  # of GPT-2, tied to the head
+        ("transformer.wpe.weight", False),
+        ("score.weight", False),
+        ("classifier.out_proj.weight", False),
+        ("model.embed_tokens.weight", False),
+        ("lm_head.weight", False),
+        ("transformer.h.0.attn.c_attn.weight", True),
+        ("scorer.weight", True),
+    ],
+)
+def test_names_of_embeddings_and_heads_have_adamw(name: str, uses_muon: bool) -> None:
+    assert kinds_of(Muon([(name, ones(2, 2))])) == [(uses_muon, 0.02 if uses_muon else 3e-4, 1)]
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr is -1"),
