@@ -231,9 +231,13 @@ class RunDirectory:
         saved = _read_run(self._run)
         others = [name for name, value in identity.items() if saved.get(name) != value]
         if others:
-            has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
-            asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
-            raise ConfigError(f"the run in {self.path} has {has}; this one {asked}; {self._way_back(others)}")
+            raise ConfigError(self._another_run(saved, identity, others))
+
+    def _another_run(self, saved: Mapping[str, Any], identity: Mapping[str, Any], others: list[str]) -> str:
+        """Return what to say of a run of which ``others`` of the identity are not as they were."""
+        has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
+        asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
+        return f"the run in {self.path} has {has}; this one {asked}; {self._way_back(others)}"
 
     def _way_back(self, others: Sequence[str]) -> str:
         """Return what to do about a run of which ``others`` of the identity are not as they were."""
