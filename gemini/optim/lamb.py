@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from gemini.errors import ConfigError
 from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.optim.self_managed import SelfManaged
 
@@ -69,24 +68,15 @@ class Lamb(SelfManaged):
         """Update every parameter that has a gradient. Raises ConfigError for a sparse one."""
         if self.driver() is not None:
             return self.step_managed(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            hyper = LambHyper.from_group(group)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if param.grad.is_sparse:
-                    raise ConfigError("Lamb takes dense gradients; use SparseAdam for those of sparse layers")
-                state = self.state[param]
-                if not state:
-                    state["step"] = 0
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-                state["step"] += 1
-                lamb_update(param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], hyper)
-        return loss
+        return self.step_plain(closure, LambHyper.from_group, self._update)
+
+    def _update(self, param: torch.Tensor, state: dict[str, Any], hyper: LambHyper) -> None:
+        assert param.grad is not None
+        if not state:
+            state["step"] = 0
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        state["step"] += 1
+        lamb_update(param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], hyper)
 
 
 def lamb_update(

@@ -54,23 +54,16 @@ class Lion(SelfManaged):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient. Raises ConfigError for a sparse one."""
         if self.driver() is not None:
             return self.step_managed(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            hyper = LionHyper.from_group(group)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                lion_update(param, param.grad, state["exp_avg"], hyper)
-        return loss
+        return self.step_plain(closure, LionHyper.from_group, self._update)
+
+    def _update(self, param: torch.Tensor, state: dict[str, Any], hyper: LionHyper) -> None:
+        assert param.grad is not None
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+        lion_update(param, param.grad, state["exp_avg"], hyper)
 
 
 def lion_update(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, hyper: LionHyper) -> None:

@@ -110,29 +110,17 @@ class Muon(SelfManaged):
         """Update every parameter that has a gradient. Raises ConfigError for a sparse one."""
         if self.driver() is not None:
             return self.step_managed(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            hyper = MuonHyper.from_group(group)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                if param.grad.is_sparse:
-                    raise ConfigError("Muon takes dense gradients; use SparseAdam for those of sparse layers")
-                state = self.state[param]
-                if not state:
-                    moments = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
-                    state.update(step=0, **moments)
-                state["step"] += 1
-                if hyper.use_muon:
-                    muon_update(param, param.grad, state["exp_avg"], hyper)
-                else:
-                    adam_update(
-                        param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], hyper
-                    )
-        return loss
+        return self.step_plain(closure, MuonHyper.from_group, self._update)
+
+    def _update(self, param: Tensor, state: dict[str, Any], hyper: MuonHyper) -> None:
+        assert param.grad is not None
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+        state["step"] += 1
+        if hyper.use_muon:
+            muon_update(param, param.grad, state["exp_avg"], hyper)
+        else:
+            adam_update(param, param.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], hyper)
 
 
 def _chosen(members: list[Any], options: dict[str, Any]) -> dict[str, Any]:

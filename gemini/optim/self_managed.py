@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from gemini.errors import ConfigError
 from gemini.model.handle import ManagedModel, handle_of_parameter
 from gemini.optim.wrapped import step_of
 from gemini.runtime import ManagedParameter
+
+Hyper = TypeVar("Hyper")
 
 # What a GeminiOptimizer has beside an optimizer of torch, of which programs over managed models make use.
 _SHOWN = frozenset(
@@ -75,6 +77,32 @@ class SelfManaged(torch.optim.Optimizer):
         """Run the step of :meth:`driver`; hooks run around the step that calls this."""
         step: Callable[..., Any] = step_of(type(self._own))
         return step(self._own, closure)
+
+    def step_plain(
+        self,
+        closure: Callable[[], Any] | None,
+        hyper_of: Callable[[Any], Hyper],
+        update: Callable[[torch.Tensor, dict[str, Any], Hyper], None],
+    ) -> Any:
+        """Have ``update`` change every plain parameter that has a gradient, and its state, which is empty at
+        first; ``hyper_of`` reads a group. Return the loss of ``closure``. Raises ConfigError for a sparse
+        gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            hyper = hyper_of(group)
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                if param.grad.is_sparse:
+                    raise ConfigError(
+                        f"{type(self).__name__} takes dense gradients; use SparseAdam for those of sparse "
+                        "layers"
+                    )
+                update(param, self.state[param], hyper)
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Give up gradients, or make zeros of them; over ranks all call it where parameters are managed."""
