@@ -281,7 +281,8 @@ def _told_of_waits() -> tuple[str, float]:
     _set_patience(PATIENCE)
     begin = time.monotonic()
     try:
-        with Mesh(Layout(pp=2, tp=2)) as mesh:  # the first to hear of it tells the others, along all axes
+        # A rank that hears of the wait leaves the mesh, which tells the others along all axes.
+        with Mesh(Layout(pp=2, tp=2)) as mesh:
             some, every = mesh.axis("tp"), mesh.axis("pp", "dp", "sp", "tp")
             assert some is not None
             assert every is not None
