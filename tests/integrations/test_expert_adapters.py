@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_expert_architectures import CONFIGS
+from torch._C import DisableTorchFunctionSubclass
 
 import gemini
 from gemini.errors import StateError
@@ -173,6 +174,17 @@ def test_a_sum_made_without_gradients_has_none_and_one_that_was_changed_is_refus
         left.mul_(2)
     with pytest.raises(StateError, match="was changed in place between the sum of both and its use"):
         rows[1]
+
+
+def test_what_reads_a_sum_below_autograd_does_not_take_its_gradient(tmp_path: Path) -> None:
+    module = _Experts()
+    _managed(module, tmp_path, 1.1, optimizer_rule="none")
+    left, right = _factors(torch.float32, 8)
+    rows = torch.baddbmm(module.weight, left, right)
+    with torch.no_grad(), DisableTorchFunctionSubclass():
+        torch.sum(rows)
+    rows.square().sum().backward()
+    assert left.grad is not None
 
 
 def test_a_step_makes_no_array_of_sums(tmp_path: Path) -> None:

@@ -256,13 +256,16 @@ class AdaptedRows(torch.Tensor):
     def whole(self) -> torch.Tensor:
         """Return an ordinary tensor, computed at the first call. Raises as a PreOp."""
         if self._whole is None:
-            self._sum.check()
             with PlainTensors():
                 trains = self.requires_grad
             with torch.set_grad_enabled(trains):
-                rows = self._sum.whole()
-                self._whole = rows[0] if self._is_row else rows
+                self._whole = self._computed()
         return self._whole
+
+    def _computed(self) -> torch.Tensor:
+        self._sum.check()
+        rows = self._sum.whole()
+        return rows[0] if self._is_row else rows
 
     @classmethod
     def __torch_function__(
@@ -283,8 +286,15 @@ class AdaptedRows(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute them for what asks no class of its operands, such as C++ code."""
-        args, kwargs = tree_map(_ordinary, (tuple(args), kwargs or {}))
+        """Compute them for what asks no class of its operands, such as C++ code. Nothing is recorded here, so
+        they are not kept for :meth:`whole`."""
+
+        def computed(value: Any) -> Any:
+            if type(value) is not cls:
+                return value
+            return value._computed() if value._whole is None else value._whole
+
+        args, kwargs = tree_map(computed, (tuple(args), kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
