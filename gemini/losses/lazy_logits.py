@@ -9,7 +9,7 @@ else is asked of it is asked of the whole logits, which are computed then. See d
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from gemini.errors import StateError
 from gemini.losses.tiled_cross_entropy import (
@@ -27,23 +26,8 @@ from gemini.losses.tiled_cross_entropy import (
     loss_by_tiles,
     without_autocast,
 )
+from gemini.system.lazy_tensor import LazyTensor, versions_of
 
-_GETTERS = (
-    *("shape", "dtype", "device", "layout", "requires_grad", "ndim", "itemsize", "nbytes"),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested", "is_quantized", "is_mkldnn"),
-)
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
-    *("get_device", "is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
-)
-# Answered without values.
-_METADATA = frozenset(
-    (
-        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS),
-        *(getattr(torch.Tensor, name) for name in _METHODS),
-        *(torch.is_floating_point, torch.is_complex, torch.numel),
-    )
-)
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -74,7 +58,7 @@ class HeadCall:
         """Return a call that is made now."""
         hidden = operands[0]
         compute = dtype_of_autocast(hidden.device.type)
-        return cls(*operands, state, note, compute_dtype=compute, made=(state(), _version(hidden)))
+        return cls(*operands, state, note, compute_dtype=compute, made=(state(), versions_of(hidden)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,11 +73,11 @@ class HeadCall:
     def of_rows(self, hidden: torch.Tensor) -> HeadCall:
         """Return the same for other rows: views of those that there were. Raises as :meth:`check`."""
         self.check()
-        return replace(self, hidden=hidden, made=(self.state(), _version(hidden)))
+        return replace(self, hidden=hidden, made=(self.state(), versions_of(hidden)))
 
     def check(self) -> None:
         """Raise StateError if the logits would no longer be those of the head's call."""
-        if self.made != (self.state(), _version(self.hidden)):
+        if self.made != (self.state(), versions_of(self.hidden)):
             raise StateError(
                 "the logits of a tiled loss are read after the weights of the head, or its input, have "
                 "changed: they were not computed in the forward pass, and would be others now; read them "
@@ -121,11 +105,15 @@ class HeadCall:
         return loss_by_tiles(self.hidden, self.weight, self.bias, labels, chosen)
 
 
-class LazyLogits(torch.Tensor):
+class LazyLogits(LazyTensor):
     """The logits of a :class:`HeadCall`, without memory until something other than a loss asks for them."""
 
+    lost_gradient = (
+        "the gradient of logits goes to a place where nobody computes it further: an autograd.Function took "
+        "the logits of a model with a tiled loss; give it logits.clone(), or leave tiled_loss out"
+    )
+
     _call: HeadCall
-    _whole: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, call: HeadCall) -> LazyLogits:
@@ -133,17 +121,9 @@ class LazyLogits(torch.Tensor):
         is_recorded = torch.is_grad_enabled() and any(
             each is not None and each.requires_grad for each in operands
         )
-        made: LazyLogits = torch.Tensor._make_wrapper_subclass(
-            cls,
-            (*call.hidden.shape[:-1], call.weight.shape[0]),
-            dtype=call.dtype,
-            device=call.hidden.device,
-            requires_grad=is_recorded,
-        )
-        made._call, made._whole = call, None
-        if is_recorded:
-            with PlainTensors():
-                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        shape = (*call.hidden.shape[:-1], call.weight.shape[0])
+        made = cls.without_memory(call.hidden, shape, trains=is_recorded, dtype=call.dtype)
+        made._call = call
         return made
 
     def _may_stay_lazy(self) -> bool:
@@ -152,57 +132,17 @@ class LazyLogits(torch.Tensor):
         with PlainTensors():
             return self._whole is None and (torch.is_grad_enabled() or not self.requires_grad)
 
-    def whole(self) -> torch.Tensor:
-        """Return ordinary logits, computed at the first call."""
-        if self._whole is None:
-            with PlainTensors():
-                is_recorded = self.requires_grad
-            with torch.set_grad_enabled(is_recorded):
-                self._whole = self._call.logits()
-        return self._whole
+    def compute(self) -> torch.Tensor:
+        """Return all logits, computed now. Raises as :meth:`HeadCall.check`."""
+        return self._call.logits()
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with PlainTensors():
-                return func(*args, **kwargs)
+    def without_values(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return what models do between head and loss as lazy logits, and the loss by tiles."""
         rule = _RULES.get(getattr(func, "__name__", ""))
-        if rule is not None and args and type(args[0]) is cls and args[0]._may_stay_lazy():
-            found = rule(args[0], *args[1:], **kwargs)
-            if found is not NotImplemented:
-                return found
-        args, kwargs = tree_map(_ordinary, (tuple(args), kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute them for what asks no class of its operands, such as C++ code."""
-
-        def computed(value: Any) -> Any:
-            return value._call.logits() if type(value) is cls else value
-
-        args, kwargs = tree_map(computed, (tuple(args), kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _ordinary(value: Any) -> Any:
-    return value.whole() if type(value) is LazyLogits else value
-
-
-def _refuse_gradient(_gradient: torch.Tensor) -> None:
-    raise StateError(
-        "the gradient of logits goes to a place where nobody computes it further: an autograd.Function took "
-        "the logits of a model with a tiled loss; give it logits.clone(), or leave tiled_loss out"
-    )
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+        if rule is None or not args or type(args[0]) is not cls or not args[0]._may_stay_lazy():
+            return NotImplemented
+        return rule(*args, **kwargs)
 
 
 # -- what keeps logits lazy; each returns NotImplemented for what only whole ones can do ---------------------

@@ -11,7 +11,7 @@ docs/notes/experts.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from gemini.errors import StateError
 from gemini.runtime.gate.gate import CutRef
 from gemini.runtime.intercept.functions import METADATA_FUNCTIONS
 from gemini.runtime.intercept.rows import Operate, is_view, runs_of
+from gemini.system.lazy_tensor import LazyTensor, versions_of
 
 _GROUPED: frozenset[Any] = frozenset(
     getattr(owner, name)
@@ -61,13 +61,8 @@ def lazy_sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operat
         return NotImplemented
     if not torch.is_grad_enabled():  # whatever is on where rows are used
         left, right = left.detach(), right.detach()
-    versions = _versions(weight, left, right)
+    versions = versions_of(weight, left, right)
     return AdaptedRows(_Sum(weight, left, right, dict(kwargs), operate, versions=versions))
-
-
-def _versions(*tensors: torch.Tensor) -> tuple[int, ...]:
-    with PlainTensors():
-        return tuple(-1 if each.is_inference() else each._version for each in tensors)
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class _Sum:
 
     def check(self) -> None:
         """Raise StateError where a part of the sum was changed in place since it was asked for."""
-        if _versions(self.weight, self.left, self.right) != self.versions:
+        if versions_of(self.weight, self.left, self.right) != self.versions:
             raise StateError(
                 "a weight of experts, or an adapter on it, was changed in place between the sum of both and "
                 "its use; compute the sum again after the change"
@@ -227,86 +222,46 @@ class _RowProduct(torch.autograd.Function):
         return of_tokens, factors.left_grad, factors.right_grad, None, None
 
 
-class AdaptedRows(torch.Tensor):
+class AdaptedRows(LazyTensor):
     """A :class:`_Sum`, or one row of it if ``is_row``, without memory until more than rows are asked for."""
+
+    description = METADATA_FUNCTIONS
+    lost_gradient = (
+        "the gradient of an adapted array of experts goes to a place where nobody computes it further: an "
+        "operator that asks no class of its operands took the array; give it array.clone()"
+    )
 
     _sum: _Sum
     _is_row: bool
-    _whole: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, of: _Sum, *, is_row: bool = False) -> AdaptedRows:
         with PlainTensors():
-            (count, *shape), dtype, device = of.weight.shape, of.weight.dtype, of.weight.device
+            (count, *shape), dtype = of.weight.shape, of.weight.dtype
             trains = torch.is_grad_enabled() and (of.left.requires_grad or of.right.requires_grad)
         strides = [shape[1], 1]
         if of.is_transposed:
             shape, strides = shape[::-1], strides[::-1]
         if not is_row:
             shape, strides = [count, *shape], [shape[0] * shape[1], *strides]
-        made: AdaptedRows = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides, dtype=dtype, device=device, requires_grad=trains
-        )
-        made._sum, made._is_row, made._whole = of, is_row, None
-        if trains:
-            with PlainTensors():
-                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        made = cls.without_memory(of.weight, shape, trains=trains, strides=strides, dtype=dtype)
+        made._sum, made._is_row = of, is_row
         return made
 
-    def whole(self) -> torch.Tensor:
-        """Return an ordinary tensor, computed at the first call. Raises as a PreOp."""
-        if self._whole is None:
-            with PlainTensors():
-                trains = self.requires_grad
-            with torch.set_grad_enabled(trains):
-                self._whole = self._computed()
-        return self._whole
-
-    def _computed(self) -> torch.Tensor:
+    def compute(self) -> torch.Tensor:
+        """Return all rows, or the one, computed now. Raises as :meth:`_Sum.check` and as a PreOp."""
         self._sum.check()
         rows = self._sum.whole()
         return rows[0] if self._is_row else rows
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA_FUNCTIONS:
-            with PlainTensors():
-                return func(*args, **kwargs)
+    def without_values(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return parts as lazy rows, and products with them by runs of used rows."""
         for rule in (_part, _grouped, _with_row):
             found = rule(func, args, kwargs)
             if found is not NotImplemented:
                 return found
-        args, kwargs = tree_map(_ordinary, (tuple(args), kwargs))
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute them for what asks no class of its operands, such as C++ code. Nothing is recorded here, so
-        they are not kept for :meth:`whole`."""
-
-        def computed(value: Any) -> Any:
-            if type(value) is not cls:
-                return value
-            return value._computed() if value._whole is None else value._whole
-
-        args, kwargs = tree_map(computed, (tuple(args), kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def _ordinary(value: Any) -> Any:
-    return value.whole() if type(value) is AdaptedRows else value
-
-
-def _refuse_gradient(_gradient: torch.Tensor) -> None:
-    raise StateError(
-        "the gradient of an adapted array of experts goes to a place where nobody computes it further: an "
-        "operator that asks no class of its operands took the array; give it array.clone()"
-    )
+        return NotImplemented
 
 
 # -- what keeps rows lazy; each returns NotImplemented for what only whole ones can do -----------------------
@@ -327,7 +282,7 @@ def _part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     of.check()
     row = range(len(of.weight))[int(args[1])]
     weight, left, right = (each[row : row + 1] for each in (of.weight, of.left, of.right))
-    versions = _versions(weight, left, right)
+    versions = versions_of(weight, left, right)
     return AdaptedRows(replace(of, weight=weight, left=left, right=right, versions=versions), is_row=True)
 
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gradients import Slot
 from gemini.runtime.intercept import raw_access
+from gemini.system.lazy_tensor import DESCRIPTION
 
 
 def _slot_of(tensor: Any) -> Slot | None:
@@ -206,74 +207,19 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
 }
 
 
-_GETTERS = [
-    "shape",
-    "dtype",
-    "device",
-    "layout",
-    "requires_grad",
-    "is_leaf",
-    "grad_fn",
-    "ndim",
-    "is_cuda",
-    "is_cpu",
-    "is_sparse",
-    "is_sparse_csr",
-    "is_quantized",
-    "is_meta",
-    "is_mps",
-    "is_mkldnn",
-    "is_xpu",
-    "is_nested",
-    "itemsize",
-    "nbytes",
-    "name",
-    "names",
-    "output_nr",
-    "retains_grad",
-    "_version",
-    "_base",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-]
-_SETTERS = ["_backward_hooks", "_post_accumulate_grad_hooks", "names"]
-_METHODS = [
-    "size",
-    "dim",
-    "stride",
-    "numel",
-    "nelement",
-    "element_size",
-    "storage_offset",
-    "is_contiguous",
-    "is_floating_point",
-    "is_complex",
-    "is_signed",
-    "get_device",
-    "ndimension",
-    "__len__",
-    "__hash__",
-    "register_hook",
-    "register_post_accumulate_grad_hook",
-    "retain_grad",
-    "is_same_size",
-    "has_names",
-    "is_set_to",
-    "is_inference",
-    "__dlpack_device__",
-]
-_FUNCTIONS = [
-    "numel",
-    "is_floating_point",
-    "is_complex",
-    "is_tensor",
-    "is_same_size",
-    "is_inference",
-    "_has_compatible_shallow_copy_type",
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-]
+_GETTERS = (
+    *("is_leaf", "grad_fn", "is_sparse_csr", "is_mps", "is_xpu", "name", "names", "output_nr"),
+    *("retains_grad", "_version", "_base", "_backward_hooks", "_post_accumulate_grad_hooks"),
+)
+_SETTERS = ("_backward_hooks", "_post_accumulate_grad_hooks", "names")
+_METHODS = (
+    *("is_signed", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "is_same_size"),
+    *("has_names", "is_set_to", "is_inference", "__dlpack_device__"),
+)
+_FUNCTIONS = (
+    *("is_tensor", "is_same_size", "is_inference", "_has_compatible_shallow_copy_type"),
+    *("empty_like", "zeros_like", "ones_like"),
+)
 
 
 def _metadata_functions() -> frozenset[Any]:
@@ -283,7 +229,7 @@ def _metadata_functions() -> frozenset[Any]:
     functions += [getattr(torch.Tensor, name).__set__ for name in _SETTERS if hasattr(torch.Tensor, name)]
     functions += [getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)]
     functions += [getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)]
-    return frozenset(functions)
+    return DESCRIPTION.union(functions)
 
 
 # Answered from the tensor's description: no fetch.
