@@ -13,6 +13,18 @@ from torch import nn
 from gemini.comm.peers import ModelRanks
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
+from gemini.runtime.intercept.precision import is_quantized
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Raise ConfigError for a model with weights in 4 or 8 bits: only data parallelism takes them."""
+    for name, param in model.named_parameters():
+        if is_quantized(param):
+            raise ConfigError(
+                f"parameter {name!r} is a quantized weight ({type(param).__name__}), and tensor, pipeline "
+                "and sequence parallelism do not divide such models; share the batch among ranks instead "
+                "(ZeRO), or give a base with floating-point weights"
+            )
 
 
 @dataclass(frozen=True)

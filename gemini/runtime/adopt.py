@@ -370,11 +370,9 @@ def adopt_parameter(
 ) -> Adopted:
     """Copy a parameter of ``owner`` into its chunk and make it managed; return what makes it an ordinary one
     again."""
-    dtype, device = param.dtype, param.device
     if is_quantized(param):
-        keep_layout(owner)
-        _adopt_quantized(param, form_of(slot.name, param, owner), slot, manager)
-        return Adopted(param, slot, dtype, device, rounded=False)
+        return _adopt_quantized(param, slot, manager, owner)
+    dtype, device = param.dtype, param.device
     if manager.sharding is not None:
         manager.sharding.agree_on(param.data, slot.group)
     values = _memory_order(slot, param.data)
@@ -390,29 +388,58 @@ def adopt_parameter(
 
 
 def _adopt_quantized(
-    param: nn.Parameter, form: QuantizedForm, slot: ManagedSlot, manager: GeminiManager
-) -> None:
-    """Copy the inner tensors of a quantized weight into its chunk and make it managed."""
+    param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager, owner: nn.Module
+) -> Adopted:
+    """Copy the inner tensors of a quantized weight into its chunk and make it managed; over several ranks
+    those of the first."""
+    form = form_of(slot.name, param, owner)
+    given = [each.bytes_of(value) for each, value in zip(form.inner, form.tensors_of(param), strict=True)]
+    if manager.sharding is not None:
+        for values in given:
+            manager.sharding.agree_on(values, slot.group)
     tensors = slot.param_ref.tensors
-    with manager.operator(tensors, tensors):
-        for kept, given in zip(form.views(slot.param_view), form.tensors_of(param), strict=True):
-            kept.copy_(given)
+    with manager.operator(tensors, tensors):  # whole: forward comes next
+        for each, values in zip(form.inner, given, strict=True):
+            slot.param_view[each.start : each.start + each.nbytes].copy_(values)
+    return _manage_quantized(param, form, slot, owner)
+
+
+def fill_quantized(
+    param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager, owner: nn.Module
+) -> Adopted:
+    """Copy a quantized weight of ``owner`` into its chunk, which was laid out without values, and make it
+    managed. Over several ranks all have the same weight, and each writes what it owns, without the others."""
+    form = form_of(slot.name, param, owner)
+    _write_inner(slot, form, list(form.tensors_of(param)), manager)
+    return _manage_quantized(param, form, slot, owner)
+
+
+def _manage_quantized(
+    param: nn.Parameter, form: QuantizedForm, slot: ManagedSlot, owner: nn.Module
+) -> Adopted:
+    """Make a quantized weight, whose bytes its chunk has, a managed one."""
+    dtype, device = param.dtype, param.device
+    keep_layout(owner)
     slot.take_form(form)
     make_managed_quantized(param, form, slot.param_view, slot.param_ref, slot, name_again)
-    manager.parameters.add(cast("ManagedParameter", param))
+    slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()
+    return Adopted(param, slot, dtype, device, rounded=False)
 
 
 def write_quantized(slot: ManagedSlot, value: torch.Tensor, manager: GeminiManager) -> None:
-    """Copy what ``value`` is made of into the chunk of a quantized weight. Raises ConfigError where it is
-    quantized otherwise."""
+    """Copy what ``value`` is made of into the chunk of a quantized weight; over several ranks each writes
+    what it owns. Raises ConfigError where it is quantized otherwise."""
     assert slot.form is not None
-    given = slot.form.values_of(value)
-    manager.snapshot.before_write()
-    tensors = slot.param_ref.tensors
-    with manager.operator(tensors, tensors):
-        for kept, new in zip(slot.form.views(slot.param_view), given, strict=False):
-            kept.copy_(new)
+    _write_inner(slot, slot.form, slot.form.values_of(value), manager)
+
+
+def _write_inner(
+    slot: ManagedSlot, form: QuantizedForm, given: Sequence[torch.Tensor], manager: GeminiManager
+) -> None:
+    """Write the first inner tensors of a quantized weight; see :func:`write_range`."""
+    for each, values in zip(form.inner, given, strict=False):
+        write_range(slot, each.start, each.bytes_of(values), manager)
 
 
 def read_quantized(slot: ManagedSlot, manager: GeminiManager, place: Place = IN_MEMORY) -> torch.Tensor:

@@ -36,7 +36,7 @@ class Changes:
         arrived = [
             (name, tuple(param.shape), param.stride(), outline.types[name], name in outline.trainable)
             for name, param in outline.params.items()
-        ]
+        ] + list(outline.forms.items())
         return f"{places} {[_place(slot) for slot in self.departed]} {arrived}"
 
 

@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -40,7 +40,7 @@ from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, ch
 from gemini.runtime.growth import Growth, least_gathered, with_gathered
 from gemini.runtime.intercept.compiled import is_compiled
 from gemini.runtime.intercept.precision import BYTES, compute_types, is_quantized
-from gemini.runtime.intercept.quantized import form_of
+from gemini.runtime.intercept.quantized import QuantizedForm, form_of
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.step.order import PlacementContext
 from gemini.runtime.storage.data_sizes import (
@@ -70,7 +70,7 @@ class Outline:
 
     ``types``: what each computes in. ``trainable``: which were not frozen. ``operators``: submodules and the
     parameters that the operator of each takes at once. ``experts``: passes use some of them. ``own``: which
-    belong to experts that other ranks do not have.
+    belong to experts that other ranks do not have. ``forms``: what the bytes of each quantized one are.
     """
 
     params: Mapping[str, torch.Tensor]
@@ -79,6 +79,7 @@ class Outline:
     operators: tuple[tuple[str, tuple[str, ...]], ...]
     experts: tuple[ExpertSet, ...] = ()
     own: frozenset[str] = frozenset()
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -98,20 +99,25 @@ class Outline:
         check_apart(params)
         # What keep_fp32 names may have left the module since.
         types = compute_types(module, config.precision, config.keep_fp32, strict=manager is None)
+        forms = {
+            name: form_of(name, param, module.get_submodule(name.rpartition(".")[0]))
+            for name, param in params
+            if is_quantized(param)
+        }
         return cls(
-            {name: _outline_of(name, param, module) for name, param in params},
-            {name: BYTES if is_quantized(param) else types[id(param)] for name, param in params},
+            {name: _outline_of(param, forms.get(name)) for name, param in params},
+            {name: BYTES if name in forms else types[id(param)] for name, param in params},
             frozenset(name for name, param in params if param.requires_grad),
             tuple(_operators(module)),
             tuple(expert_sets(module)) if manager is None else (),
             frozenset() if own is None else own.names(module),
+            {name: str(form) for name, form in forms.items()},
         )
 
 
-def _outline_of(name: str, param: nn.Parameter, module: nn.Module) -> torch.Tensor:
+def _outline_of(param: nn.Parameter, form: QuantizedForm | None) -> torch.Tensor:
     """Return a parameter on ``meta``; of a quantized one the bytes that it takes."""
-    if is_quantized(param):
-        form = form_of(name, param, module.get_submodule(name.rpartition(".")[0]))
+    if form is not None:
         return torch.empty(form.nbytes, dtype=BYTES, device="meta")
     return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
 
@@ -185,12 +191,12 @@ class Built(NamedTuple):
 
 
 def _refuse_quantized(outline: Outline) -> None:
-    """Raise ConfigError for what ranks cannot have parts of."""
-    quantized = [name for name, dtype in outline.types.items() if dtype is BYTES]
-    if quantized:
+    """Raise ConfigError for what tensor and pipeline parallelism do not divide."""
+    for name in outline.forms:
         raise ConfigError(
-            f"{len(quantized)} parameters (first {quantized[0]!r}) are quantized weights, which are not cut "
-            "among ranks; manage the model in one process, or give a base with floating-point weights"
+            f"{len(outline.forms)} parameters (first {name!r}) are quantized weights, which tensor and "
+            "pipeline parallelism (model_ranks) do not divide; share the batch among ranks instead (ZeRO, "
+            "process_group), or give a base with floating-point weights"
         )
 
 
@@ -237,6 +243,8 @@ def build_runtime(
     def draw() -> tuple[Drawing, Blueprint]:
         cuts = share is None and device.cuts_chunks
         outline = Outline.of(module, config, own=experts)
+        if model_ranks is not None:
+            _refuse_quantized(outline)
         own_share = None if experts is None else experts.share
         drawing = Drawing(outline, share, device, ranks_here, cuts, own_share)
         return drawing, drawing.draw(config)
@@ -247,7 +255,8 @@ def build_runtime(
     if model_ranks is not None and model_ranks.alike is not None:
         alike = [*([peers] if peers is not None else []), *model_ranks.alike]
     for each in alike:
-        require_equal(each, f"{said} {config.reduce_dtype} {config.strict_ddp_mode}")
+        options = f"{config.reduce_dtype} {config.strict_ddp_mode}"
+        require_equal(each, f"{said} {options} {drawing.outline.forms}")
     offload = config.activation_offload
     made: list[ModelStorage] = []
 
@@ -407,11 +416,9 @@ class Drawing:
         is kept of it; None: all that were not frozen, with those of the rule that was announced, or Adam's.
 
         Raises:
-            ConfigError: a size allows no chunk, or ranks are to share a quantized weight.
+            ConfigError: a size allows no chunk.
         """
         outline, device, share = self.outline, self.device, self.share
-        if share is not None:
-            _refuse_quantized(outline)
         device_bytes = config.device_bytes
         if device_bytes is None:
             device.release_cache()  # what torch's allocator keeps from earlier work is free as well

@@ -19,7 +19,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.placement import ModelDataSize
 from gemini.placement.policies import DeviceTooSmallError
-from gemini.runtime.adopt import Adopted, adopt_parameter, is_watched, watch, write_values
+from gemini.runtime.adopt import Adopted, fill_quantized, is_watched, watch, write_values
 from gemini.runtime.gate.gradients import MASTER
 from gemini.runtime.intercept.tensors import ManagedParameter
 from gemini.runtime.manager import GeminiManager
@@ -258,7 +258,7 @@ class Filling:
     def adopt(self, param: nn.Parameter, slot: ManagedSlot, owner: nn.Module) -> Adopted:
         """Copy a parameter of ``owner``, a quantized weight, into its chunk and make it managed. Raises as
         :meth:`write`."""
-        adopted = adopt_parameter(param, slot, self._manager, owner)
+        adopted = fill_quantized(param, slot, self._manager, owner)
         self._make_way(slot)
         return adopted
 

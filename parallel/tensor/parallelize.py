@@ -16,7 +16,7 @@ from gemini.errors import ConfigError
 from gemini.parallel.families import GROUPS
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
-from gemini.parallel.partition import Cut, Partition
+from gemini.parallel.partition import Cut, Partition, refuse_quantized
 from gemini.parallel.tensor.agreement import FirstGradients, WholeModel
 from gemini.parallel.tensor.layers import Attention, ColumnLayer, CutLayer
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
@@ -260,6 +260,7 @@ def planned(
     blocks = find_blocks(model) if sequence_norms else []
     if any(isinstance(module, CutLayer) for module in model.modules()):
         raise ConfigError("the model has been cut before; cut a new one")
+    refuse_quantized(model)
     if not gather_logits:
         refuse_unknown_loss(model)
     resolved = resolve(model, plan, gather_logits=gather_logits, whole_experts=whole_experts)

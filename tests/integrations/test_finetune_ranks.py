@@ -71,12 +71,17 @@ def weights_of(directory: str | Path) -> dict[str, torch.Tensor]:
         {"eval_share": 0.3, "eval_every": 3, "keep_best": True},
         {"lora": 4, "precision": "bf16"},
         {"lora": 4, "dora": True, "merge": True, "batch": 4, "accumulate": 1},
+        {"lora": 4, "quantize": "nf4"},
+        {"lora": 4, "quantize": "int8"},
     ],
-    ids=["full", "adapters", "merged"],
+    ids=["full", "adapters", "merged", "4 bits", "8 bits"],
 )
 def test_ranks_train_as_one_process_does(
     changes: dict[str, Any], config: FineTuneConfig, tmp_path: Path
 ) -> None:
+    if "quantize" in changes:
+        pytest.importorskip("bitsandbytes", reason="the extra 'quantized' is not installed")
+        pytest.importorskip("torchao", reason="the extra 'quantized' is not installed")
     config = dataclasses.replace(config, **changes)
     want = run(config)
     there = str(tmp_path / "ranks")

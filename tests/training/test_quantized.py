@@ -15,11 +15,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import checkpoint
-from gemini.chunk import CPU
-from gemini.comm.peers import Share
 from gemini.errors import CheckpointError, ConfigError
-from gemini.runtime.build import Drawing, Outline
-from gemini.runtime.config import GeminiConfig
 
 KIB = 1024
 IDS = torch.arange(10)[None]
@@ -225,12 +221,6 @@ def test_unfreezing_a_managed_quantized_weight_is_refused_by_name(kind: str) -> 
     with pytest.raises(ConfigError, match=r"blocks\.0\.widen\.base\.weight.*stay frozen"):
         model.blocks[0].widen.base.weight.requires_grad_(True)
     assert torch.equal(model(IDS), want)
-
-
-def test_ranks_are_refused_by_name() -> None:
-    outline = Outline.of(build("torchao-8bit"), GeminiConfig())
-    with pytest.raises(ConfigError, match=r"blocks\.0\.widen\.base\.weight.*ranks"):
-        Drawing(outline, Share(0, 2), CPU, 2).draw(GeminiConfig(device_bytes=2**24))
 
 
 def test_a_weight_that_is_not_quantized_yet_is_refused_by_name() -> None:

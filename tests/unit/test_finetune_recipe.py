@@ -137,7 +137,6 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--quantize", "nf4"], "--quantize nf4 freezes the base.* add --lora 16"),
         ([*NEEDED, "--lora", "4", "--quantize", "nf4", "--merge"], "--quantize nf4 and --merge"),
         ([*NEEDED, "--lora", "4", "--quantize", "int8", "--dora"], "--quantize int8 and --dora .* nf4"),
-        ([*NEEDED, "--lora", "4", "--batch", "2", "--quantize", "nf4", "--nproc", "2"], "in one process"),
         ([*NEEDED, "--eval-every", "3"], "add --eval-share"),
         ([*NEEDED, "--keep-best"], "--keep-best needs something held out"),
         ([*NEEDED, "--eval-data", "e", "--eval-share", "0.1"], "--eval-data names .* give one of them"),

@@ -325,10 +325,6 @@ class FineTuneConfig(MemoryOptions):
                 "out, and give the adapters and the base in 16 bits to gemini merge",
             ),
             (
-                self.nproc > 1,
-                f"holds the base in one process, and --nproc is {self.nproc}; leave one of them out",
-            ),
-            (
                 self.dora and self.quantize == INT8,
                 f"and --dora do not go together: PEFT has no DoRA for such weights; give {NF4}",
             ),

@@ -68,21 +68,33 @@ class InnerTensor:
         with torch.no_grad():
             return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset()).data
 
+    def bytes_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value``, of this type and shape, as flat bytes in the order in which the slot has them: a
+        copy where it lies in memory in another order."""
+        with PlainTensors(), torch.no_grad():
+            if value.stride() != self.stride:
+                laid_out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=value.device)
+                value = laid_out.copy_(value)
+            return torch.as_strided(value, (self.shape.numel(),), (1,)).view(torch.uint8)
+
 
 @dataclass(frozen=True)
 class QuantizedForm:
     """What a quantized weight is made of. ``rebuild`` makes a wrapper of its class of plain tensors; None for
-    a class over memory of its own."""
+    a class over memory of its own. ``codes``: the name of the table of codes, which is not among the bytes;
+    empty where there is none."""
 
     kind: type
     inner: tuple[InnerTensor, ...]
     nbytes: int
     rebuild: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None
+    codes: str = ""
 
     def __str__(self) -> str:
         """Return what has to be the same for bytes of one weight to be those of another."""
         parts = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.inner]
-        return " ".join([class_name(self.kind), *parts]).replace(", ", ",")
+        kind = [class_name(self.kind), *([self.codes] if self.codes else [])]
+        return " ".join([*kind, *parts]).replace(", ", ",")
 
     def views(self, held: torch.Tensor) -> list[torch.Tensor]:
         """Return the inner tensors in ``held``, the bytes of the slot."""
@@ -186,7 +198,8 @@ def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
             continue
         _refuse_unfit(name, kind, holders[0].name, tensor)
         layout.add(tensor, *holders)
-    return QuantizedForm(type(param), tuple(layout.inner), max(layout.end, 1), None)
+    codes = getattr(getattr(param, "quant_state", None), "quant_type", None) or ""
+    return QuantizedForm(type(param), tuple(layout.inner), max(layout.end, 1), None, codes)
 
 
 def _statistics(param: nn.Parameter, owner: nn.Module) -> Iterator[tuple[Holder, ...]]:

@@ -30,7 +30,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, plan_layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.moe.divide import expert_ranks_of
-from gemini.parallel.partition import Partition
+from gemini.parallel.partition import Partition, refuse_quantized
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.absent import Absent, outline_of
 from gemini.parallel.pipeline.batches import contents_of, refuse_different
@@ -229,6 +229,8 @@ class HybridParallelPlugin(PluginOfParts):
         precision: Precision | None,
     ) -> Boosted:
         """See :class:`Plugin`. Raises OutOfBudgetError if this rank's part cannot fit."""
+        if self._sizes.world_size > 1:
+            refuse_quantized(model)
         self._refuse_unplanned(model, precision)
         refuse_unfit_blocks(model, self._recompute)
         mesh = self.mesh
