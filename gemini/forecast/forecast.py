@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from gemini.chunk.manager import lacking_space
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.meter import OperationCosts, TooManyCalls, sample
+from gemini.forecast.meter import OperationCosts, TooManyCalls
 from gemini.forecast.rehearsal import ModelSource, Recipe, Rehearsal, Stretch, rehearse, spans
+from gemini.forecast.timing import sample
 from gemini.memstats import Trace
 from gemini.memstats.trace import OPTIMIZER
 from gemini.placement.planner import ChosenPlan, choose_plan
@@ -142,7 +143,10 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
     samples = {}
     if settings.sample_seconds > 0:
         settings.tell(f"timing operators for {settings.sample_seconds:g} s")
-        samples = sample(rehearsal.periods, machine, limit_seconds=settings.sample_seconds)
+        most_bytes = outlook.blueprint.context.capacity.device_bytes
+        samples = sample(
+            rehearsal.periods, machine, limit_seconds=settings.sample_seconds, most_bytes=most_bytes
+        )
     costs = OperationCosts(machine, samples)
     seconds = [costs.period_seconds(period) for period in rehearsal.periods]
     if outlook.stretch is not None:

@@ -4,14 +4,11 @@ each takes: timed here on memory of its own, or estimated from a machine's speed
 
 from __future__ import annotations
 
-import logging
-import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from statistics import median
 from typing import Any
 
 import torch
@@ -22,10 +19,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from gemini.errors import GeminiError
 from gemini.forecast.machine import MachineSpeeds
 from gemini.runtime.intercept.of_cpu import GROUPED_MM, grouped_mm, grouped_mm_flops
-from gemini.system.device import free_memory_bytes
-
-logger = logging.getLogger(__name__)
-
 
 _aten = torch.ops.aten
 
@@ -261,10 +254,6 @@ def _signature(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, torch.dtype, type(None))) else repr(value)
 
 
-# A sample may take this part of the free memory.
-_MEMORY_SHARE = 0.25
-
-
 class OperationCosts:
     """Seconds per operation on one machine.
 
@@ -299,71 +288,3 @@ class OperationCosts:
             return operation.moved_bytes / machine.adam_bytes_per_second
         arithmetic = operation.flops / machine.flops_of(operation.dtype)
         return max(arithmetic, operation.moved_bytes / machine.memory_bytes_per_second)
-
-
-def sample(
-    periods: Iterable[Period], machine: MachineSpeeds, *, limit_seconds: float
-) -> dict[Operation, float]:
-    """Time operations on this machine, those first that a step spends most on; return the median of each.
-
-    They take turns until the time is over, so that a moment in which the machine is busy with something else
-    spoils no single one. Each runs on tensors of its shapes and strides; one that would need too much memory
-    or time, or that values of our own making do not suit, is left out.
-    """
-    calls: Counter[Operation] = Counter()
-    for period in periods:
-        calls.update(period.operations)
-    costs = OperationCosts(machine)
-    total = {operation: costs.seconds(operation) * count for operation, count in calls.items()}
-    room = int(free_memory_bytes() * _MEMORY_SHARE)
-    end = time.perf_counter() + limit_seconds
-    prepared_by = end - limit_seconds / 2  # first calls, which are slow, leave time for those that count
-    times: dict[Operation, list[float]] = {}
-    turns: list[tuple[Operation, Callable[[], object]]] = []
-    for operation in sorted(total, key=lambda each: -total[each]):
-        if turns and time.perf_counter() >= prepared_by:
-            break
-        if operation.is_update or operation.moved_bytes > room:
-            continue
-        if 2 * costs.seconds(operation) > (end - time.perf_counter()) / 2:
-            continue
-        call = prepare(operation)
-        if call is not None:
-            room -= operation.moved_bytes
-            turns.append((operation, call))
-            times[operation] = []
-    while turns and time.perf_counter() < end:
-        for operation, call in turns:
-            start = time.perf_counter()
-            call()
-            times[operation].append(time.perf_counter() - start)
-            if time.perf_counter() >= end:
-                break
-    return {operation: median(each) for operation, each in times.items() if each}
-
-
-def prepare(operation: Operation) -> Callable[[], object] | None:
-    """Return a call of the operation that has been made once, or None where it cannot be called like this."""
-    if operation.function is GROUPED_MM:  # rows of no group are not computed, and offsets of zeros name none
-        return None
-    args, kwargs = tree_map_only(TensorSpec, _materialize, operation.arguments)
-    kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
-
-    def call() -> None:
-        with torch.no_grad():
-            operation.function(*args, **kwargs)
-
-    try:
-        call()
-    except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        logger.info("%s cannot be timed alone: %s", operation.function, error)
-        return None
-    return call
-
-
-def _materialize(spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 0."""
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
-    if spec.dtype.is_floating_point:
-        return tensor.fill_(0.5)
-    return tensor.fill_(1) if spec.dtype == torch.bool else tensor.zero_()

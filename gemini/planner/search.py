@@ -11,7 +11,8 @@ from torch import nn
 
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.meter import OperationCosts, Period, sample
+from gemini.forecast.meter import OperationCosts, Period
+from gemini.forecast.timing import sample
 from gemini.memstats.collectives import KINDS
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import Run

@@ -16,11 +16,12 @@ from torch import nn
 
 from gemini import GeminiDDP
 from gemini.errors import ConfigError, IoError
-from gemini.forecast import meter as meter_module
+from gemini.forecast import timing
 from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
 from gemini.forecast.machine import MachineSpeeds, measure_machine
-from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, TensorSpec, prepare, sample
+from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, TensorSpec
 from gemini.forecast.report import make_report
+from gemini.runtime.intercept.of_cpu import GROUPED_MM
 
 
 def settings(device_bytes: int, **options: object) -> Settings:
@@ -152,23 +153,25 @@ def test_operations_of_a_step_can_be_called_on_real_memory() -> None:
     given = settings(64 * MIB)
     periods = look(source(), given, 2).rehearsal.periods
     kinds = {each for period in periods for each in period.operations if not each.is_update}
-    assert [str(each.function) for each in kinds if prepare(each) is None] == []
+    arena = timing.Arena(64 * MIB)
+    assert [str(each.function) for each in kinds if timing.prepare(each, arena) is None] == []
 
 
 def test_values_to_time_with_are_rows_that_a_table_of_one_row_has_and_masks_that_let_all_pass() -> None:
     row, ids = (TensorSpec.of(torch.empty(1, size, device="meta")) for size in (4, 3))
     arguments = ((row, replace(ids, dtype=torch.int64)), {})
     look_up = Operation(torch.ops.aten.embedding.default, (), 0, 0, torch.float32, arguments)
-    assert prepare(look_up) is not None
+    arena = timing.Arena(MIB)
+    assert timing.prepare(look_up, arena) is not None
     seen: list[torch.Tensor] = []
     mask = replace(ids, dtype=torch.bool)
-    assert prepare(Operation(seen.append, (), 0, 0, torch.float32, ((mask,), {}))) is not None
+    assert timing.prepare(Operation(seen.append, (), 0, 0, torch.float32, ((mask,), {})), arena) is not None
     assert bool(seen[0].all())
 
 
 def test_what_a_step_spends_most_on_is_timed_first() -> None:
     large, small = (Period(Counter({_addition(numel): 1})) for numel in (1 << 20, 1 << 4))
-    samples = sample([small, large], machine(), limit_seconds=0.05)
+    samples = timing.sample([small, large], machine(), limit_seconds=0.05)
     assert next(iter(samples)) == next(iter(large.operations))
     assert all(seconds > 0 for seconds in samples.values())
 
@@ -180,15 +183,46 @@ def test_slow_first_calls_leave_time_for_those_that_count(monkeypatch: pytest.Mo
         nonlocal now
         now += seconds
 
-    def prepared(_operation: Operation) -> Callable[[], object]:
+    def prepared(_operation: Operation, _arena: timing.Arena) -> Callable[[], object]:
         pass_time(1.0)
         return lambda: pass_time(0.25)
 
-    monkeypatch.setattr(meter_module, "prepare", prepared)
-    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(timing, "prepare", prepared)
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
     operations = [_addition(1 << power) for power in range(4, 12)]
-    samples = sample([Period(Counter(operations))], machine(), limit_seconds=5.0)
+    samples = timing.sample([Period(Counter(operations))], machine(), limit_seconds=5.0)
     assert list(samples.items()) == [(each, 0.25) for each in operations[:-4:-1]]
+
+
+def test_operators_share_as_much_memory_as_their_sample_may_take() -> None:
+    arena = timing.Arena(4096)
+    spec = TensorSpec((16, 8), (1, 16), torch.float32)
+    tensors = [arena.tensor(spec) for _ in range(9)]
+    first = tensors[0]
+    assert first is not None
+    assert first.stride() == spec.stride
+    addresses = [each.data_ptr() for each in tensors if each is not None]
+    assert addresses[1] == addresses[0] + 512
+    assert addresses[8] == addresses[0]
+    assert torch.allclose(first, torch.tensor(0.5), rtol=0.01)
+    assert arena.tensor(replace(spec, shape=(16, 80))) is None
+
+    kinds = [Period(Counter({_addition(1 << power): 1})) for power in (8, 12)]
+    assert {
+        each.arguments[0][0].shape
+        for each in timing.sample(kinds, machine(), limit_seconds=0.01, most_bytes=1 << 11)
+    } == {(256,)}
+
+
+def test_products_of_groups_are_timed_with_groups_of_different_sizes() -> None:
+    left, right = torch.empty(64, 8, device="meta"), torch.empty(4, 8, 16, device="meta")
+    offs = torch.empty(4, dtype=torch.int32, device="meta")
+    with Meter() as meter:
+        meter.open_period()
+        torch._grouped_mm(left.bfloat16(), right.bfloat16(), offs)
+    assert any(
+        each.function is GROUPED_MM for each in timing.sample(meter.finish(), machine(), limit_seconds=0.05)
+    )
 
 
 def _addition(numel: int) -> Operation:
@@ -203,7 +237,7 @@ def test_sampling_needs_no_time_that_it_was_not_given() -> None:
     with Meter() as meter:
         meter.open_period()
         torch.empty(1 << 14, 1 << 14, device="meta") @ torch.empty(1 << 14, 1 << 14, device="meta")
-    assert sample(meter.finish(), machine(), limit_seconds=0.1) == {}
+    assert timing.sample(meter.finish(), machine(), limit_seconds=0.1) == {}
 
 
 # -- machines -------------------------------------------------------------------------------------

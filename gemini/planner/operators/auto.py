@@ -15,8 +15,9 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.forecast.machine import MachineSpeeds, measure_machine
-from gemini.forecast.meter import OperationCosts, Period, sample
+from gemini.forecast.meter import OperationCosts, Period
 from gemini.forecast.rehearsal import mean_of_outputs
+from gemini.forecast.timing import sample
 from gemini.memstats.collectives import CollectiveSpeeds
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.collective_speeds import measure_among

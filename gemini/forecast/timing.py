@@ -1,0 +1,152 @@
+"""How long operators take on this machine: each is called on tensors of its shapes and strides.
+
+Operators of a step read memory that the caches lost since it was last read, so here they do, too: their
+tensors lie one behind the other in an arena. It is as large as the step may be, not as all tensors together.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from statistics import median
+
+import torch
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.meter import Operation, OperationCosts, Period, TensorSpec
+from gemini.runtime.intercept.of_cpu import GROUPED_MM
+from gemini.system.device import free_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_SHARE = 0.25  # of the free memory
+_ALIGNMENT = 64
+
+
+class Arena:
+    """Memory of floats that operators share. Each tensor begins behind the one before it, and at the front
+    where the end is near. Memory is taken when it is first handed out."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._values = torch.empty(nbytes // 2, dtype=torch.bfloat16, device="cpu")
+        self._next = 0
+        self._touched = 0
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor | None:
+        """Return a tensor like ``spec`` with values that are no denormals; None where the arena is too
+        small."""
+        count = -(-_extent_bytes(spec) // _ALIGNMENT) * _ALIGNMENT // 2
+        if count > self._values.numel():
+            return None
+        if self._next + count > self._values.numel():
+            self._next = 0
+        begin, self._next = self._next, self._next + count
+        if self._touched < self._next:
+            # Two of these 16-bit halves side by side are about 0.5 in fp32, too.
+            self._values[self._touched : self._next].fill_(0.5)
+            self._touched = self._next
+        values = self._values[begin : self._next].view(spec.dtype)
+        return values.as_strided(spec.shape, spec.stride, values.storage_offset())
+
+
+def sample(
+    periods: Iterable[Period],
+    machine: MachineSpeeds,
+    *,
+    limit_seconds: float,
+    most_bytes: int | None = None,
+) -> dict[Operation, float]:
+    """Time operations on this machine, those first that a step spends most on; return the median of each.
+
+    They take turns until the time is over, so that a moment in which the machine is busy with something else
+    spoils no single one. One that would need too much memory or time, or that values of our own making do not
+    suit, is left out. ``most_bytes``: what their arguments may take together, by default a quarter of the
+    free memory.
+    """
+    calls: Counter[Operation] = Counter()
+    for period in periods:
+        calls.update(period.operations)
+    costs = OperationCosts(machine)
+    total = {operation: costs.seconds(operation) * count for operation, count in calls.items()}
+    room = int(free_memory_bytes() * _MEMORY_SHARE)
+    arena = Arena(min(room, room if most_bytes is None else most_bytes, sum(map(_arena_bytes, total))))
+    end = time.perf_counter() + limit_seconds
+    prepared_by = end - limit_seconds / 2  # first calls, which are slow, leave time for those that count
+    times: dict[Operation, list[float]] = {}
+    turns: list[tuple[Operation, Callable[[], object]]] = []
+    for operation in sorted(total, key=lambda each: -total[each]):
+        if turns and time.perf_counter() >= prepared_by:
+            break
+        if operation.is_update or 2 * costs.seconds(operation) > (end - time.perf_counter()) / 2:
+            continue
+        call = prepare(operation, arena)
+        if call is not None:
+            turns.append((operation, call))
+            times[operation] = []
+    while turns and time.perf_counter() < end:
+        for operation, call in turns:
+            start = time.perf_counter()
+            call()
+            times[operation].append(time.perf_counter() - start)
+            if time.perf_counter() >= end:
+                break
+    return {operation: median(each) for operation, each in times.items() if each}
+
+
+def prepare(operation: Operation, arena: Arena) -> Callable[[], object] | None:
+    """Return a call of the operation that has been made once, or None where it cannot be called like this."""
+    specs = [each for each in tree_iter(operation.arguments) if isinstance(each, TensorSpec)]
+    made = [_materialize(spec, arena) for spec in specs]
+    if any(tensor is None for tensor in made):
+        return None
+    tensors = iter(made)
+    args, kwargs = tree_map_only(TensorSpec, lambda _spec: next(tensors), operation.arguments)
+    if operation.function is GROUPED_MM:
+        if len(args) < 3 or args[2] is None:
+            return None
+        args = (*args[:2], _random_offsets(*args[:3]), *args[3:])
+    kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+
+    def call() -> None:
+        with torch.no_grad():
+            operation.function(*args, **kwargs)
+
+    try:
+        call()
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        logger.info("%s cannot be timed alone: %s", operation.function, error)
+        return None
+    return call
+
+
+def _materialize(spec: TensorSpec, arena: Arena) -> torch.Tensor | None:
+    """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 0."""
+    if spec.dtype.is_floating_point:
+        return arena.tensor(spec)
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
+    return tensor.fill_(1) if spec.dtype == torch.bool else tensor.zero_()
+
+
+def _random_offsets(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """Return where groups of rows end that choose their group at random, so that groups differ in size as
+    those of a router do: kernels are compiled for each size."""
+    cut = left.shape[-2] if right.ndim == 3 else right.shape[-1] if left.ndim == 3 else left.shape[-1]
+    groups = offs.shape[0]
+    rows = torch.randint(groups, (cut,), generator=torch.Generator().manual_seed(0))
+    return torch.bincount(rows, minlength=groups).cumsum(0).to(offs.dtype)
+
+
+def _arena_bytes(operation: Operation) -> int:
+    specs = (each for each in tree_iter(operation.arguments) if isinstance(each, TensorSpec))
+    return sum(_extent_bytes(spec) + _ALIGNMENT for spec in specs if spec.dtype.is_floating_point)
+
+
+def _extent_bytes(spec: TensorSpec) -> int:
+    """Return the bytes from the first element to behind the last one."""
+    if 0 in spec.shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
+    return (last + 1) * spec.dtype.itemsize
