@@ -359,6 +359,7 @@ class ChunkManager:
         self._files: list[_C.SourceFiles] = []
         self._park_limit_bytes = budgets.device_bytes
         self._parks_always = False  # not only while memory is short
+        self._parks_for_now = False  # more is parked than a later period may leave
         self._under_pressure = False
         self._needs_reconcile = False  # an exception may have left an action half done
         self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
@@ -380,8 +381,8 @@ class ChunkManager:
     # -- what the runtime calls ------------------------------------------------------------------
 
     def park(self, limit_bytes: int, *, always: bool) -> None:
-        """Keep DEVICE memory that chunks gave back for those that come next, within ``limit_bytes``; only
-        while memory is short unless ``always``."""
+        """Keep DEVICE memory that chunks gave back for those that come next, within ``limit_bytes``, or what
+        the period under way leaves if that is more; only while memory is short unless ``always``."""
         self._park_limit_bytes, self._parks_always = limit_bytes, always
 
     def open_stow(self) -> Stow:
@@ -487,6 +488,8 @@ class ChunkManager:
             actions = self.table.access(tensors, traced, on_host)
             if actions != ():
                 self._settle(tensors, actions or ())
+            if self._parks_for_now:
+                self._trim_parked()
         except BaseException:
             self._needs_reconcile = True
             raise
@@ -757,11 +760,19 @@ class ChunkManager:
             self._under_pressure = True  # the next one takes its memory
             self.stow.fill(chunk, tier)
 
+    def _parks_within(self) -> int:
+        """Return how many bytes may be mapped and parked in the period under way."""
+        if not self._parks_always:
+            return self._park_limit_bytes
+        return max(self._park_limit_bytes, self.table.limit())
+
     def _trim_parked(self) -> None:
-        """Keep what is parked within what the period that needs most leaves: fresh pages come on top where
-        parked ones cannot be put together."""
-        if self._memory.parked_bytes:
-            self._memory.trim(max(0, self._park_limit_bytes - self._memory.mapped_bytes))
+        """Keep what is parked within what the period leaves: fresh pages come on top where parked ones cannot
+        be put together."""
+        memory = self._memory
+        if memory.parked_bytes:
+            memory.trim(max(0, self._parks_within() - memory.mapped_bytes))
+        self._parks_for_now = bool(memory.parked_bytes) and self.arena_bytes() > self._park_limit_bytes
 
     def _submit(self, action: _C.Action, chunk: Chunk) -> int:
         """Map the destination and hand the transfer to the engine; return its ticket."""
@@ -839,8 +850,9 @@ class ChunkManager:
         wanted."""
         if tier == _C.Tier.DEVICE and chunk.window.mapped:
             park = self._parks_always or self._under_pressure
-            park = park and self.arena_bytes() <= self._park_limit_bytes
+            park = park and self.arena_bytes() <= self._parks_within()
             self._memory.unmap(chunk.window, park=park)
+            self._parks_for_now |= park and self.arena_bytes() > self._park_limit_bytes
         elif tier == _C.Tier.HOST and chunk.host_place is not None and chunk.host_place.mapped:
             self._memory.unmap_host(chunk.host_place)
 
