@@ -11,12 +11,13 @@ import pytest
 import torch
 from hf_models import assert_same
 from safetensors.torch import load_file, save_file
-from tiny_trained import HeldTensors, entries, llama, save
+from tiny_trained import SIZES, HeldTensors, entries, llama, save
 
 from gemini.cli.main import main
 from gemini.errors import ConfigError
-from gemini.jobs.after_training import adapter_merge
+from gemini.jobs.after_training import adapter_merge, array_merge
 from gemini.jobs.after_training.adapter_merge import merge
+from gemini.jobs.after_training.array_merge import ArrayMerging
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
@@ -35,9 +36,21 @@ def gpt2(directory: Path) -> Path:
 
 
 def qwen2(directory: Path) -> Path:
-    from tiny_trained import SIZES
-
     return save(directory, transformers.Qwen2ForCausalLM(transformers.Qwen2Config(vocab_size=320, **SIZES)))
+
+
+def mixtral(directory: Path) -> Path:
+    """Save a mixture with a tensor in the files for each matrix of each of its three experts."""
+    sizes = {**SIZES, "vocab_size": 320, "num_local_experts": 3}
+    torch.manual_seed(0)
+    return save(directory, transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).bfloat16())
+
+
+def gpt_oss(directory: Path) -> Path:
+    """Save a mixture with whole arrays of experts, turned, in the files."""
+    sizes = {**SIZES, "vocab_size": 320, "num_local_experts": 5, "head_dim": 16}
+    torch.manual_seed(0)
+    return save(directory, transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).bfloat16())
 
 
 def adapt(base: Path, directory: Path, config: Any = None, **options: Any) -> Path:
@@ -65,6 +78,19 @@ CASES: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head", "norm"]},
     ),
     "transposed": (gpt2, {"fan_in_fan_out": True}),
+    "arrays of experts that files have one by one": (
+        mixtral,
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+            "use_rslora": True,
+        },
+    ),
+    "arrays of experts": (
+        gpt_oss,
+        {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 1},
+    ),
+    "a matrix": (llama, {"target_modules": [], "target_parameters": ["up_proj.weight"]}),
     "biases": (qwen2, {"target_modules": ["q_proj", "v_proj"], "lora_bias": True}),
 }
 
@@ -96,6 +122,28 @@ def test_one_tensor_of_the_base_is_in_memory_at_a_time(
     merged = merge(base, adapter, tmp_path / "out")
     assert held.most_bytes == merged.copied.largest_bytes
     assert merged.num_merged == 14
+
+
+def test_few_experts_of_an_array_are_merged_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = gpt_oss(tmp_path / "base")
+    arrays = ["experts.gate_up_proj", "experts.down_proj"]
+    adapter = adapt(base, tmp_path / "adapter", target_modules=[], target_parameters=arrays)
+    merge(base, adapter, tmp_path / "whole")
+    held, most, merged = HeldTensors(monkeypatch, base), [0], ArrayMerging._merge
+
+    def noted(merging: ArrayMerging, layer: Any, rows: torch.Tensor, used: range) -> None:
+        most.append(len(used))
+        merged(merging, layer, rows, used)
+
+    monkeypatch.setattr(ArrayMerging, "_merge", noted)
+    monkeypatch.setattr(array_merge, "_RUN_BYTES", 1)
+    found = merge(base, adapter, tmp_path / "out")
+    assert (max(most), found.num_merged) == (2, 4)
+    assert held.most_bytes == found.copied.largest_bytes
+    whole, out = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+    assert all(torch.equal(value, out[name]) for name, value in whole.items())
 
 
 def test_a_tokenizer_of_the_adapters_replaces_that_of_the_base(tmp_path: Path) -> None:
@@ -149,7 +197,7 @@ def _without_one(adapter: Path) -> None:
         (_not_finite, {}, "make values that are not finite"),
         (lambda path: _edit(path, peft_type="IA3"), {}, "adapters of type 'IA3'; LORA is merged"),
         (lambda path: _edit(path, init_lora_weights="pissa"), {}, "changes the weights of the base as well"),
-        (lambda path: _edit(path, target_parameters=["x"]), {}, "has target_parameters, which is not merged"),
+        (lambda path: _edit(path, loftq_config={"x": 1}), {}, "has loftq_config, which is not merged"),
         (lambda path: (path / "adapter_config.json").unlink(), {}, "has no adapter_config.json"),
         (lambda path: (path / "adapter_config.json").write_text("{"), {}, "adapter_config.json is no JSON"),
     ],

@@ -21,6 +21,13 @@ from gemini.integrations.adapters import Adapters
 from gemini.integrations.model_directory import ADAPTER_CONFIG, MAX_CONFIG_BYTES
 from gemini.integrations.safetensors_files import SafetensorsFiles, StoredTensor
 from gemini.integrations.transformers_loading import meta_model_of
+from gemini.jobs.after_training.array_merge import (
+    ArrayMerging,
+    ArrayPart,
+    adapter_type,
+    places_in_files,
+    values_for,
+)
 from gemini.jobs.after_training.model_copy import (
     CARD,
     Copied,
@@ -37,12 +44,10 @@ from gemini.system.input_files import InputDirectory, errors_of
 WEIGHTS = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as PEFT has it where nobody names one
 _OUTER = "base_model.model."  # what names in the files of adapters begin with
-_SHORT = (torch.float16, torch.bfloat16)
 _OTHERWISE = "PEFT's merge_and_unload() takes them, in memory"
 # Those that leave the weights of the base as they are when the adapters are put on.
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")
 _OTHERS = (
-    "target_parameters",
     "trainable_token_indices",
     "megatron_config",
     "loftq_config",
@@ -80,7 +85,8 @@ def merge(base: Path, adapter: Path, target: Path) -> Merged:
             copy_documents(base, made, tokenizer_of=adapter)
             (made / CARD).write_text(merged_card(base, adapter), encoding="utf-8")
             copied = copy_weights(files, made, dtype_of=lambda each: each.dtype, values_of=merging.values)
-    return Merged(copied, len(merging.layers), len(merging.replaced.keys() - merging.layers.keys()))
+    changed = merging.layers.keys() | merging.arrays.keys()
+    return Merged(copied, len(changed), len(merging.replaced.keys() - changed))
 
 
 @contextmanager
@@ -127,7 +133,8 @@ def _names_in_files(model: Any, files: SafetensorsFiles) -> dict[str, str]:
 
 class Merging:
     """Which tensors of a base change, and their new values: ``layers`` has PEFT's layer of each that is
-    merged, ``replaced`` the adapter's tensor of each that is replaced, by the names in the base's files.
+    merged, ``arrays`` the parts of arrays of experts in each, ``replaced`` the adapter's tensor of each that
+    is replaced, by the names in the base's files.
 
     Raises:
         ConfigError: the adapters do not fit the base, or are of a kind that is not merged.
@@ -135,6 +142,7 @@ class Merging:
 
     def __init__(self, base: Path, adapter: Path, files: SafetensorsFiles, own: SafetensorsFiles) -> None:
         self.layers: dict[str, Any] = {}
+        self.arrays: dict[str, list[ArrayPart]] = {}
         self.replaced: dict[str, StoredTensor] = {}
         self._adapter, self._files = adapter, files
         adapters = Adapters.of(str(adapter))
@@ -144,15 +152,26 @@ class Merging:
         self._own_names = {param: name for name, param in model.named_parameters()}
         outer = adapters.put_on(model)
         self._stored = self._match(outer, own)
+        self._merging = ArrayMerging(adapter, _NAME, lambda param: self._stored[param].read())
         self._find_layers(outer)
+        self._find_arrays(outer, model, base)
 
     def values(self, stored: StoredTensor) -> torch.Tensor:
         """Return the new values of a tensor of the base."""
-        layer = self.layers.get(stored.name)
-        if layer is None:
+        layer, parts = self.layers.get(stored.name), self.arrays.get(stored.name)
+        if layer is None and parts is None:
             return self._unmerged(stored)
-        kind = stored.name.rpartition(".")[2]
-        return self._merged(layer)[kind]
+        if layer is not None:
+            values = self._merged(layer)[stored.name.rpartition(".")[2]]
+        else:
+            values = self._unmerged(stored)
+            self._merging.add(values, parts or ())
+        if not bool(values.isfinite().all()):
+            raise InputError(
+                f"the adapters in {self._adapter} make values that are not finite; train them again, or give "
+                "another checkpoint of them"
+            )
+        return values
 
     def _unmerged(self, stored: StoredTensor) -> torch.Tensor:
         replaced = self.replaced.get(stored.name)
@@ -194,35 +213,65 @@ class Merging:
 
     def _find_layers(self, outer: nn.Module) -> None:
         """Fill :attr:`layers`."""
-        from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, _ConvNd
+        from peft.tuners.lora.layer import Embedding, Linear, LoraLayer, ParamWrapper, _ConvNd
 
         for path, layer in outer.named_modules():
-            if not isinstance(layer, LoraLayer):
+            if not isinstance(layer, LoraLayer) or isinstance(layer, ParamWrapper):
                 continue
             if not isinstance(layer, (Linear, Embedding, _ConvNd)):
                 raise ConfigError(
                     f"{self._adapter}: {path} is a {type(layer).__name__} of PEFT, which is not merged here; "
                     f"{_OTHERWISE}"
                 )
-            own = {*layer.parameters()} - {*layer.get_base_layer().parameters()}
-            if not own <= self._stored.keys() or any(each.is_meta for each in layer.buffers()):
-                raise ConfigError(
-                    f"{self._adapter}: {path} has values that its file does not hold, so it is not merged "
-                    f"here; {_OTHERWISE}"
-                )
+            self._refuse_unknown_values(path, layer)
             kinds = ["weight", *(["bias"] if layer.lora_bias.get(_NAME) else [])]
             for kind in kinds:
                 self.layers[self._name_in_files(f"{path.removeprefix(_OUTER)}.{kind}")] = layer
 
-    def _name_in_files(self, name: str) -> str:
-        """Return what the files of the base call a parameter. Raises ConfigError where they have none, or
-        the parameter has two names."""
+    def _refuse_unknown_values(self, path: str, layer: Any) -> None:
+        """Raise ConfigError where a layer of PEFT has values that the adapter's file does not hold."""
+        own = {*layer.parameters()} - {*layer.get_base_layer().parameters()}
+        if not own <= self._stored.keys() or any(each.is_meta for each in layer.buffers()):
+            raise ConfigError(
+                f"{self._adapter}: {path} has values that its file does not hold, so it is not merged "
+                f"here; {_OTHERWISE}"
+            )
+
+    def _find_arrays(self, outer: nn.Module, model: nn.Module, base: Path) -> None:
+        """Fill :attr:`arrays`."""
+        from peft.tuners.lora.layer import ParamWrapper
+
+        wrappers: dict[str, Any] = {}
+        for path, layer in outer.named_modules():
+            if isinstance(layer, ParamWrapper):
+                wrapper: Any = layer
+                self._refuse_unknown_values(path, wrapper)
+                name = self._own_names[wrapper.get_param()]
+                self._refuse_tied(name)
+                wrappers[name] = wrapper
+        places = places_in_files(model, base, wrappers.keys()) if wrappers else {}
+        for name, layer in wrappers.items():
+            if name not in places:
+                raise ConfigError(
+                    f"{self._adapter} changes {name!r}, which transformers computes from the files of the "
+                    f"base: it casts or turns what they hold. {_OTHERWISE}"
+                )
+            for piece in places[name]:
+                self.arrays.setdefault(piece.stored.name, []).append(ArrayPart(layer, piece))
+
+    def _refuse_tied(self, name: str) -> None:
+        """Raise ConfigError for a parameter that has two names."""
         tied = next((pair for pair in self._ties if name in pair), None)
         if tied is not None:
             raise ConfigError(
                 f"{self._adapter} changes {name!r}, which the base ties ({' = '.join(tied)}); one tensor "
                 f"would become two. {_OTHERWISE}"
             )
+
+    def _name_in_files(self, name: str) -> str:
+        """Return what the files of the base call a parameter. Raises ConfigError where they have none, or
+        the parameter has two names."""
+        self._refuse_tied(name)
         if name not in self._names:
             raise self._unfit(f"the files of the base hold no {name!r}")
         return self._names[name]
@@ -237,36 +286,19 @@ class Merging:
         """Return the parameters of a layer after PEFT has merged it; the layer has no values before and
         after."""
         inner = layer.get_base_layer()
-        given: list[tuple[nn.Module, str, nn.Parameter]] = []
-
-        def give(owner: nn.Module, key: str, values: torch.Tensor) -> None:
-            param = owner._parameters[key]
-            assert param is not None
-            given.append((owner, key, param))
-            owner._parameters[key] = nn.Parameter(values, requires_grad=False)
-
+        values: dict[torch.Tensor, torch.Tensor] = {}
+        for param in inner.parameters(recurse=False):
+            values[param] = self._unmerged(self._files[self._names[self._own_names[param]]])
+        kept = adapter_type(values[inner.weight].dtype)
+        own = [param for param in layer.parameters() if param in self._stored and param not in values]
+        values |= {param: self._stored[param].read().to(kept) for param in own}
         try:
-            for key, param in list(inner._parameters.items()):
-                if param is not None:
-                    stored = self._files[self._names[self._own_names[param]]]
-                    give(inner, key, self._unmerged(stored))
-            dtype = inner.weight.dtype
-            for owner in layer.modules():
-                for key, param in list(owner._parameters.items()):
-                    if param is not None and param in self._stored:
-                        # As PEFT loads them: the type of the base, but never one of 16 bits.
-                        kept = torch.float32 if dtype in _SHORT else dtype
-                        give(owner, key, self._stored[param].read().to(kept))
-            with errors_of(f"PEFT cannot merge the adapters of {self._adapter}"), torch.no_grad():
+            with (
+                values_for(layer, values),
+                errors_of(f"PEFT cannot merge the adapters of {self._adapter}"),
+                torch.no_grad(),
+            ):
                 layer.merge(adapter_names=[_NAME])
-            merged = {key: param.detach() for key, param in inner._parameters.items() if param is not None}
+                return {key: param.detach() for key, param in inner._parameters.items() if param is not None}
         finally:
-            for owner, key, empty in given:
-                owner._parameters[key] = empty
             layer.merged_adapters.clear()
-        if not all(bool(values.isfinite().all()) for values in merged.values()):
-            raise InputError(
-                f"the adapters in {self._adapter} make values that are not finite; train them again, or give "
-                "another checkpoint of them"
-            )
-        return merged
