@@ -29,9 +29,10 @@ from gemini.cli.train import (
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
+from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapts_experts
 from gemini.jobs.finetune.config import NO, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
-from gemini.jobs.finetune.engine import adapter_errors, adapter_of, is_quantized
+from gemini.jobs.finetune.engine import is_quantized
 from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
 from gemini.jobs.finetune.samples import DOCUMENTS
@@ -39,6 +40,7 @@ from gemini.jobs.run.managed import PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.kernels import STATE_DTYPES
 from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
+from gemini.runtime.storage.experts import expert_sets
 from gemini.system.config import format_bytes
 from gemini.system.process import keep_few_kernels
 
@@ -414,7 +416,15 @@ def _add_adapter_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--lora-targets",
         metavar="NAMES",
-        help="layers that get adapters, as in q_proj,v_proj",
+        help="layers that get adapters, as in q_proj,v_proj; none: only the arrays of experts that the next "
+        "option names",
+    )
+    _option(
+        group,
+        "--lora-target-parameters",
+        metavar="NAMES",
+        help="arrays of experts that get adapters, too, as in mlp.experts.gate_up_proj,mlp.experts.down_proj "
+        "(target_parameters of PEFT)",
     )
     _option(
         group,
@@ -478,6 +488,12 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     if config.quantize != NO or is_quantized(config):
         yield "plan: none of a quantized base; the first step is measured, and the later ones planned from it"
         return
+    if config.lora and adapts_experts(adapted(config)):
+        yield (
+            "plan: none of adapters on arrays of experts, of which a pass uses some; the first step is "
+            "measured, and the later ones planned from it"
+        )
+        return
     try:
         yield from _lines(config, seq)
     except GeminiError as error:
@@ -497,6 +513,12 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
         "" if config.state_dtype == "fp32" else f"; planned with fp32 states, {config.state_dtype} take less"
     )
     if _is_refused(outlook, settings):
+        if expert_sets(outlook.source.example(1).module):
+            yield (
+                "plan: none of a mixture within these budgets: it counts all experts of a layer at once, and "
+                "the run moves them one by one; the first step is measured"
+            )
+            return
         yield f"plan: it {'may' if smaller else 'does'} not fit: {needs}{smaller}"
         if not smaller:
             return  # loading says why

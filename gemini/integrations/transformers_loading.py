@@ -215,15 +215,16 @@ def _built(transformers: Any, config: Any, auto_class: Any, others: dict[str, An
     return model
 
 
-def meta_model_of(path: Path) -> Any:
+def meta_model_of(path: Path, auto_class: str | None = None) -> Any:
     """Return the model of a directory on ``meta``: its modules and names, without its weights.
+    ``auto_class``: transformers' of what is to be built; None: what the config names.
 
     Raises:
         ConfigError: transformers is not installed, or has no model for the directory's config.
     """
     config = config_of(path)
     with errors_of(f"transformers cannot build the model of {path}"):
-        return _built(_transformers(), config, None, {})
+        return _built(_transformers(), config, auto_class, {})
 
 
 def config_of(path: Path) -> Any:

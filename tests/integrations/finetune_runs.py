@@ -95,12 +95,14 @@ def files_of(result: FineTuneResult) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in Path(result.summary.model).iterdir()}
 
 
-def plainly_trained(config: FineTuneConfig, adapter: Any = None, **loading: Any) -> tuple[Any, list[float]]:
+def plainly_trained(
+    config: FineTuneConfig, adapter: Any = None, owner: Any = LLAMA, **loading: Any
+) -> tuple[Any, list[float]]:
     """Return the model and the losses of an ordinary loop over the same rows, with an ``adapter`` of PEFT.
-    ``loading`` is what transformers loads the model with."""
+    ``owner`` is the model's class, and ``loading`` what transformers loads it with."""
     work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
     torch.manual_seed(config.seed)
-    model = LLAMA.from_pretrained(config.model, **loading)
+    model = owner.from_pretrained(config.model, **loading)
     if adapter is not None:
         model = pytest.importorskip("peft").get_peft_model(model, adapter)
     model.train()

@@ -280,6 +280,14 @@ def of_more_tokens(config: FineTuneConfig) -> dict[str, Any]:
         (lambda _: {"eval_share": 0.99}, "leaves none to learn from"),
         (lambda _: {"device_bytes": 1024}, "raise device_bytes to at least"),
         (lambda _: {"lora": 2, "lora_targets": "nothing"}, "--lora-targets nothing: .* or all-linear"),
+        (
+            lambda _: {"lora": 2, "lora_targets": "v_proj,q_prooj"},
+            r"--lora-targets q_prooj: .* of this name \(did you mean q_proj\?\)",
+        ),
+        (
+            lambda _: {"lora": 2, "lora_target_parameters": "mlp.up_prj.weight"},
+            r"--lora-target-parameters mlp\.up_prj\.weight: .* \(did you mean mlp\.up_proj\.weight\?\)",
+        ),
         (without_weights, "has no weights"),
     ],
 )

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from finetune_runs import LLAMA, plainly_trained, run, small_run
+from hf_models import SIZES, saved
 
+from gemini.cli.finetune import forecast_lines
 from gemini.errors import ConfigError
+from gemini.jobs.after_training.adapter_merge import merge
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.work import FineTuneWork
 
@@ -48,6 +51,52 @@ def test_adapters_train_as_peft_trains_them_with_the_same_options(
     saved = {name: value for name, value in got.state_dict().items() if ".lora_" in name}
     assert saved.keys() == trained.keys()
     assert all(torch.equal(saved[name], value) for name, value in trained.items())
+
+
+ARRAYS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
+
+
+def mixture(config: FineTuneConfig) -> FineTuneConfig:
+    """Return the run with a mixture of four experts for its model."""
+    sizes = {**SIZES, "max_position_embeddings": 64, "num_key_value_heads": 2, "num_local_experts": 4}
+    owner = transformers.MixtralForCausalLM
+    config_of = transformers.MixtralConfig(**sizes, bos_token_id=None, eos_token_id=0)
+    saved(config_of, owner, Path(config.model))
+    return dataclasses.replace(config, lora=4, lora_target_parameters=ARRAYS, device_bytes=2**19)
+
+
+@pytest.mark.parametrize("targets", ["none", "q_proj"])
+def test_adapters_on_arrays_of_experts_train_as_peft_trains_them(
+    targets: str, config: FineTuneConfig
+) -> None:
+    config = dataclasses.replace(mixture(config), lora_targets=targets, precision="fp32", steps=3)
+    names = [] if targets == "none" else [targets]
+    adapter = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=names, target_parameters=ARRAYS.split(","), task_type="CAUSAL_LM"
+    )
+    want, losses = plainly_trained(config, adapter, transformers.MixtralForCausalLM)
+    result = run(config)
+    assert list(result.losses) == losses
+    assert result.summary.model is not None
+    saved_weights = peft.utils.load_peft_weights(result.summary.model, device="cpu")
+    trained = want.state_dict()
+    assert len(saved_weights) == 8 + 4 * len(names)
+    assert all(torch.equal(trained[_of_adapter(name)], value) for name, value in saved_weights.items())
+
+
+def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfig, tmp_path: Path) -> None:
+    config = dataclasses.replace(mixture(config), precision="fp32", steps=2)
+    with pytest.raises(ConfigError, match=r"--lora-dropout: .*: arrays of experts have none"):
+        run(config, lora_target_parameters="", lora_dropout=0.1)
+    (line,) = forecast_lines(config, 24)
+    assert line.startswith("plan: none of adapters on arrays of experts")
+    alone = run(config)
+    merged = run(config, merge=True, output=str(tmp_path / "merged"))
+    assert merged.losses == alone.losses
+    merge(Path(config.model), Path(str(alone.summary.model)), tmp_path / "after")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    want, got = (load(path).state_dict() for path in (tmp_path / "after", merged.summary.model))
+    assert all(torch.equal(got[name], value) for name, value in want.items())
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

@@ -49,9 +49,10 @@ def test_no_options_are_the_defaults_and_every_field_has_an_option(
 def test_a_recipe_has_options_by_their_names_and_options_win(name: str, tmp_path: Path) -> None:
     texts = {
         "r.toml": 'model = "m"\nlr = 1e-4\n[budgets]\ndevice-bytes = "2MiB"\nhost_bytes = "auto"\n'
-        '[more]\nlora = 2\nlora_targets = ["a", "b"]\nclip = 1\nresume = true\n',
+        '[more]\nlora = 2\nlora_targets = ["a", "b"]\nlora_target_parameters = ["c", "d"]\nclip = 1\n'
+        "resume = true\n",
         "r.yaml": "model: m\nlr: 1.0e-4\nbudgets:\n  device-bytes: 2MiB\n  host_bytes: auto\n"
-        "lora: 2\nlora_targets: [a, b]\nclip: 1\nresume: true\n",
+        "lora: 2\nlora_targets: [a, b]\nlora_target_parameters: [c, d]\nclip: 1\nresume: true\n",
     }
     if name == "r.yaml":
         pytest.importorskip("yaml", reason="pyyaml comes with transformers")
@@ -63,6 +64,7 @@ def test_a_recipe_has_options_by_their_names_and_options_win(name: str, tmp_path
         "host_bytes": None,
         "lora": 2,
         "lora_targets": "a,b",
+        "lora_target_parameters": "c,d",
         "clip": 1.0,
         "resume": "yes",
     }
@@ -133,6 +135,12 @@ def test_a_recipe_that_is_not_there_or_no_recipe_is_refused(tmp_path: Path) -> N
         ([*NEEDED, "--lora-dropout", "0.1"], "--lora-dropout is for adapters"),
         ([*NEEDED, "--lora-targets", "q_proj"], "--lora-targets is for adapters"),
         ([*NEEDED, "--lora-targets", "all-linear"], "--lora-targets is for adapters"),
+        ([*NEEDED, "--lora-target-parameters", "experts.up"], "--lora-target-parameters is for adapters"),
+        ([*NEEDED, "--lora", "4", "--lora-targets", "none"], "none leaves adapters nothing to be on"),
+        (
+            [*NEEDED, "--lora", "4", "--lora-target-parameters", "experts.up", "--dora"],
+            "--dora does not go with --lora-target-parameters",
+        ),
         ([*NEEDED, "--dpo-beta", "0.1"], "--dpo-beta is .* give --objective dpo"),
         ([*NEEDED, "--quantize", "nf4"], "--quantize nf4 freezes the base.* add --lora 16"),
         ([*NEEDED, "--lora", "4", "--quantize", "nf4", "--merge"], "--quantize nf4 and --merge"),

@@ -27,13 +27,13 @@ from gemini.system.input_files import read_document
 
 SCHEDULES = ("cosine", "linear", "constant")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, NO_TARGETS = "all-linear", "none"  # of --lora-targets
 NO, NF4, INT8 = "no", "nf4", "int8"
 QUANTIZE = (NO, NF4, INT8)
 # Learning rates that are usual for each; --lr wins.
 _FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
 _DPO_FULL_LR, _DPO_LORA_LR = 1e-6, 5e-6
-_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets")
+_OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_target_parameters")
 _RSLORA_ALPHA = 8  # at rank 16 a scale of 2, as LoRA has it by default
 _PATHS = ("model", "data", "eval_data", "tokenizer", "disk_dir")
 # What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
@@ -104,6 +104,7 @@ class FineTuneConfig(MemoryOptions):
     rslora: bool = False
     lora_dropout: float = 0.0
     lora_targets: str = ALL_LINEAR
+    lora_target_parameters: str = ""
     quantize: str = NO
     merge: bool = False
     eval_data: str | None = None
@@ -139,6 +140,7 @@ class FineTuneConfig(MemoryOptions):
             if getattr(self, name) and not self.lora:
                 raise ConfigError(f"{option(name)} is a kind of adapters; give --lora RANK, or leave it out")
         self.refuse_unread(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+        self._check_targets()
         self._check_quantize()
         if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
@@ -199,6 +201,7 @@ class FineTuneConfig(MemoryOptions):
         own = {name: getattr(self, name) for name in _IDENTITY}
         # What older runs do not have is None in others, too.
         kinds = {name: getattr(self, name) or None for name in ("dora", "rslora")}
+        kinds["lora_target_parameters"] = self.lora_target_parameters or None
         kinds["quantize"] = None if self.quantize == NO else self.quantize
         beta = self.dpo_beta if self.objective == DPO else None
         return {**own, **self._resolved(), **kinds, "dpo_beta": beta}
@@ -313,6 +316,22 @@ class FineTuneConfig(MemoryOptions):
                 "row; give one of them"
             )
 
+    def _check_targets(self) -> None:
+        """Raise ConfigError where adapters would be on nothing, or are of a kind that no array takes."""
+        if not self.lora_target_parameters:
+            if names_of(self.lora_targets) in ([], [NO_TARGETS]):
+                raise ConfigError(
+                    f"--lora-targets {self.lora_targets} leaves adapters nothing to be on; name layers, or "
+                    "give --lora-target-parameters"
+                )
+            return
+        for name in ("dora", "lora_dropout"):
+            if getattr(self, name):
+                raise ConfigError(
+                    f"{option(name)} does not go with --lora-target-parameters: PEFT adds such adapters to "
+                    "the weights, and has plain LoRA and --rslora for them; leave it out"
+                )
+
     def _check_quantize(self) -> None:
         """Raise ConfigError for what does not go with a base in 4 or 8 bits."""
         if self.quantize == NO:
@@ -370,6 +389,11 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
     return plan.joined(said, given)
 
 
+def names_of(text: str) -> list[str]:
+    """Return the names in a text that has commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def option(name: str) -> str:
     """Return the option that sets a field."""
     return f"--{name.replace('_', '-')}"
@@ -377,6 +401,7 @@ def option(name: str) -> str:
 
 _KINDS = (".toml", ".yaml", ".yml")
 _SIZES = ("device_bytes", "host_bytes", "disk_bytes", "non_model_bytes")
+_LISTS = ("lora_targets", "lora_target_parameters", "recompute", "report_to")
 _PATH_OPTIONS = ("model", "data", "eval_data", "output", "tokenizer", "disk_dir", "plan")
 
 
@@ -428,7 +453,7 @@ def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
         raise ConfigError(f"{path} has the key {name!r:.200}, which is no option of gemini finetune; {hint}")
     if name in _SIZES:
         return None if value == "auto" else parse_bytes(value, name=f"{name} in {path}")
-    if name in ("lora_targets", "recompute", "report_to") and isinstance(value, list):
+    if name in _LISTS and isinstance(value, list):
         value = ",".join(map(str, value))
     if name in ("resume", "tiled_loss") and isinstance(value, bool):
         value = "yes" if value else "no"

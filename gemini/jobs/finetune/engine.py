@@ -16,10 +16,10 @@ from torch import Tensor
 
 import gemini
 from gemini.comm.ranks import Rank
-from gemini.errors import ConfigError, GeminiError, in_words
-from gemini.integrations.adapters import AdapterError
+from gemini.errors import ConfigError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
-from gemini.jobs.finetune.config import ALL_LINEAR, NF4, NO, FineTuneConfig
+from gemini.jobs.finetune.adapters import adapter_errors, adapter_of
+from gemini.jobs.finetune.config import NF4, NO, FineTuneConfig
 from gemini.jobs.finetune.held_out import BEST, BestWeights
 from gemini.jobs.finetune.preferences import Rewards, answer_log_probs, preference_loss
 from gemini.jobs.finetune.samples import Batch
@@ -371,54 +371,4 @@ def _loaded(config: FineTuneConfig) -> Any:
         **config.managed_options(),
         # It announces states in fp32; smaller ones may fit where those do not.
         optimizer_rule="adam" if config.state_dtype == "fp32" else None,
-    )
-
-
-@contextmanager
-def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
-    """Raise a ConfigError for what PEFT raises where no layer has a name of ``lora_targets``."""
-    try:
-        yield
-    except AdapterError as error:
-        raise _no_such_layers(config, error.__cause__ or error) from error
-    except ValueError as error:
-        if not config.lora or isinstance(error, GeminiError):
-            raise
-        raise _no_such_layers(config, error) from error
-
-
-def _no_such_layers(config: FineTuneConfig, cause: BaseException) -> ConfigError:
-    if config.dora and "dora" in in_words(cause).lower():
-        return ConfigError(
-            f"--dora: {in_words(cause).rstrip('.')}; leave it out: LoRA takes any linear layer"
-        )
-    return ConfigError(
-        f"--lora-targets {config.lora_targets}: {in_words(cause).rstrip('.')}; name linear layers "
-        f"of the model, such as q_proj,v_proj, or {ALL_LINEAR}"
-    )
-
-
-def adapter_of(config: FineTuneConfig) -> Any:
-    """Return the PEFT config of the adapters to train; None: all weights train.
-
-    Raises:
-        ConfigError: peft is not installed.
-    """
-    if not config.lora:
-        return None
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"--lora needs the package peft: pip install 'gemini-runtime[hf]' ({error})"
-        ) from error
-    names = [name.strip() for name in config.lora_targets.split(",") if name.strip()]
-    return peft.LoraConfig(
-        r=config.lora,
-        lora_alpha=config.alpha,
-        use_dora=config.dora,
-        use_rslora=config.rslora,
-        lora_dropout=config.lora_dropout,
-        target_modules=ALL_LINEAR if names == [ALL_LINEAR] else names,
-        task_type="CAUSAL_LM",
     )

@@ -19,6 +19,7 @@ import torch
 
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
+from gemini.jobs.finetune.adapters import adapted
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import NO, FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
@@ -68,6 +69,8 @@ class FineTuneWork:
         self._rank = Rank() if rank is None else rank
         self._batch_rows, self._passes = config.rows_of_rank(self._rank.count)
         model = ModelDirectory(config)
+        if config.lora:
+            adapted(config)  # refuses what they cannot be on
         with io_errors("read the weights of", model.path):
             self._fingerprint = model.fingerprint()
         self.seq = model.seq()

@@ -132,6 +132,7 @@ def _recipe(options: Mapping[str, Any]) -> list[Row]:
         kind = adapters_named(dora=options.get("dora") is True, rslora=options.get("rslora") is True)
         said = {"rank": rank, "alpha": alpha, "dropout": options.get("lora_dropout")}
         said["on"] = options.get("lora_targets")
+        said["on arrays"] = options.get("lora_target_parameters") or None
         parts = [f"{key} {value}" for key, value in said.items() if value is not None]
         rows.append(("trained", f"{kind}: {', '.join(parts)}"))
     else:
@@ -209,6 +210,7 @@ def _adapter_rows(fields: Mapping[str, Any]) -> list[Row]:
         "alpha": "lora_alpha",
         "dropout": "lora_dropout",
         "on": "target_modules",
+        "on arrays": "target_parameters",
         "replaced whole": "modules_to_save",
         "rsLoRA": "use_rslora",
         "DoRA": "use_dora",

@@ -1,0 +1,115 @@
+"""The adapters of a run: PEFT's config of them, and whether the model has what they are to be on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from gemini.errors import ConfigError, GeminiError, in_words
+from gemini.integrations.adapters import AdapterError, Adapters
+from gemini.integrations.transformers_loading import meta_model_of, tie
+from gemini.jobs.finetune.config import ALL_LINEAR, NO_TARGETS, FineTuneConfig, names_of
+from gemini.system.config import did_you_mean
+
+_MOST_PARTS = 3  # of a name that is guessed
+
+
+def adapter_of(config: FineTuneConfig) -> Any:
+    """Return the PEFT config of the adapters to train; None: all weights train.
+
+    Raises:
+        ConfigError: peft is not installed.
+    """
+    if not config.lora:
+        return None
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora needs the package peft: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    names = names_of(config.lora_targets)
+    layers: str | list[str] = [] if names == [NO_TARGETS] else names
+    return peft.LoraConfig(
+        r=config.lora,
+        lora_alpha=config.alpha,
+        use_dora=config.dora,
+        use_rslora=config.rslora,
+        lora_dropout=config.lora_dropout,
+        target_modules=ALL_LINEAR if names == [ALL_LINEAR] else layers,
+        target_parameters=names_of(config.lora_target_parameters) or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def adapted(config: FineTuneConfig) -> nn.Module:
+    """Return the model on ``meta``, with its adapters: no weight is read.
+
+    Raises:
+        ConfigError: it has not all that adapters are to be on.
+    """
+    model = meta_model_of(Path(config.model), "AutoModelForCausalLM")
+    tie(model, frozenset())
+    if not config.lora:
+        return cast(nn.Module, model)
+    layers = [name for name in names_of(config.lora_targets) if name not in (ALL_LINEAR, NO_TARGETS)]
+    _refuse_unknown("--lora-targets", layers, "layer", [name for name, _ in model.named_modules()])
+    arrays = names_of(config.lora_target_parameters)
+    params = [name for name, _ in model.named_parameters()]
+    _refuse_unknown("--lora-target-parameters", arrays, "parameter", params)
+    with adapter_errors(config):
+        return Adapters.of(adapter_of(config)).put_on(model)
+
+
+def adapts_experts(module: nn.Module) -> bool:
+    """Say whether PEFT has put adapters on arrays of experts in ``module``. For some mixtures it takes all
+    linear layers to mean the experts as well, since they were layers once."""
+    return any(getattr(each, "num_experts", 1) > 1 for each in module.modules() if hasattr(each, "lora_A"))
+
+
+def _refuse_unknown(option: str, names: Iterable[str], what: str, known: list[str]) -> None:
+    """Raise ConfigError for the first of ``names`` that is the end of none that is ``known``, as PEFT looks
+    for them: it leaves out what it does not find as long as it finds something."""
+    for name in names:
+        if any(each == name or each.endswith(f".{name}") for each in known):
+            continue
+        count = name.count(".") + 1
+        ends = {".".join(each.split(".")[-count:]) for each in known} if count <= _MOST_PARTS else set(known)
+        way_out = f"name some that it has, or {ALL_LINEAR}" if what == "layer" else "name one that it has"
+        raise ConfigError(
+            f"{option} {name}: the model has no {what} of this name{did_you_mean(name, ends)}; {way_out}"
+        )
+
+
+@contextmanager
+def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
+    """Raise a ConfigError for what PEFT raises where it cannot put adapters on what the options name."""
+    try:
+        yield
+    except AdapterError as error:
+        raise _unfit(config, error.__cause__ or error) from error
+    except ValueError as error:
+        if not config.lora or isinstance(error, GeminiError):
+            raise
+        raise _unfit(config, error) from error
+
+
+def _unfit(config: FineTuneConfig, cause: BaseException) -> ConfigError:
+    said = in_words(cause).rstrip(".")
+    if config.dora and "dora" in said.lower():
+        return ConfigError(f"--dora: {said}; leave it out: LoRA takes any linear layer")
+    if config.lora_dropout and "dropout" in said.lower():
+        return ConfigError(
+            f"--lora-dropout: {said}: arrays of experts have none, and for some mixtures {ALL_LINEAR} means "
+            "them, too; leave it out, or name layers by --lora-targets, such as q_proj,v_proj"
+        )
+    options = f"--lora-targets {config.lora_targets}"
+    if config.lora_target_parameters:
+        options += f" --lora-target-parameters {config.lora_target_parameters}"
+    return ConfigError(
+        f"{options}: {said}; name linear layers of the model, such as q_proj,v_proj, or {ALL_LINEAR}"
+    )
