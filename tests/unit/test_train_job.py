@@ -340,6 +340,20 @@ def test_refused_budget_does_not_cost_the_run_to_be_overwritten(config: TrainCon
     assert run(config, resume="yes").summary.first_step == 6
 
 
+def test_a_run_with_more_steps_follows_their_schedule_from_the_next_step_on(config: TrainConfig) -> None:
+    whole = run(config, steps=9, checkpoint=f"{config.checkpoint}-whole").summary.checkpoint
+    assert whole is not None
+    rates = [
+        json.loads(line)["lr"] for line in (Path(whole).parent / "metrics.jsonl").read_text().splitlines()
+    ]
+    run(config)
+    longer = run(config, resume="yes", steps=9)
+    assert [record["lr"] for record in metrics(config)][6:] == rates[6:]
+    said = [note for note in longer.summary.notes if "had 6 steps and has 9 now" in note]
+    assert len(said) == 1
+    assert said[0].endswith(f"the next step has {rates[6]:.3g} instead of {config.lr / 10:.3g}")
+
+
 def test_resume_and_verify_say_what_they_need(config: TrainConfig) -> None:
     with pytest.raises(CheckpointError, match="no complete checkpoint in"):
         run(config, resume="yes")

@@ -58,6 +58,17 @@ def lr_schedule(optimizer: torch.optim.Optimizer, *, steps: int) -> torch.optim.
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, steps=steps))
 
 
+def follow_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR) -> tuple[float, float]:
+    """Give each group of the optimizer the rate that the functions of ``scheduler`` have for the step that
+    comes; a scheduler that was restored has those of its saved rates. Return the rates of the first group,
+    before and after."""
+    groups = scheduler.optimizer.param_groups
+    before = float(groups[0]["lr"])
+    for group, highest, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = highest * factor(scheduler.last_epoch)
+    return before, float(groups[0]["lr"])
+
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -336,6 +347,17 @@ class Training(Generic[EngineT]):
         is_done = step == self._options.steps
         self._display.note(
             f"{nothing_left(step)}; give more --steps to go on" if is_done else f"resumed after step {step}"
+        )
+        if len(horizons) < len(self._horizons) and not is_done:
+            self._follow_steps(scheduler, horizons[-1])
+
+    def _follow_steps(self, scheduler: Any, before: int) -> None:
+        """Have the learning rate of the next step be that of the run of as many steps as there are now; the
+        checkpoint has that of a run of ``before``."""
+        old, new = follow_schedule(scheduler)
+        self._note(
+            f"the run had {before:,} steps and has {self._options.steps:,} now: from here on the learning "
+            f"rate is that of a run of so many; the next step has {new:.3g} instead of {old:.3g}"
         )
 
 
