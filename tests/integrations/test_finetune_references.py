@@ -149,6 +149,29 @@ def test_the_reference_is_computed_once_however_often_a_run_is_stopped(
     assert longer.losses == run(config, steps=4, output=str(tmp_path / "whole")).losses
 
 
+def test_pairs_share_a_pass_with_the_same_others_in_a_run_of_more_steps(config: FineTuneConfig) -> None:
+    def passes_of(steps: int) -> list[list[int]]:
+        work = FineTuneWork(
+            dataclasses.replace(config, steps=steps), Path("unused"), resume=False, scratch=None
+        )
+        assert work._references is not None
+        return [pairs.rows.tolist() for pairs in work._references._passes()]
+
+    few, more = passes_of(1), passes_of(3)
+    assert few[0] == more[0]
+    assert few[-1] == more[-1], "what is held out has passes of its own"
+    assert len(more) == len(few) + 2
+
+
+def test_a_resumed_run_that_is_stopped_in_the_reference_has_the_step_of_its_checkpoint(
+    config: FineTuneConfig,
+) -> None:
+    run(config, steps=1)
+    summary = stopped(dataclasses.replace(config, steps=3), pairs=5).summary
+    assert (summary.first_step, summary.last_step, summary.trained_steps) == (1, 1, 0)
+    assert json.loads(Path(config.output, "summary.json").read_text())["last_step"] == 1
+
+
 def test_a_reference_of_other_weights_or_pairs_is_not_used(
     config: FineTuneConfig, tmp_path: Path, passes: list[int]
 ) -> None:

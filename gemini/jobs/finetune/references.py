@@ -42,7 +42,8 @@ class Referring(Protocol):
 
 @dataclass(frozen=True)
 class PairSet:
-    """Pairs of ``samples`` that a run learns from or evaluates on, by their ``rows``, in order."""
+    """Pairs of ``samples`` that a run learns from or evaluates on, by their ``rows``, in the order in which
+    passes take them. A set may be in parts, which have its name."""
 
     name: str
     samples: Samples
@@ -54,7 +55,9 @@ class References:
 
     ``directory``: that of the run, where :data:`REFERENCES` holds a line for ``digest``, which says of what
     data and weights they are, and one for each pass of ``batch`` pairs. What cannot be used of it is computed
-    again. ``rank``: this process among those that share the passes; the first of them reads and writes.
+    again. Which pairs share a pass depends on their places in ``rows`` alone, not on what is known: numbers
+    may differ by rounding where a pass has other pairs. ``rank``: this process among those that share the
+    passes; the first of them reads and writes.
     """
 
     def __init__(
@@ -118,9 +121,12 @@ class References:
     def _passes(self) -> Iterator[PairSet]:
         """Yield what is not known yet, in parts of a pass."""
         for each in self._sets:
-            rows = each.rows[np.isnan(self._values[each.name][each.rows, 0])]
-            for first in range(0, len(rows), self._batch):
-                yield PairSet(each.name, each.samples, rows[first : first + self._batch])
+            values = self._values[each.name]
+            for first in range(0, len(each.rows), self._batch):
+                together = each.rows[first : first + self._batch]
+                rows = together[np.isnan(values[together, 0])]
+                if len(rows):
+                    yield PairSet(each.name, each.samples, rows)
 
     def _kept(self) -> list[str]:
         """Return the lines of the file that can be used, and remove the others: of another model or other

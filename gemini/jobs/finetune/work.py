@@ -120,19 +120,21 @@ class FineTuneWork:
         )
 
     def _make_references(self, model: ModelDirectory, held: npt.NDArray[np.int64]) -> References:
-        """Return the reference of the pairs that the run learns from, and of those in ``held``."""
-        learned = self._order.learned
-        count = self.options.steps * self._rows_per_step
-        if count < len(learned):
-            learned = np.unique([self._order[row] for row in range(count)])
+        """Return the reference of the pairs that the run learns from, in the order of its steps, so that a
+        run of more steps has the same passes first; and of those in ``held``."""
+        count = min(self.options.steps * self._rows_per_step, len(self._order.learned))
+        learned = np.asarray([self._order[row] for row in range(count)], dtype=np.int64)
+        sets = [PairSet("data", self.samples, learned)]
+        samples = [self.samples]
         if self._eval_samples is None:
-            sets = [PairSet("data", self.samples, np.union1d(learned, held))]
+            sets.append(PairSet("data", self.samples, held))
         else:
-            sets = [PairSet("data", self.samples, learned), PairSet("eval_data", self._eval_samples, held)]
+            sets.append(PairSet("eval_data", self._eval_samples, held))
+            samples.append(self._eval_samples)
         if not self._rank.index:
             with io_errors("read the weights of", model.path):
                 weights = model.weights_digest()
-            told = [weights, self.seq, self.config.precision, *(each.samples.fingerprint for each in sets)]
+            told = [weights, self.seq, self.config.precision, *(each.fingerprint for each in samples)]
             self._reference = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
         directory = self.target.parent
         return References(directory, self._reference, sets, batch=self._batch_rows, rank=self._rank)

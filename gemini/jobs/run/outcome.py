@@ -120,7 +120,13 @@ def _peak_text(summary: Summary, name: str) -> str:
 
 def _steps_text(summary: Summary) -> str:
     if not summary.trained_steps:
-        return "none: interrupted before" if summary.interrupted else nothing_left(summary.last_step)
+        if not summary.interrupted:
+            return nothing_left(summary.last_step)
+        return (
+            f"none: interrupted before; {summary.last_step} are done"
+            if summary.last_step
+            else ("none: interrupted before")
+        )
     resumed = f", resumed after {summary.first_step}" if summary.first_step else ""
     ended = ", interrupted" if summary.interrupted else ""
     return f"{summary.trained_steps} in {duration_text(summary.seconds)}{resumed}{ended}"

@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gemini.checkpoint.directory import only_unfinished
+from gemini.checkpoint.directory import latest, only_unfinished, read_manifest
 from gemini.errors import CheckpointError, ConfigError
 from gemini.system.durable import replacing, restore, temporary_of
 from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
@@ -218,6 +218,13 @@ class RunDirectory:
             else:
                 entry.unlink()
 
+    def saved_step(self) -> int:
+        """Return how many steps are done in the newest checkpoint. Raises CheckpointError."""
+        step = read_manifest(latest(self.checkpoint))["extra"].get("step")
+        if not _is_step(step) and step != 0:
+            raise CheckpointError(f"{self.checkpoint} does not say how many steps are done; {_REPAIR}")
+        return int(step)
+
     def check_resume(self, identity: Mapping[str, Any]) -> None:
         """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run, or
         if another process trains here."""
@@ -376,6 +383,10 @@ class FollowedDirectory(RunDirectory):
     def holds_run(self) -> bool:
         """Leave it to the rank that owns the directory."""
         return False
+
+    def saved_step(self) -> int:
+        """Return nothing: the rank that owns the directory says it."""
+        return 0
 
     def check_resume(self, identity: Mapping[str, Any]) -> None:
         """Leave it to the rank that owns the directory, as all that follows."""

@@ -217,6 +217,8 @@ class Training(Generic[EngineT]):
                 # Not before the engine stands: a refused budget must not cost the run to be overwritten.
                 self._directory.start(self._identity, self._options.kept)
             if not self._work.prepare(engine, self._display, self._stop):
+                if self._options.resume and self._directory is not None:
+                    self._progress.first_step = self._progress.last_step = self._directory.saved_step()
                 self._progress.stats = engine.stats()
                 return self._progress
             if self._options.resume:
