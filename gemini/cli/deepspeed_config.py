@@ -22,7 +22,11 @@ from gemini.cli.conversion import (
 )
 from gemini.cli.deepspeed_keys import FILLED, KEYS, SWITCHED
 from gemini.errors import ConfigError
+from gemini.system.config import did_you_mean
 
+_MOST_LETTERS = 100  # of a name that is guessed: comparing takes time by their square
+_DEEPSPEEDS = ("Adam", "AdamW", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW",
+               "MuSGD", "Lion", "Muon")  # fmt: skip
 _ADAMS = ("adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam")
 _OURS = {"lion": "gemini.Lion", "lamb": "gemini.Lamb"}
 # torch's, which DeepSpeed finds by their names: the options of each that a file may set beside the rate.
@@ -325,6 +329,8 @@ def _optimizer(found: Conversion, document: Document) -> None:
     elif name in _TORCH:
         found.drive(f"torch.optim.{_TORCH[name][0]}")
     else:
+        if name not in _WITHOUT_RULE:
+            _refuse_unknown(document, kind)
         says = _WITHOUT_RULE.get(name, f"there is no {kind} here: HybridAdam is printed, with its options")
         found.say("optimizer.type", NOT_SUPPORTED, says)
     if found.optimizer_class == "gemini.Lamb":  # DeepSpeed's defaults
@@ -335,6 +341,20 @@ def _optimizer(found: Conversion, document: Document) -> None:
         path = f"{_PARAMS}.{key}"
         if (*path.split("."),) not in found.said:
             _param(found, document, key, path)
+
+
+def _refuse_unknown(document: Document, kind: str) -> None:
+    """Raise ConfigError for an optimizer that neither DeepSpeed nor torch has."""
+    import torch
+
+    torchs = [name for name, each in vars(torch.optim).items() if isinstance(each, type)]
+    if kind in torchs:
+        return
+    guess = did_you_mean(kind[:_MOST_LETTERS], (*_DEEPSPEEDS, *torchs))
+    raise ConfigError(
+        f"{document.source}: {document.name('optimizer.type')} is {kind!r:.100}, which neither DeepSpeed nor "
+        f"torch.optim has{guess}; correct the name"
+    )
 
 
 def _param(found: Conversion, document: Document, key: str, path: str) -> None:

@@ -7,6 +7,7 @@ first update has the lowest rate, and update ``n`` behind it (from 1) the rate o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from gemini.cli.conversion import (
     AUTO,
@@ -22,9 +23,12 @@ from gemini.cli.conversion import (
     auto,
 )
 from gemini.errors import ConfigError
+from gemini.system.config import did_you_mean
 
 _PARAMS = "scheduler.params"
 _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+_DEEPSPEEDS = (*_WARMUPS, "OneCycle", "LRRangeTest")
+_MOST_LETTERS = 100  # of a name that is guessed: comparing takes time by their square
 _HAS_BETAS = ("gemini.HybridAdam", "gemini.Lion", "gemini.Lamb", "torch.optim.NAdam", "torch.optim.RAdam",
               "torch.optim.Adamax")  # fmt: skip
 # What the Trainer fills in, where create_scheduler() has it.
@@ -50,11 +54,13 @@ def fill(found: Conversion, document: Document) -> None:
         return
     kind = document.take("scheduler.type", (str,), "")
     params = document.section(_PARAMS)
-    if kind not in (*_WARMUPS, "OneCycle", "LRRangeTest"):
-        way_out = "use one of torch.optim.lr_scheduler over the optimizer"
-        found.say("scheduler", NOT_SUPPORTED, f"DeepSpeed has no scheduler {kind!r:.50}; {way_out}")
+    if kind not in _DEEPSPEEDS:
+        _refuse_unknown(document, kind)
+        way_out = f"make it over the optimizer: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
+        says = f"{kind} is torch's; {way_out}" if kind else "without a type DeepSpeed makes none"
+        found.say("scheduler", NOT_SUPPORTED, says)
         return
-    lists = [key for key, value in params.items() if isinstance(value, list)]
+    lists = [key for key, value in params.items() if isinstance(value, list) and not _is_one_number(value)]
     if lists:
         found.say(
             "scheduler",
@@ -81,6 +87,25 @@ def fill(found: Conversion, document: Document) -> None:
     found.say("scheduler.type", TAKEN, f"torch's LambdaLR: {words}")
 
 
+def _refuse_unknown(document: Document, kind: str) -> None:
+    """Raise ConfigError for a scheduler that neither DeepSpeed nor torch has."""
+    import torch
+
+    torchs = [name for name, each in vars(torch.optim.lr_scheduler).items() if isinstance(each, type)]
+    if not kind or kind in torchs:
+        return
+    guess = did_you_mean(kind[:_MOST_LETTERS], (*_DEEPSPEEDS, *torchs))
+    raise ConfigError(
+        f"{document.source}: {document.name('scheduler.type')} is {kind!r:.100}, which neither DeepSpeed nor "
+        f"torch.optim.lr_scheduler has{guess}; correct the name"
+    )
+
+
+def _is_one_number(values: list[Any]) -> bool:
+    """Say whether these are the rates of parameter groups that all have the same."""
+    return all(type(each) in (int, float) for each in values) and len({*values}) == 1
+
+
 def _leave_out(found: Conversion, params: Iterable[str], unknown: list[str]) -> None:
     """Say that there is no schedule, because nobody knows the values of these keys."""
     for key in params:
@@ -100,7 +125,9 @@ class _Values:
     def number(self, key: str, default: str = "", kind: Kind = NUMBER) -> str:
         """Return the text of a number. Raises ConfigError where it is missing and has no default."""
         path = f"{_PARAMS}.{key}"
-        value = self.document.take_as(path, kind)
+        value = self._rate_of_groups(key, kind)
+        if value is None:
+            value = self.document.take_as(path, kind)
         if value is None:
             if not default:
                 raise ConfigError(
@@ -112,6 +139,20 @@ class _Values:
             return self._auto(key, path, default)
         self.found.say(path, TAKEN, "a setting of the schedule that is printed")
         return kind.text(value)
+
+    def _rate_of_groups(self, key: str, kind: Kind) -> float | None:
+        """Return the rate that all groups have, where the value is a list. Raises ConfigError where it is
+        out of range."""
+        given = self.document.section(_PARAMS).get(key)
+        if not isinstance(given, list):
+            return None
+        rate = float(given[0])
+        if not kind.least <= rate <= kind.most:
+            raise ConfigError(
+                f"{self.document.source}: {_PARAMS}.{key} is {given!r:.100}; each must be {kind.least:g} or "
+                "more"
+            )
+        return rate
 
     def steps(self, key: str, default: str = "") -> str:
         """Return the text of a number of steps."""

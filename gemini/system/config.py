@@ -76,7 +76,8 @@ def refuse_unknown(called: str, options: Mapping[str, Any], known: frozenset[str
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return a guess in brackets, after a space, which of the ``known`` names was meant; "" for none that is
-    as near as ``cutoff`` (of 1)."""
-    near = get_close_matches(name, list(known), 1, cutoff)
-    return f" (did you mean {near[0]}?)" if near else ""
+    """Return a guess in brackets, after a space, which of the ``known`` names was meant, in capitals or not;
+    "" for none that is as near as ``cutoff`` (of 1)."""
+    by_letters = {each.lower(): each for each in known}
+    near = get_close_matches(name.lower(), by_letters, 1, cutoff)
+    return f" (did you mean {by_letters[near[0]]}?)" if near else ""

@@ -152,7 +152,7 @@ def test_the_words_say_how_a_warmup_rises_and_what_follows(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("kind", "params", "says"),
     [
-        ("Staircase", {}, "has no scheduler 'Staircase'"),
+        ("StepLR", {"step_size": 3}, "make it over the optimizer: torch.optim.lr_scheduler.StepLR"),
         ("WarmupLR", {"warmup_max_lr": [1e-3, 1e-4]}, "a rate for each group"),
         ("WarmupLR", {"warmup_num_steps": "auto"}, "write numbers for warmup_num_steps"),
         ("OneCycle", {"cycle_min_lr": "auto", "cycle_max_lr": 1e-3}, "write numbers for cycle_min_lr"),
@@ -171,6 +171,18 @@ def test_a_schedule_that_nobody_knows_is_left_out(
     said = [each for each in found.keys if each[0].startswith("scheduler")]
     assert {verdict for _, verdict, _ in said} == {NOT_SUPPORTED}
     assert any(says in text for _, _, text in said)
+
+
+def test_rates_of_groups_that_are_equal_are_one_rate(tmp_path: Path) -> None:
+    def converted(peak: object) -> Conversion:
+        params = {"warmup_max_lr": peak, "warmup_min_lr": [0, 0], "warmup_num_steps": 4}
+        document = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR", "params": params}}
+        return convert(written(document, tmp_path / "ds.json", disk=tmp_path), Target.LOOP)
+
+    listed = converted([1e-3, 1e-3])
+    assert listed.schedule == converted(1e-3).schedule
+    assert listed.schedule is not None
+    assert said_of(listed, "scheduler.params.warmup_max_lr")[0] == TAKEN
 
 
 def test_lamb_is_ours_with_deepspeeds_defaults(tmp_path: Path) -> None:
@@ -454,6 +466,16 @@ def test_keys_of_a_plugin_are_reported_as_the_file_has_them(tmp_path: Path) -> N
             "1 or more",
         ),
         ("a.json", '{"scheduler": []}', "scheduler is a list"),
+        ("a.json", '{"optimizer": {"type": "AdmaW"}}', r"torch.optim has \(did you mean AdamW\?\)"),
+        ("a.json", '{"optimizer": {"type": "asdg"}}', r"optimizer.type is 'asdg'.* \(did you mean ASGD\?\)"),
+        ("a.json", '{"scheduler": {"type": "WarmupDecayRL"}}', r"\(did you mean WarmupDecayLR\?\)"),
+        ("a.json", '{"scheduler": {"type": "warmuplr"}}', r"\(did you mean WarmupLR\?\)"),
+        ("a.yaml", "deepspeed_config:\n  optimizer: {type: Lino}\n", "_config.optimizer.type is 'Lino'"),
+        (
+            "a.json",
+            '{"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [-1, -1]}}}',
+            r"warmup_max_lr is \[-1, -1\]; each must be 0 or more",
+        ),
         ("a.json", '{"optimizer": "AdamW"}', "optimizer is a str"),
         ("a.json", '{"zero_optimization": true}', "zero_optimization is a bool"),
         ("a.json", '{"tensorboard": true}', "tensorboard is a bool"),
@@ -504,7 +526,7 @@ def test_the_command_prints_a_program_and_json(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("key", ["[/red]", "[bold]x", "\ud800", "a\x1b[2J"])
 def test_any_key_is_printed_as_it_is(key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(
-        {key: 1, "optimizer": {"type": key, "params": {key: 1}}}, tmp_path / "ds.json", disk=tmp_path
+        {key: 1, "optimizer": {"type": "Adam", "params": {key: 1}}}, tmp_path / "ds.json", disk=tmp_path
     )
     for option in ([], ["--json"]):
         assert main(["convert-config", str(file), *option]) == 0
