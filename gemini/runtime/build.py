@@ -349,6 +349,13 @@ def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> Plac
     return plan if plan is not None else checked(Blueprint.refuse_unheld)
 
 
+def refuse_unfit(module: nn.Module, config: GeminiConfig) -> None:
+    """Raise OutOfBudgetError or ConfigError where :func:`build_runtime` would, in one process on the CPU,
+    because the budgets cannot hold ``module``, which may be on ``meta``. Nothing changes."""
+    drawing = Drawing(Outline.of(module, config), None, CPU, 1, CPU.cuts_chunks)
+    _check(drawing.draw(config), config, drawing)
+
+
 def _refuse_full_disk(storage: ModelStorage, kept: Kept) -> None:
     """Raise IoError where the disk has no space for what is kept of each parameter that trains."""
     lack = storage.chunks.lacking_place(storage.missing(dict.fromkeys(storage.trainable_groups(), kept)))

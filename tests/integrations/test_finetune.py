@@ -22,6 +22,7 @@ from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.forecast.forecast import Settings, look
 from gemini.forecast.machine import MachineSpeeds
+from gemini.jobs.finetune import work
 from gemini.jobs.finetune.config import TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.work import FineTuneWork
 from gemini.runtime.config import GeminiConfig
@@ -327,15 +328,39 @@ def test_the_recipe_of_a_quantized_base_runs_and_exports_adapters(
     assert (Path(config.output) / "model" / "adapter_model.safetensors").is_file()
 
 
-def test_what_does_not_fit_is_said_by_the_plan_and_refused_by_the_runtime(
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device_bytes": 1024}, "raise device_bytes to at least"),
+        ({"lora": 2, "lora_targets": "v_proj,q_prooj"}, r"--lora-targets q_prooj: .*did you mean q_proj"),
+        ({"eval_data": "nowhere"}, "--eval-data nowhere"),
+        ({"seq": 65}, "--seq 65 is over the 64 positions"),
+        ({"resume": "yes", "lr": 0.5}, r"has lr = 0\.01; this one lr = 0\.5"),
+        ({"resume": "yes", "steps": 1}, "is at step 2, past --steps 1; give more --steps"),
+    ],
+)
+def test_what_shows_without_data_is_refused_before_data_is_read(
+    changes: dict[str, Any], message: str, config: FineTuneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "resume" in changes:
+        run(config, steps=2)
+
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("the data was read")
+
+    monkeypatch.setattr(work, "Samples", read)
+    with pytest.raises((ConfigError, gemini.errors.OutOfBudgetError), match=message):
+        run(config, **changes)
+
+
+def test_what_does_not_fit_is_said_once_by_the_names_of_options(
     config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = ["--model", config.model, "--data", config.data, "--output", config.output]
     assert main(["finetune", *paths, "--device-bytes", "16KiB"]) == 2
     said = capsys.readouterr().err
-    assert "plan: it does not fit" in said
-    assert "gemini: error: " in said
-    assert said.count("the model data is") + said.count("needs") == 1
+    assert said.startswith("gemini: error: ")
+    assert "raise --device-bytes" in said
     assert not Path(config.output).exists()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError, Adapters
-from gemini.integrations.transformers_loading import meta_model_of, tie
+from gemini.integrations.transformers_loading import keep_types, meta_model_of, tie
 from gemini.jobs.finetune.config import ALL_LINEAR, NO_TARGETS, FineTuneConfig, names_of
 from gemini.system.config import did_you_mean
 
@@ -53,6 +53,7 @@ def adapted(config: FineTuneConfig) -> nn.Module:
         ConfigError: it has not all that adapters are to be on.
     """
     model = meta_model_of(Path(config.model), "AutoModelForCausalLM")
+    keep_types(model)
     tie(model, frozenset())
     if not config.lora:
         return cast(nn.Module, model)

@@ -18,7 +18,7 @@ import gemini
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
-from gemini.jobs.finetune.adapters import adapter_errors, adapter_of
+from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of
 from gemini.jobs.finetune.config import NF4, NO, FineTuneConfig
 from gemini.jobs.finetune.held_out import BEST, BestWeights
 from gemini.jobs.finetune.preferences import Rewards, answer_log_probs, preference_loss
@@ -28,6 +28,8 @@ from gemini.model.in_place import InPlace
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.parallel.plan import ParallelPlan
 from gemini.runtime.activation.recomputed import recompute_blocks
+from gemini.runtime.build import refuse_unfit
+from gemini.runtime.config import GeminiConfig
 from gemini.system.durable import put_in_place, temporary_of
 from gemini.system.files import io_errors
 from gemini.system.input_files import InputDirectory, errors_of
@@ -359,6 +361,28 @@ def quantization_of(config: FineTuneConfig) -> Any:
     return transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2))
 
 
+def refuse_early(config: FineTuneConfig, *, ranks: int) -> None:
+    """Raise what making an engine would raise, as far as that shows without weights: packages, what adapters
+    are on, and, in one process on the CPU, budgets that cannot hold the model. It takes seconds.
+
+    Raises:
+        OutOfBudgetError, ConfigError: as :class:`PretrainedEngine`.
+    """
+    quantization_of(config)
+    module = adapted(config)
+    is_plain = config.quantize == NO and not is_quantized(config)
+    if ranks > 1 or not is_plain or config.device_kind != "cpu" or _rule(config) is None:
+        return
+    options = config.managed_options()
+    del options["device"]
+    refuse_unfit(module, GeminiConfig.choose(None, **options, optimizer_rule=_rule(config)))
+
+
+def _rule(config: FineTuneConfig) -> str | None:
+    """Return the rule to announce: it has states in fp32; smaller ones may fit where those do not."""
+    return "adam" if config.state_dtype == "fp32" else None
+
+
 def _loaded(config: FineTuneConfig) -> Any:
     quantization = quantization_of(config)
     asked = {} if quantization is None else {"quantization_config": quantization}
@@ -369,6 +393,5 @@ def _loaded(config: FineTuneConfig) -> Any:
         local_files_only=True,
         **asked,
         **config.managed_options(),
-        # It announces states in fp32; smaller ones may fit where those do not.
-        optimizer_rule="adam" if config.state_dtype == "fp32" else None,
+        optimizer_rule=_rule(config),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
 from gemini.jobs.run.run_directory import FollowedDirectory, RunDirectory
 from gemini.jobs.run.trackers import require_trackers
-from gemini.jobs.run.training import StopRequest, Training
+from gemini.jobs.run.training import StopRequest, Training, refuse_past
 from gemini.system.device import repeatable_operators, resolve_device
 
 
@@ -68,7 +68,14 @@ def run(
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
         scratch = None if config.disk_dir is None else Path(config.disk_dir)
-        work = FineTuneWork(config, directory.model, resume=resume, scratch=scratch, rank=rank)
+        work = FineTuneWork(
+            config,
+            directory.model,
+            resume=resume,
+            scratch=scratch,
+            rank=rank,
+            refuse=lambda known: _refuse_another(config, directory, known) if resume else None,
+        )
         display = show(work.options.steps) if is_lead else _FollowersDisplay()
         with display, StopRequest(display.stopping, rank) as stop, repeatable_operators(device):
             for line in work.describe():
@@ -101,6 +108,13 @@ def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
     directory.refuse_unmakeable()
     directory.refuse_foreign_model(Path(config.model))
     return directory.resumes(config.resume, overwrite=config.overwrite)
+
+
+def _refuse_another(config: FineTuneConfig, directory: RunDirectory, known: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the run that is there is another one, or is past its end."""
+    directory.check_resume(known)
+    if config.steps is not None:
+        refuse_past(directory.path, directory.saved_step(), config.steps)
 
 
 def preview(config: FineTuneConfig) -> Iterator[str]:

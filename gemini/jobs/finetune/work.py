@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -19,11 +19,10 @@ import torch
 
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
-from gemini.jobs.finetune.adapters import adapted
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import NO, FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
-from gemini.jobs.finetune.engine import PretrainedEngine
+from gemini.jobs.finetune.engine import PretrainedEngine, refuse_early
 from gemini.jobs.finetune.held_out import BEST, BestWeights, HeldOut
 from gemini.jobs.finetune.preferences import DPO, Rewards
 from gemini.jobs.finetune.record_files import DataFiles, find_data
@@ -62,25 +61,29 @@ class FineTuneWork:
         resume: bool,
         scratch: Path | None,
         rank: Rank | None = None,
+        refuse: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
-        """``rank``: this process among those that share the rows of each step."""
+        """``rank``: this process among those that share the rows of each step. ``refuse``: raises for another
+        run than that which goes on; it gets what is known of the identity before data is read."""
         self.config = config
         self.target = target
         self._rank = Rank() if rank is None else rank
         self._batch_rows, self._passes = config.rows_of_rank(self._rank.count)
         model = ModelDirectory(config)
-        if config.lora:
-            adapted(config)  # refuses what they cannot be on
+        refuse_early(config, ranks=self._rank.count)
         with io_errors("read the weights of", model.path):
             self._fingerprint = model.fingerprint()
         self.seq = model.seq()
         layout = model.layout()
+        refuse({**config.identity(), "seq": self.seq, "model": self._fingerprint})
+        files = find_data(config.data)
+        held_out = self._find_eval_data(files)
         self._tokenizer = model.tokenizer()
         self._encoder = model.encoder(self._tokenizer)
         self._is_dpo = config.objective == DPO
         self._rewards = Rewards()
         self._reference = ""  # says of which weights and pairs the reference is, where one is kept
-        self._documents = self._read(find_data(config.data))
+        self._documents = self._read(files)
         self.samples = Samples(
             self._encoded(self._documents),
             seq=self.seq,
@@ -92,7 +95,7 @@ class FineTuneWork:
         is_lead = self._rank.index == 0
         self._best = BestWeights(target.parent / BEST, owns=is_lead) if config.keep_best else None
         self._eval_documents: Documents | None = None
-        self._eval_samples = self._read_eval_data(scratch)
+        self._eval_samples = self._read_eval_data(held_out, scratch)
         self._rows_per_step = config.batch * config.accumulate
         steps = math.ceil(config.epochs * len(self._order.learned) / self._rows_per_step)
         self.num_parameters = 0
@@ -146,19 +149,24 @@ class FineTuneWork:
             return None
         return self._best.step, self._best.loss
 
-    def _read_eval_data(self, scratch: Path | None) -> Samples | None:
-        """Return the rows of ``--eval-data``, laid out as those of the data are."""
-        config = self.config
-        if config.eval_data is None:
+    def _find_eval_data(self, data: DataFiles) -> DataFiles | None:
+        """Return the files of ``--eval-data``. Raise ConfigError for one that is among those of ``data``."""
+        if self.config.eval_data is None:
             return None
-        files = find_data(config.eval_data, "--eval-data")
-        learned = {os.path.realpath(file) for file in find_data(config.data).files}
+        files = find_data(self.config.eval_data, "--eval-data")
+        learned = {os.path.realpath(file) for file in data.files}
         for file in files.files:
             if os.path.realpath(file) in learned:
                 raise ConfigError(
                     f"--eval-data {file} is in --data, too, so its loss would be that of what is learned; "
                     "name other files, or give --eval-share 0.05 alone"
                 )
+        return files
+
+    def _read_eval_data(self, files: DataFiles | None, scratch: Path | None) -> Samples | None:
+        """Return the rows of ``files``, laid out as those of the data are."""
+        if files is None:
+            return None
         self._eval_documents = self._read(files)
         return Samples(
             self._encoded(self._eval_documents),

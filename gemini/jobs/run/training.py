@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
@@ -334,11 +335,7 @@ class Training(Generic[EngineT]):
         is_step = type(step) is int and step >= 0
         if not (is_step and _is_list_of(horizons, int) and _is_list_of(devices, str)):
             raise CheckpointError(f"{self._directory.checkpoint} was not written by {self._work.command}")
-        if step > self._options.steps:
-            raise ConfigError(
-                f"{self._directory.path} is at step {step}, past --steps {self._options.steps}; "
-                "give more --steps"
-            )
+        refuse_past(self._directory.path, step, self._options.steps)
         self._horizons = _followed_by(list(horizons), self._options.steps)
         self._devices = _followed_by(list(devices), self._options.device_kind)
         self._work.check_history(self._horizons, self._devices)
@@ -361,6 +358,12 @@ class Training(Generic[EngineT]):
             f"the run had {before:,} steps and has {self._options.steps:,} now: from here on the learning "
             f"rate is that of a run of so many; the next step has {new:.3g} instead of {old:.3g}"
         )
+
+
+def refuse_past(path: Path, step: int, steps: int) -> None:
+    """Raise ConfigError where the run in ``path`` has done more steps than it is to have."""
+    if step > steps:
+        raise ConfigError(f"{path} is at step {step}, past --steps {steps}; give more --steps")
 
 
 def nothing_left(step: int) -> str:
