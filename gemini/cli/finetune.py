@@ -197,7 +197,7 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
     from gemini.cli.console import Console, print_json
     from gemini.cli.finetune import forecast_lines
     from gemini.jobs.finetune import job
-    from gemini.jobs.run.display import make_display
+    from gemini.jobs.run.display import ReadingDisplay, make_display
     from gemini.jobs.run.outcome import summary_table
     from gemini.jobs.run.ranks import place_among_ranks
 
@@ -215,6 +215,7 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
         result = job.run(
             config,
             show=lambda steps: make_display(console, steps=steps, quiet=options.quiet),
+            reading=ReadingDisplay(console, quiet=options.quiet or rank.index > 0),
             forecast=forecast_lines if config.forecast and not options.quiet and not rank.index else None,
             rank=rank,
         )

@@ -10,7 +10,14 @@ from unittest.mock import Mock
 import pytest
 from rich.console import Console
 
-from gemini.jobs.run.display import LineDisplay, LiveDisplay, SilentDisplay, duration_text, make_display
+from gemini.jobs.run.display import (
+    LineDisplay,
+    LiveDisplay,
+    ReadingDisplay,
+    SilentDisplay,
+    duration_text,
+    make_display,
+)
 from gemini.jobs.run.outcome import _draw_device, draw_timeline, phase_spans
 from gemini.jobs.run.report import StepReport, TierUse, model_data_ratio, over_budget_note, steady_speed
 
@@ -96,6 +103,28 @@ def test_display_suits_the_console() -> None:
     assert isinstance(make_display(console(terminal=True), steps=1, quiet=False), LiveDisplay)
     assert isinstance(make_display(console(terminal=False), steps=1, quiet=False), LineDisplay)
     assert type(make_display(console(terminal=True), steps=1, quiet=True)) is SilentDisplay
+
+
+def test_reading_is_shown_in_a_line_each_half_minute_where_nobody_watches() -> None:
+    now = [0.0]
+    screen = console(terminal=False)
+    with ReadingDisplay(screen, clock=lambda: now[0]) as reading:
+        for second in range(0, 100, 7):
+            now[0] = second
+            reading.show(f"at {second}")
+    assert text_of(screen).split("\n") == ["at 35", "at 70", ""]
+
+
+def test_reading_is_shown_in_a_line_of_a_terminal_that_goes() -> None:
+    screen = console(terminal=True)
+    with ReadingDisplay(screen) as reading:
+        reading.show("line 7 of data.jsonl")
+    assert "line 7 of data.jsonl" in text_of(screen)
+    assert "\x1b[2K" in text_of(screen)
+    silent = console(terminal=True)
+    with ReadingDisplay(silent, quiet=True) as reading:
+        reading.show("line 7")
+    assert text_of(silent) == ""
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59.6, "1m00s"), (187, "3m07s"), (7500, "2h05m")])

@@ -20,7 +20,7 @@ from gemini.jobs.finetune.preferences import DPO
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.work import FineTuneWork
-from gemini.jobs.run.display import Display, SilentDisplay
+from gemini.jobs.run.display import Display, ReadingDisplay, SilentDisplay
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
@@ -44,16 +44,17 @@ def run(
     *,
     show: Callable[[int], Display],
     forecast: Callable[[FineTuneConfig, int], Iterable[str]] | None = None,
+    reading: ReadingDisplay | None = None,
     rank: Rank | None = None,
 ) -> FineTuneResult:
     """Train as ``config`` says, export the model and return the result.
 
     The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint, the second at once.
     ``show`` makes the display of so many steps; ``forecast`` returns lines on a run with rows of so many
-    tokens, which are shown before the model is loaded. ``rank``: this process among those that train
-    together; the first of them shows and writes what there is. Raises a GeminiError before anything is
-    trained where ``config`` cannot work; after a failure in the middle the last complete checkpoint is as it
-    was.
+    tokens, which are shown before the model is loaded. ``reading`` shows how far reading the data has come.
+    ``rank``: this process among those that train together; the first of them shows and writes what there is.
+    Raises a GeminiError before anything is trained where ``config`` cannot work; after a failure in the
+    middle the last complete checkpoint is as it was.
     """
     rank = Rank() if rank is None else rank
     is_lead = rank.index == 0
@@ -68,14 +69,16 @@ def run(
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
         scratch = None if config.disk_dir is None else Path(config.disk_dir)
-        work = FineTuneWork(
-            config,
-            directory.model,
-            resume=resume,
-            scratch=scratch,
-            rank=rank,
-            refuse=lambda known: _refuse_another(config, directory, known) if resume else None,
-        )
+        with contextlib.nullcontext() if reading is None else reading:
+            work = FineTuneWork(
+                config,
+                directory.model,
+                resume=resume,
+                scratch=scratch,
+                rank=rank,
+                refuse=lambda known: _refuse_another(config, directory, known) if resume else None,
+                tell=(lambda _: None) if reading is None else reading.show,
+            )
         display = show(work.options.steps) if is_lead else _FollowersDisplay()
         with display, StopRequest(display.stopping, rank) as stop, repeatable_operators(device):
             for line in work.describe():

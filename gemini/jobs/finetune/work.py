@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from gemini.jobs.run.trackers import parse_trackers
 from gemini.jobs.run.training import RunOptions, StopRequest, shaped_factor
 from gemini.system.files import io_errors
 
+_TOLD_EVERY = 32  # documents
 LAYOUTS = {
     WHOLE: "whole documents, as many as fit",
     CUT: "documents are cut where a row ends",
@@ -62,9 +63,11 @@ class FineTuneWork:
         scratch: Path | None,
         rank: Rank | None = None,
         refuse: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``rank``: this process among those that share the rows of each step. ``refuse``: raises for another
-        run than that which goes on; it gets what is known of the identity before data is read."""
+        run than that which goes on; it gets what is known of the identity before data is read. ``tell`` gets
+        lines on how far reading has come."""
         self.config = config
         self.target = target
         self._rank = Rank() if rank is None else rank
@@ -81,35 +84,20 @@ class FineTuneWork:
         self._tokenizer = model.tokenizer()
         self._encoder = model.encoder(self._tokenizer)
         self._is_dpo = config.objective == DPO
+        self._tell = tell
         self._rewards = Rewards()
         self._reference = ""  # says of which weights and pairs the reference is, where one is kept
         self._documents = self._read(files)
-        self.samples = Samples(
-            self._encoded(self._documents),
-            seq=self.seq,
-            layout=layout,
-            pad=filler(self._tokenizer),
-            directory=scratch,
-        )
+        self.samples = self._samples(self._documents, layout, scratch)
         self._order = Order(self.samples.num_rows, eval_share=config.eval_share, seed=config.seed)
-        is_lead = self._rank.index == 0
-        self._best = BestWeights(target.parent / BEST, owns=is_lead) if config.keep_best else None
+        owns = self._rank.index == 0
+        self._best = BestWeights(target.parent / BEST, owns=owns) if config.keep_best else None
         self._eval_documents: Documents | None = None
         self._eval_samples = self._read_eval_data(held_out, scratch)
         self._rows_per_step = config.batch * config.accumulate
-        steps = math.ceil(config.epochs * len(self._order.learned) / self._rows_per_step)
         self.num_parameters = 0
         self.finished = False
-        self.options = RunOptions(
-            steps if config.steps is None else config.steps,
-            config.checkpoint_every,
-            resume,
-            config.overwrite,
-            config.device_kind,
-            config.options(),
-            parse_trackers(config.report_to) if is_lead else (),
-        )
-
+        self.options = self._run_options(resume=resume)
         held = self._order.held_out
         if self._eval_samples is not None:
             held = np.arange(self._eval_samples.num_rows)
@@ -120,6 +108,32 @@ class FineTuneWork:
             every=config.eval_every,
             steps=self.options.steps,
             batch=self._batch_rows,
+        )
+
+    def _run_options(self, *, resume: bool) -> RunOptions:
+        config = self.config
+        steps = math.ceil(config.epochs * len(self._order.learned) / self._rows_per_step)
+        return RunOptions(
+            steps if config.steps is None else config.steps,
+            config.checkpoint_every,
+            resume,
+            config.overwrite,
+            config.device_kind,
+            config.options(),
+            () if self._rank.index else parse_trackers(config.report_to),
+        )
+
+    def _samples(
+        self, documents: Documents, layout: str, scratch: Path | None, option: str = "--data"
+    ) -> Samples:
+        """Read ``documents``, which ``option`` names, and return their rows."""
+        return Samples(
+            self._encoded(documents),
+            seq=self.seq,
+            layout=layout,
+            pad=filler(self._tokenizer),
+            directory=scratch,
+            option=option,
         )
 
     def _make_references(self, model: ModelDirectory, held: npt.NDArray[np.int64]) -> References:
@@ -168,14 +182,7 @@ class FineTuneWork:
         if files is None:
             return None
         self._eval_documents = self._read(files)
-        return Samples(
-            self._encoded(self._eval_documents),
-            seq=self.seq,
-            layout=self.samples.layout,
-            pad=filler(self._tokenizer),
-            directory=scratch,
-            option="--eval-data",
-        )
+        return self._samples(self._eval_documents, self.samples.layout, scratch, "--eval-data")
 
     def _read(self, files: DataFiles) -> Documents:
         config = self.config
@@ -183,10 +190,18 @@ class FineTuneWork:
             files, data_format=config.data_format, keys=config.data_keys, pairs=config.objective == DPO
         )
 
-    def _encoded(self, documents: Documents) -> Iterable[EncodedDocument]:
+    def _encoded(self, documents: Documents) -> Iterator[EncodedDocument]:
+        """Yield the tokens of each document, and tell how far that is."""
+        encoded: Iterable[EncodedDocument] = map(self._encoder.encode, documents)
         if self._is_dpo:
-            return itertools.chain.from_iterable(map(self._encoder.encode_pair, documents))
-        return map(self._encoder.encode, documents)
+            encoded = itertools.chain.from_iterable(map(self._encoder.encode_pair, documents))
+        tokens = 0
+        for count, each in enumerate(encoded, 1):
+            tokens += len(each.ids)
+            if count % _TOLD_EVERY == 0:
+                noun = "answers" if self._is_dpo else "documents"
+                self._tell(f"reading {each.document.place}: {count:,} {noun}, {tokens:,} tokens so far")
+            yield each
 
     def describe(self) -> list[str]:
         """Return lines on what trains, the data, the rows that they make, and the steps."""

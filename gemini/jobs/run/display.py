@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol
@@ -12,6 +14,7 @@ from typing import Protocol
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -22,6 +25,7 @@ STOPPING = "stopping after this step; once more stops at once and loses what is 
 _RECENT_STEPS = 20
 _PLAIN_LINES = 20
 _BAR_WIDTH = 32
+SECONDS_OF_A_LINE = 30.0  # while data is read
 _TIER_STYLES = {"device": "green", "host": "cyan", "disk": "magenta"}
 
 
@@ -200,6 +204,45 @@ class LiveDisplay:
             f"{duration_text(left)} left",
         )
         return grid
+
+
+class ReadingDisplay:
+    """Shows how far reading the data has come, before there is a display of steps: on a terminal in one line
+    that changes, elsewhere in a line every :data:`SECONDS_OF_A_LINE`, so in none where reading is short. A
+    context manager; ``quiet``: show nothing.
+    """
+
+    def __init__(
+        self, console: Console, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._console = console
+        self._quiet = quiet
+        self._clock = clock
+        self._due = clock() + SECONDS_OF_A_LINE
+        self._status = Status("reading the data", console=console)
+        self._is_live = console.is_terminal and not quiet
+
+    def __enter__(self) -> ReadingDisplay:
+        if self._is_live:
+            self._status.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._is_live:
+            self._status.stop()
+
+    def show(self, text: str) -> None:
+        """Show ``text``, which says how far it is."""
+        if self._is_live:
+            self._status.update(Text(text, style="dim"))
+        elif not self._quiet and self._clock() >= self._due:
+            self._due = self._clock() + SECONDS_OF_A_LINE
+            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def make_display(console: Console, *, steps: int, quiet: bool) -> Display:
