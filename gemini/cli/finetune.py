@@ -89,7 +89,7 @@ in the --output directory:
   checkpoint/    the two newest (see gemini ckpt)         summary.json    what is printed at the end
   memory.png     memory per tier over one step            best/           see --keep-best
   tensorboard/   see --report-to                          references.jsonl  the reference of dpo, where
-                                                                            all weights train
+  tokens.bin     those of the data, for --resume                            all weights train
 
 exit codes:
   0 done    2 an error, with its reason

@@ -24,6 +24,8 @@ from gemini.forecast.forecast import Settings, look
 from gemini.forecast.machine import MachineSpeeds
 from gemini.jobs.finetune import work
 from gemini.jobs.finetune.config import TILED_LOSS, FineTuneConfig
+from gemini.jobs.finetune.encoding import Encoder
+from gemini.jobs.finetune.token_cache import TOKENS
 from gemini.jobs.finetune.work import FineTuneWork
 from gemini.runtime.config import GeminiConfig
 
@@ -111,6 +113,41 @@ def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
     assert (resumed.exit_code, resumed.summary.first_step) == (0, 3)
     assert resumed.losses == want.losses
     assert files_of(resumed) == files_of(want)
+
+
+def test_a_resumed_run_takes_the_tokens_of_the_first_where_nothing_changed(
+    config: FineTuneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(config, resume="auto", eval_share=0.1)
+    want = run(config, output=f"{config.output}-whole")
+    run(config, stop_after=3)
+    kept = Path(config.output, TOKENS)
+    assert kept.stat().st_mode & 0o077 == 0
+    encoded: list[str] = []
+    encode = Encoder.encode
+
+    def noted(encoder: Encoder, document: Any) -> Any:
+        encoded.append(document.place)
+        return encode(encoder, document)
+
+    monkeypatch.setattr(Encoder, "encode", noted)
+    resumed = run(config)
+    assert encoded == []
+    assert resumed.losses == want.losses
+    assert files_of(resumed) == files_of(want)
+    data = kept.read_bytes()
+    for damaged in (data[:-4], data[:-1] + b"\x01", b"{}\n", b"\xff\n"):
+        kept.write_bytes(damaged)
+        run(config)
+        assert len(encoded) == 20, "what is damaged is made again"
+        assert kept.read_bytes() == data
+        encoded.clear()
+    Path(config.model, "tokenizer_config.json").write_text(
+        Path(config.model, "tokenizer_config.json").read_text() + "\n"
+    )
+    run(config)
+    assert len(encoded) == 20
+    assert kept.read_bytes() != data, "it is of the tokenizer that is there now"
 
 
 def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTuneConfig) -> None:

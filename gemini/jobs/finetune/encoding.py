@@ -70,6 +70,10 @@ class Encoder:
         """Return whether conversations took the template for tokenizers that have none."""
         return bool(self.tokenizer.chat_template == PLAIN_TEMPLATE)
 
+    def use_plain_template(self) -> None:
+        """Have the tokenizer, which has no template, take the plain one."""
+        self.tokenizer.chat_template = PLAIN_TEMPLATE
+
     def encode(self, document: Document) -> EncodedDocument:
         """Return the tokens of a document.
 
@@ -125,7 +129,7 @@ class Encoder:
 
     def _conversation(self, document: Document, messages: list[dict[str, Any]]) -> EncodedDocument:
         if not self.tokenizer.chat_template:
-            self.tokenizer.chat_template = PLAIN_TEMPLATE
+            self.use_plain_template()
         if self._answers:
             _require_answer(document, messages)
             if not document.num_prompt and self._is_marked(messages):

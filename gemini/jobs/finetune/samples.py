@@ -71,7 +71,7 @@ class Samples:
     token to learn are left out.
 
     Tokens are in a file without a name in ``directory`` (None: the system's place for temporary files), which
-    goes with the process: 4 bytes a token there, about 24 bytes a document in memory.
+    goes with the process: 4 bytes a token there, about 28 bytes a document in memory.
 
     Raises:
         ConfigError: there is not one row.
@@ -92,6 +92,7 @@ class Samples:
         self._pad = pad
         self._rows = _Rows()
         self.num_tokens = self.num_learned = self.num_cut = self.num_lost = 0
+        self.lengths = array("i")  # of the documents
         digest = hashlib.sha256()
         place = str(directory or tempfile.gettempdir())
         with io_errors("set the tokens aside", place):
@@ -111,6 +112,7 @@ class Samples:
                 self._file.write(data)
             layouter.add(self.num_tokens, learned)
             self.num_tokens += len(tokens)
+            self.lengths.append(len(tokens))
             self.num_learned += int(learned.sum())
         if layouter is not None:
             layouter.finish()
@@ -130,6 +132,10 @@ class Samples:
             )
         self._tokens: npt.NDArray[np.int32] = np.memmap(self._file, dtype="<i4", mode="r")
         self._reference: npt.NDArray[np.float32] | None = None
+
+    def stored(self, first: int, count: int) -> npt.NDArray[np.int32]:
+        """Return ``count`` tokens of all documents from ``first`` on, those that no loss counts inverted."""
+        return self._tokens[first : first + count]
 
     def refer_to(self, values: npt.NDArray[np.float32]) -> None:
         """Have batches carry the log probabilities of the reference: float32 ``[pairs, 2]``, of the chosen

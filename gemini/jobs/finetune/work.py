@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ from gemini.jobs.finetune.record_files import DataFiles, find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.references import PairSet, References, remove_references
 from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, PAIRS, WHOLE, Batch, Order, Samples
+from gemini.jobs.finetune.token_cache import EVAL_TOKENS, TOKENS, keep_tokens, kept_tokens, key_of
 from gemini.jobs.run.display import Display
 from gemini.jobs.run.model_card import adapters_named, tuned_card
 from gemini.jobs.run.trackers import parse_trackers
@@ -85,10 +87,10 @@ class FineTuneWork:
         self._encoder = model.encoder(self._tokenizer)
         self._is_dpo = config.objective == DPO
         self._tell = tell
+        self._new_tokens: list[Callable[..., None]] = []  # write what was made for a run that goes on
         self._rewards = Rewards()
         self._reference = ""  # says of which weights and pairs the reference is, where one is kept
-        self._documents = self._read(files)
-        self.samples = self._samples(self._documents, layout, scratch)
+        self._documents, self.samples = self._samples(files, layout, scratch)
         self._order = Order(self.samples.num_rows, eval_share=config.eval_share, seed=config.seed)
         owns = self._rank.index == 0
         self._best = BestWeights(target.parent / BEST, owns=owns) if config.keep_best else None
@@ -123,18 +125,51 @@ class FineTuneWork:
             () if self._rank.index else parse_trackers(config.report_to),
         )
 
-    def _samples(
-        self, documents: Documents, layout: str, scratch: Path | None, option: str = "--data"
-    ) -> Samples:
-        """Read ``documents``, which ``option`` names, and return their rows."""
-        return Samples(
-            self._encoded(documents),
+    def _samples(self, files: DataFiles, layout: str, scratch: Path | None) -> tuple[Documents, Samples]:
+        """Return the documents of ``files`` and their rows. Where a run may go on with one that is there, it
+        takes the tokens of that one, if nothing has changed."""
+        config = self.config
+        documents = Documents(
+            files, data_format=config.data_format, keys=config.data_keys, pairs=self._is_dpo
+        )
+        make = partial(
+            Samples,
             seq=self.seq,
             layout=layout,
             pad=filler(self._tokenizer),
             directory=scratch,
-            option=option,
+            option=files.option,
         )
+        path = self.target.parent / (TOKENS if files.option == "--data" else EVAL_TOKENS)
+        with io_errors("read", files.files[0]):
+            key = key_of(files, Path(config.tokenizer or config.model), self._options_of_tokens())
+        kept = kept_tokens(path, key) if config.resume != "no" else None
+        if kept is not None:
+            with suppress(ValueError, OSError):  # it was damaged meanwhile
+                samples = make(kept)
+                if samples.fingerprint == kept.fingerprint:
+                    documents.counts.update(kept.counts)
+                    if kept.plain_template:
+                        self._encoder.use_plain_template()
+                    return documents, samples
+        samples = make(self._encoded(documents))
+        self._new_tokens.append(partial(keep_tokens, path, key, samples, documents.counts))
+        return documents, samples
+
+    def _options_of_tokens(self) -> dict[str, Any]:
+        names = ("data_format", "data_keys", "objective", "loss_on")
+        return {"model": self._fingerprint, **{name: getattr(self.config, name) for name in names}}
+
+    def _keep_tokens(self, display: Display) -> None:
+        """Write what was made of the data for a run that goes on with this one."""
+        try:
+            for keep in self._new_tokens:
+                keep(plain_template=self._encoder.uses_plain_template)
+            if self._eval_samples is None:
+                (self.target.parent / EVAL_TOKENS).unlink(missing_ok=True)
+        except OSError as error:
+            display.note(f"{error}; if this run is resumed, it reads the data again")
+        self._new_tokens.clear()
 
     def _make_references(self, model: ModelDirectory, held: npt.NDArray[np.int64]) -> References:
         """Return the reference of the pairs that the run learns from, in the order of its steps, so that a
@@ -181,14 +216,8 @@ class FineTuneWork:
         """Return the rows of ``files``, laid out as those of the data are."""
         if files is None:
             return None
-        self._eval_documents = self._read(files)
-        return self._samples(self._eval_documents, self.samples.layout, scratch, "--eval-data")
-
-    def _read(self, files: DataFiles) -> Documents:
-        config = self.config
-        return Documents(
-            files, data_format=config.data_format, keys=config.data_keys, pairs=config.objective == DPO
-        )
+        self._eval_documents, samples = self._samples(files, self.samples.layout, scratch)
+        return samples
 
     def _encoded(self, documents: Documents) -> Iterator[EncodedDocument]:
         """Yield the tokens of each document, and tell how far that is."""
@@ -275,7 +304,9 @@ class FineTuneWork:
         return engine
 
     def prepare(self, engine: PretrainedEngine, display: Display, stop: StopRequest) -> bool:
-        """Compute the reference of DPO where the model of later steps does not hold it."""
+        """Compute the reference of DPO where the model of later steps does not hold it; keep the tokens."""
+        if not self._rank.index:
+            self._keep_tokens(display)
         if self._references is not None:
             return self._references.complete(engine, display, stop)
         if not self._rank.index:

@@ -2,8 +2,8 @@
 
 ``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers depend on, and the options),
 ``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``, and ``DIR/tensorboard/``, which a new run
-removes. A job may have others (``best/``, ``references.jsonl``). Nothing else in DIR is touched. DIR and
-``DIR/checkpoint`` may be links to another disk; no link to a file is followed.
+removes. A job may have others (``best/``, ``references.jsonl``, ``tokens.bin``). Nothing else in DIR is
+touched. DIR and ``DIR/checkpoint`` may be links to another disk; no link to a file is followed.
 """
 
 from __future__ import annotations
