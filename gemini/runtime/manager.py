@@ -43,6 +43,8 @@ from gemini.system.process import shown_as
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# Tensors of a step that is recorded though all of them stay: each takes 50 us, and the timeline shows them.
+_MOST_RECORDED = 2**14
 _Result = TypeVar("_Result")
 
 
@@ -346,6 +348,8 @@ class GeminiManager(Gate):
         outer = (self._following, self.phase)
         if training:
             self.clock.begin()
+        if training and not self.in_step and not self.resident and self._needs_no_order():
+            self.resident = self.snapshot.residence(True)
         if training and not self.in_step and not self.resident:
             if self._following is not None:  # a step that begins inside an evaluation ends its order
                 self.abandon()
@@ -547,8 +551,18 @@ class GeminiManager(Gate):
             self.run_pending()
             self.order.record_again()
             return
-        may_stay = (activations is None or activations.keeps_all) and self.observer is None
-        self.resident = self.snapshot.residence(may_stay and not self.pending and self._fits_for_good())
+        self.resident = self.snapshot.residence(self._stays_for_good())
+
+    def _needs_no_order(self) -> bool:
+        """Say whether the first step is run as the later ones, not recorded: it has so many tensors that
+        recording takes seconds, and whatever was recorded, they would stay."""
+        if self.order.has_order or self.order.measures or self.order.plan.sample_non_model:
+            return False
+        return self.chunks.table.num_tensors() > _MOST_RECORDED and self._stays_for_good()
+
+    def _stays_for_good(self) -> bool:
+        kept = self.activations is None or self.activations.keeps_all
+        return kept and self.observer is None and not self.pending and self._fits_for_good()
 
     def _fits_for_good(self) -> bool:
         """Say whether all model data is on DEVICE and nothing will ever make room there."""
