@@ -98,7 +98,7 @@ def state_arrays(optimizer: GeminiOptimizer) -> dict[str, dict[str, list[Any]]]:
     return {
         slot.name: {state.name: [state.type_name, state.per_block] for state in states}
         for slot in optimizer.steps
-        if (states := optimizer.states_of(slot.group)) != plain
+        if (states := optimizer.states_of(slot)) != plain
     }
 
 

@@ -474,8 +474,7 @@ def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: Ge
     for name in _states_wanted(manifest, optimizer):
         saved = arrays_of(manifest, name)
         own = {
-            state.name: StateArray(state.dtype, state.per_block)
-            for state in optimizer.states_of(slots[name].group)
+            state.name: StateArray(state.dtype, state.per_block) for state in optimizer.states_of(slots[name])
         }
         floats = all(array.dtype.is_floating_point for array in (*saved.values(), *own.values()))
         in_order = tuple(manifest["parameters"][name]["stride"]) == slots[name].param_view.stride()
@@ -561,7 +560,7 @@ def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: Gemi
     counts = {slots[name]: int(saved[name]) for name in _states_wanted(reader.manifest, optimizer)}
     take_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):
-        for state in optimizer.states_of(slot.group):
+        for state in optimizer.states_of(slot):
             if reader.stride(slot.name) == slot.param_view.stride():
                 span = contents.owned_span(slot, state)
                 for first, values in reader.state_pieces(state.name, slot.name, *span):

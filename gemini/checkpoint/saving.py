@@ -544,7 +544,7 @@ class CheckpointFiles:
                 file = self._weights[slot.name]
                 extents.append(Extent(file, slot.name, start - slot.start, nbytes, read, in_place))
             if slot in self._optimizer.steps:
-                for state in self._optimizer.states_of(group):
+                for state in self._optimizer.states_of(slot):
                     tensors[piece.tensors[state.key]] = None
                     name = _range_name(slot, state)
                     read = partial(slot.state_in, piece, state)
@@ -603,7 +603,7 @@ def _state_files(
     specs, owners = [], {}
     for group in optimizer.model.storage.groups:
         for slot in group.slots:
-            for state in optimizer.states_of(group) if slot in optimizer.steps else ():
+            for state in optimizer.states_of(slot) if slot in optimizer.steps else ():
                 start, stop = contents.owned_span(slot, state)
                 if start < stop:
                     specs.append(TensorSpec(_range_name(slot, state), state.dtype, (stop - start,)))

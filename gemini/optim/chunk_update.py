@@ -89,13 +89,13 @@ class ChunkUpdate:
         order: int,
         steps: Mapping[ManagedSlot, UpdateStep],
         completeness: Completeness,
-        kept: tuple[UpdateRule, tuple[StateSpec, ...]],
+        rule: UpdateRule,
         room: Room | None = None,
         part: int | None = None,
     ) -> None:
         """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
-        has a gradient. ``kept``: by which rule, and the states that it uses. ``room``: where parameters are
-        whole of which ranks have parts. ``part``: of the group's, to be updated by itself; None: all."""
+        has a gradient. ``rule``: what updates them. ``room``: where parameters are whole of which ranks have
+        parts. ``part``: of the group's, to be updated by itself; None: all."""
         self.order = order, part or 0
         self.has_moments = group.choice is None
         chunk_of = manager.chunks.table.chunk_of
@@ -114,8 +114,7 @@ class ChunkUpdate:
         self._group = group
         self.steps = steps
         self._completeness = completeness
-        self._rule, states = kept
-        self._states = states
+        self._rule = rule
         self._used = list(steps) if part is None else []  # what has a gradient to be given up at the end
         self._rewritten: frozenset[int] | None = None  # tensors that are newer than their masters
         self._begun: list[tuple[_Piece, GivenWork]] = []  # what the CPU is at, pinned on HOST
@@ -123,9 +122,15 @@ class ChunkUpdate:
         if self._rule.whole and manager.sharding is not None:
             assert room is not None  # it came with the states
             ranks = manager.sharding, room
-            self._left = [WholeOverRanks(group, slot, states, chunk_of, *ranks) for slot in steps]
+            self._left = [
+                WholeOverRanks(group, slot, step.states, chunk_of, *ranks) for slot, step in steps.items()
+            ]
         elif self._rule.whole:
-            self._left = [WholeParameter(group, slot, states, chunk_of) for slot in steps if slot.pieces]
+            self._left = [
+                WholeParameter(group, slot, step.states, chunk_of)
+                for slot, step in steps.items()
+                if slot.pieces
+            ]
         else:
             self._own = pieces
             self._left = self._pieces(steps)
@@ -137,7 +142,7 @@ class ChunkUpdate:
         """Return the pieces that ``steps`` update."""
         chunk_of = self._manager.chunks.table.chunk_of
         return [
-            _Piece(self._group, piece, touched, self._states, chunk_of)
+            _Piece(self._group, piece, touched, steps[touched[0]].states, chunk_of)
             for piece in self._own
             if (touched := _touched(piece, steps))
         ]
@@ -306,9 +311,10 @@ class ChunkUpdate:
     def _step_elsewhere(self) -> None:
         """Have the small states of parameters of which other ranks have all elements take the step, too."""
         none = torch.empty(0, dtype=self._group.plan.updated_dtype, device="cpu")
-        states = {state.name: none.clone() for state in self._states}
-        steps = [self.steps[slot] for slot in self._elsewhere]
-        parts = [Part(none.clone(), none.clone(), states, None, step, 0) for step in steps]
+        parts = []
+        for step in (self.steps[slot] for slot in self._elsewhere):
+            states = {state.name: none.clone() for state in step.states}
+            parts.append(Part(none.clone(), none.clone(), states, None, step, 0))
         with torch.no_grad():
             self._rule.prepare(parts, "cpu")()
 

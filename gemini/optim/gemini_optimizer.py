@@ -143,6 +143,7 @@ class GeminiOptimizer(ManagedGroups):
         self.gpu_margin_mem_ratio = gpu_margin_mem_ratio
         self.steps: dict[ManagedSlot, int] = {}
         self.small: dict[ManagedSlot, dict[str, Any]] = {}
+        self._kept = {}
         self._refuse_others()
         self.make_first_states(optim)
         model.optimizers.add(self)
@@ -528,14 +529,20 @@ class GeminiOptimizer(ManagedGroups):
         for group in groups:
             steps = {
                 slot: UpdateStep(
-                    hypers[slot], number.get(slot, 0) + 1, scale, small.get(slot), {}, *marks[slot]
+                    hypers[slot],
+                    number.get(slot, 0) + 1,
+                    scale,
+                    small.get(slot),
+                    {},
+                    *marks[slot],
+                    self.states_of(slot),
                 )
                 for slot in group.slots
                 if slot.has_grad and slot in hypers
             }
             if steps:
-                kept, room = (self.rule, self.states_of(group)), self.model.storage.room
-                about = self.model.manager, group, group.number, steps, self._completeness, kept, room
+                room = self.model.storage.room
+                about = self.model.manager, group, group.number, steps, self._completeness, self.rule, room
                 if by_part and self._goes_by_part(group):
                     updates += [self.update_type(*about, part) for part in range(len(group.parts))]
                 else:

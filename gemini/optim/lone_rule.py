@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import scaled
-from gemini.optim.rule import ABSENT, Independent, KeptAsNamed, Part, SteppedPart, refuse_loops
+from gemini.optim.rule import ABSENT, Independent, KeptAsNamed, Part, States, SteppedPart, refuse_loops
 from gemini.optim.shared_step import (
     GivenLoss,
     GroupSettings,
@@ -62,10 +61,10 @@ class LoneRule(KeptAsNamed):
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         return GroupSettings.of(group)
 
-    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
         found = self._trials.found(groups, dtype, tuple(len(group["params"]) for group in groups))
         self._written |= found.written
-        return found.states
+        return (found.states,) * len(groups)
 
     def _try(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss | None) -> Found:
         try:
@@ -173,8 +172,8 @@ class PieceRule(KeptAsNamed, Independent):
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         return refuse_loops(self._optim, group)
 
-    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return self._trials.found(groups, dtype, key_of(groups)).states
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
+        return (self._trials.found(groups, dtype, key_of(groups)).states,) * len(groups)
 
     def begin(self, groups: Sequence[dict[str, Any]], loss: GivenLoss | None = None) -> None:
         self._groups = self._trials.groups(self._optim, groups, loss)

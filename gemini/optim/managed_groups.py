@@ -25,7 +25,7 @@ from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.managed_states import ManagedStates, refuse_write
 from gemini.optim.marks import Marks, Seat
-from gemini.optim.rule import UpdateRule
+from gemini.optim.rule import States, UpdateRule
 from gemini.optim.rule_choice import rule_of
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shared_step import GroupSettings, attributes_of, shell_of
@@ -300,7 +300,8 @@ class ManagedGroups(WrappedOptimizer):
     steps: dict[ManagedSlot, int]
     small: dict[ManagedSlot, dict[str, Any]]
     loss_scale: LossScale | None
-    _states: Mapping[torch.dtype, tuple[StateSpec, ...]] = MappingProxyType({})  # by type of what is updated
+    _states: Mapping[torch.dtype, States] = MappingProxyType({})  # by type of what is updated
+    _kept: dict[ManagedSlot, tuple[StateSpec, ...]]  # what of these was made for each parameter
     _driven_optim: torch.optim.Optimizer | None = None
     _driven_groups: list[dict[str, Any]]
 
@@ -311,7 +312,8 @@ class ManagedGroups(WrappedOptimizer):
     @property
     def state_names(self) -> tuple[str, ...]:
         """What is kept of parameters, by torch's names."""
-        return tuple(dict.fromkeys(state.name for states in self._states.values() for state in states))
+        lists = (states for of_groups in self._states.values() for states in of_groups)
+        return tuple(dict.fromkeys(state.name for states in lists for state in states))
 
     @property
     def small_state_bytes(self) -> int:
@@ -327,17 +329,25 @@ class ManagedGroups(WrappedOptimizer):
         ordered = self.rule.whole and manager.is_sharded
         return manager.can_defer_updates and self.rule.defers and not ordered
 
-    def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
-        """Return what is kept of the parameters of a group."""
-        return self._states[group.plan.updated_dtype]
+    def states_of(self, slot: ManagedSlot) -> tuple[StateSpec, ...]:
+        """Return what is kept of a parameter."""
+        return self._kept[slot]
 
     def kept_of(self, group: ChunkGroup) -> Kept:
-        """Return what chunks have to keep for updates of a group."""
-        return Kept(self.states_of(group), self.rule.whole)
+        """Return what chunks have to keep for updates of a group: all that one of its parameters has."""
+        states = (state for slot in group.slots for state in self._kept.get(slot, ()))
+        return Kept(tuple(dict.fromkeys(states)), self.rule.whole)
 
-    def _wanted_states(self) -> dict[torch.dtype, tuple[StateSpec, ...]]:
+    def _wanted_states(self) -> dict[torch.dtype, States]:
         dtypes = dict.fromkeys(group.plan.updated_dtype for group in self.model.storage.groups)
         return {dtype: self.rule.states(self.param_groups, dtype) for dtype in dtypes}
+
+    def _by_parameter(self, states: Mapping[torch.dtype, States]) -> dict[ManagedSlot, tuple[StateSpec, ...]]:
+        return {
+            param._slot: states[param._slot.group.plan.updated_dtype][number]
+            for number, group in enumerate(self.param_groups)
+            for param in group["params"]
+        }
 
     def stand_for(self, optim: torch.optim.Optimizer) -> None:
         """Drive ``optim`` from here on: share its hooks, and answer in its place for states and groups."""
@@ -389,8 +399,11 @@ class ManagedGroups(WrappedOptimizer):
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""
-        wanted = (state for states in self._wanted_states().values() for state in states)
-        new = {state.name for state in wanted}.difference(self.state_names)
+        new: set[str] = set()
+        for slot, states in self._by_parameter(self._wanted_states()).items():
+            kept = self._kept.setdefault(slot, states)
+            if kept != states:
+                new |= {state.name for state in states}.difference(state.name for state in kept)
         if new:
             raise ConfigError(
                 f"the groups' settings ask for {', '.join(sorted(new))}, which they did not when the "
@@ -406,13 +419,14 @@ class ManagedGroups(WrappedOptimizer):
                 :func:`host_updates_of`.
         """
         before, self._states = self._states, self._wanted_states()
+        kept_before, self._kept = self._kept, self._by_parameter(self._states)
         growth = self.model.manager.growth
         try:
             if growth is not None:
                 growth.provide(self)
             self._stow_and_place(optim)
         except BaseException:
-            self._states = before
+            self._states, self._kept = before, kept_before
             raise
         self._driven_optim = optim
 

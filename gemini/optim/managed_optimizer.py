@@ -8,7 +8,7 @@ from gemini.chunk.chunk import StateSpec
 from gemini.model.handle import ManagedModel
 from gemini.optim.gradients import LossScale
 from gemini.optim.rule import UpdateRule
-from gemini.runtime import ChunkGroup, ManagedSlot
+from gemini.runtime import ManagedSlot
 
 
 class ManagedOptimizer(Protocol):
@@ -32,8 +32,8 @@ class ManagedOptimizer(Protocol):
     @property
     def state_names(self) -> tuple[str, ...]: ...
 
-    def states_of(self, group: ChunkGroup) -> tuple[StateSpec, ...]:
-        """Return what is kept of the parameters of a group."""
+    def states_of(self, slot: ManagedSlot) -> tuple[StateSpec, ...]:
+        """Return what is kept of a parameter."""
         ...
 
     @property

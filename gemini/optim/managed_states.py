@@ -78,7 +78,7 @@ class ManagedState(MutableMapping[str, Any]):
         beside = counted_steps(self._optimizer, self._slot)
         if name in beside:
             return _to_be_read(beside[name])
-        (state,) = (s for s in self._optimizer.states_of(self._slot.group) if s.name == name)
+        (state,) = (s for s in self._optimizer.states_of(self._slot) if s.name == name)
         return _to_be_read(read_state(self._slot, state, self._optimizer.model.manager))
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -41,7 +41,7 @@ class UpdateStep:
     """One step of a parameter: the settings of its group as its rule has them, its number (from 1), and what
     happens to the gradient first. ``before``: its small states, None where there is no state yet; the step
     puts those of afterwards into ``after``. ``marks``: what user code has set on the parameter. ``seat``: its
-    place."""
+    place. ``states``: what chunks keep of it."""
 
     hyper: Any
     number: int
@@ -50,6 +50,7 @@ class UpdateStep:
     after: dict[str, Any] = field(default_factory=dict)
     marks: Marks = field(default_factory=Marks)
     seat: Seat = field(default_factory=partial(Seat, 0, 0))
+    states: tuple[StateSpec, ...] = ()
 
 
 class Part(NamedTuple):
@@ -67,6 +68,9 @@ class Part(NamedTuple):
     step: UpdateStep
     first: int
 
+
+# Of each parameter group: the states that chunks keep of its parameters.
+States = tuple[tuple[StateSpec, ...], ...]
 
 # Among the small states of a parameter: the names of arrays that chunks have room for, and it does not keep.
 ABSENT = "(absent)"
@@ -118,8 +122,9 @@ class UpdateRule(Protocol):
         """Return what a step takes of a parameter group, hashable. Raises ConfigError for what is out of
         range, or not done under management."""
 
-    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Return what is kept of a parameter, by torch's names; ``dtype``: of the values that are updated."""
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
+        """Return what is kept of a parameter of each group, by torch's names; ``dtype``: of the values that
+        are updated. What updates pieces keeps the same of all: parameters share a piece."""
 
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         """Return which of these a state dict must have, in the shape of the parameter."""
@@ -190,8 +195,8 @@ class AdamRule(Independent):
     def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         return AdamHyper.from_group(group)
 
-    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return self.format.parts_for(dtype)
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
+        return (self.format.parts_for(dtype),) * len(groups)
 
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         return MOMENTS
@@ -236,8 +241,8 @@ class _TorchRule(KeptAsNamed, Independent, ABC):
     whole = False
     converts = False
 
-    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        return tuple(StateSpec(name, dtype) for name in self.state_names(groups))
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
+        return (tuple(StateSpec(name, dtype) for name in self.state_names(groups)),) * len(groups)
 
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         return tuple(state.name for state in states)
@@ -386,9 +391,9 @@ class SteppedRule(KeptAsNamed, Independent):
     def hyper(self, group: Mapping[str, Any]) -> GroupSettings:
         return refuse_loops(self._optim, group)
 
-    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
         if self.whole:
-            return tuple(StateSpec(name, dtype) for name in self._arrays)
+            return (tuple(StateSpec(name, dtype) for name in self._arrays),) * len(groups)
         found: dict[StateSpec, None] = {}
         for group in groups:
             settings = self.hyper(group)
@@ -396,7 +401,7 @@ class SteppedRule(KeptAsNamed, Independent):
             if key not in self._found:
                 self._found[key] = self._trial.of_known(settings, dtype)
             found.update(dict.fromkeys(self._found[key]))
-        return tuple(found)
+        return (tuple(found),) * len(groups)
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()

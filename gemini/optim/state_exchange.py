@@ -177,7 +177,7 @@ def forget_states(optimizer: ManagedOptimizer, slots: Iterable[ManagedSlot]) -> 
     for slot in slots:
         if slot.grad is None:
             continue  # it has none until it is unfrozen
-        for state in optimizer.states_of(slot.group):
+        for state in optimizer.states_of(slot):
             kept = (piece.tensors[state.key] for piece in slot.pieces)
             if any(manager.chunks.has_content(tensor) for tensor in kept):
                 write_state(optimizer, slot, state, _ZERO)
@@ -187,7 +187,7 @@ def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> N
     """Take over the counts of steps of a state that replaces all states: moments that have none there start
     anew, as zeros. Those that have one are still to be written."""
     for slot in optimizer.steps.keys() - steps.keys():
-        for state in optimizer.states_of(slot.group):
+        for state in optimizer.states_of(slot):
             write_state(optimizer, slot, state, _ZERO)
     optimizer.steps.clear()
     optimizer.steps.update(steps)
@@ -236,7 +236,7 @@ def export_state(optimizer: ManagedOptimizer) -> dict[str, Any]:
 
 def exported_bytes(optimizer: ManagedOptimizer, slot: ManagedSlot) -> int:
     """Return the most that the tensors of :func:`exported_state` take."""
-    states = optimizer.states_of(slot.group)
+    states = optimizer.states_of(slot)
     wide = optimizer.rule.required(states) if optimizer.rule.converts else ()
     numel = slot.param_view.numel()
     return sum(4 * numel if state.name in wide else state.nbytes(numel) for state in states)
@@ -259,7 +259,7 @@ def present_states(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[Stat
     """Return what chunks keep of a parameter that has a state."""
     small = optimizer.small.get(slot, {})
     elsewhere = {*small, *small.get(ABSENT, ())}
-    return tuple(state for state in optimizer.states_of(slot.group) if state.name not in elsewhere)
+    return tuple(state for state in optimizer.states_of(slot) if state.name not in elsewhere)
 
 
 def _placed(value: torch.Tensor, place: Place) -> torch.Tensor:
@@ -339,7 +339,7 @@ def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
     with torch.no_grad():
         take_counts(optimizer, steps)
         for slot, entry in loaded.states.items():
-            states = optimizer.states_of(slot.group)
+            states = optimizer.states_of(slot)
             found = optimizer.rule.imported(entry, _like(slot, slot.group.plan.updated_dtype))
             if optimizer.rule.keeps_small:
                 small_of = _small_of_form if optimizer.rule.shares else _small
@@ -395,7 +395,7 @@ def _check_entry(optimizer: ManagedOptimizer, slot: ManagedSlot, entry: dict[str
     if optimizer.rule.counts_steps:
         require_complete(entry, repr(slot.name))
         _check_count(slot, entry["step"])
-    for name in optimizer.rule.required(optimizer.states_of(slot.group)):
+    for name in optimizer.rule.required(optimizer.states_of(slot)):
         if not isinstance(entry.get(name), torch.Tensor):
             found = f"a {type(entry[name]).__name__}, not a tensor" if name in entry else "not there"
             raise ConfigError(f"{name} of {slot.name!r} is {found}")

@@ -125,7 +125,7 @@ class _InChunks:
         return managed_settings(self._optimizer)
 
     def wanted(self, name: str, found: Sequence[str], *, is_cut: bool) -> list[str]:
-        states = self._optimizer.states_of(self._slots[name].group)
+        states = self._optimizer.states_of(self._slots[name])
         return [state.name for state in states if state.name in found and not (is_cut and state.per_block)]
 
     def check(self, outline: dict[str, Any], checkpoint: object) -> None:
