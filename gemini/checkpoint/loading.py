@@ -354,6 +354,10 @@ def _load_once(
                 )
             objects = reader.objects()
             try:
+                optimizer.refuse_changes(objects["param_groups"])
+            except ConfigError as error:
+                raise CheckpointError(f"{checkpoint} was saved with another optimizer: {error}") from error
+            try:
                 _check_settings(objects, optimizer)
                 generators = rng.parse(reader.rng(rank.index, rank.count))
             except (CheckpointError, ConfigError) as error:

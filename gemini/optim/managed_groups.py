@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Literal
@@ -396,6 +396,12 @@ class ManagedGroups(WrappedOptimizer):
             for number, group in enumerate(self.param_groups)
             for index, param in enumerate(group["params"])
         }
+
+    def refuse_changes(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError where saved groups have parameters updated in another way than those here."""
+        if isinstance(self._driven_optim, SelfManaged):
+            for index, (group, settings) in enumerate(zip(self.param_groups, saved, strict=True)):
+                self._driven_optim.refuse_change(index, group, settings)
 
     def refuse_new_states(self) -> None:
         """Raise ConfigError where settings ask for states that there are none of."""

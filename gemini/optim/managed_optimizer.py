@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from gemini.chunk.chunk import StateSpec
@@ -40,6 +41,9 @@ class ManagedOptimizer(Protocol):
     def slots(self) -> set[ManagedSlot]:
         """The parameters that it updates."""
         ...
+
+    def refuse_changes(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError where saved groups have parameters updated in another way than those here."""
 
     def require_complete(self, doing: str) -> None:
         """Raise StateError where an update or a load failed half-way."""

@@ -102,6 +102,16 @@ class Muon(SelfManaged):
             MuonHyper.from_group({**self.defaults, **group})
         return groups
 
+    def refuse_change(self, index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError where Muon has made a saved state of what AdamW updates here, or AdamW one of
+        what Muon does."""
+        if saved.get("use_muon") != group["use_muon"]:
+            raise ConfigError(
+                f"group {index} of the state has use_muon={saved.get('use_muon')}, and that of the optimizer "
+                f"use_muon={group['use_muon']}: AdamW and Muon keep other states; make the optimizer with "
+                "the names, or groups, that it had when the state was saved"
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_adam_lr": self._adam_lr}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -122,8 +122,11 @@ class SelfManaged(torch.optim.Optimizer):
         own = self.driver()
         if own is not None:
             own.load_state_dict(state_dict)
-        else:
-            super().load_state_dict(state_dict)
+            return
+        loaded = state_dict.get("param_groups", ())
+        for index, (group, saved) in enumerate(zip(self.param_groups, loaded, strict=False)):
+            self.refuse_change(index, group, saved)
+        super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch's optimizers do, or those of :meth:`split_group`: all or none."""
@@ -143,6 +146,10 @@ class SelfManaged(torch.optim.Optimizer):
     def split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the groups to add for one that is given; a GeminiOptimizer that drives this asks, too."""
         return [param_group]
+
+    def refuse_change(self, index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError where the group ``index`` of a saved state, ``saved``, updates parameters in
+        another way than ``group`` does here; a GeminiOptimizer that drives this asks, too."""
 
     def __getstate__(self) -> dict[str, Any]:
         if self._own is not None:

@@ -388,6 +388,7 @@ def _checked_groups(optimizer: ManagedOptimizer, loaded: Sequence[dict[str, Any]
         complete_groups(groups, optimizer.defaults)
     for group in groups:
         optimizer.rule.hyper({**optimizer.defaults, **group})
+    optimizer.refuse_changes(groups)
     return groups
 
 
