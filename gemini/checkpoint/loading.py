@@ -445,8 +445,8 @@ def _check_model(
     _compare(checkpoint, "parameter", shapes, own_shapes)
     buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
     _compare(checkpoint, "buffer", manifest["buffers"], buffers)
-    kept = kept_states(manifest)
-    if set(kept) != set(optimizer.state_names):
+    kept, names = kept_states(manifest), set(optimizer.state_names)
+    if not names <= set(kept) <= names | optimizer.rule.unread(()):
         raise CheckpointError(
             f"{checkpoint} has of each parameter the states {list(kept)}, and the optimizer keeps "
             f"{list(optimizer.state_names)}; load it with an optimizer of the kind that saved it, with its "
@@ -476,10 +476,10 @@ def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: Ge
     rounded to floats; codes belong to their scales, in the order in which memory has them."""
     slots = optimizer.model.storage.slots
     for name in _states_wanted(manifest, optimizer):
-        saved = arrays_of(manifest, name)
-        own = {
-            state.name: StateArray(state.dtype, state.per_block) for state in optimizer.states_of(slots[name])
-        }
+        states = optimizer.states_of(slots[name])
+        own = {state.name: StateArray(state.dtype, state.per_block) for state in states}
+        unread = optimizer.rule.unread(states)
+        saved = {state: array for state, array in arrays_of(manifest, name).items() if state not in unread}
         floats = all(array.dtype.is_floating_point for array in (*saved.values(), *own.values()))
         in_order = tuple(manifest["parameters"][name]["stride"]) == slots[name].param_view.stride()
         if saved.keys() == own.keys() and (floats or (saved == own and in_order)):

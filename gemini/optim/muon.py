@@ -18,6 +18,12 @@ _LEAST_NORM = 1e-7
 # Of embeddings and heads, which AdamW updates: within a name, and as a whole part of a dotted one.
 _WITHIN_NAMES = ("embed", "lm_head")
 _NAME_PARTS = frozenset(("wte", "wpe", "score", "classifier"))
+ARRAYS = ("exp_avg", "exp_avg_sq")  # the momentum of both; AdamW's second moment
+
+
+def arrays_of_group(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what is kept for each element of the parameters of a group."""
+    return ARRAYS[:1] if group["use_muon"] else ARRAYS
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Muon(SelfManaged):
 
     A plain optimizer, also of unmanaged parameters. Under management ``GeminiOptimizer(Muon(...), model)``
     gives the same bits, over ranks, too: it needs whole parameters. ``state`` has ``step``, an int, and
-    ``exp_avg`` and ``exp_avg_sq``, of the parameter's type. Muon's momentum is the first; its second stays 0.
+    ``exp_avg``, of the parameter's type, Muon's momentum or AdamW's; AdamW's also ``exp_avg_sq``.
 
     Args:
         params: ``model.named_parameters()``: matrices have Muon, unless their name contains ``embed`` or
@@ -124,8 +130,14 @@ class Muon(SelfManaged):
 
     def _update(self, param: Tensor, state: dict[str, Any], hyper: MuonHyper) -> None:
         assert param.grad is not None
+        names = ARRAYS[:1] if hyper.use_muon else ARRAYS
         if not state:
-            state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+            state.update(step=0, **{name: torch.zeros_like(param) for name in names})
+        if names[-1] not in state:
+            raise ConfigError(
+                "a group has use_muon=False, and had use_muon=True when its parameters made their first "
+                "step: AdamW has no second moments of them; make another optimizer for these groups"
+            )
         state["step"] += 1
         if hyper.use_muon:
             muon_update(param, param.grad, state["exp_avg"], hyper)

@@ -129,6 +129,10 @@ class UpdateRule(Protocol):
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         """Return which of these a state dict must have, in the shape of the parameter."""
 
+    def unread(self, states: Sequence[StateSpec]) -> frozenset[str]:
+        """Return the names of arrays that a saved state may have of a parameter beside these, which no
+        update reads: they are left out."""
+
     def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what is kept of a parameter, all of it, as a state dict has it."""
 
@@ -172,6 +176,9 @@ class KeptAsNamed:
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         return ()
 
+    def unread(self, states: Sequence[StateSpec]) -> frozenset[str]:
+        return frozenset()
+
     def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(state)
 
@@ -200,6 +207,9 @@ class AdamRule(Independent):
 
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         return MOMENTS
+
+    def unread(self, states: Sequence[StateSpec]) -> frozenset[str]:
+        return frozenset()
 
     def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.format.exported(state)
@@ -370,8 +380,8 @@ class SteppedPart:
 
 class SteppedRule(KeptAsNamed, Independent):
     """What an optimizer of torch does in its own ``step``, which is element by element, or ``whole``: it gets
-    all of a parameter, in its shape. ``arrays``: of a whole one, what it keeps for each element; otherwise
-    that is found out.
+    all of a parameter, in its shape. ``arrays``: of a whole one, what it keeps for each element, and
+    ``of_group`` which of these of the parameters of a group, None: all; otherwise that is found out.
 
     What has another number of values than the parameter (a count, a product, factors of a matrix) is small,
     and kept beside the chunks. Not thread-safe.
@@ -381,10 +391,18 @@ class SteppedRule(KeptAsNamed, Independent):
     converts = False
     keeps_small = True
 
-    def __init__(self, optim: torch.optim.Optimizer, *, whole: bool, arrays: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        *,
+        whole: bool,
+        arrays: tuple[str, ...] = (),
+        of_group: Callable[[Mapping[str, Any]], tuple[str, ...]] | None = None,
+    ) -> None:
         self._optim = optim
         self.whole = whole
         self._arrays = arrays
+        self._of_group = of_group if of_group is not None else lambda _group: arrays
         self._trial = PieceTrial(optim)
         self._found: dict[tuple[str, torch.dtype], tuple[StateSpec, ...]] = {}
 
@@ -393,7 +411,7 @@ class SteppedRule(KeptAsNamed, Independent):
 
     def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
         if self.whole:
-            return (tuple(StateSpec(name, dtype) for name in self._arrays),) * len(groups)
+            return tuple(tuple(StateSpec(name, dtype) for name in self._of_group(group)) for group in groups)
         found: dict[StateSpec, None] = {}
         for group in groups:
             settings = self.hyper(group)
@@ -402,6 +420,9 @@ class SteppedRule(KeptAsNamed, Independent):
                 self._found[key] = self._trial.of_known(settings, dtype)
             found.update(dict.fromkeys(self._found[key]))
         return (tuple(found),) * len(groups)
+
+    def unread(self, states: Sequence[StateSpec]) -> frozenset[str]:
+        return frozenset(self._arrays).difference(state.name for state in states)
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
 from gemini.optim.lone_rule import LoneRule, PieceRule
-from gemini.optim.muon import Muon
+from gemini.optim.muon import ARRAYS, Muon, arrays_of_group
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shared_step import GivenLoss, Inseparable, refuse, refuse_kept_identities
@@ -38,7 +38,11 @@ _ELEMENT_WISE = (
 _WHOLE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch_optim.Adafactor: (),
     Lamb: ("exp_avg", "exp_avg_sq"),
-    Muon: ("exp_avg", "exp_avg_sq"),
+    Muon: ARRAYS,
+}
+# Where that differs from group to group.
+_OF_GROUP: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
+    Muon: arrays_of_group
 }
 if hasattr(torch_optim, "Muon"):
     _WHOLE[torch_optim.Muon] = ("momentum_buffer",)
@@ -135,7 +139,7 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
         return LionRule()
     for kind, arrays in _WHOLE.items():
         if is_a(kind):
-            return SteppedRule(optim, whole=True, arrays=arrays)
+            return SteppedRule(optim, whole=True, arrays=arrays, of_group=_OF_GROUP.get(kind))
     if any(map(is_a, _ELEMENT_WISE)):
         return SteppedRule(optim, whole=False)
     for kind, reason in _REFUSED.items():

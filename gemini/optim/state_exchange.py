@@ -343,7 +343,9 @@ def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
             found = optimizer.rule.imported(entry, _like(slot, slot.group.plan.updated_dtype))
             if optimizer.rule.keeps_small:
                 small_of = _small_of_form if optimizer.rule.shares else _small
-                optimizer.small[slot] = small_of(entry, states, slot.param_view.shape)
+                unread = optimizer.rule.unread(states)
+                read = {name: value for name, value in entry.items() if name not in unread}
+                optimizer.small[slot] = small_of(read, states, slot.param_view.shape)
             small = optimizer.small.get(slot, {})
             for state in states:
                 value = found.get(state.name)  # None: with other settings it keeps nothing of the name

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from test_rules import WIDTH, square
-from torch import nn
+from same_bits import assert_same
+from test_rules import WIDTH, num_bytes, square, tight
+from torch import Tensor, nn
 from training_harness import seeded
 
 from gemini import CheckpointError, ConfigError, GeminiDDP, GeminiOptimizer, Muon, checkpoint
+from gemini.optim import rule_choice
+from gemini.optim.muon import ARRAYS
+
+STEPS = 4
+SMALL = {"min_chunk_size_mb": 2**-8, "search_range_mb": 2**-8}
 
 
 def hidden_matrices() -> nn.Module:
@@ -28,6 +35,18 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
         square(net, step).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def wrap(**options: Any) -> tuple[GeminiDDP, GeminiOptimizer]:
+    model = GeminiDDP(seeded(hidden_matrices), **{**SMALL, **options})
+    return model, GeminiOptimizer(Muon(model.module.named_parameters(), weight_decay=0.1), model)
+
+
+def plain() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    net = seeded(hidden_matrices)
+    optimizer = Muon(net.named_parameters(), weight_decay=0.1)
+    train(net, optimizer, range(STEPS))
+    return dict(net.state_dict()), optimizer.state_dict()["state"]
 
 
 def of_matrices(net: nn.Module, *, use_muon: bool) -> Muon:
@@ -56,3 +75,52 @@ def test_a_state_of_other_groups_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=f"was saved with another optimizer: {refusal}"):
             checkpoint.load(tmp_path, model, optimizer)
         assert optimizer.state_dict() == before
+        optimizer.param_groups[0]["use_muon"] = False
+        with pytest.raises(ConfigError, match="the groups' settings ask for exp_avg_sq"):
+            optimizer.step()
+
+
+def test_a_third_of_the_memory_changes_no_bit_where_chunks_have_matrices_and_biases(tmp_path: Path) -> None:
+    weights, state = plain()
+    model, optimizer = wrap(**tight(tmp_path, num_bytes(hidden_matrices())))
+    with model:
+        groups = model._gemini.storage.groups
+        assert {len(group.kept.states) for group in groups} == {1, 2}
+        assert any({slot.param_view.dim() for slot in group.slots} == {1, 2} for group in groups)
+        train(model, optimizer, range(STEPS))
+        assert model.stats()["disk_write"]["bytes"] > 0
+        assert_same(dict(model.state_dict()), weights)
+        assert_same(optimizer.state_dict()["state"], state)
+        names = {name for entry in state.values() for name in entry}
+        assert names == {"step", *ARRAYS}
+        assert "exp_avg_sq" not in optimizer.state[model.module.linear0.weight]
+
+
+def test_saved_states_with_two_of_each_matrix_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, state = plain()
+    with monkeypatch.context() as patch:
+        patch.setitem(rule_choice._OF_GROUP, Muon, lambda _group: ARRAYS)
+        model, optimizer = wrap()
+        with model:
+            train(model, optimizer, range(2))
+            checkpoint.save(tmp_path / "two", model, optimizer)
+            old_state = optimizer.state_dict()
+            assert all("exp_avg_sq" in entry for entry in old_state["state"].values())
+            old_weights = {name: value.clone() for name, value in model.state_dict().items()}
+    for takes_file in (True, False):
+        model, optimizer = wrap()
+        with model:
+            if takes_file:
+                checkpoint.load(tmp_path / "two", model, optimizer)
+            else:
+                model.load_state_dict(old_weights)
+                optimizer.load_state_dict(old_state)
+            train(model, optimizer, range(2, STEPS))
+            assert_same(dict(model.state_dict()), weights)
+            assert_same(optimizer.state_dict()["state"], state)
+            assert model.stats()["small_state_bytes"] == 0
+            checkpoint.save(tmp_path / f"one {takes_file}", model, optimizer)
+            checkpoint.load(tmp_path / f"one {takes_file}", model, optimizer)
+            assert_same(optimizer.state_dict()["state"], state)
