@@ -398,6 +398,7 @@ def _one_bit(found: Conversion, params: dict[str, Any], kind: str) -> None:
 def _muon(found: Conversion, document: Document) -> None:
     """Convert Muon with its Adam: ``lr`` is the rate of both, as far as they have none of their own."""
     found.drive("gemini.Muon")
+    found.of("model")["optimizer_rule"] = repr("muon")  # hidden matrices apart: one state of each
     found.say(
         "optimizer.type",
         TAKEN,

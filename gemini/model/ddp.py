@@ -232,10 +232,11 @@ class GeminiDDP(LoadsAsPart):
             (``_keep_in_fp32_modules``), need no naming.
         memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
             warmup is skipped when it was recorded with this layout.
-        optimizer_rule: what will train the model, ``"adam"``, ``"lion"``, ``"sgd"``, or ``"none"``: where the
-            budgets cannot hold its gradients and states beside the parameters, wrapping is refused. ``None``:
-            only making the optimizer is, and the model may be evaluated; wrapping warns where Adam would not
-            fit.
+        optimizer_rule: what will train the model, ``"adam"``, ``"lion"``, ``"sgd"``, ``"muon"``, or
+            ``"none"``: where the budgets cannot hold its gradients and states beside the parameters, wrapping
+            is refused. ``None``: only making the optimizer is, and the model may be evaluated; wrapping warns
+            where Adam would not fit. ``"muon"`` keeps hidden matrices in chunks without other parameters: so
+            :class:`gemini.Muon` has one state of them, and two of the others.
         config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
             left at their defaults.
         verbose: print the result of the chunk-size search, which is logged at INFO in any case.

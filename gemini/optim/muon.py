@@ -12,12 +12,10 @@ from torch import Tensor
 from gemini.errors import ConfigError
 from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_non_negative
 from gemini.optim.self_managed import SelfManaged
+from gemini.runtime.config import is_hidden_matrix
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as its author and torch have them
 _LEAST_NORM = 1e-7
-# Of embeddings and heads, which AdamW updates: within a name, and as a whole part of a dotted one.
-_WITHIN_NAMES = ("embed", "lm_head")
-_NAME_PARTS = frozenset(("wte", "wpe", "score", "classifier"))
 ARRAYS = ("exp_avg", "exp_avg_sq")  # the momentum of both; AdamW's second moment
 
 
@@ -60,7 +58,8 @@ class Muon(SelfManaged):
 
     A plain optimizer, also of unmanaged parameters. Under management ``GeminiOptimizer(Muon(...), model)``
     gives the same bits, over ranks, too: it needs whole parameters. ``state`` has ``step``, an int, and
-    ``exp_avg``, of the parameter's type, Muon's momentum or AdamW's; AdamW's also ``exp_avg_sq``.
+    ``exp_avg``, of the parameter's type, Muon's momentum or AdamW's; AdamW's also ``exp_avg_sq``. A model
+    that is wrapped with ``optimizer_rule="muon"`` has one state of each hidden matrix, two of the rest.
 
     Args:
         params: ``model.named_parameters()``: matrices have Muon, unless their name contains ``embed`` or
@@ -173,7 +172,7 @@ def _split(members: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
                 "give it model.named_parameters(), or groups with use_muon=True or False"
             )
         name, param = each
-        parts[param.dim() == 2 and not _is_outer(name)].append(param)
+        parts[is_hidden_matrix(name, param.dim())].append(param)
     adam = {name: value for name, value in options.items() if name not in ("lr", "adam_lr")}
     if "adam_lr" in options:
         adam["lr"] = options["adam_lr"]
@@ -182,12 +181,6 @@ def _split(members: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
     if parts[False] or not groups:
         groups.append({**adam, "use_muon": False, "params": parts[False]})
     return groups
-
-
-def _is_outer(name: str) -> bool:
-    """Say whether a parameter has the name of an embedding or a head."""
-    low = name.lower()
-    return any(word in low for word in _WITHIN_NAMES) or not _NAME_PARTS.isdisjoint(low.split("."))
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:

@@ -36,7 +36,7 @@ from gemini.runtime.activation.activations import ActivationOffload
 from gemini.runtime.activation.recompute import Recompute
 from gemini.runtime.activation.saved import KeepPlan
 from gemini.runtime.adopt import Adopted, adopt_module, adopt_without_values, check_apart, unique_parameters
-from gemini.runtime.config import MOST_STATES, STATES_OF_RULES, GeminiConfig, check_offload
+from gemini.runtime.config import MOST_STATES, GeminiConfig, check_offload, states_by_rule
 from gemini.runtime.growth import Growth, least_gathered, with_gathered
 from gemini.runtime.intercept.compiled import is_compiled
 from gemini.runtime.intercept.precision import BYTES, compute_types, is_quantized
@@ -274,7 +274,8 @@ def build_runtime(
         )
         made.append(storage)
         if config.optimizer_rule is not None:
-            _refuse_full_disk(storage, Kept(STATES_OF_RULES[config.optimizer_rule]))
+            needs = needs_of(blueprint.groups, trained_by(config.optimizer_rule, drawing.outline, config))
+            _refuse_full_disk(storage, [need.kept for need in needs])
         return storage
 
     try:
@@ -356,9 +357,11 @@ def refuse_unfit(module: nn.Module, config: GeminiConfig) -> None:
     _check(drawing.draw(config), config, drawing)
 
 
-def _refuse_full_disk(storage: ModelStorage, kept: Kept) -> None:
-    """Raise IoError where the disk has no space for what is kept of each parameter that trains."""
-    lack = storage.chunks.lacking_place(storage.missing(dict.fromkeys(storage.trainable_groups(), kept)))
+def _refuse_full_disk(storage: ModelStorage, kept: Sequence[Kept]) -> None:
+    """Raise IoError where the disk has no space for what is ``kept`` of each group that trains."""
+    each = zip(storage.groups, kept, strict=True)
+    missing = storage.missing({group: kept for group, kept in each if group.grad is not None})
+    lack = storage.chunks.lacking_place(missing)
     if lack is not None:
         raise IoError(errno.ENOSPC, lack, storage.chunks.budgets.disk_dir or "")
 
@@ -460,8 +463,7 @@ class Drawing:
         signature += f"/{share.size}" if share is not None else ""
         signature += f"/experts/{self.own_share.size}" if self.own_share is not None else ""
         if trained is None:
-            rule = config.optimizer_rule or "adam"
-            trained = {} if rule == "none" else dict.fromkeys(outline.trainable, Kept(STATES_OF_RULES[rule]))
+            trained = trained_by(config.optimizer_rule or "adam", outline, config)
         policy = make_policy(config.placement_policy)
         context = PlacementContext(policy, size(trained), capacity, signature)
         budgets = _budgets(config, capacity, reserve_disk=outline.trainable == outline.params.keys())
@@ -481,6 +483,17 @@ def _least_itemsize(outline: Outline) -> int:
     return min((dtype.itemsize for dtype in outline.types.values()), default=4)
 
 
+def trained_by(rule: str, outline: Outline, config: GeminiConfig) -> Trained:
+    """Return what an optimizer of a ``rule`` would train, and keep of it: all that was not frozen."""
+    found = {}
+    for name in outline.trainable if rule != "none" else ():
+        dtype = outline.types[name]
+        updated = torch.float32 if dtype == config.precision else dtype  # masters
+        states = states_by_rule(rule, name, outline.params[name].dim(), updated)
+        found[name] = Kept(states, rule == "muon")
+    return found
+
+
 def lay_out(
     outline: Outline,
     config: GeminiConfig,
@@ -490,15 +503,17 @@ def lay_out(
     cut: bool = False,
     own_share: Share | None = None,
 ) -> list[GroupSpec]:
-    """Split parameters by (dtype, trainable, whether they are of this rank's own experts) and lay out each
-    part in chunks of ``chunk_numel`` elements; ``cut``: experts by themselves; ``own_share``: of the chunks
-    of own experts."""
+    """Split parameters by (dtype, trainable, whether they are of this rank's own experts, what the announced
+    optimizer keeps of them) and lay out each part in chunks of ``chunk_numel`` elements; ``cut``: experts by
+    themselves; ``own_share``: of the chunks of own experts."""
     itemsize = _least_itemsize(outline)
     frozen = [name for name in outline.params if name not in outline.trainable]
     experts = apart(outline.experts, outline.params, frozen, page_elements(itemsize)) if cut else {}
-    parts: dict[tuple[torch.dtype, bool, bool], list[tuple[str, torch.Tensor]]] = {}
+    trained = trained_by(config.optimizer_rule or "none", outline, config)
+    parts: dict[tuple[torch.dtype, bool, bool, Kept], list[tuple[str, torch.Tensor]]] = {}
     for name, param in outline.params.items():
-        kind = outline.types[name], name in outline.trainable, name in outline.own
+        kept = trained.get(name, Kept())
+        kind = outline.types[name], name in outline.trainable, name in outline.own, kept
         parts.setdefault(kind, []).append((name, param))
     order = config.memstats.param_order if config.memstats is not None else ()
     return [
@@ -516,7 +531,7 @@ def lay_out(
             master=dtype == config.precision,
             own_share=own_share if is_own else None,
         )
-        for (dtype, trainable, is_own), members in parts.items()
+        for (dtype, trainable, is_own, _), members in parts.items()
     ]
 
 

@@ -38,11 +38,12 @@ _PRECISIONS: dict[object, torch.dtype | None] = {
 }
 
 
-# What an optimizer keeps of each parameter, by the name of its rule.
+# What an optimizer keeps of each parameter, by the name of its rule; Muon of a hidden matrix its momentum.
 STATES_OF_RULES = {
     "adam": (StateSpec("exp_avg"), StateSpec("exp_avg_sq")),
     "lion": (StateSpec("exp_avg"),),
     "sgd": (StateSpec("momentum_buffer"),),
+    "muon": (StateSpec("exp_avg"), StateSpec("exp_avg_sq")),
     "none": (),
 }
 # What tiers have places for, whichever optimizer comes: none of torch's keeps more of each element, and Adam
@@ -51,6 +52,28 @@ MOST_STATES = (
     *(StateSpec(name) for name in ("first", "second", "third")),
     *(StateSpec(name, per_block=True) for name in ("first_scale", "second_scale")),
 )
+
+
+# Embeddings and heads, which AdamW updates beside Muon: within a name, and as a whole part of a dotted one.
+_WITHIN_NAMES = ("embed", "lm_head")
+_NAME_PARTS = frozenset(("wte", "wpe", "score", "classifier"))
+
+
+def is_hidden_matrix(name: str, num_dims: int) -> bool:
+    """Say whether Muon updates a parameter: it has two dimensions, and not the name of an embedding or a
+    head."""
+    low = name.lower()
+    is_outer = any(word in low for word in _WITHIN_NAMES) or not _NAME_PARTS.isdisjoint(low.split("."))
+    return num_dims == 2 and not is_outer
+
+
+def states_by_rule(rule: str, name: str, num_dims: int, dtype: torch.dtype) -> tuple[StateSpec, ...]:
+    """Return what an optimizer keeps of a parameter; ``dtype``: of the values that it updates."""
+    states = STATES_OF_RULES[rule]
+    if rule != "muon":
+        return states
+    kept = states[:1] if is_hidden_matrix(name, num_dims) else states
+    return tuple(replace(state, dtype=dtype) for state in kept)
 
 
 @dataclass(frozen=True, kw_only=True)

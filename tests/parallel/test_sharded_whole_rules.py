@@ -171,11 +171,12 @@ def test_masters_are_put_together_too(rule: str) -> None:
         assert_same(states, want[1])
 
 
-@pytest.mark.parametrize("rule", MAKE)
+@pytest.mark.parametrize("rule", [*MAKE, "mixed"])
 def test_a_checkpoint_of_ranks_goes_on_over_ranks_and_in_one_process(rule: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
-    run_on_ranks(_train, 2, "mlp", rule, {}, range(2), saved)
-    rest = "mlp", rule, {}, range(2, STEPS), saved
+    options = {"optimizer_rule": "muon"} if rule == "mixed" else {}  # one state of matrices, two of biases
+    run_on_ranks(_train, 2, "mlp", rule, options, range(2), saved)
+    rest = "mlp", rule, options, range(2, STEPS), saved
     want = _plain("mlp", rule)
     for weights, states, _ in [*run_on_ranks(_train, 2, *rest), _train(*rest)]:
         assert_same(weights, want[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,23 @@ from torch import Tensor, nn
 from training_harness import seeded
 
 from gemini import CheckpointError, ConfigError, GeminiDDP, GeminiOptimizer, Muon, checkpoint
+from gemini.chunk import ChunkKind
 from gemini.optim import rule_choice
 from gemini.optim.muon import ARRAYS
+from gemini.runtime.build import draw_blueprint
+from gemini.runtime.config import GeminiConfig, is_hidden_matrix
 
 STEPS = 4
 SMALL = {"min_chunk_size_mb": 2**-8, "search_range_mb": 2**-8}
 
 
 def hidden_matrices() -> nn.Module:
-    """Hidden matrices with biases and norms between them, and a head."""
+    """Hidden matrices, some smaller than a chunk, with biases and norms between them, and a head."""
     net = nn.Sequential()
-    for index in range(4):
-        net.add_module(f"linear{index}", nn.Linear(WIDTH, WIDTH))
-        net.add_module(f"norm{index}", nn.LayerNorm(WIDTH))
+    widths = [WIDTH, WIDTH, 20, WIDTH, 20, WIDTH]
+    for index, (width, outputs) in enumerate(pairwise(widths)):
+        net.add_module(f"linear{index}", nn.Linear(width, outputs))
+        net.add_module(f"norm{index}", nn.LayerNorm(outputs))
     net.add_module("lm_head", nn.Linear(WIDTH, 24))
     return net
 
@@ -80,13 +85,37 @@ def test_a_state_of_other_groups_is_refused_by_name(tmp_path: Path) -> None:
             optimizer.step()
 
 
-def test_a_third_of_the_memory_changes_no_bit_where_chunks_have_matrices_and_biases(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_announced_muon_has_one_state_of_hidden_matrices_and_sizes_are_exact(
+    dtype: torch.dtype, precision: str | None
+) -> None:
+    options: dict[str, Any] = {**SMALL, "optimizer_rule": "muon", "mixed_precision": precision}
+    config = GeminiConfig.from_options(**options)
+    wanted = draw_blueprint(hidden_matrices().to(dtype), config).context.size.total_bytes
+    net = seeded(hidden_matrices).to(dtype)
+    with GeminiDDP(net, **options) as model:
+        GeminiOptimizer(Muon(net.named_parameters()), model)
+        assert model.stats()["model_data_bytes"] == wanted
+        for name, slot in model._gemini.storage.slots.items():
+            kept = ARRAYS[:1] if is_hidden_matrix(name, slot.param_view.dim()) else ARRAYS
+            assert tuple(state.name for state in slot.group.kept.states) == kept
+            for piece in slot.pieces:
+                states = [each for each in piece.chunks.values() if each.spec.kind is ChunkKind.STATE]
+                assert len(states) == len(kept)
+
+
+@pytest.mark.parametrize("rule", [None, "muon"])
+def test_a_third_of_the_memory_changes_no_bit(rule: str | None, tmp_path: Path) -> None:
     weights, state = plain()
-    model, optimizer = wrap(**tight(tmp_path, num_bytes(hidden_matrices())))
+    model, optimizer = wrap(**tight(tmp_path, num_bytes(hidden_matrices())), optimizer_rule=rule)
     with model:
         groups = model._gemini.storage.groups
         assert {len(group.kept.states) for group in groups} == {1, 2}
-        assert any({slot.param_view.dim() for slot in group.slots} == {1, 2} for group in groups)
+        shares = any(
+            len({is_hidden_matrix(s.name, s.param_view.dim()) for s in g.slots}) == 2 for g in groups
+        )
+        assert shares == (rule is None)
         train(model, optimizer, range(STEPS))
         assert model.stats()["disk_write"]["bytes"] > 0
         assert_same(dict(model.state_dict()), weights)
@@ -110,7 +139,7 @@ def test_saved_states_with_two_of_each_matrix_are_read(
             assert all("exp_avg_sq" in entry for entry in old_state["state"].values())
             old_weights = {name: value.clone() for name, value in model.state_dict().items()}
     for takes_file in (True, False):
-        model, optimizer = wrap()
+        model, optimizer = wrap(optimizer_rule="muon")
         with model:
             if takes_file:
                 checkpoint.load(tmp_path / "two", model, optimizer)

@@ -19,9 +19,10 @@ from gemini.comm.peers import CUT_NUMEL, Share, stays_whole
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Parameters of one dtype that either all train or are all frozen when they are wrapped, and their
-    layout. ``master``: whether those that train have fp32 masters. ``own_share``: this rank's share of the
-    chunks, where fewer ranks cut them than all others: those of experts that ranks have divided."""
+    """Parameters of one dtype that either all train or are all frozen when they are wrapped, and of which
+    the announced optimizer keeps the same states; and their layout. ``master``: whether those that train have
+    fp32 masters. ``own_share``: this rank's share of the chunks, where fewer ranks cut them than all others:
+    those of experts that ranks have divided."""
 
     layout: ChunkLayout
     dtype: torch.dtype

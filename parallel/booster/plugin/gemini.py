@@ -16,6 +16,7 @@ from gemini.model.handle import handle_of
 from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.kernel_adam import CPUAdam
 from gemini.optim.kernels import StateFormat
+from gemini.optim.muon import Muon
 from gemini.optim.rule_choice import rule_of
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, with_precision
@@ -107,7 +108,8 @@ class GeminiPlugin(PluginOfParts):
         if optimizer is not None and model_options.get("config") is None:
             # What cannot train is refused at once: where the rule is known before chunks are, by wrapping.
             is_adam = isinstance(optimizer, CPUAdam) and optimizer.state_format == StateFormat()
-            model_options = {"optimizer_rule": "adam" if is_adam else "none", **model_options}
+            rule = "muon" if isinstance(optimizer, Muon) else "adam" if is_adam else "none"
+            model_options = {"optimizer_rule": rule, **model_options}
         parts = self.divide_experts(model, optimizer, self._ep_size)
         experts = None if parts is None or parts.experts is None else parts.experts.own
         managed, boosted = GeminiDDP(model, experts=experts, **model_options), None
