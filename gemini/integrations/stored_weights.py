@@ -106,7 +106,8 @@ class UnreadTensor(torch.Tensor):
             described = [torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for t in tensors]
         shape = func(described, dim).shape
         outer = math.prod(shape[: dim % len(shape)])
-        if outer * sum(len(t.pieces) for t in tensors) > _MOST_PIECES:
+        # Each of the tensors is cut at most once more than it has parts in the whole.
+        if outer * len(tensors) + sum(len(t.pieces) for t in tensors) > _MOST_PIECES:
             return None
         pieces: list[Piece] = []
         at = 0

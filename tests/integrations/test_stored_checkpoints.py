@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import gemini
+from gemini.integrations.safetensors_files import SafetensorsFiles
+from gemini.integrations.stored_weights import UnreadTensor
 
 transformers = pytest.importorskip("transformers")
 
@@ -98,3 +101,17 @@ def test_buffers_are_read_while_the_files_are_open(tmp_path: Path) -> None:
     assert {type(buffer) for buffer in model.buffers()} == {torch.Tensor}
     assert tokens(model) == want
     gemini.handle_of(model).close()
+
+
+def test_hundreds_of_experts_that_are_put_together_stay_unread(tmp_path: Path) -> None:
+    """A layer of DeepSeek-V3 has 256; their two matrices are stacked, then put behind each other."""
+    experts = 256
+    values = {f"{kind}.{n}": torch.full((2, 3), float(n)) for kind in "gu" for n in range(experts)}
+    save_file(values, tmp_path / "model.safetensors")
+    with SafetensorsFiles([tmp_path / "model.safetensors"]) as files:
+        parts = [[UnreadTensor(files[f"{kind}.{n}"]) for n in range(experts)] for kind in "gu"]
+        array = torch.cat([torch.stack(part) for part in parts], dim=1)
+        assert isinstance(array, UnreadTensor)
+        assert len(array.pieces) == 2 * experts
+        want = torch.cat([torch.stack([values[f"{k}.{n}"] for n in range(experts)]) for k in "gu"], dim=1)
+        assert torch.equal(array.read(), want)
