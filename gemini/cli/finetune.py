@@ -212,6 +212,8 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
     with options_named(), place_among_ranks() as rank, warnings.catch_warnings():
         # What transformers and peft are to change between them is nothing for who runs this.
         warnings.simplefilter("ignore", FutureWarning)
+        # PEFT means layers; it has set these itself, for arrays of experts, which have them.
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
         result = job.run(
             config,
             show=lambda steps: make_display(console, steps=steps, quiet=options.quiet),

@@ -88,6 +88,8 @@ def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfi
     config = dataclasses.replace(mixture(config), precision="fp32", steps=2)
     with pytest.raises(ConfigError, match=r"--lora-dropout: .*: arrays of experts have none"):
         run(config, lora_target_parameters="", lora_dropout=0.1)
+    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
+    assert "scaled by 2 (alpha 8), on arrays of experts, too; learning rate" in work.describe()[0]
     (line,) = forecast_lines(config, 24)
     assert line.startswith("plan: none of adapters on arrays of experts")
     alone = run(config)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gemini
 from gemini.comm.ranks import Rank
@@ -361,9 +361,9 @@ def quantization_of(config: FineTuneConfig) -> Any:
     return transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2))
 
 
-def refuse_early(config: FineTuneConfig, *, ranks: int) -> None:
-    """Raise what making an engine would raise, as far as that shows without weights: packages, what adapters
-    are on, and, in one process on the CPU, budgets that cannot hold the model. It takes seconds.
+def checked_early(config: FineTuneConfig, *, ranks: int) -> nn.Module:
+    """Return the model on ``meta`` with its adapters, after what shows without weights was checked: packages,
+    what adapters are on, and, in one process on the CPU, whether the budgets can hold it. It takes seconds.
 
     Raises:
         OutOfBudgetError, ConfigError: as :class:`PretrainedEngine`.
@@ -372,10 +372,11 @@ def refuse_early(config: FineTuneConfig, *, ranks: int) -> None:
     module = adapted(config)
     is_plain = config.quantize == NO and not is_quantized(config)
     if ranks > 1 or not is_plain or config.device_kind != "cpu" or _rule(config) is None:
-        return
+        return module
     options = config.managed_options()
     del options["device"]
     refuse_unfit(module, GeminiConfig.choose(None, **options, optimizer_rule=_rule(config)))
+    return module
 
 
 def _rule(config: FineTuneConfig) -> str | None:

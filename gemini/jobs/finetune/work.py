@@ -20,10 +20,11 @@ import torch
 
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
+from gemini.jobs.finetune.adapters import adapts_experts
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
-from gemini.jobs.finetune.config import NO, FineTuneConfig
+from gemini.jobs.finetune.config import NO, NO_TARGETS, FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
-from gemini.jobs.finetune.engine import PretrainedEngine, refuse_early
+from gemini.jobs.finetune.engine import PretrainedEngine, checked_early
 from gemini.jobs.finetune.held_out import BEST, BestWeights, HeldOut
 from gemini.jobs.finetune.preferences import DPO, Rewards
 from gemini.jobs.finetune.record_files import DataFiles, find_data
@@ -75,7 +76,7 @@ class FineTuneWork:
         self._rank = Rank() if rank is None else rank
         self._batch_rows, self._passes = config.rows_of_rank(self._rank.count)
         model = ModelDirectory(config)
-        refuse_early(config, ranks=self._rank.count)
+        self._adapts_experts = adapts_experts(checked_early(config, ranks=self._rank.count))
         with io_errors("read the weights of", model.path):
             self._fingerprint = model.fingerprint()
         self.seq = model.seq()
@@ -271,6 +272,9 @@ class FineTuneWork:
             what = adapters_named(dora=config.dora, rslora=config.rslora)
             scale = config.alpha / (math.sqrt(config.lora) if config.rslora else config.lora)
             said = f" of rank {config.lora}, scaled by {scale:.3g} (alpha {config.alpha})"
+            if self._adapts_experts:
+                alone = config.lora_targets == NO_TARGETS
+                said += ", on arrays of experts" + ("" if alone else ", too")
             if config.quantize != NO:
                 said += f", on a base in {config.quantize}"
         if self._is_dpo:
