@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -81,3 +82,21 @@ def discard(descriptor: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+def silence_packages() -> None:
+    """Keep advice out of the output that packages give when transformers and peft import them: on kernels for
+    GPUs that are not built, and on each other's names."""
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def silence_transformers() -> None:
+    """Keep progress bars and advice of transformers out of the text, and of what it imports."""
+    silence_packages()
+    try:
+        from transformers.utils import logging as of_transformers
+    except ImportError:
+        return  # what needs it says so
+    of_transformers.disable_progress_bar()
+    of_transformers.set_verbosity_error()

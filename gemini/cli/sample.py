@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import resource
 import sys
 import warnings
@@ -122,6 +121,8 @@ def run(options: argparse.Namespace) -> int:
         host_bytes=options.host_bytes,
         disk_dir=options.disk_dir,
     )
+    from gemini.cli.console import silence_transformers
+
     silence_transformers()
     sampled = Sampled()
     say = partial(print, end="", flush=True)
@@ -148,18 +149,6 @@ def summary(sampled: Any) -> str:
         f"{format_bytes(sampled.peak_bytes)}{budget}, {format_bytes(sampled.read_bytes)} read; process peak "
         f"{format_bytes(process_bytes)}"
     )
-
-
-def silence_transformers() -> None:
-    """Keep progress bars and advice of transformers out of the text, and of what it imports."""
-    for name in ("torchao", "torch.utils._pytree"):  # they tell of kernels for GPUs, and of each other
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        from transformers.utils import logging as of_transformers
-    except ImportError:
-        return  # what needs it says so
-    of_transformers.disable_progress_bar()
-    of_transformers.set_verbosity_error()
 
 
 def size(text: str) -> int | None:

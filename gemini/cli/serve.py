@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemini.cli.sample import silence_transformers, size
+from gemini.cli.sample import size
 from gemini.cli.train import options_named
 from gemini.errors import ConfigError
 
@@ -145,6 +145,7 @@ def run(options: argparse.Namespace) -> int:
     with errors_of_rank():
         config = _config_from(options, ranks)
         if ranks > 1 or config.tp == 1:
+            from gemini.cli.console import silence_transformers
             from gemini.jobs.serve.job import serve
 
             silence_transformers()
