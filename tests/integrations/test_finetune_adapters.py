@@ -122,6 +122,7 @@ def test_adapters_on_a_quantized_base_train_as_peft_trains_them(kind: str, confi
     trained = want.state_dict()
     assert all(torch.equal(trained[_of_adapter(name)], value) for name, value in saved.items())
     assert json.loads(Path(config.output, "run.json").read_text())["quantize"] == kind
+    assert result.summary.parameters == want.num_parameters()
 
 
 def _of_adapter(name: str) -> str:

@@ -96,7 +96,7 @@ class PretrainedEngine(ManagedTraining):
     def num_parameters(self) -> tuple[int, int]:
         """Return how many parameters there are, and how many of them train."""
         params = list(self.module.parameters())
-        return sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+        return sum(map(_numel, params)), sum(p.numel() for p in params if p.requires_grad)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch in nats."""
@@ -396,3 +396,9 @@ def _loaded(config: FineTuneConfig) -> Any:
         **config.managed_options(),
         optimizer_rule=_rule(config),
     )
+
+
+def _numel(param: nn.Parameter) -> int:
+    """Return the elements of a parameter; of one of bitsandbytes in 4 bits, those it was quantized from."""
+    state = getattr(param, "quant_state", None)
+    return param.numel() if state is None else math.prod(state.shape)
