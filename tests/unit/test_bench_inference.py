@@ -74,8 +74,8 @@ def test_verdicts_follow_from_bytes_and_processor_time() -> None:
         return {"cpu_seconds": [cpu], "read_bytes": [read], **sizes}
 
     found = {
-        "resident 1": run(1.0, 0),
-        "manage 1": run(1.2, 208),
+        "resident 1": run(1.0, 0, beside=300 + 2**20),  # its weights, and a MiB for answering
+        "manage 1": run(1.2, 208, beside=17 * 2**20),
         "ddp 1": run(1.2, 220, beside=2**30),
         "accelerate 1": run(3.0, 0),
     }
@@ -84,6 +84,8 @@ def test_verdicts_follow_from_bytes_and_processor_time() -> None:
     assert rows[f"manage(): {read}"].value == pytest.approx(1.04)
     assert rows[f"manage(): {read}"].met
     assert rows[f"GeminiDDP(model).module: {read}"].met is False
-    assert rows["GeminiDDP(model).module: memory beside the budget"].met is False
+    added = "of it, more than a resident model takes beside its weights"
+    assert (rows[f"manage(): {added}"].value, rows[f"manage(): {added}"].met) == (16 * 2**20, True)
+    assert rows[f"GeminiDDP(model).module: {added}"].met is False
     ratio = rows["batch 1: beyond the resident pass, manage() / accelerate"]
     assert (ratio.value, ratio.met) == (pytest.approx(0.1), True)
