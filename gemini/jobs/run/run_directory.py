@@ -222,7 +222,7 @@ class RunDirectory:
         """Return how many steps are done in the newest checkpoint. Raises CheckpointError."""
         step = read_manifest(latest(self.checkpoint))["extra"].get("step")
         if not _is_step(step) and step != 0:
-            raise CheckpointError(f"{self.checkpoint} does not say how many steps are done; {_REPAIR}")
+            raise CheckpointError(f"{self.checkpoint} was not written by a run: it has no step; {_REPAIR}")
         return int(step)
 
     def check_resume(self, identity: Mapping[str, Any]) -> None:
