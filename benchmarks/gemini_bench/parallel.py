@@ -16,9 +16,14 @@ from gemini_bench.session import CaseResult, Session
 TIME_RATIO = 0.9
 MEMORY_RATIO = 0.8
 SINGLE_RATIO = 1.02
+WIDTH_RATIO = 1.02
 
 _MODEL = LlamaConfig(vocab=4096, layers=8, hidden=512, heads=8, inner=1408)
 _LARGE = LlamaConfig(vocab=8192, layers=16, hidden=768, heads=12, inner=2048)
+_NARROW = tuple(
+    LlamaConfig(vocab=1024, layers=8, hidden=hidden, heads=hidden // 32, inner=hidden * 11 // 4)
+    for hidden in (128, 256, 512)
+)
 _TINY = LlamaConfig(vocab=64, layers=4, hidden=32, heads=4, inner=48)
 
 
@@ -57,6 +62,22 @@ def pipeline(session: Session) -> CaseResult:
     )
 
 
+def widths(session: Session) -> CaseResult:
+    """Stages of narrow models, where what a pass costs at any size weighs most: against torch's 1F1B."""
+    pair = [Pair("ours, 1F1B", "torch, 1F1B", WIDTH_RATIO)]
+    alone = _job(session, pp=2, batch=4, microbatches=4, measured_steps=41)
+    cases: dict[str, CaseResult] = {}
+    for model in _NARROW:
+        job = alone if session.quick else replace(alone, model=model)
+        title = f"hidden {model.hidden}"
+        cases[title] = compare(session, "widths", job, pair, what=f"{title}: ", memory=False)
+    return CaseResult(
+        [row for case in cases.values() for row in case.rows],
+        {title: case.settings for title, case in cases.items()},
+        {title: case.measured for title, case in cases.items()},
+    )
+
+
 def hybrid(session: Session) -> CaseResult:
     """Data and tensor parallelism: against FSDP2 over DTensor."""
     pairs = [Pair("ours", "FSDP2 x TP", TIME_RATIO, MEMORY_RATIO)]
@@ -73,7 +94,7 @@ def single(session: Session) -> CaseResult:
 
 
 CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
-    {"tensor": tensor, "pipeline": pipeline, "hybrid": hybrid, "single": single}
+    {"tensor": tensor, "pipeline": pipeline, "widths": widths, "hybrid": hybrid, "single": single}
 )
 
 

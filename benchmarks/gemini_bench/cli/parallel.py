@@ -14,6 +14,8 @@ cases:
              parallelize_module
   pipeline   stages over 2 ranks, 1F1B and interleaved, and 1F1B over 2 stages x 2 copies, against
              torch.distributed.pipelining and DDP
+  widths     stages of narrow models over 2 ranks, hidden sizes of 128, 256 and 512, 1F1B, against
+             torch.distributed.pipelining
   hybrid     2 copies x layers cut over 2 ranks: HybridParallelPlugin against FSDP2 over DTensor
   single     one process: what HybridParallelPlugin adds to GeminiDDP
 
