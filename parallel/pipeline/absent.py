@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -110,7 +111,7 @@ class Passage:
         self._gives = Taken()
         self._received: Sequence[torch.Tensor] = ()
         self._draws: Draws | None = None
-        self._in_blocks = ExitStack()
+        self._in_blocks: AbstractContextManager[None] | None = None  # their random numbers
         # By the id of a placeholder, which is kept for that: what was received in its place.
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -165,16 +166,13 @@ class Passage:
         self.has_entered, self.runs, self.trains = False, True, torch.is_grad_enabled()
         self.device, self._draws = device_of(batch) or self.device, draws
         self._held_before = {id(value): value for _, value in self._in_context()}
+        around = nullcontext() if draws is None else drawn(draws.around, self.device)
+        own_parameters = self._with_own_parameters() if self.own_parameters else nullcontext()
         try:
-            with (
-                nullcontext() if draws is None else drawn(draws.around, self.device),
-                self.watched(),
-                self._with_own_parameters(),
-                ExitStack() as blocks,
-            ):
-                self._in_blocks = blocks
+            with around, self.watched(), own_parameters:
                 yield
         finally:
+            self.leave_blocks()
             self._received, self.runs = (), False
             self._known.clear()
             self._held_before.clear()
@@ -184,7 +182,22 @@ class Passage:
         it."""
         if not self.has_entered:
             self._enter(name, values)
-        return [self.arrived_for(value) for value in values]
+        known = self._known
+        if not known:
+            return list(values)
+        return [known[id(value)][1] if id(value) in known else value for value in values]
+
+    def takes_as_is(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Say whether a block is called with nothing that has to be replaced, or refused: this is asked for
+        every one, and is so of most behind the first."""
+        if not self.has_entered or self.placeholders.has_written:
+            return False
+        known = self._known
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if not (kind is torch.Tensor and id(value) not in known) and kind not in _PLAIN_KINDS:
+                return False
+        return True
 
     def arrived_for(self, value: Any) -> Any:
         """Return the value that arrived for the placeholder ``value``; any other value as it is."""
@@ -287,11 +300,14 @@ class Passage:
             if id(value) in self._known:
                 put(self._holder(path), path, self._known[id(value)][1])
         if self._draws is not None:
-            self._in_blocks.enter_context(drawn(self._draws.inside, self.device))
+            self._in_blocks = drawn(self._draws.inside, self.device)
+            self._in_blocks.__enter__()
 
     def leave_blocks(self) -> None:
         """Go on behind the last block of the stage."""
-        self._in_blocks.close()
+        in_blocks, self._in_blocks = self._in_blocks, None
+        if in_blocks is not None:
+            in_blocks.__exit__(None, None, None)
 
     def stands_for(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what stands for a tensor that another stage has."""
@@ -326,6 +342,8 @@ def device_of(values: object) -> torch.device | None:
 
 _KEPT_ANSWERS = 64  # by the shapes of what is asked
 _LEAVES = (bool, int, float, str, type(None))  # among arguments
+_PLAIN_KINDS = frozenset(_LEAVES)
+_FLAT = (torch.Tensor, *_LEAVES)
 # Of a module: what it calls around its forward pass, and how.
 _HOOKS = (
     "_forward_hooks",
@@ -519,8 +537,8 @@ class Absent(_OfKind, nn.Module):
         if outline.training != passage.is_training:
             for module in outline.modules():
                 module.training = passage.is_training
-        key = (method, outline.training, _form(args), _form(kwargs), _collectors())
-        device = device_of((args, kwargs)) or passage.device
+        key = (method, outline.training, _form(args), _form(kwargs) if kwargs else None, _collectors())
+        device = device_of(args) or (device_of(kwargs) if kwargs else None) or passage.device
         answer = self._answers.get(key)
         if answer is None:
             answer, is_same_each_time = self._run_outline(args, kwargs, method, device)
@@ -695,19 +713,28 @@ class Present(_OfKind, nn.Module):
             ConfigError: something that it takes is nowhere to be had, or what earlier stages sent gets no
                 gradient of it.
         """
-        if not self._passage.runs:
+        passage = self._passage
+        if not passage.runs:
             return self._run_again(args, kwargs)
-        before = tree_leaves((args, kwargs))
-        args, kwargs, values = _really(self._name, self._passage, args, kwargs, before)
-        self._arrived[len(values)] = sum(new is not old for new, old in zip(values, before, strict=True))
-        self._refuse_without_gradients(values)
-        with self._passage.placeholders.unwatched():
+        if passage.takes_as_is(args, kwargs):
+            self._arrived[len(args) + len(kwargs)] = 0
+        else:
+            before = _leaves_of(args, kwargs)
+            args, kwargs, values = _really(self._name, passage, args, kwargs, before)
+            self._arrived[len(values)] = [*map(operator.is_, values, before)].count(False)
+        if passage.trains and not torch.is_grad_enabled():
+            self._refuse_without_gradients(_leaves_of(args, kwargs))
+        placeholders = passage.placeholders
+        watched = placeholders.begin_block()
+        try:
             if self._leaves_what_others_know(args, kwargs):
                 output = self.block(*args, **kwargs)
             else:
                 output = self._run_and_compare(args, kwargs)
+        finally:
+            placeholders.end_block(watched)
         if self._is_last:
-            self._passage.leave_blocks()
+            passage.leave_blocks()
         return output
 
     def _leaves_what_others_know(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -737,8 +764,6 @@ class Present(_OfKind, nn.Module):
         return output
 
     def _refuse_without_gradients(self, values: Sequence[Any]) -> None:
-        if not self._passage.trains or torch.is_grad_enabled():
-            return
         if any(isinstance(each, torch.Tensor) and each.requires_grad for each in values) or any(
             param.requires_grad for param in self.block.parameters()
         ):
@@ -773,7 +798,7 @@ class Exit(Absent):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise EndOfStage with what the next stage takes. Raises ConfigError as :class:`Present`."""
         self._passage.refuse_others(self._name)
-        *_, values = _really(self._name, self._passage, args, kwargs, tree_leaves((args, kwargs)))
+        *_, values = _really(self._name, self._passage, args, kwargs, _leaves_of(args, kwargs))
         raise EndOfStage(self._passage.given(self._name, values))
 
 
@@ -787,7 +812,7 @@ def _really(
         ConfigError: there is a placeholder in another place: it is not what that stage calls blocks with.
     """
     replaced = passage.replaced(name, values)
-    if any(new is not value for new, value in zip(replaced, values, strict=True)):
+    if not all(map(operator.is_, replaced, values)):
         args, kwargs = replace_tensors((args, kwargs), passage.arrived_for)
     if any(map(passage.placeholders.stands_for, replaced)):
         named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
@@ -800,6 +825,15 @@ def _really(
             "a weight that is used before the blocks of its module, name that in before="
         )
     return args, kwargs, replaced
+
+
+def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a call flattened, as pytree does: mostly they are flat."""
+    values = [*args, *kwargs.values()]
+    for value in values:
+        if not isinstance(value, _FLAT):
+            return tree_leaves((args, kwargs))
+    return values
 
 
 def _first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

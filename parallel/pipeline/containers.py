@@ -22,6 +22,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__) | {"named_parameters"}
 _COLLECTIONS = (list, dict, deque)
 CONTEXT = "context variables"  # the owner of what they hold, in paths
 _NO_PROGRAMS = ("builtins", "torch", "gemini")
+_PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))  # hold nothing; for speed
 _NO_OBJECTS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
@@ -58,7 +59,8 @@ def tensors_in(
     if members:
         seen.add(id(value))
     for key, member in members:
-        yield from tensors_in(member, (*path, key), seen, depth - 1, once=once)
+        if type(member) not in _PLAIN_TYPES:
+            yield from tensors_in(member, (*path, key), seen, depth - 1, once=once)
 
 
 def look_up(attributes: Mapping[str, Any], path: Path) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -28,7 +29,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gemini.errors import ConfigError
@@ -53,6 +59,7 @@ _LIKE = frozenset(
         "new_full",
     )
 )
+_WATCHED, _FOLLOWED, _LOOKED = range(3)  # what was done when a block began
 # How many numbers they draw depends on the values that they are given.
 _DRAWS_BY_VALUE = frozenset(
     getattr(torch.ops.aten, name) for name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
@@ -64,13 +71,28 @@ class Placeholders(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._watch = _Watch(self)
         # Real tensors that a placeholder was written to, by their storage; kept, so that it is theirs.
         self._written: dict[int, torch.Tensor] = {}
+        self._first: dict[torch.device, torch.Tensor] = {}  # placeholders, by their device
+        self._watch = _Watch(self)
+        self._follows, self._computes = False, False  # operators around the blocks; and within one of these
+        self._outer: TorchDispatchMode | None = None  # the program's mode around what is followed
 
     def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a placeholder for ``tensor``, on ``device``."""
-        return _fake(self, tensor, device)
+        first = self._first.get(device)
+        if first is None:
+            first = self._first[device] = _fake(
+                self, torch.empty(0, dtype=torch.float32, device="meta"), device
+            )
+        # What FakeTensor(...) does, with the attributes of one that it has made: in a third of the time.
+        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        made: torch.Tensor = torch.Tensor._make_subclass(
+            FakeTensor, shape, False, dispatch_device=True, device_for_backend_keys=first.device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        made.__dict__.update(first.__dict__)
+        return made
 
     def stands_for(self, value: Any) -> bool:
         """Say whether ``value`` is a placeholder, or has one written to it."""
@@ -78,9 +100,14 @@ class Placeholders(FakeTensorMode):
             return True
         return bool(self._written) and isinstance(value, torch.Tensor) and _storage(value) in self._written
 
+    @property
+    def has_written(self) -> bool:
+        """Whether there are real tensors that a placeholder was written to."""
+        return bool(self._written)
+
     def is_given(self, values: Iterable[Any]) -> bool:
         """Say whether there is a placeholder, or what has one written to it, among the arguments of an
-        operator: this is asked for every one that runs around the blocks."""
+        operator: this is asked for every one that runs around the blocks once there is such a tensor."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 if self.stands_for(value):
@@ -89,30 +116,49 @@ class Placeholders(FakeTensorMode):
                 return True
         return False
 
-    def watched(self) -> TorchDispatchMode:
-        """Return a context in which writes of placeholders into real tensors are followed."""
-        return self._watch
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Follow writes of placeholders into real tensors within the block. Operators on real tensors alone
+        are looked at from the first such write on."""
+        self._follows, self._outer = True, _get_current_dispatch_mode()
+        if self._written:
+            self._watch.begin(self._outer)
+        try:
+            yield
+        finally:
+            self._follows, self._outer = False, None
+            self._watch.end()
 
     def mark(self, tensor: torch.Tensor) -> None:
         """Note that a placeholder was written to ``tensor``."""
         if not isinstance(tensor, FakeTensor):
             self._written[_storage(tensor)] = tensor
+            if self._follows:
+                self._watch.begin(self._outer)
 
     def forget_writes(self) -> None:
         """Begin a pass, in which what was written to before is not used."""
         self._written.clear()
 
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Run a block of the stage, which has no placeholders, at its usual speed."""
-        if _get_current_dispatch_mode() is not self._watch:  # the program has a mode of its own around it
-            yield
+    def begin_block(self) -> int:
+        """A block of the stage begins, which has no placeholders and runs at its usual speed; return what
+        :meth:`end_block` takes. A program that has a mode of its own around it goes on being watched."""
+        is_on, top = self._watch.is_on, _get_current_dispatch_mode()
+        if not self._follows or not (top is self._outer or (is_on and top is self._watch)):
+            return _WATCHED
+        self._follows = False
+        if not is_on:
+            return _FOLLOWED
+        self._watch.end()
+        return _LOOKED
+
+    def end_block(self, before: int) -> None:
+        """Go on as before a block."""
+        if before == _WATCHED:
             return
-        self._watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            self._watch.__enter__()  # type: ignore[no-untyped-call]
+        self._follows = True
+        if before == _LOOKED:
+            self._watch.begin(self._outer)
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
@@ -122,6 +168,8 @@ class Placeholders(FakeTensorMode):
         Raises:
             ConfigError: its result decides how the model goes on, or a block writes it into a real tensor.
         """
+        if self._follows and not self._computes and _is_operator(func):
+            return self.compute(func, tuple(args), dict(kwargs or {}))
         if not all(map(self.stands_for, _written_by(func, tuple(args), kwargs or {}))):
             raise ConfigError(
                 f"a block of this stage, or the criterion, writes to a tensor what another stage has "
@@ -137,7 +185,15 @@ class Placeholders(FakeTensorMode):
             ) from error
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of which an argument is a placeholder, or has one written to it."""
+        """Run an operator around the blocks, of which an argument is a placeholder, or has one written to
+        it. Raises as :meth:`dispatch`."""
+        self._computes = True
+        try:
+            return self._compute(func, args, kwargs)
+        finally:
+            self._computes = False
+
+    def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func.overloadpacket in _LIKE and isinstance(args[0], FakeTensor):
             return func(_real(args[0]), *args[1:], **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -203,16 +259,52 @@ class _Watch(TorchDispatchMode):
     def __init__(self, owner: Placeholders) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
+        self.is_on = False
+
+    def begin(self, outer: TorchDispatchMode | None) -> None:
+        """Look at every operator from now on: within ``outer``, and around modes that a program has entered
+        since, as if this one had been entered before them."""
+        if self.is_on:
+            return
+        with _modes_above(outer):
+            self.__enter__()  # type: ignore[no-untyped-call]
+        self.is_on = True
+
+    def end(self) -> None:
+        """Look at no operator any more."""
+        if not self.is_on:
+            return
+        self.is_on = False
+        with _modes_above(self):
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload) and func.namespace != "prim":
+        if _is_operator(func):
             owner = self._owner
             if owner.is_given(args) or (kwargs and owner.is_given(kwargs.values())):
                 return owner.compute(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _modes_above(mode: TorchDispatchMode | None) -> Iterator[None]:
+    """Take the modes that were entered within ``mode`` off the stack for the block, all where it is not
+    there: within an operator that those around it have handed on, they are not."""
+    above: list[TorchDispatchMode] = []
+    while (top := _get_current_dispatch_mode()) is not None and top is not mode and not top.is_infra_mode():
+        above.append(_pop_mode())
+    try:
+        yield
+    finally:
+        while above:
+            _push_mode(above.pop())
+
+
+def _is_operator(func: Any) -> bool:
+    return isinstance(func, OpOverload) and func.namespace != "prim"
 
 
 def _fake(mode: Placeholders, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
