@@ -29,12 +29,13 @@ from gemini.model.foreign_classes import intercept_foreign_classes
 from gemini.model.tiled_heads import TiledHeads
 from gemini.placement import PlanReport
 from gemini.runtime import ManagedSlot
-from gemini.runtime.adopt import Adopted, release_adopted, second_names
+from gemini.runtime.adopt import Adopted, collected_once, release_adopted, second_names
 from gemini.runtime.arrivals import Changes, find_changes, take_in
 from gemini.runtime.build import Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gradients import LooseBytes
 from gemini.runtime.gate.guards import in_one_thread
+from gemini.runtime.gate.waiting import NO_SNAPSHOT
 from gemini.runtime.intercept.compiled import CompiledBlocks
 from gemini.runtime.intercept.nested import cast_floating, map_tensors, tensors_in
 from gemini.runtime.intercept.one_type import FirstPasses
@@ -102,6 +103,11 @@ class ManagedParameters:
     def release(self) -> None:
         """They are ordinary parameters again, for good."""
         self._is_released = True
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """All of them, each once."""
+        return self._params
 
     def refuse_exchanged(self, doing: str) -> None:
         """Raise StateError where one of them is no longer managed: its chunk would keep what nobody uses. Or
@@ -292,6 +298,7 @@ class ManagedModel:
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
         self.passes = Passes()
+        self._is_first_of_row: bool | None = None  # a pass that comes next; None: passes are single ones
         self.tiled_heads = self._tiled_heads()
         self._entries: Entries | None = None
         self.plain_call: Callable[..., Any] = module  # what a forward pass is
@@ -376,6 +383,9 @@ class ManagedModel:
     def _forward(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], alone: bool
     ) -> Any:
+        if self._is_first_of_row is False and self.manager.resident:
+            with self.manager.shortage.watched(), self.passes.inside(self, True):
+                return call(*args, **kwargs)
         self.manager.lock.refuse_all()
         if self.storage.mixture.reason:
             self.storage.mixture.refuse("forward")
@@ -389,6 +399,8 @@ class ManagedModel:
         lazy = self.tiled_heads.during(kwargs) if self.tiled_heads is not None else nullcontext()
         with self._forward_pass(call, args, kwargs), taking_turns, lazy:
             outputs = call(*args, **kwargs)
+        if self._is_first_of_row:
+            self._is_first_of_row = False
         if precision is not None and self.config.force_outputs_fp32:
             outputs = map_tensors(outputs, lambda tensor: cast_floating(tensor, torch.float32))
         return outputs
@@ -450,6 +462,29 @@ class ManagedModel:
             self.accumulates = before
 
     @contextmanager
+    def passes_in_a_row(self) -> Iterator[None]:
+        """Run several forward and backward passes within the block, whose gradients are used behind it alone.
+        Where the whole model stays on DEVICE, operators take its parameters as any others, autograd adds up
+        the gradients without a call for each, and what is asked before a pass is asked before the first."""
+        if not self._need_no_look():
+            yield
+            return
+        with collected_once(self.managed.params):
+            self._is_first_of_row = True
+            try:
+                yield
+            finally:
+                self._is_first_of_row = None
+
+    def _need_no_look(self) -> bool:
+        """Say whether nobody has to be told of what operators use, nor of single gradients."""
+        manager = self.manager
+        is_whole = manager.resident and not manager.cuts_tensors and manager.snapshot is NO_SNAPSHOT
+        is_plain = not manager.mixes_types and not manager.gradient_scale.is_in_use
+        looks_on = self.tiled_heads or manager.activations or second_names or self.compiled.names
+        return is_whole and is_plain and not looks_on
+
+    @contextmanager
     def join(
         self,
         *,
@@ -509,8 +544,8 @@ class ManagedModel:
         if self.manager.sharding is not None:
             self.manager.sharding.forget_gradients(keep=not set_to_none)
         with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
-            for param in self.module.parameters():
-                if type(param) is ManagedParameter:
+            for param in (*self.managed.params, *second_names):
+                if isinstance(param, ManagedParameter):
                     param.grad = None
         for slot in slots:
             if set_to_none:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence, Set
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -32,6 +32,7 @@ from gemini.runtime.intercept.tensors import (
     make_plain,
     make_plain_view,
     plain_copy,
+    resident,
 )
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.storage.initialize import (
@@ -40,7 +41,7 @@ from gemini.runtime.storage.initialize import (
     is_unwritten,
     replace_parameter,
 )
-from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage
+from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot_of
 
 logger = logging.getLogger(__name__)
 
@@ -508,6 +509,33 @@ def _our_hooks(param: nn.Parameter) -> list[int]:
     with PlainTensors():
         hooks = param._post_accumulate_grad_hooks or {}
     return [key for key, hook in hooks.items() if hook is _on_grad]
+
+
+@contextmanager
+def collected_once(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Have autograd itself add up the gradients of several backward passes within the block, in the place
+    where it puts them, and collect the sums behind it: the same additions, in the same order, as of one
+    collected after another. For a model that is resident, whose gradients stay where autograd makes them.
+    Operators take its parameters as any others meanwhile. Those with a gradient already, or with hooks of
+    the user, go on as ever."""
+    waiting: list[tuple[nn.Parameter, dict[int, Any], dict[int, Any]]] = []
+    with PlainTensors():
+        for param in params:
+            hooks = param._post_accumulate_grad_hooks
+            is_plain = type(param) is ManagedParameter and not param._backward_hooks
+            if is_plain and hooks and [*hooks.values()] == [_on_grad] and not slot_of(param).has_grad:
+                waiting.append((param, hooks, dict(hooks)))
+    for _, hooks, _ in waiting:
+        hooks.clear()
+    try:
+        with resident([param for param, _, _ in waiting]):
+            yield
+    finally:
+        for _, hooks, ours in waiting:
+            hooks.update({**ours, **hooks})
+        with torch.no_grad():
+            for param, _, _ in waiting:
+                _on_grad(param)
 
 
 def _release(entry: Adopted, manager: GeminiManager) -> None:

@@ -489,6 +489,7 @@ class GeminiManager(Gate):
     def end_residence(self) -> None:
         """Let chunks leave DEVICE again: operators go through their PreOp."""
         self.resident = self.snapshot.residence(False)
+        self.tell_of_residence()
 
     def withhold(self, nbytes: int) -> None:
         """Have plans leave ``nbytes`` of DEVICE free beyond their reserves."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.absent import Taken
@@ -53,6 +54,10 @@ class Trained(Protocol):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients accumulate on this rank."""
+        ...
+
+    def passes_in_a_row(self) -> AbstractContextManager[None]:
+        """Return a context of several backward passes, whose gradients nobody uses before its end."""
         ...
 
     def leave(self, why: str) -> None:
@@ -111,7 +116,9 @@ class Engine:
 
     def trainable(self) -> list[list[bool]]:
         """Return which parameters of the stages need a gradient."""
-        return [[p.requires_grad for p in stage.tree.parameters()] for stage in self.stages.values()]
+        found = [list(_parameters_in(stage.tree)) for stage in self.stages.values()]
+        with torch._C.DisableTorchFunctionSubclass():
+            return [[param.requires_grad for param in each] for each in found]
 
     def follow(self, trainable: str) -> None:
         """Forget forms where other parameters need a gradient than before, on any rank."""
@@ -170,10 +177,11 @@ class Engine:
                 for stage in order.stages_of(self._rank)
                 for number in range(len(batches))
             )
-        for index, action in enumerate(actions):
-            self._place = f"stage {action.stage}, micro-batch {action.micro_batch}, {_WORDS[action.kind]}"
-            run.expect(actions[index : index + _AHEAD])
-            run.perform(action)
+        with self.trained.passes_in_a_row() if torch.is_grad_enabled() else nullcontext():
+            for index, action in enumerate(actions):
+                self._place = f"stage {action.stage}, micro-batch {action.micro_batch}, {_WORDS[action.kind]}"
+                run.expect(actions[index : index + _AHEAD])
+                run.perform(action)
         if self.passing is not None:
             self._place = "the end of a pass through the pipeline"
             self.passing.finish()
@@ -403,6 +411,14 @@ class _Run:
         for tensor in received:
             tensor.grad = None
         self._give(Action(Kind.BACKWARD, action.stage - 1, action.micro_batch), given)
+
+
+def _parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module and of those in it, by every name, without making these names."""
+    yield from (param for param in module._parameters.values() if param is not None)
+    for child in module._modules.values():
+        if child is not None:
+            yield from _parameters_in(child)
 
 
 class _Enter(torch.autograd.Function):

@@ -208,6 +208,7 @@ class Gate(ABC):
         self.phase = FORWARD
         self.step = 0  # finished ones
         self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
+        self._at_end_of_residence: Callable[[], None] | None = None
         self.cuts_tensors = False  # whether there are any that lie in several chunks
         self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
         self.gradient_scale = GradientScale(self.operator)
@@ -309,9 +310,19 @@ class Gate(ABC):
         """Whether the model was closed, or is another process's."""
         return self._is_over
 
+    def when_residence_ends(self, call: Callable[[], None] | None) -> None:
+        """Have ``call`` called as soon as chunks may leave DEVICE again; None: nothing is to be done."""
+        self._at_end_of_residence = call
+
+    def tell_of_residence(self) -> None:
+        """Chunks may leave DEVICE from now on."""
+        if self._at_end_of_residence is not None:
+            self._at_end_of_residence()
+
     def refuse_use(self, refuse: Callable[..., None]) -> None:
         """Have ``refuse``, which raises, called in the place of every PreOp from now on."""
         self.resident, self._is_over = False, True
+        self.tell_of_residence()
         self.pre_op = refuse  # type: ignore[method-assign]
 
     def leave_to_parent(self) -> None:

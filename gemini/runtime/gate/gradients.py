@@ -135,6 +135,11 @@ class GradientScale:
         self.losses: list[ScaledLosses] = []  # those that have gradients here
         self._is_needed = is_needed
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether gradients have a scale, or are to have one."""
+        return self._is_needed or self.value is not None
+
     def admit(self, grad: torch.Tensor) -> torch.Tensor:
         """Return what to add to the gradients that are there for ``grad``, which a backward pass has made.
 

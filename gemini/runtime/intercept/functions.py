@@ -52,7 +52,7 @@ def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
         slot.trainable_grad.assign(grad)
 
 
-def _set_data(tensor: Any, value: torch.Tensor) -> None:
+def set_data(tensor: Any, value: torch.Tensor) -> None:
     """``param.data = value`` writes the values into the chunk: a window's address never changes."""
     for what in ("shape", "dtype", "device"):
         if getattr(value, what) != getattr(tensor, what):
@@ -75,11 +75,11 @@ def _set_data(tensor: Any, value: torch.Tensor) -> None:
 
 
 def set_memory(tensor: Any, *source: Any, **options: Any) -> Any:
-    """``param.set_(other)`` writes the values into the chunk, as :func:`_set_data`. Torch asks no class about
+    """``param.set_(other)`` writes the values into the chunk, as :func:`set_data`. Torch asks no class about
     ``set_``: the classes have it as a method."""
     if options or len(source) != 1 or not isinstance(source[0], torch.Tensor):
         return _refuse("set_")(tensor)
-    _set_data(tensor, source[0])
+    set_data(tensor, source[0])
     return tensor
 
 
@@ -189,7 +189,7 @@ def _refuse(name: str) -> Callable[..., Any]:
 SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.grad.__get__: _grad_of,  # type: ignore[union-attr]
     torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
-    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
     torch.Tensor.requires_grad_: _require_grad,
     torch.Tensor.backward: _backward,

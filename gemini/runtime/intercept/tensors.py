@@ -43,6 +43,7 @@ from gemini.runtime.intercept.functions import (
     METADATA_FUNCTIONS,
     SPECIAL,
     is_view,
+    set_data,
     set_memory,
     write_items,
 )
@@ -202,10 +203,19 @@ class ManagedParameter(torch.nn.Parameter):
         return torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad).__reduce_ex__(proto)
 
 
+class ResidentParameter(ManagedParameter):
+    """What a managed parameter is for a while in which its memory stays where it is and whole, and nobody has
+    to be told of its uses: operators take it as any other, without a call."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    data = property(torch.Tensor.data.__get__, set_data)  # type: ignore[attr-defined]
+
+
 # Classes of managed parameters, and of all managed tensors; those of quantized weights come later
 # (quantized_operators.py).
-MANAGED_PARAMETERS: set[type] = {ManagedParameter}
-MANAGED: set[type] = {ManagedTensor, ManagedParameter}
+MANAGED_PARAMETERS: set[type] = {ManagedParameter, ResidentParameter}
+MANAGED: set[type] = {ManagedTensor, ManagedParameter, ResidentParameter}
+_NUM_PLAIN = len(MANAGED)
 _SILENT_PLACES = SilentPlaces()
 _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
 _LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
@@ -236,6 +246,41 @@ def make_managed(
     param._ref = ref  # type: ignore[attr-defined]
     param._slot = slot  # type: ignore[attr-defined]
     param._name_again = name_again  # type: ignore[attr-defined]
+
+
+@contextmanager
+def resident(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """Have operators take ``params``, of one model that stays on DEVICE, as any others within the block, and
+    note behind it what was written to."""
+    if not params:
+        yield
+        return
+    managed: Sequence[Any] = params
+    manager: Gate = managed[0]._ref.manager
+    with PlainTensors():
+        versions = [param._version for param in managed]
+    for param in managed:
+        param.__class__ = ResidentParameter
+
+    def end() -> None:
+        for param in managed:
+            kind: type = type(param)
+            if kind is ResidentParameter:
+                param.__class__ = ManagedParameter
+
+    manager.when_residence_ends(end)
+    try:
+        yield
+    finally:
+        manager.when_residence_ends(None)
+        end()
+        with PlainTensors():
+            pairs = zip(managed, versions, strict=True)
+            written = [param for param, version in pairs if param._version != version]
+        for param in written:
+            manager.written.note(param._ref.tensors)
+            manager.pre_op(param._ref.tensors)
+            manager.post_op(param._ref.tensors, True)
 
 
 def make_plain(param: torch.nn.Parameter, values: torch.Tensor) -> None:
@@ -283,7 +328,7 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
             f"{getattr(func, '__name__', func)}() was given a managed parameter inside an object that is no "
             "list, tuple or dict; pass the parameters themselves, or a list of them"
         )
-    if len(MANAGED) > 2:
+    if len(MANAGED) > _NUM_PLAIN:
         for operand in operands:
             if hasattr(operand, "run_on_twins"):
                 return operand.run_on_twins(func, args, kwargs)

@@ -181,6 +181,9 @@ class _ManagedPart:
     def no_sync(self) -> AbstractContextManager[None]:
         return self._handle.no_sync() if self._handle.peers is not None else nullcontext()
 
+    def passes_in_a_row(self) -> AbstractContextManager[None]:
+        return self._handle.passes_in_a_row()
+
     def leave(self, why: str) -> None:
         if self._handle.peers is not None:
             self._handle.peers.leave(why)
@@ -283,6 +286,9 @@ class _ReplicatedPart:
             yield
         finally:
             self._accumulates = before
+
+    def passes_in_a_row(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def leave(self, why: str) -> None:
         if self._optimizer is not None:
