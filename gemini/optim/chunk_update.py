@@ -14,6 +14,7 @@ from gemini.optim.host_update import HostPart, prepare_on_host
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.optim.whole_parameter import WholeOverRanks, WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
+from gemini.runtime.gate.gradients import Place
 from gemini.runtime.gate.waiting import GivenWork, PendingUpdate
 from gemini.runtime.storage.model_storage import HALF_LOADED, Mixture, Room
 from gemini.system.process import paused_collector, shown_as
@@ -267,21 +268,39 @@ class ChunkUpdate:
 
     def _parts(self, left: _Piece, rewritten: frozenset[int]) -> list[Part]:
         """Return what the rule updates of a piece, which is pinned."""
-        piece, parts = left.piece, []
-        kept = [(state, piece.chunks[state.key].tensor) for state in left.states]
+        piece, places = left.piece, left.piece.places
+        param, *_ = self._group.updated
+        memory = [param.tensor, *(chunk.tensor for chunk in piece.chunks.values())]
+        if not places.is_of(left.states, memory):
+            places.begin(left.states, memory)
+        parts = []
         for slot in left.slots:
-            start, stop = slot.overlapping(piece)
-            first = start - slot.start
-            grad = slot.trainable_grad.flat(first, stop - slot.start)
-            newer = self._is_newer(slot, piece, rewritten)
-            param, half_out = _operands(self._group, piece, start, stop, newer)
-            here = slice(start - piece.start, stop - piece.start)
-            states = {
-                state.name: values[slot.place_in(piece, state) if state.per_block else here]
-                for state, values in kept
-            }
-            parts.append(Part(param, grad, states, half_out, self.steps[slot], first))
+            place = places.by_slot.get(slot)
+            if place is None:
+                place = places.by_slot[slot] = self._place(left, slot)
+            grad = slot.trainable_grad.flat(place.first, place.stop)
+            if place.half_out is not None and self._is_newer(slot, piece, rewritten):
+                place.values.copy_(place.half_out)  # the master follows the parameter, which user code wrote
+            step = self.steps[slot]
+            parts.append(
+                Part(place.values, grad, place.states, place.half_out, step, place.first, place.kept)
+            )
         return parts
+
+    def _place(self, left: _Piece, slot: ManagedSlot) -> Place:
+        """Find out what of a piece belongs to a parameter."""
+        piece, group = left.piece, self._group
+        start, stop = slot.overlapping(piece)
+        here = slice(start - piece.start, stop - piece.start)
+        states = {
+            state.name: piece.chunks[state.key].tensor[
+                slot.place_in(piece, state) if state.per_block else here
+            ]
+            for state in left.states
+        }
+        param = group.values(start, stop)
+        values, half_out = (piece.master(start, stop), param) if piece.has_master else (param, None)
+        return Place(values, half_out, states, start - slot.start, stop - slot.start, {})
 
     def _is_newer(self, slot: ManagedSlot, piece: StatePiece, rewritten: frozenset[int]) -> bool:
         """Say whether user code has written to what the parameter has in ``piece`` since its last update."""
@@ -439,19 +458,3 @@ def _tensors_of_part(
     grads = [slot.grad.update_tensors[part] for slot in group.slots if slot.grad is not None]
     states = [tensor for piece in pieces for tensor in piece.tensors.values()]
     return (*params, *grads, *states), frozenset(grads)
-
-
-def _operands(
-    group: ChunkGroup, piece: StatePiece, start: int, stop: int, rewritten: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what the kernel updates, and where the 16-bit copy of it goes if there is a master.
-
-    ``rewritten``: the master follows the parameter first, which user code wrote to.
-    """
-    param = group.values(start, stop)
-    if not piece.has_master:
-        return param, None
-    master = piece.master(start, stop)
-    if rewritten:
-        master.copy_(param)
-    return master, param

@@ -5,7 +5,7 @@ GeminiOptimizer in one call.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -524,19 +524,12 @@ class GeminiOptimizer(ManagedGroups):
         """Return the updates of what has a gradient in ``groups``, in forward order; ``by_part``: one for
         each part of a group that is cut. Changes nothing."""
         scale, hypers = self._clipping.scale, self.hypers()
-        marks, number, small = self.marks(), self.steps, self.small
+        alike = not self.rule.keeps_small
+        step_of = self._like_steps(hypers, scale) if alike else self._own_steps(hypers, scale)
         updates = []
         for group in groups:
             steps = {
-                slot: UpdateStep(
-                    hypers[slot],
-                    number.get(slot, 0) + 1,
-                    scale,
-                    small.get(slot),
-                    {},
-                    *marks[slot],
-                    self.states_of(slot),
-                )
+                slot: step_of(slot, self.steps.get(slot, 0) + 1)
                 for slot in group.slots
                 if slot.has_grad and slot in hypers
             }
@@ -548,6 +541,31 @@ class GeminiOptimizer(ManagedGroups):
                 else:
                     updates.append(self.update_type(*about))
         return updates
+
+    def _own_steps(
+        self, hypers: Mapping[ManagedSlot, Any], scale: GradScale
+    ) -> Callable[[ManagedSlot, int], UpdateStep]:
+        """Return what makes the step of each parameter by its number, with what is kept of it alone."""
+        marks, small = self.marks(), self.small
+        return lambda slot, number: UpdateStep(
+            hypers[slot], number, scale, small.get(slot), {}, *marks[slot], self.states_of(slot)
+        )
+
+    def _like_steps(
+        self, hypers: Mapping[ManagedSlot, Any], scale: GradScale
+    ) -> Callable[[ManagedSlot, int], UpdateStep]:
+        """Return what gives each parameter its step by its number: the same to those of equal settings and
+        states."""
+        known: dict[tuple[int, int, int], UpdateStep] = {}
+
+        def step_of(slot: ManagedSlot, number: int) -> UpdateStep:
+            hyper, states = hypers[slot], self.states_of(slot)
+            key = id(hyper), number, id(states)
+            if key not in known:
+                known[key] = UpdateStep(hyper, number, scale, states=states)
+            return known[key]
+
+        return step_of
 
     def _goes_by_part(self, group: ChunkGroup) -> bool:
         """Whether parts of the group are updated by themselves, some of them steps later."""

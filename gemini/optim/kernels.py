@@ -323,6 +323,28 @@ class AdamRow:
             step_index,
         )
 
+    def without_gradient(self) -> AdamRow:
+        """Return the row as one that is kept from step to step, for :meth:`again`."""
+        row = AdamRow.__new__(AdamRow)
+        row.columns, row.start, row.tensors = self.columns, self.start, self.tensors
+        row.grad = self.grad.new_empty(0)
+        return row
+
+    def again(self, grad: torch.Tensor, step_index: int) -> AdamRow:
+        """Return the row of another step: the same memory, with another gradient."""
+        row = AdamRow.__new__(AdamRow)
+        row.grad, row.start, row.tensors = grad, self.start, self.tensors
+        columns, size = self.columns, grad.element_size()
+        layout = columns[-2] & ~0xF | _GRAD_TYPES[grad.dtype]
+        row.columns = (
+            columns[0],
+            grad.data_ptr() + size * self.start,
+            *columns[2:-2],
+            layout,
+            step_index,
+        )
+        return row
+
 
 class AdamTable:
     """Rows as C++ reads them, with their tensors: nothing that a call uses is freed before it returns."""

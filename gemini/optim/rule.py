@@ -58,7 +58,8 @@ class Part(NamedTuple):
 
     ``values``: the fp32 master or the parameter itself. ``states``: by name, zeros before the first step.
     ``half_out``: where the 16-bit copy of a master goes. ``first``: which element of the parameter is the
-    first.
+    first. ``kept``: what rules keep of it as long as all but the gradient and the step is the same; None: it
+    is another one in the next step.
     """
 
     values: torch.Tensor
@@ -67,6 +68,7 @@ class Part(NamedTuple):
     half_out: torch.Tensor | None
     step: UpdateStep
     first: int
+    kept: dict[str, Any] | None = None
 
 
 # Of each parameter group: the states that chunks keep of its parameters.
@@ -232,6 +234,17 @@ class AdamRule(Independent):
         return partial(run_rows, rows, steps, device, processors)
 
     def _row(self, part: Part, index: int) -> AdamRow:
+        dtype = self.format.state_dtype
+        kept = None if part.kept is None else part.kept.get(dtype)
+        if kept is None:
+            kept = self._new_row(part, index)
+            if part.kept is not None:
+                part.kept[dtype] = kept.without_gradient()
+            return kept
+        row: AdamRow = kept.again(part.grad, index)
+        return row
+
+    def _new_row(self, part: Part, index: int) -> AdamRow:
         return AdamRow(
             part.values,
             part.grad,

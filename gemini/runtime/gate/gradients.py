@@ -6,13 +6,14 @@ chunk's optimizer state; and which parameters user code has written to since the
 from __future__ import annotations
 
 import ctypes
+import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -217,6 +218,39 @@ class LooseBytes:
 MASTER = ChunkKind.MASTER.value  # the name of fp32 masters among the states of a piece
 
 
+class Place(NamedTuple):
+    """The memory of a parameter in a piece: elements ``[first, stop)`` of it. ``values``: the fp32 master or
+    the parameter itself; ``half_out``: where the 16-bit copy of a master goes; ``states`` by name; ``kept``:
+    what a rule keeps of it."""
+
+    values: torch.Tensor
+    half_out: torch.Tensor | None
+    states: Mapping[str, torch.Tensor]
+    first: int
+    stop: int
+    kept: dict[str, Any]
+
+
+class Places:
+    """The places of parameters in a piece, which updates keep from step to step, as long as its states and
+    their memory are the same."""
+
+    def __init__(self) -> None:
+        self.by_slot: dict[Slot, Place] = {}
+        self._states: object = None
+        self._memory: Sequence[torch.Tensor] = ()
+
+    def is_of(self, states: object, memory: Sequence[torch.Tensor]) -> bool:
+        """Say whether they are of these ``states`` and these tensors."""
+        is_like = self._states == states and len(memory) == len(self._memory)
+        return is_like and all(map(operator.is_, memory, self._memory))
+
+    def begin(self, states: object, memory: Sequence[torch.Tensor]) -> None:
+        """Know no place yet, of these."""
+        self.by_slot.clear()
+        self._states, self._memory = states, memory
+
+
 @dataclass
 class StatePiece:
     """Elements ``[start, stop)`` of a parameter chunk: the part of its optimizer state that moves as one.
@@ -230,6 +264,7 @@ class StatePiece:
     first_block: int
     chunks: dict[str, Chunk] = field(default_factory=dict)
     tensors: dict[str, int] = field(default_factory=dict)
+    places: Places = field(default_factory=Places, repr=False, compare=False)
 
     def master(self, start: int, stop: int) -> torch.Tensor:
         """Return the masters of elements ``[start, stop)`` of the parameter chunk."""
