@@ -163,7 +163,7 @@ class Booster:
         if model not in self._models:
             raise ConfigError("execute_pipeline() takes a model that boost() of this booster has returned")
         if optimizer is not None:
-            self._require_boosted(optimizer)
+            self._names_of(optimizer)
         with torch.set_grad_enabled(optimizer is not None):
             done = self.plugin.execute_pipeline(
                 next(data_iter, ENDED),
@@ -275,8 +275,11 @@ class Booster:
         return self._models[model]() if model in self._models else None
 
     def _require_boosted(self, optimizer: torch.optim.Optimizer) -> files.Names:
+        return self._names_of(optimizer).now()
+
+    def _names_of(self, optimizer: torch.optim.Optimizer) -> _Names:
         try:
-            return self._optimizers[optimizer].now()
+            return self._optimizers[optimizer]
         except (KeyError, TypeError):
             raise ConfigError(
                 f"this {type(optimizer).__name__} is not what boost() of this booster has returned; "

@@ -91,7 +91,14 @@ def _kind(value: Any, exact: bool) -> object:
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    return (value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor))
+    """Yield the tensors of a batch, in the order of pytree."""
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif type(batch) in (tuple, list, dict):
+        for value in batch.values() if type(batch) is dict else batch:
+            yield from _tensors(value)
+    else:
+        yield from (value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor))
 
 
 def contents_of(batch: Any) -> int:

@@ -307,7 +307,7 @@ def replace_tensors(value: Any, new: Callable[[Any], Any]) -> Any:
         return value
     if type(value) is tuple:
         return tuple(replace_tensors(member, new) for member in value)
-    return tree_map(new, value)
+    return new(value) if isinstance(value, torch.Tensor) else tree_map(new, value)
 
 
 class SharedContents:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -116,7 +116,9 @@ class Engine:
 
     def trainable(self) -> list[list[bool]]:
         """Return which parameters of the stages need a gradient."""
-        found = [list(_parameters_in(stage.tree)) for stage in self.stages.values()]
+        found: list[list[nn.Parameter]] = [[] for _ in self.stages]
+        for stage, own in zip(self.stages.values(), found, strict=True):
+            _add_parameters(stage.tree, own)
         with torch._C.DisableTorchFunctionSubclass():
             return [[param.requires_grad for param in each] for each in found]
 
@@ -413,12 +415,12 @@ class _Run:
         self._give(Action(Kind.BACKWARD, action.stage - 1, action.micro_batch), given)
 
 
-def _parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a module and of those in it, by every name, without making these names."""
-    yield from (param for param in module._parameters.values() if param is not None)
+def _add_parameters(module: nn.Module, found: list[nn.Parameter]) -> None:
+    """Add the parameters of a module and of those in it, by every name, without making these names."""
+    found += (param for param in module._parameters.values() if param is not None)
     for child in module._modules.values():
         if child is not None:
-            yield from _parameters_in(child)
+            _add_parameters(child, found)
 
 
 class _Enter(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from concurrent import futures
 from datetime import timedelta
 from queue import SimpleQueue
@@ -10,7 +11,6 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from gemini.parallel.mesh import Axis
 from gemini.system.threads import start_thread
@@ -79,17 +79,14 @@ class Passing:
         tensor = tensor.detach().cpu().contiguous()
         self._axis.note_sent(tensor)
         content, group = _bytes_of(tensor), self._axis.host_group
-        work = self._axis.begin(
-            lambda: dist.isend(content, group=group, group_dst=rank, tag=_FIRST_TAG + tag)
-        )
+        # What isend() comes to, without its checks.
+        work = self._axis.begin(lambda: group.send([content], rank, _FIRST_TAG + tag))
         self._sent.append((work, tensor))
 
     def receive(self, room: torch.Tensor, rank: int, tag: int) -> Any:
         """Begin to receive into ``room``; return what :meth:`settle` takes."""
         content, group = _bytes_of(room), self._axis.host_group
-        return self._axis.begin(
-            lambda: dist.irecv(content, group=group, group_src=rank, tag=_FIRST_TAG + tag)
-        )
+        return self._axis.begin(lambda: group.recv([content], rank, _FIRST_TAG + tag))
 
     def send_form(self, form: Form, rank: int, tag: int) -> None:
         """Send what form a tensor has that is going to be sent."""
@@ -107,9 +104,10 @@ class Passing:
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken."""
-        while self._sent:
-            self.settle(self._sent[-1][0], "sends what its stage has computed (forward, backward)")
-            self._sent.pop()
+        if self._sent:
+            sent = _Several([work for work, _ in self._sent])
+            self.settle(sent, "sends what its stage has computed (forward, backward)")
+            self._sent.clear()
 
     def watch(self, work: Any) -> _Done:
         """Begin to wait for a message behind those that were watched before; return what
@@ -147,6 +145,18 @@ class _Waiter:
         done: futures.Future[None] = futures.Future()
         self._waits.put((work, done))
         return _Done(done)
+
+
+class _Several:
+    """Messages that are waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them. Raises RuntimeError: one has failed."""
+        for work in self._works:
+            work.wait()
 
 
 class _Done:

@@ -198,10 +198,9 @@ class Pipeline:
         return [float(number) * copies / float(total) for number in counts]
 
     def _mean(self, losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-        mean = torch.zeros(1, dtype=torch.float64, device="cpu")
-        for loss, weight in zip(losses, weights, strict=False):
-            if weight:  # the mean over no tokens is NaN
-                mean += loss.double().cpu().reshape(1) * weight
+        # The mean over no tokens is NaN.
+        own = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=False) if weight)
+        mean = torch.tensor([own], dtype=torch.float64, device="cpu")
         if self._losses is not None:
             self._losses.all_reduce(mean)
         copies = self._data.size if self._data is not None else 1
