@@ -17,6 +17,7 @@ from torch import nn
 
 from gemini.chunk.manager import lacking_space
 from gemini.cli.plan import settings_from
+from gemini.cli.plan_adapters import adapting
 from gemini.cli.plan_model import hugging_face
 from gemini.cli.train import (
     add_memory_options,
@@ -32,7 +33,7 @@ from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapts_experts
 from gemini.jobs.finetune.config import NO, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
-from gemini.jobs.finetune.engine import is_quantized
+from gemini.jobs.finetune.engine import is_quantized, quantization_of
 from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
 from gemini.jobs.finetune.samples import DOCUMENTS
@@ -234,7 +235,8 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
 def _check_model(config: FineTuneConfig) -> None:
     """Raise ConfigError if the plan or the blocks to recompute are not of the model; it is built on ``meta``,
     as ``gemini plan`` does."""
-    model = _source(replace(config, recompute=""), config.seq or _ANY_SEQ).example(1).model
+    plain = replace(config, recompute="", quantize=NO)
+    model = forecast_source(plain, config.seq or _ANY_SEQ).example(1).model
     if config.plan is not None:
         from gemini.parallel.plan import ParallelPlan
 
@@ -489,8 +491,11 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     if config.nproc > 1:
         yield f"plan: none over {config.nproc} ranks; gemini plan {config.model} --dp {config.nproc} has one"
         return
-    if config.quantize != NO or is_quantized(config):
-        yield "plan: none of a quantized base; the first step is measured, and the later ones planned from it"
+    if is_quantized(config):
+        yield "plan: none of a base that is quantized already; the first step is measured"
+        return
+    if config.quantize != NO and config.dora:
+        yield "plan: none of DoRA on a quantized base; the first step is measured"
         return
     if config.lora and adapts_experts(adapted(config)):
         yield (
@@ -505,7 +510,7 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
 
 def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
-    source, settings = _source(config, seq), _settings(config)
+    source, settings = forecast_source(config, seq), _settings(config)
     rows = 2 if config.objective == DPO else 1  # of a pair
     outlook = look(source, settings, config.batch * rows)
     size = outlook.blueprint.context.size.total_bytes
@@ -564,15 +569,13 @@ def _is_refused(outlook: Outlook, settings: Settings) -> bool:
     return lacking_space(blueprint.budgets, blueprint.context.size.total_bytes) is not None
 
 
-def _source(config: FineTuneConfig, seq: int) -> ModelSource:
-    adapter = adapter_of(config)
+def forecast_source(config: FineTuneConfig, seq: int) -> ModelSource:
+    """Return the model that a run trains, with rows of ``seq`` tokens, on ``meta``. Raises ConfigError."""
+    change = adapting(adapter_of(config), quantization_of(config), Path(config.model))
 
-    def adapted(module: nn.Module) -> nn.Module:
-        if adapter is not None:
-            import peft
-
-            with adapter_errors(config):
-                module = peft.get_peft_model(module, adapter)
+    def prepared(module: nn.Module) -> nn.Module:
+        with adapter_errors(config):
+            module = change(module)
         recompute_blocks(module, config.recomputed_blocks)
         return module
 
@@ -581,7 +584,7 @@ def _source(config: FineTuneConfig, seq: int) -> ModelSource:
         seq,
         seq_is_asked=True,
         checkpointing=config.activation_checkpointing,
-        adapted=adapted,
+        adapted=prepared,
     )
 
 

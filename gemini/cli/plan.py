@@ -27,6 +27,8 @@ examples:
       GPT-2 in 4 GiB of this machine's memory and a file in this directory
   gemini plan ./llama-70b --dtype bf16 --seq 4096 --checkpointing --machine server.json --disk-bytes 2TiB
       a model and a machine of which there is nothing but the descriptions
+  gemini plan ./llama-8b --lora 16 --quantize nf4 --dtype bf16 --seq 512 --device-bytes 2GiB --disk-dir .
+      adapters on a base in 4 bits (pip install 'gemini-runtime[quantized]')
   gemini plan my_models:build --batch 32 --json > plan.json
       for scripts: exit code 0 if it fits, 1 if not
   gemini plan gpt2-xl --tp 2 --pp 4 --accumulation 16 --zero-stage 1 --device-bytes 16GiB
@@ -52,6 +54,7 @@ DEFAULT_TBW = "600TB"
 DEFAULT_SEQ = 1024
 _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
+_QUANTIZE = ("nf4", "int8")
 _AXES = ("tp", "pp", "sp", "dp")
 _SEQUENCE_MODES = ("ulysses", "ring")
 # Those of gemini.parallel.pipeline.SCHEDULES, which takes the time of importing torch to ask.
@@ -106,6 +109,15 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         help="what operators compute in; bf16 and fp16 keep an fp32 master of every weight (default: fp32)",
     )
     group.add_argument("--checkpointing", action="store_true", help="compute activations again in backward")
+    group.add_argument(
+        "--lora",
+        type=_count,
+        metavar="RANK",
+        help="train adapters of this rank on every linear layer of a DIR, and freeze the model",
+    )
+    group.add_argument(
+        "--quantize", choices=_QUANTIZE, help="hold the linear layers below the adapters in 4 or 8 bits"
+    )
     group.add_argument("--no-clipping", action="store_true", help="train without clipping the global norm")
 
 
@@ -261,6 +273,10 @@ def run(options: argparse.Namespace) -> int:
         refuse_contradictions(options)
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
+    if options.lora or options.quantize:
+        from gemini.cli.plan_adapters import adapting_of
+
+        asked = dataclasses.replace(asked, adapted=adapting_of(options))
     source = find_model(options.model, asked)
     if any(getattr(options, name) is not None for name in _AXES):
         from gemini.cli.plan_layout import run as run_layout

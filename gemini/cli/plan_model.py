@@ -109,7 +109,7 @@ def hugging_face(
     *,
     seq_is_asked: bool,
     checkpointing: bool,
-    adapted: Callable[[nn.Module], nn.Module] = lambda module: module,
+    adapted: Callable[[nn.Module], nn.Module] | None = None,
 ) -> ModelSource:
     """Return the model that a config describes, with what ``adapted`` puts on top of it.
 
@@ -140,7 +140,8 @@ def hugging_face(
         with errors_of(doing):
             module = model.build()
             inputs = model.inputs(module, batch, seq)
-            return Example(_Keywords(adapted(module)), (inputs,), is_wrapped=True)
+            whole = module if adapted is None else adapted(module)
+            return Example(_Keywords(whole), (inputs,), is_wrapped=True)
 
     def source(seq: int) -> ModelSource:
         return ModelSource(
@@ -261,6 +262,7 @@ class ModelOptions:
     seq: int
     checkpointing: bool
     seq_is_asked: bool = True
+    adapted: Callable[[nn.Module], nn.Module] | None = None  # of a directory; None: as it is
 
 
 def find_model(name: str, options: ModelOptions) -> ModelSource:
@@ -280,6 +282,7 @@ def find_model(name: str, options: ModelOptions) -> ModelSource:
             options.seq,
             seq_is_asked=options.seq_is_asked,
             checkpointing=options.checkpointing,
+            adapted=options.adapted,
         )
     if ":" in name:
         return _factory(name, options)

@@ -56,7 +56,10 @@ def render_collectives(speeds: CollectiveSpeeds, console: Console) -> None:
 def _verdict(report: Report) -> Panel:
     settings = report.settings
     source = report.source
-    what = f"{source.name}, {report.num_parameters / 1e6:,.1f} M parameters, batch {settings.batch}"
+    what = f"{source.name}, {report.num_parameters / 1e6:,.1f} M parameters"
+    if report.quantized_bytes:
+        what += f" and {format_bytes(report.quantized_bytes)} of quantized weights"
+    what += f", batch {settings.batch}"
     if source.unit != "samples":
         what += f" of {source.tokens:,} {source.unit}"
     lines = Text()

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gemini.errors import GeminiError
 from gemini.forecast.machine import MachineSpeeds
+from gemini.forecast.quantized import product_flops, workspace_bytes
 from gemini.runtime.intercept.of_cpu import GROUPED_MM, grouped_mm, grouped_mm_flops
 
 _aten = torch.ops.aten
@@ -122,6 +123,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a wrapper answers by operators on plain tensors, which come here
         kwargs = kwargs or {}
         self.num_calls += 1
         if self._most_calls is not None and self.num_calls > self._most_calls:
@@ -138,7 +141,10 @@ class Meter(TorchDispatchMode):
             out = (grouped_mm if func is GROUPED_MM else func)(*args, **kwargs)
         for tensor in _tensors(out):
             self._know(tensor, new=True)
-        if not func.is_view and func not in _FREE and func.namespace == "aten":
+        if func.namespace == "bitsandbytes":
+            held_bytes = self._live_bytes + workspace_bytes(func, args)
+            self._period.peak_bytes = max(self._period.peak_bytes, held_bytes)
+        if not func.is_view and func not in _FREE and func.namespace in _COUNTED:
             self._period.operations[self._operation(func, args, kwargs, out)] += 1
         return out
 
@@ -178,11 +184,15 @@ class Meter(TorchDispatchMode):
                 func,
                 key[1:],
                 _flops(func, args, kwargs, out),
-                sum(_touched_bytes(tensor) for tensor in tensors),
+                sum(_touched_bytes(tensor) for tensor in tensors) + 2 * workspace_bytes(func, args),
                 next((t.dtype for t in tensors if t.is_floating_point()), torch.int64),
                 tree_map_only(torch.Tensor, TensorSpec.of, (args, kwargs)),
             )
         return operation
+
+
+# Namespaces with operators that take time; other ones call these.
+_COUNTED = ("aten", "bitsandbytes", "torchao")
 
 
 def _in_backward() -> bool:
@@ -225,7 +235,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return _MORE_FLOPS[packet](args, out)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    return 0
+    return product_flops(func, args)
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -37,13 +37,17 @@ from gemini.optim.gradients import visit_gradients
 from gemini.optim.rule import Part
 from gemini.placement import TierCapacity
 from gemini.runtime import ChunkGroup, GeminiManager, ModelStorage, init_on
-from gemini.runtime.adopt import manage
+from gemini.runtime.adopt import manage, manage_quantized
 from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gate import TensorRef
 from gemini.runtime.growth import Growth
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.intercept.of_cpu import AttentionOfCpu
+from gemini.runtime.intercept.precision import is_quantized
+from gemini.runtime.intercept.quantized import form_of, like
+from gemini.runtime.intercept.quantized_operators import QuantizedParameter
+from gemini.runtime.storage.model_storage import ManagedSlot
 
 _UNLIMITED = 2**62
 
@@ -131,9 +135,13 @@ class _MetaMemory:
 
     mapped_bytes = parked_bytes = 0
 
+    def __init__(self) -> None:
+        self._largest_bytes = 1  # of a chunk: on ``meta`` a tensor is at its offset in its storage
+
     def windows(
         self, nbytes: int, *, later: bool = False, floats: bool = False, follows: bool = False
     ) -> tuple[_NoWindow, None]:
+        self._largest_bytes = max(self._largest_bytes, nbytes)
         return _NO_WINDOW, None
 
     def tensor(self, window: _NoWindow, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -153,7 +161,7 @@ class _MetaMemory:
         return {link: nothing for link in ("h2d", "d2h", "disk_read", "disk_write")}
 
     def address_range(self) -> tuple[int, int]:
-        return 0, 1
+        return 0, self._largest_bytes
 
     def close(self, windows: object, exposed: object) -> None:
         """Do nothing."""
@@ -185,8 +193,8 @@ class _MeteredChunks(ChunkManager):
 
 
 class _RehearsedManager(GeminiManager):
-    """Tells views of a chunk by their storage: addresses on ``meta`` are all 0. Is never resident for good:
-    every operator is a moment."""
+    """Tells views of a chunk by their storage: addresses on ``meta`` begin at 0 in each. Is never
+    resident for good: every operator is a moment."""
 
     def viewed(self, ref: TensorRef, tensor: torch.Tensor) -> TensorRef | None:
         chunk = self.chunks.chunks[self.chunks.table.chunk_of(ref.tensors[0])]
@@ -231,13 +239,27 @@ class _RehearsedModel(GeminiDDP):
         manager.grow_with(Growth(storage, manager, lambda error, _: error.least_bytes))
         params = dict(module.named_parameters())
         for name, slot in storage.slots.items():
-            params[name].data = slot.param_view
-            manage(params[name], slot)
+            if is_quantized(params[name]):
+                _manage_quantized(module, params[name], slot)
+            else:
+                params[name].data = slot.param_view
+                manage(params[name], slot)
             # As wrapping leaves them: with content.
             with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
                 pass
         manager.name_parameters(storage.parameter_names())
         return _RehearsedHandle(module, config, device, None, Built(storage, manager, blueprint.search))
+
+
+def _manage_quantized(module: nn.Module, param: nn.Parameter, slot: ManagedSlot) -> None:
+    """Put a managed weight whose inner tensors are on ``meta`` in the place of ``param``."""
+    owner = module.get_submodule(slot.name.rpartition(".")[0])
+    made = like(param, owner, without_values=True)
+    for each in module.modules():
+        for key, held in each._parameters.items():
+            if held is param:
+                each._parameters[key] = made
+    manage_quantized(made, form_of(slot.name, made, owner), slot, owner)
 
 
 class _RehearsedUpdate(ChunkUpdate):
@@ -262,7 +284,8 @@ class _RehearsedOptimizer(GeminiOptimizer):
     update_type = _RehearsedUpdate
 
     def __init__(self, model: _RehearsedModel, meter: Meter, clips_norm: bool) -> None:
-        super().__init__(CPUAdam(model.parameters()), model, max_norm=float(clips_norm))
+        params = [param for param in model.parameters() if not isinstance(param, QuantizedParameter)]
+        super().__init__(CPUAdam(params), model, max_norm=float(clips_norm))
         self._meter = meter
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
@@ -330,7 +353,8 @@ class ModelSource:
         """
         with init_on("meta"):
             example = self.build(batch)
-        real = [name for name, param in example.module.named_parameters() if not param.is_meta]
+        params = example.module.named_parameters()
+        real = [name for name, param in params if not param.is_meta and not is_quantized(param)]
         if real:
             raise ConfigError(
                 f"{self.name}: parameter {real[0]!r} (one of {len(real)}) was made with memory; build it "

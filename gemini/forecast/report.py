@@ -17,6 +17,7 @@ from gemini.forecast.forecast import (
 )
 from gemini.forecast.machine import DTYPE_NAMES
 from gemini.forecast.rehearsal import ModelSource
+from gemini.runtime.intercept.precision import BYTES
 
 SECONDS_PER_DAY = 86400
 
@@ -64,8 +65,15 @@ class Report:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters, tied ones once."""
-        return sum(spec.layout.used_numel for spec in self.outlook.blueprint.groups)
+        """Elements of all parameters that are not quantized, tied ones once."""
+        groups = self.outlook.blueprint.groups
+        return sum(spec.layout.used_numel for spec in groups if spec.dtype is not BYTES)
+
+    @property
+    def quantized_bytes(self) -> int:
+        """What weights in 4 and 8 bits take, with their scales."""
+        groups = self.outlook.blueprint.groups
+        return sum(spec.layout.used_numel for spec in groups if spec.dtype is BYTES)
 
     @property
     def budgets(self) -> dict[str, int]:
@@ -116,6 +124,7 @@ class Report:
             "model": self.source.name,
             "machine": self.settings.machine.name,
             "parameters": self.num_parameters,
+            "quantized_bytes": self.quantized_bytes,
             "batch": self.settings.batch,
             "accumulation": self.settings.accumulation,
             "unit": self.source.unit,

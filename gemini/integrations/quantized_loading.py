@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from torch import nn
 
 from gemini import _C
 from gemini.errors import ConfigError
+from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
 from gemini.integrations.safetensors_files import SafetensorsFiles
-from gemini.runtime import Filling
+from gemini.runtime import Filling, init_on
 from gemini.runtime.adopt import Adopted
 from gemini.runtime.intercept.precision import is_quantized
 from gemini.runtime.intercept.quantized import form_of, like
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage
+from gemini.system.input_files import InputDirectory, errors_of
 
 _BYTES_BEFORE = 2  # of an element, in most files
 # What was freed stays with the C library: tensors of less than 32 MiB lie between others that are in use.
@@ -63,32 +66,29 @@ class QuantizedWeights:
             makers = _stored_samples(model, loading, stored)
         else:
             makers = _fresh_samples(model, quantizer)
-        made: dict[_Kind, nn.Parameter] = {}
-        samples: dict[str, nn.Parameter] = {}
-        for name, kind, make in makers:
-            if kind not in made:
-                made[kind] = _kept_as_it_was(model, name, make)
-            if is_quantized(made[kind]):
-                samples[name] = made[kind]
-        return cls(model, samples, quantizer)
+        return cls(model, _samples(model, makers, {}), quantizer)
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Have quantized weights of the right layout in the model within the block, and the model say that it
-        is quantized, as PEFT asks."""
-        model: Any = self._model
-        model.hf_quantizer = self._quantizer
-        self._quantizer.postprocess_model(model)
+        """Have quantized weights of the right layout in the model within the block; see :meth:`stand_in`."""
         before = [owner._parameters[key] for owner, key, _ in self._places]
-        for owner, key, sample in self._places:
-            for param in owner.parameters(recurse=False):  # what is not quantized, as loading it would
-                param.requires_grad_(param.is_floating_point())
-            owner._parameters[key] = like(sample, owner)
+        self.stand_in()
         try:
             yield
         finally:
             for (owner, key, _), without_values in zip(self._places, before, strict=True):
                 owner._parameters[key] = without_values
+
+    def stand_in(self) -> None:
+        """Put quantized weights of the right layout, with any values, into the model, and have it say that it
+        is quantized, as PEFT asks."""
+        model: Any = self._model
+        model.hf_quantizer = self._quantizer
+        self._quantizer.postprocess_model(model)
+        for owner, key, sample in self._places:
+            for param in owner.parameters(recurse=False):  # what is not quantized, as loading it would
+                param.requires_grad_(param.is_floating_point())
+            owner._parameters[key] = like(sample, owner)
 
     def await_values(self, module: nn.Module, storage: ModelStorage) -> None:
         """Note which slot each weight goes to; ``module`` is the model or what adapters have made of it. Call
@@ -131,7 +131,59 @@ class QuantizedWeights:
             )
 
 
+def stored_dtype(directory: Path) -> torch.dtype:
+    """Return the type that transformers loads the model of a directory in: that of its config, or of its
+    first floating-point weight. Raises InputError."""
+    fields = InputDirectory(directory).json(CONFIG, MAX_CONFIG_BYTES)
+    named = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
+    if isinstance(named, torch.dtype):
+        return named
+    with SafetensorsFiles.of_directory(directory) as stored:
+        types = (stored[name].dtype for name in stored)
+        return next((dtype for dtype in types if dtype.is_floating_point), torch.float32)
+
+
+class QuantizedOutline:
+    """Gives models on ``meta`` quantized weights of the layout that loading them has, and any values."""
+
+    def __init__(self, quantization: Any, dtype: torch.dtype) -> None:
+        """``quantization``: a config of transformers; ``dtype``: of the files."""
+        self._quantization, self._dtype = quantization, dtype
+        self._made: dict[_Kind, nn.Parameter] = {}  # the same for each model that is built anew
+
+    def put_on(self, model: Any) -> None:
+        """Quantize ``model``, one of transformers. Takes memory as :meth:`QuantizedWeights.of`.
+
+        Raises:
+            ConfigError: transformers cannot.
+        """
+        from transformers.quantizers.auto import AutoHfQuantizer
+
+        with errors_of("transformers cannot quantize the model"), init_on("cpu"):
+            quantizer: Any = AutoHfQuantizer.from_config(
+                copy.deepcopy(self._quantization), pre_quantized=False
+            )
+            quantizer.validate_environment(device_map={"": "cpu"})
+            for param in model.parameters():
+                param.data = param.data.to(self._dtype)
+            with init_on("meta"):
+                quantizer.preprocess_model(model, dtype=self._dtype, device_map={"": "cpu"})
+            samples = _samples(model, _fresh_samples(model, quantizer), self._made)
+            QuantizedWeights(model, samples, quantizer).stand_in()
+
+
 _Makers = Iterable[tuple[str, _Kind, Callable[[], nn.Parameter]]]
+
+
+def _samples(model: Any, makers: _Makers, made: dict[_Kind, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return a quantized weight by the name of each; ``made`` has those of each kind, and gets more."""
+    samples: dict[str, nn.Parameter] = {}
+    for name, kind, make in makers:
+        if kind not in made:
+            made[kind] = _kept_as_it_was(model, name, make)
+        if is_quantized(made[kind]):
+            samples[name] = made[kind]
+    return samples
 
 
 def _fresh_samples(model: Any, quantizer: Any) -> _Makers:

@@ -22,7 +22,12 @@ from gemini.offload.mapped import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.intercept.precision import is_quantized
-from gemini.runtime.intercept.quantized import QuantizedForm, form_of, keep_layout
+from gemini.runtime.intercept.quantized import (
+    QuantizedForm,
+    form_of,
+    keep_layout,
+    refuse_without_values,
+)
 from gemini.runtime.intercept.quantized_operators import make_managed_quantized, make_plain_quantized
 from gemini.runtime.intercept.saved_weights import restore_saved_weights
 from gemini.runtime.intercept.tensors import (
@@ -85,7 +90,8 @@ def unique_parameters(
                 f"parameter {name!r} has no shape yet (lazy module); run the model once before wrapping it"
             )
         if is_quantized(param):
-            form_of(name, param, module.get_submodule(name.rpartition(".")[0]))
+            form = form_of(name, param, module.get_submodule(name.rpartition(".")[0]))
+            refuse_without_values(name, param, form)
             yield name, param
             continue
         if type(param) is not nn.Parameter:
@@ -402,7 +408,7 @@ def _adopt_quantized(
     with manager.operator(tensors, tensors):  # whole: forward comes next
         for each, values in zip(form.inner, given, strict=True):
             slot.param_view[each.start : each.start + each.nbytes].copy_(values)
-    return _manage_quantized(param, form, slot, owner)
+    return manage_quantized(param, form, slot, owner)
 
 
 def fill_quantized(
@@ -412,10 +418,10 @@ def fill_quantized(
     managed. Over several ranks all have the same weight, and each writes what it owns, without the others."""
     form = form_of(slot.name, param, owner)
     _write_inner(slot, form, list(form.tensors_of(param)), manager)
-    return _manage_quantized(param, form, slot, owner)
+    return manage_quantized(param, form, slot, owner)
 
 
-def _manage_quantized(
+def manage_quantized(
     param: nn.Parameter, form: QuantizedForm, slot: ManagedSlot, owner: nn.Module
 ) -> Adopted:
     """Make a quantized weight, whose bytes its chunk has, a managed one."""

@@ -17,7 +17,7 @@ from finetune_runs import LLAMA, files_of, plainly_trained, run, save_tokenizer,
 from hf_models import SIZES, assert_same, saved
 
 import gemini
-from gemini.cli.finetune import _source
+from gemini.cli.finetune import forecast_source
 from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.forecast.forecast import Settings, look
@@ -82,7 +82,7 @@ def test_the_plan_of_a_tiled_loss_counts_no_logits(config: FineTuneConfig) -> No
         changed = dataclasses.replace(config, tiled_loss=tiled_loss, batch=8, seq=512)
         options = GeminiConfig(device_bytes=2**30, tiled_loss=TILED_LOSS[tiled_loss])
         settings = Settings(8, options, MachineSpeeds("any", {"fp32": 1e11}, 1e10, 1e10))
-        return look(_source(changed, 512), settings, 8).non_model_bytes
+        return look(forecast_source(changed, 512), settings, 8).non_model_bytes
 
     whole = 4 * 8 * 512 * 30_000
     assert non_model_bytes("no") > 2 * whole
@@ -360,7 +360,9 @@ def test_the_recipe_of_a_quantized_base_runs_and_exports_adapters(
     small = ["--seq", "16", "--steps", "2", "--accumulate", "2", "--device-bytes", "4MiB"]
     assert main(["finetune", str(RECIPES / "qlora.toml"), *paths, *small, "--lora", "4"]) == 0
     shown = capsys.readouterr().err
-    assert "plan: none of a quantized base" in shown
+    said = [line for line in shown.splitlines() if line.startswith("plan: ")]
+    assert re.match("plan: it fits: .* of model data", said[0])
+    assert re.match(r"plan: model data peaks at DEVICE .* a step, .* tokens/s, bound by", said[1])
     assert "on a base in nf4" in shown
     assert (Path(config.output) / "model" / "adapter_model.safetensors").is_file()
 

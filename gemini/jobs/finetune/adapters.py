@@ -26,12 +26,7 @@ def adapter_of(config: FineTuneConfig) -> Any:
     """
     if not config.lora:
         return None
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            f"--lora needs the package peft: pip install 'gemini-runtime[hf]' ({error})"
-        ) from error
+    peft = require_peft()
     names = names_of(config.lora_targets)
     layers: str | list[str] = [] if names == [NO_TARGETS] else names
     return peft.LoraConfig(
@@ -44,6 +39,17 @@ def adapter_of(config: FineTuneConfig) -> Any:
         target_parameters=names_of(config.lora_target_parameters) or None,
         task_type="CAUSAL_LM",
     )
+
+
+def require_peft() -> Any:
+    """Return the package peft. Raises ConfigError where it is not installed."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            f"--lora needs the package peft: pip install 'gemini-runtime[hf]' ({error})"
+        ) from error
+    return peft
 
 
 def adapted(config: FineTuneConfig) -> nn.Module:

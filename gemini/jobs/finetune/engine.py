@@ -332,31 +332,39 @@ def refuse_quantized(config: FineTuneConfig) -> None:
 
 
 def quantization_of(config: FineTuneConfig) -> Any:
-    """Return what transformers is to quantize the base to; None: it stays as it is.
+    """Return what transformers is to quantize the base to; None: it stays as it is. Raises as
+    :func:`quantization_named`."""
+    if config.quantize == NO:
+        return None
+    return quantization_named(
+        config.quantize, torch.bfloat16 if config.precision == "bf16" else torch.float32
+    )
+
+
+def quantization_named(name: str, compute_dtype: torch.dtype) -> Any:
+    """Return the config of transformers for weights in ``name``, nf4 or int8, which compute in that type.
 
     Raises:
         ConfigError: the package that quantizes is not installed.
     """
-    if config.quantize == NO:
-        return None
     import transformers
 
     try:
-        if config.quantize == NF4:
+        if name == NF4:
             import bitsandbytes  # type: ignore[import-not-found, unused-ignore] # noqa: F401
 
             return transformers.BitsAndBytesConfig(
                 load_in_4bit=True,
                 bnb_4bit_quant_type="nf4",
                 bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+                bnb_4bit_compute_dtype=compute_dtype,
             )
         from torchao.quantization import (  # type: ignore[import-untyped, import-not-found, unused-ignore]
             Int8WeightOnlyConfig,
         )
     except ImportError as error:
         raise ConfigError(
-            f"--quantize {config.quantize} needs a package: pip install 'gemini-runtime[quantized]' ({error})"
+            f"--quantize {name} needs a package: pip install 'gemini-runtime[quantized]' ({error})"
         ) from error
     return transformers.TorchAoConfig(Int8WeightOnlyConfig(version=2))
 

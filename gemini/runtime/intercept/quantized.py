@@ -8,6 +8,7 @@ See docs/notes/quantized.md.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -193,13 +194,19 @@ def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
         tensor = next((value for holder in holders if (value := holder.value) is not None), None)
         if tensor is None:
             continue
-        if tensor.data_ptr() == own.data_ptr():  # a second name of the memory of the weight
+        if _is_same_memory(tensor, own):  # a second name of the memory of the weight
             layout.inner[0] = replace(layout.inner[0], holders=holders)
             continue
         _refuse_unfit(name, kind, holders[0].name, tensor)
         layout.add(tensor, *holders)
     codes = getattr(getattr(param, "quant_state", None), "quant_type", None) or ""
     return QuantizedForm(type(param), tuple(layout.inner), max(layout.end, 1), None, codes)
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_meta:  # where every address is 0
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    return one.data_ptr() == other.data_ptr()
 
 
 def _statistics(param: nn.Parameter, owner: nn.Module) -> Iterator[tuple[Holder, ...]]:
@@ -211,6 +218,12 @@ def _statistics(param: nn.Parameter, owner: nn.Module) -> Iterator[tuple[Holder,
         for step in around:
             places = [getattr(place, step, None) for place in places]
         yield tuple(Holder(place, name) for place in places if place is not None)
+
+
+def _every_statistic(param: nn.Parameter, owner: nn.Module) -> list[Holder]:
+    """Return where tensors of a weight over memory of its own are besides that; tables of codes, too."""
+    found = [holder for holders in _statistics(param, owner) for holder in holders]
+    return [*found, *(Holder(holder.owner, "code") for holder in found if holder.name == "absmax")]
 
 
 def _leaves(wrapper: Any) -> Iterator[tuple[Holder, torch.Tensor]]:
@@ -248,15 +261,31 @@ def rebuilding(wrapper: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]
     return rebuild
 
 
-def like(sample: Any, owner: nn.Module) -> nn.Parameter:
+def like(sample: Any, owner: nn.Module, *, without_values: bool = False) -> nn.Parameter:
     """Return a quantized weight of ``owner`` with the values of ``sample``, an unmanaged one, in the same
-    memory."""
+    memory; ``without_values``: on ``meta``."""
+
+    def taken(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta") if without_values else tensor
+
     if is_wrapper(sample):
-        return nn.Parameter(rebuilding(sample)(leaves_of(sample)), requires_grad=False)
-    made: nn.Parameter = torch.Tensor._make_subclass(type(sample), sample.data, False)
+        return nn.Parameter(rebuilding(sample)([taken(each) for each in leaves_of(sample)]), False)
+    made: nn.Parameter = torch.Tensor._make_subclass(type(sample), taken(sample.data), False)
     vars(made).update(vars(sample))
     if "module" in vars(made):  # bitsandbytes: whose weight it is
         vars(made)["module"] = owner
+    around: Any = made
+    for name in ("quant_state", "state2"):  # so that each weight has statistics of its own
+        state = getattr(around, name, None)
+        if state is None:
+            break
+        setattr(around, name, copy.copy(state))
+        around = getattr(around, name)
+    for holder in _every_statistic(made, owner) if without_values else ():
+        value = holder.value
+        if value is not None:
+            is_own = _is_same_memory(value, sample.data)
+            setattr(holder.owner, holder.name, made.data if is_own else value.to("meta"))
     return made
 
 
@@ -269,15 +298,22 @@ def keep_layout(owner: Any) -> None:
 
 def _refuse_unfit(name: str, kind: str, inner: str, tensor: Any) -> None:
     """Raise ConfigError where an inner tensor is none that a chunk can hold."""
-    why = ""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
-        why = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
-    elif tensor.is_meta:
-        why = "on 'meta', without values"
-    elif tensor.layout is not torch.strided:
-        why = f"of layout {tensor.layout}"
-    if why:
-        raise ConfigError(
-            f"parameter {name!r} is a {kind}, and its inner tensor {inner!r} is {why}; chunks hold plain "
-            "tensors with values: quantize the weight before the model is managed, or in another way"
-        )
+        raise _unfit(name, kind, inner, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided:
+        raise _unfit(name, kind, inner, f"of layout {tensor.layout}")
+
+
+def refuse_without_values(name: str, param: nn.Parameter, form: QuantizedForm) -> None:
+    """Raise ConfigError where an inner tensor of a weight is on ``meta``."""
+    for each, tensor in zip(form.inner, form.tensors_of(param), strict=True):
+        if tensor.is_meta:
+            inner = each.holders[0].name if each.holders else "data"
+            raise _unfit(name, class_name(type(param)), inner, "on 'meta', without values")
+
+
+def _unfit(name: str, kind: str, inner: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"parameter {name!r} is a {kind}, and its inner tensor {inner!r} is {why}; chunks hold plain "
+        "tensors with values: quantize the weight before the model is managed, or in another way"
+    )
