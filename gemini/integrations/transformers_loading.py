@@ -30,6 +30,7 @@ from gemini.integrations.model_directory import (
     is_model_class,
 )
 from gemini.integrations.quantized_loading import QuantizedWeights, loads_part_by_part
+from gemini.integrations.quantized_saving import flatten_managed
 from gemini.integrations.safetensors_files import SafetensorsFiles
 from gemini.integrations.stored_weights import StoredWeights, UnreadTensor
 from gemini.model.in_place import InPlace, Opened, manage, manage_without_values
@@ -379,6 +380,7 @@ class _Loading:
         return read_values(slot, self._built.manager)
 
     def _finish(self, model: Any) -> nn.Module:
+        flatten_managed(model)
         if self._whole:
             return self._manage_whole(model)
         if self._built is None or self._opened is None or self._filling is None:

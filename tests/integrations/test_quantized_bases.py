@@ -155,6 +155,31 @@ def test_save_pretrained_writes_what_it_writes_of_the_unmanaged_model(kind: str,
     assert files[0] == files[1]
 
 
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_save_pretrained_takes_weights_of_torchao_apart_as_of_the_unmanaged_model(
+    tier: str, tmp_path: Path
+) -> None:
+    directory = saved(transformers.LlamaConfig(**LARGER), transformers.LlamaForCausalLM, tmp_path / "base")
+    plain_base(directory, "8bit").save_pretrained(tmp_path / "theirs")
+    budgets = tight(str(tmp_path / "disk"))
+    if tier == "host":
+        budgets = {**budgets, "host_bytes": "8MiB", "disk_dir": None}
+    model = loaded(directory, "8bit", **budgets)
+    model.save_pretrained(tmp_path / "mine")
+    files = [tmp_path / name / "model.safetensors" for name in ("mine", "theirs")]
+    mine, theirs = map(safetensors.load_file, files)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    opened = [safetensors.safe_open(file, framework="pt") for file in files]
+    assert opened[0].metadata() == opened[1].metadata()
+    again = plain_base(tmp_path / "mine", None)
+    ids = torch.arange(8)[None]
+    assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+    gemini.handle_of(model).release()
+    model.save_pretrained(tmp_path / "released")
+    assert safetensors.load_file(tmp_path / "released" / "model.safetensors").keys() == theirs.keys()
+
+
 PEAK = """
 import transformers, torchao.quantization as ao, gemini
 
