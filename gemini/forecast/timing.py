@@ -135,7 +135,7 @@ def _random_offsets(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor)
     those of a router do: kernels are compiled for each size."""
     cut = left.shape[-2] if right.ndim == 3 else right.shape[-1] if left.ndim == 3 else left.shape[-1]
     groups = offs.shape[0]
-    rows = torch.randint(groups, (cut,), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(groups, (cut,), generator=torch.Generator().manual_seed(0), device="cpu")
     return torch.bincount(rows, minlength=groups).cumsum(0).to(offs.dtype)
 
 
