@@ -22,7 +22,7 @@ from gemini.parallel.pipeline.split import Split, choose_ranges
 from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import refuse_unfit_model
-from gemini.parallel.tensor.outline import outline_part
+from gemini.parallel.tensor.cut_outline import outline_part
 from gemini.runtime.intercept.of_cpu import GROUPED_MM, AttentionOfCpu, grouped_mm
 
 # Runs a model, on ``meta``, on one micro-batch, and returns the loss. What it is given besides cuts the

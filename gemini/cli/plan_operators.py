@@ -13,7 +13,7 @@ from gemini.cli.plan_model import ModelOptions
 from gemini.cli.plan_search import run as run_search
 from gemini.errors import ConfigError
 from gemini.forecast.rehearsal import ModelSource
-from gemini.planner.operators.auto import make_problem
+from gemini.planner.operators.autoshard import make_problem
 from gemini.planner.operators.axes import solve_on_mesh
 from gemini.planner.operators.capture import CaptureError, capture
 from gemini.planner.operators.plan import plan_of

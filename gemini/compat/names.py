@@ -15,10 +15,10 @@ _TRAINER = "gemini.parallel.trainer"
 NAMES: dict[str, str] = {
     "__version__": "gemini:__version__",
     # launch
-    "launch": f"{_HERE}.launching:launch",
-    "launch_from_torch": f"{_HERE}.launching:launch_from_torch",
-    "launch_from_slurm": f"{_HERE}.launching:launch_from_slurm",
-    "launch_from_openmpi": f"{_HERE}.launching:launch_from_openmpi",
+    "launch": f"{_HERE}.launching_adapters:launch",
+    "launch_from_torch": f"{_HERE}.launching_adapters:launch_from_torch",
+    "launch_from_slurm": f"{_HERE}.launching_adapters:launch_from_slurm",
+    "launch_from_openmpi": f"{_HERE}.launching_adapters:launch_from_openmpi",
     "get_default_parser": f"{_LAUNCH}:get_default_parser",
     "core.global_context": f"{_LAUNCH}:global_context",
     "context.Config": f"{_LAUNCH}:Config",
@@ -38,10 +38,10 @@ NAMES: dict[str, str] = {
     "logging.get_dist_logger": f"{_LAUNCH}:get_dist_logger",
     "testing.spawn": f"{_LAUNCH}:spawn",
     # Gemini and ZeRO
-    "gemini.ChunkManager": f"{_HERE}.chunks:ChunkManager",
-    "gemini.GeminiManager": f"{_HERE}.chunks:GeminiManager",
-    "gemini.chunk.ChunkManager": f"{_HERE}.chunks:ChunkManager",
-    "gemini.chunk.init_chunk_manager": f"{_HERE}.chunks:init_chunk_manager",
+    "gemini.ChunkManager": f"{_HERE}.chunk_adapters:ChunkManager",
+    "gemini.GeminiManager": f"{_HERE}.chunk_adapters:GeminiManager",
+    "gemini.chunk.ChunkManager": f"{_HERE}.chunk_adapters:ChunkManager",
+    "gemini.chunk.init_chunk_manager": f"{_HERE}.chunk_adapters:init_chunk_manager",
     "nn.parallel.GeminiDDP": f"{_HERE}.models:GeminiDDP",
     "nn.parallel.ZeroDDP": f"{_HERE}.models:ZeroDDP",
     "utils.model.colo_init_context.ColoInitContext": f"{_HERE}.models:ColoInitContext",
@@ -86,18 +86,18 @@ NAMES: dict[str, str] = {
     "utils.load_checkpoint": f"{_ENGINE}:load_checkpoint",
     "utils.save_checkpoint": f"{_ENGINE}:save_checkpoint",
     # engine
-    "initialize": f"{_HERE}.training:initialize",
+    "initialize": f"{_HERE}.training_adapters:initialize",
     "engine.BaseGradientHandler": f"{_ENGINE}:BaseGradientHandler",
     "engine.Engine": f"{_ENGINE}:Engine",
     "engine.gradient_handler.BaseGradientHandler": f"{_ENGINE}:BaseGradientHandler",
     "engine.gradient_handler.DataParallelGradientHandler": f"{_ENGINE}:DataParallelGradientHandler",
-    "engine.schedule.BaseSchedule": f"{_HERE}.training:BaseSchedule",
+    "engine.schedule.BaseSchedule": f"{_HERE}.training_adapters:BaseSchedule",
     "engine.schedule.InterleavedPipelineSchedule": f"{_ENGINE}:InterleavedPipelineSchedule",
     "engine.schedule.NonPipelineSchedule": f"{_ENGINE}:NonPipelineSchedule",
     "engine.schedule.PipelineSchedule": f"{_ENGINE}:PipelineSchedule",
     "registry.GRADIENT_HANDLER": f"{_LAUNCH}:GRADIENT_HANDLER",
     # trainer
-    "trainer.Trainer": f"{_HERE}.training:Trainer",
+    "trainer.Trainer": f"{_HERE}.training_adapters:Trainer",
     **{
         f"trainer.hooks.{name}": f"{_TRAINER}.hooks:{name}"
         for name in (
@@ -152,7 +152,7 @@ NAMES: dict[str, str] = {
     "autoparallelize": f"{_HERE}.models:autoparallelize",  # no document says its path
     # small things
     "utils.get_current_device": "gemini.system.device:current_device",
-    "utils.is_using_pp": f"{_HERE}.launching:is_using_pp",
+    "utils.is_using_pp": f"{_HERE}.launching_adapters:is_using_pp",
     "utils.print_rank_0": f"{_LAUNCH}:print_rank_0",
 }
 
@@ -166,13 +166,13 @@ COMING: dict[str, str] = {
 # What an adapter is without the documents' defaults and signatures, where that has another name.
 OWN: dict[str, str] = {
     **{
-        f"{_HERE}.launching:{name}": f"{_LAUNCH}.{name}"
+        f"{_HERE}.launching_adapters:{name}": f"{_LAUNCH}.{name}"
         for name in ("launch", "launch_from_torch", "launch_from_slurm", "launch_from_openmpi")
     },
-    f"{_HERE}.launching:is_using_pp": f"{_LAUNCH}.global_context",
-    f"{_HERE}.chunks:ChunkManager": "gemini.GeminiDDP",
-    f"{_HERE}.chunks:GeminiManager": "gemini.GeminiDDP",
-    f"{_HERE}.chunks:init_chunk_manager": "gemini.GeminiDDP",
+    f"{_HERE}.launching_adapters:is_using_pp": f"{_LAUNCH}.global_context",
+    f"{_HERE}.chunk_adapters:ChunkManager": "gemini.GeminiDDP",
+    f"{_HERE}.chunk_adapters:GeminiManager": "gemini.GeminiDDP",
+    f"{_HERE}.chunk_adapters:init_chunk_manager": "gemini.GeminiDDP",
     f"{_HERE}.models:ColoInitContext": f"{_COLO}.ColoInitContext",
     f"{_HERE}.models:autoparallelize": "gemini.autoparallelize",
     f"{_HERE}.models:GeminiDDP": f"{_COLO}.GeminiDDP",
@@ -181,7 +181,7 @@ OWN: dict[str, str] = {
     f"{_HERE}.pipelines:PipelineSharedModuleWrapper": "gemini.parallel.pipeline.SharedParameters",
     f"{_HERE}.plugins:GeminiPlugin": "gemini.parallel.GeminiPlugin",
     f"{_HERE}.plugins:LowLevelZeroPlugin": "gemini.parallel.LowLevelZeroPlugin",
-    f"{_HERE}.training:Trainer": f"{_TRAINER}.Trainer",
-    f"{_HERE}.training:BaseSchedule": f"{_ENGINE}.BaseSchedule",
-    f"{_HERE}.training:initialize": f"{_ENGINE}.initialize",
+    f"{_HERE}.training_adapters:Trainer": f"{_TRAINER}.Trainer",
+    f"{_HERE}.training_adapters:BaseSchedule": f"{_ENGINE}.BaseSchedule",
+    f"{_HERE}.training_adapters:initialize": f"{_ENGINE}.initialize",
 }

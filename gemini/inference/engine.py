@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError, GeminiError, StateError, in_words
-from gemini.inference.attention import attending
 from gemini.inference.batching import Batching, rule_of
 from gemini.inference.choice import Chooser
+from gemini.inference.engine_model import SHARE_OF_KV, load
 from gemini.inference.kv import Sequence
 from gemini.inference.kv_chunks import keeper_of
-from gemini.inference.loading import SHARE_OF_KV, load
+from gemini.inference.packed_attention import attending
 from gemini.inference.passes import PackedModel, RanksLostError, default_kv_bytes
 from gemini.inference.ranks import LeadingModel
 from gemini.inference.request import Generation, QueueFullError, Request

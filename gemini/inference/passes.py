@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from gemini.errors import ConfigError, StateError
-from gemini.inference.attention import NotPackedError, Packed, refuse_other_models
 from gemini.inference.kv import Sequence
+from gemini.inference.packed_attention import NotPackedError, Packed, refuse_other_models
 
 
 class RanksLostError(StateError):

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from gemini.errors import GeminiError, OutOfBudgetError, in_words
-from gemini.inference.attention import attending
+from gemini.inference.engine_model import load
 from gemini.inference.kv import Keeper, KeysAndValues, Sequence
 from gemini.inference.kv_chunks import keeper_of
-from gemini.inference.loading import load
+from gemini.inference.packed_attention import attending
 from gemini.inference.passes import PackedModel, RanksLostError
 from gemini.inference.tensor_ranks import TensorRanks
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import ConfigError, StateError
 from gemini.offload.async_file import BLOCK_BYTES, Backend, Directories, checked_directories, chosen_backend
-from gemini.offload.tensor_file import TensorFile
+from gemini.offload.extent_file import TensorFile
 from gemini.offload.tensornvme_file import TensorNvmeFile
 
 _MADV_DONTNEED = 4

@@ -23,7 +23,7 @@ from gemini.parallel.layout_plan import Run, cuttable, trainable_outline
 from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import refuse_unfit_model
-from gemini.parallel.tensor.outline import OutlineAxis, outline_part
+from gemini.parallel.tensor.cut_outline import OutlineAxis, outline_part
 from gemini.runtime.intercept.of_cpu import AttentionOfCpu
 
 

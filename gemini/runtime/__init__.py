@@ -17,7 +17,7 @@ from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
 from gemini.runtime.manager import GeminiManager
 from gemini.runtime.step.order import PlacementContext
 from gemini.runtime.storage.data_sizes import GroupSpec
-from gemini.runtime.storage.initialize import init_on, initialize_buffers
+from gemini.runtime.storage.initialization import init_on, initialize_buffers
 from gemini.runtime.storage.model_storage import (
     ChunkGroup,
     ManagedSlot,

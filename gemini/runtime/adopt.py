@@ -40,7 +40,7 @@ from gemini.runtime.intercept.tensors import (
     resident,
 )
 from gemini.runtime.manager import GeminiManager
-from gemini.runtime.storage.initialize import (
+from gemini.runtime.storage.initialization import (
     Initialization,
     children_first,
     is_unwritten,

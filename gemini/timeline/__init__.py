@@ -1,5 +1,6 @@
 """What really happened in recorded steps, as data, as a trace file and as a page."""
 
+from gemini.timeline.event_recorder import TimelineRecorder
 from gemini.timeline.events import (
     Fill,
     Operator,
@@ -11,7 +12,6 @@ from gemini.timeline.events import (
     Wait,
     WaitShare,
 )
-from gemini.timeline.recorder import TimelineRecorder
 from gemini.timeline.summary import LinkUse, StepSummary, summarize
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from gemini.parallel.booster.dataloader import prepare_dataloader
+from gemini.parallel.booster.distributed_loader import prepare_dataloader
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.engine.initialize import data_group
 

@@ -3,6 +3,7 @@
 from gemini.parallel.launch.config import Config, read_config
 from gemini.parallel.launch.context import GlobalContext, global_context
 from gemini.parallel.launch.coordinator import DistCoordinator, print_rank_0, priority_execution
+from gemini.parallel.launch.group_kinds import ParallelMode
 from gemini.parallel.launch.launching import (
     free_port,
     get_default_parser,
@@ -14,7 +15,6 @@ from gemini.parallel.launch.launching import (
     spawn,
 )
 from gemini.parallel.launch.log import DistributedLogger, disable_existing_loggers, get_dist_logger
-from gemini.parallel.launch.modes import ParallelMode
 from gemini.parallel.launch.registry import (
     DIST_GROUP_INITIALIZER,
     GRADIENT_HANDLER,

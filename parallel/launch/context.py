@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gemini.errors import ConfigError, StateError
 from gemini.parallel.launch.config import Config
-from gemini.parallel.launch.modes import AXES, COORDINATES, ParallelMode, key_of
+from gemini.parallel.launch.group_kinds import AXES, COORDINATES, ParallelMode, key_of
 from gemini.parallel.launch.registry import (
     DIST_GROUP_INITIALIZER,
     INITIALIZER_MAPPING,
@@ -22,7 +22,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Mesh
 from gemini.parallel.tensor.grid import Grid
 from gemini.parallel.tensor.nn import over
-from gemini.parallel.tensor.nn.layer import begin_model
+from gemini.parallel.tensor.nn.grid_layer import begin_model
 from gemini.system.device import current_device
 
 

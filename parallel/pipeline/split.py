@@ -20,7 +20,7 @@ from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.placeholders import Placeholders
 from gemini.parallel.pipeline.stage import Stage
 from gemini.parallel.pipeline.units import Units, block_bytes
-from gemini.runtime.storage.initialize import Initialization, children_first
+from gemini.runtime.storage.initialization import Initialization, children_first
 
 Split = str | Sequence[str]
 

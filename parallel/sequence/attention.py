@@ -18,7 +18,7 @@ from gemini.parallel.sequence.batch import Order, filled
 from gemini.parallel.sequence.masks import AttentionMask
 from gemini.parallel.sequence.ring import ring_attention
 from gemini.parallel.sequence.ulysses import ulysses_attention
-from gemini.parallel.tensor.outline import OutlineAxis
+from gemini.parallel.tensor.cut_outline import OutlineAxis
 
 
 class _Join(torch.autograd.Function):

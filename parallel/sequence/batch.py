@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from gemini.errors import ConfigError
-from gemini.parallel.sequence.loss import IGNORED
+from gemini.parallel.sequence.mean_loss import IGNORED
 
 
 @dataclass(frozen=True)

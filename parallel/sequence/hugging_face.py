@@ -17,7 +17,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.families import Family, Loss, Positions, family_of
 from gemini.parallel.sequence.attention import SequenceAttention
-from gemini.parallel.sequence.wrapped import Complete, complete_calls
+from gemini.parallel.sequence.inner_models import Complete, complete_calls
 
 _NUMBERS = itertools.count()
 _WITHOUT = "train it with whole sequences (sp_size=1), over tp_size or pp_size"

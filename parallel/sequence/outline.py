@@ -9,7 +9,7 @@ from torch import nn
 
 from gemini.parallel.mesh import Arrival, Axis
 from gemini.parallel.sequence.parallelize import parallelize_sequence
-from gemini.parallel.tensor.outline import OutlineAxis
+from gemini.parallel.tensor.cut_outline import OutlineAxis
 
 
 class SequenceOutline:

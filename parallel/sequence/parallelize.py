@@ -11,14 +11,14 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.parallel.families import Loss, family_of
 from gemini.parallel.mesh import Axis, HasAxes
-from gemini.parallel.pretrained import find_pretrained
 from gemini.parallel.sequence.attention import SequenceAttention
+from gemini.parallel.sequence.attention_modules import refuse_torch_attention, replace_torch_attention
 from gemini.parallel.sequence.batch import Batch, Order, cut_batch, filled, shifted
-from gemini.parallel.sequence.blocks import cut_at_blocks, find_blocks
+from gemini.parallel.sequence.block_cut import cut_at_blocks, find_blocks
 from gemini.parallel.sequence.hugging_face import refuse_unfit, replace_attention
-from gemini.parallel.sequence.loss import IGNORED, mean_loss, take_loss_over_ranks
-from gemini.parallel.sequence.modules import refuse_torch_attention, replace_torch_attention
-from gemini.parallel.sequence.wrapped import refuse_unfit_wrapper, require_loss_of
+from gemini.parallel.sequence.inner_models import refuse_unfit_wrapper, require_loss_of
+from gemini.parallel.sequence.mean_loss import IGNORED, mean_loss, take_loss_over_ranks
+from gemini.parallel.transformers_model import find_pretrained
 
 METHODS = ("ulysses", "ring")
 

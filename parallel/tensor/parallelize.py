@@ -24,7 +24,7 @@ from gemini.parallel.tensor.plan import Resolved, resolve
 from gemini.parallel.tensor.region import Region, device_of, share_generators
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style
-from gemini.runtime.storage.initialize import Initialization, children_first
+from gemini.runtime.storage.initialization import Initialization, children_first
 
 
 @torch.no_grad()

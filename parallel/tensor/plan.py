@@ -12,7 +12,6 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.families import family_of, head_numel, partial_children, rule_of, shares_heads
-from gemini.parallel.pretrained import pretrained_in
 from gemini.parallel.tensor.styles import (
     AlibiHeads,
     Channels,
@@ -30,6 +29,7 @@ from gemini.parallel.tensor.styles import (
     TorchAttention,
     Vocabulary,
 )
+from gemini.parallel.transformers_model import pretrained_in
 
 # What transformers' plans call them.
 STYLES: Mapping[str, Style | None] = {

@@ -14,8 +14,8 @@ from gemini.parallel.engine import BaseSchedule, Engine
 from gemini.parallel.engine.schedule import call_model, move_to
 from gemini.parallel.launch import global_context
 from gemini.parallel.trainer.hooks.metric import BaseHook
-from gemini.parallel.trainer.state import Logs, Training
 from gemini.parallel.trainer.timer import MultiTimer
+from gemini.parallel.trainer.trainer_state import Logs, Training
 from gemini.system.device import current_device
 
 _EVENTS = (

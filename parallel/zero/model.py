@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from gemini.errors import ConfigError
 from gemini.model.ddp import NamedAsWrapped
-from gemini.parallel.zero.collectives import Collectives
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
+from gemini.parallel.zero.replica_collectives import Collectives
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.runtime.intercept.one_type import InOneType, mixes_types
 from gemini.runtime.intercept.precision import compute_types, place_buffers

@@ -17,7 +17,6 @@ from gemini.optim.rule_choice import refuse_closure, steps_by_element
 from gemini.optim.shared_step import GivenLoss, Inseparable, mean_like, number_of
 from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
 from gemini.parallel.expert_ranks import DividedExperts
-from gemini.parallel.zero.collectives import Collectives, Traffic
 from gemini.parallel.zero.options import (
     check_norm,
     check_optimizer,
@@ -31,6 +30,7 @@ from gemini.parallel.zero.options import (
 )
 from gemini.parallel.zero.params import ParamShard, ShardedParams
 from gemini.parallel.zero.reducer import GradientReducer
+from gemini.parallel.zero.replica_collectives import Collectives, Traffic
 from gemini.parallel.zero.state import (
     StatesByParam,
     StateShard,

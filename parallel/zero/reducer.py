@@ -13,8 +13,8 @@ import torch
 
 from gemini.comm.peers import Peers
 from gemini.errors import ConfigError, StateError
-from gemini.parallel.zero.collectives import Collectives, Flight
 from gemini.parallel.zero.params import Bucket, ParamShard, make_buckets, raw_grad, unwatch, watch
+from gemini.parallel.zero.replica_collectives import Collectives, Flight
 
 # Messages under way in stage 2: the memory of more would be that of the gradients it does without.
 MAX_FLIGHTS = 2

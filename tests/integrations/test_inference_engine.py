@@ -19,10 +19,10 @@ from tiny_trained import SIZES, llama
 
 from gemini.errors import ConfigError, GeminiError, IoError, OutOfBudgetError, StateError
 from gemini.inference import Engine, Generation, QueueFullError, Request
-from gemini.inference.attention import Packed, attend, attending
 from gemini.inference.batching import bucket
 from gemini.inference.choice import Chooser
 from gemini.inference.kv import KVMemory
+from gemini.inference.packed_attention import Packed, attend, attending
 from gemini.inference.passes import PackedModel
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")

@@ -19,7 +19,7 @@ from torch import nn
 import gemini
 import gemini.compat as documents
 from gemini import CheckpointError, ConfigError, IoError
-from gemini.compat.adapters.chunks import ChunkManager, GeminiManager, init_chunk_manager
+from gemini.compat.adapters.chunk_adapters import ChunkManager, GeminiManager, init_chunk_manager
 from gemini.compat.modules import MODULES, own_name, resolve, why_absent
 from gemini.compat.names import COMING, NAMES, OWN
 from gemini.parallel.colo import ColoParameter

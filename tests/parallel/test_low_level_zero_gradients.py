@@ -359,7 +359,7 @@ class CountedBytes:
 
 
 def _count_a_step(precision: str, stage: int) -> tuple[int, int, int, int]:
-    from gemini.parallel.zero import collectives
+    from gemini.parallel.zero import replica_collectives
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))
@@ -368,7 +368,7 @@ def _count_a_step(precision: str, stage: int) -> tuple[int, int, int, int]:
     )
     counted = CountedBytes()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        counted.install(monkeypatch, collectives)
+        counted.install(monkeypatch, replica_collectives)
         x = torch.randn(4, 7).to(model[0].weight.dtype)
         optimizer.backward(model(x).float().square().mean())
         optimizer.step()

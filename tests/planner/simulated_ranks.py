@@ -11,8 +11,8 @@ import torch
 from torch import fx, nn
 
 from gemini.planner.operators.apply import _Builder, _Conversion, _gathering
-from gemini.planner.operators.convert import Step, convert_parts, coordinates, part_of
-from gemini.planner.operators.problem import StepProblem
+from gemini.planner.operators.conversions import Step, convert_parts, coordinates, part_of
+from gemini.planner.operators.integer_problem import StepProblem
 
 
 class OneOf:

@@ -28,7 +28,7 @@ from torch import nn
 
 from gemini.errors import ConfigError, StateError
 from gemini.planner.operators.apply import OperatorParallel, _gathering
-from gemini.planner.operators.auto import autoshard, make_problem
+from gemini.planner.operators.autoshard import autoshard, make_problem
 from gemini.planner.operators.capture import capture
 from gemini.planner.operators.program import MisfitError, solve
 

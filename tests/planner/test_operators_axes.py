@@ -11,7 +11,7 @@ from operator_models import Language, language_batch, language_loss, machine
 from test_operators_program import every_choice, random_program
 
 from gemini.planner.operators import axes as by_axes
-from gemini.planner.operators.auto import make_problem
+from gemini.planner.operators.autoshard import make_problem
 from gemini.planner.operators.axes import Axes, solve_on_mesh
 from gemini.planner.operators.capture import capture
 from gemini.planner.operators.program import MisfitError, Program, evaluate, least_bytes, solve

@@ -11,7 +11,7 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
-from gemini.planner.operators.convert import (
+from gemini.planner.operators.conversions import (
     Converter,
     Links,
     OperatorLayout,

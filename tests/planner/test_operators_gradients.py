@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_map_only
 from transformers import BertConfig, BertForMaskedLM, ViTConfig, ViTForImageClassification
 
 from gemini.forecast.rehearsal import mean_of_outputs
-from gemini.planner.operators.auto import make_problem
+from gemini.planner.operators.autoshard import make_problem
 from gemini.planner.operators.capture import capture
+from gemini.planner.operators.integer_problem import StepProblem
 from gemini.planner.operators.local import tensors_of
 from gemini.planner.operators.plan import plan_of
-from gemini.planner.operators.problem import StepProblem
 from gemini.planner.operators.program import solve
 from gemini.planner.operators.rules import values_of
 

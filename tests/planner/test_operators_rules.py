@@ -20,7 +20,7 @@ from simulated_ranks import OneOf
 from torch import fx, nn
 
 from gemini.planner.operators.capture import capture
-from gemini.planner.operators.convert import OperatorLayout, Step, convert_parts, coordinates, part_of
+from gemini.planner.operators.conversions import OperatorLayout, Step, convert_parts, coordinates, part_of
 from gemini.planner.operators.local import local_call, tensors_of
 from gemini.planner.operators.rules import Rules, Strategy, values_of
 

@@ -17,7 +17,7 @@ from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload import AsyncFile, DiskOffloader
 from gemini.offload.disk_offloader import Place
 from gemini.offload.disk_space import DiskSpace, Extent
-from gemini.offload.tensor_file import Stored, TensorFile
+from gemini.offload.extent_file import Stored, TensorFile
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

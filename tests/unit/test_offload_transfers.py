@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from gemini.errors import ChecksumError, ConfigError, IoError, StateError
-from gemini.offload import AsyncFile, DiskOffloader, staging, tensor_file
-from gemini.offload import tensor_file as tensor_file_module
+from gemini.offload import AsyncFile, DiskOffloader, extent_file, staging
+from gemini.offload import extent_file as extent_file_module
 from gemini.offload.disk_offloader import Place
 from gemini.offload.disk_space import Extent, Holes
+from gemini.offload.extent_file import DirectPart, Move, Stored, TensorFile
 from gemini.offload.staging import Staging
-from gemini.offload.tensor_file import DirectPart, Move, Stored, TensorFile
 
 BLOCK = 4096
-LARGE = tensor_file_module.DIRECT_FROM_BYTES
+LARGE = extent_file_module.DIRECT_FROM_BYTES
 
 
 class Memory:
@@ -77,8 +77,8 @@ def test_bytes_written_from_any_place_in_a_page_are_read_to_any_other(
 @pytest.fixture(params=["memory", "device"])
 def _everything_staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat CPU tensors as GPU ones, with room for two requests at a time; once by torch's own copies."""
-    monkeypatch.setattr(tensor_file_module, "DIRECT_FROM_BYTES", 2**60)
-    monkeypatch.setattr(tensor_file, "STAGING_BYTES", 2 * tensor_file_module.PART_BYTES)
+    monkeypatch.setattr(extent_file_module, "DIRECT_FROM_BYTES", 2**60)
+    monkeypatch.setattr(extent_file, "STAGING_BYTES", 2 * extent_file_module.PART_BYTES)
     if request.param == "device":
         monkeypatch.setattr(staging, "_on_cpu", lambda storage: False)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.compat.adapters.chunks import GeminiManager
+from gemini.compat.adapters.chunk_adapters import GeminiManager
 from gemini.parallel import LowLevelZeroModel
 from gemini.parallel import colo as ours
 from gemini.parallel.colo.tensor import DistSpec

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from gemini.jobs.serve import documents_api, openai_api
 from gemini.jobs.serve.limits import BodyLimit, add_error_answers
-from gemini.jobs.serve.metrics import metrics_text
+from gemini.jobs.serve.prometheus import metrics_text
 from gemini.jobs.serve.service import Service
 
 

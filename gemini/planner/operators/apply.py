@@ -13,7 +13,7 @@ from torch import fx, nn
 from gemini.errors import ConfigError, StateError
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import AXES, Axis, Mesh
-from gemini.planner.operators.convert import (
+from gemini.planner.operators.conversions import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
@@ -24,9 +24,9 @@ from gemini.planner.operators.convert import (
     Step,
     part_of,
 )
+from gemini.planner.operators.integer_problem import GRADIENT, StepProblem
 from gemini.planner.operators.local import local_call
 from gemini.planner.operators.plan import OperatorPlan, conversion
-from gemini.planner.operators.problem import GRADIENT, StepProblem
 from gemini.planner.operators.rules import Strategy, values_of
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from gemini.errors import StateError
-from gemini.planner.operators.convert import OperatorLayout
+from gemini.planner.operators.conversions import OperatorLayout
 from gemini.planner.operators.program import (
     Group,
     Program,

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from gemini.planner.operators.convert import OperatorLayout, part_of
+from gemini.planner.operators.conversions import OperatorLayout, part_of
 
 _aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import fx
 
-from gemini.planner.operators.convert import OperatorLayout, Path
+from gemini.planner.operators.conversions import OperatorLayout, Path
+from gemini.planner.operators.integer_problem import StepProblem
 from gemini.planner.operators.local import tensors_of
-from gemini.planner.operators.problem import StepProblem
 from gemini.planner.operators.program import Solution, evaluate
 from gemini.planner.operators.rules import Strategy, values_of
 from gemini.system.config import format_bytes

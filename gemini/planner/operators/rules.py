@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._op_schema import OpSchema, OpSpec, OpStrategy, TupleStrategy
 from torch.distributed.tensor._ops.single_dim_strategy import _ShardingPlaceholder
 
-from gemini.planner.operators.convert import OperatorLayout
+from gemini.planner.operators.conversions import OperatorLayout
 from gemini.planner.operators.local import RANDOM, SIZE_ARGUMENTS, local_call, tensors_of
 
 _aten = torch.ops.aten

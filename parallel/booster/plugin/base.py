@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from gemini.errors import ConfigError
 from gemini.parallel.booster import checkpoint as files
-from gemini.parallel.booster.dataloader import prepare_dataloader
+from gemini.parallel.booster.distributed_loader import prepare_dataloader
 from gemini.parallel.booster.mixed_precision import (
     FP16NaiveMixedPrecision,
     FP16TorchMixedPrecision,

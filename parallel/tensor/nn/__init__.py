@@ -7,9 +7,9 @@ layers is written once: its tensors have the names and the first bits of one pro
 from __future__ import annotations
 
 from gemini.parallel.tensor.nn.embedding import Embedding, PatchEmbedding
-from gemini.parallel.tensor.nn.layer import GridLayer, over, partition_along, partition_of
+from gemini.parallel.tensor.nn.grid_layer import GridLayer, over, partition_along, partition_of
+from gemini.parallel.tensor.nn.grid_loss import CrossEntropyLoss
 from gemini.parallel.tensor.nn.linear import Classifier, Linear
-from gemini.parallel.tensor.nn.loss import CrossEntropyLoss
 from gemini.parallel.tensor.nn.modes import (
     Classifier1D,
     Classifier2D,

@@ -11,7 +11,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.tensor.grid import Tile
 from gemini.parallel.tensor.layers import embed_rows
-from gemini.parallel.tensor.nn.layer import GridLayer, divided, embedding_cuts
+from gemini.parallel.tensor.nn.grid_layer import GridLayer, divided, embedding_cuts
 from gemini.parallel.tensor.region import gather_and_use
 
 _INIT_STD = 0.02  # of positions and of the class token

@@ -12,7 +12,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.grid import Tile
-from gemini.parallel.tensor.nn.layer import GridLayer, divided, embedding_cuts
+from gemini.parallel.tensor.nn.grid_layer import GridLayer, divided, embedding_cuts
 from gemini.parallel.tensor.products import multiply_on_cube, multiply_on_square
 from gemini.parallel.tensor.region import copy, reduce
 

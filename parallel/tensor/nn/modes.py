@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gemini.parallel.tensor.nn.embedding import Embedding, PatchEmbedding
+from gemini.parallel.tensor.nn.grid_loss import CrossEntropyLoss
 from gemini.parallel.tensor.nn.linear import Classifier, Linear
-from gemini.parallel.tensor.nn.loss import CrossEntropyLoss
 from gemini.parallel.tensor.nn.norm import Dropout, LayerNorm
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.grid import Tile
-from gemini.parallel.tensor.nn.layer import GridLayer, divided
+from gemini.parallel.tensor.nn.grid_layer import GridLayer, divided
 
 
 class _Normalized(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Hooks of a trainer (docs/engine.md)."""
 
 from gemini.parallel.trainer.hooks.act import LRSchedulerHook, ProfilerHook, SaveCheckpointHook
-from gemini.parallel.trainer.hooks.log import (
+from gemini.parallel.trainer.hooks.log_hooks import (
     LogMemoryByEpochHook,
     LogMetricByEpochHook,
     LogMetricByStepHook,

@@ -15,7 +15,7 @@ from gemini.parallel.engine import save_checkpoint
 from gemini.parallel.launch import global_context
 from gemini.parallel.trainer.hooks.metric import BaseHook
 from gemini.parallel.trainer.metrics import RateMetric
-from gemini.parallel.trainer.state import Training
+from gemini.parallel.trainer.trainer_state import Training
 from gemini.system.device import cuda_available
 
 _SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")  # any other dot belongs to a directory: run-1.5

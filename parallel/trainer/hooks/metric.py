@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gemini.parallel.trainer.metrics import AccuracyMetric, LossMetric, ThroughputMetric
-from gemini.parallel.trainer.state import Training
+from gemini.parallel.trainer.trainer_state import Training
 
 
 class BaseHook:

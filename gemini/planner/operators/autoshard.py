@@ -25,9 +25,9 @@ from gemini.parallel.mesh import Axis
 from gemini.planner.operators.apply import MeshRank, OperatorParallel
 from gemini.planner.operators.axes import solve_on_mesh
 from gemini.planner.operators.capture import Captured, LossOf, capture
-from gemini.planner.operators.convert import Converter, Links
+from gemini.planner.operators.conversions import Converter, Links
+from gemini.planner.operators.integer_problem import OperatorSeconds, StepProblem
 from gemini.planner.operators.plan import OperatorPlan, plan_of
-from gemini.planner.operators.problem import OperatorSeconds, StepProblem
 from gemini.planner.operators.rules import Rules
 from gemini.system.config import parse_bytes
 

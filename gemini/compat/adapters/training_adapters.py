@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gemini.compat.adapters.launching import is_using_pp
+from gemini.compat.adapters.launching_adapters import is_using_pp
 from gemini.errors import ConfigError
 from gemini.parallel import engine as ours
 from gemini.parallel.booster.plugin.base import Criterion

@@ -11,8 +11,8 @@ import psutil
 from gemini.errors import ConfigError
 from gemini.parallel.launch import get_dist_logger, global_context
 from gemini.parallel.trainer.hooks.metric import BaseHook
-from gemini.parallel.trainer.state import Logs, Training
 from gemini.parallel.trainer.timer import MultiTimer
+from gemini.parallel.trainer.trainer_state import Logs, Training
 from gemini.system.config import format_bytes
 from gemini.system.device import current_device, reserved_bytes
 

@@ -8,7 +8,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.tensor.loss import vocabulary_cross_entropy
-from gemini.parallel.tensor.nn.layer import GridLayer
+from gemini.parallel.tensor.nn.grid_layer import GridLayer
 from gemini.parallel.tensor.region import reduce
 
 

@@ -21,7 +21,7 @@ from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import Meter, Operation, OperationCosts
 from gemini.planner.operators.axes import Axes
 from gemini.planner.operators.capture import Captured, is_view
-from gemini.planner.operators.convert import Converter, OperatorLayout
+from gemini.planner.operators.conversions import Converter, OperatorLayout
 from gemini.planner.operators.local import tensors_of
 from gemini.planner.operators.program import Group, Hold, Program
 from gemini.planner.operators.rules import Rules, Strategy, values_of

@@ -13,11 +13,11 @@ from gemini.memstats import Trace
 from gemini.runtime import GeminiManager
 from gemini.runtime.gate.waiting import PendingUpdate
 from gemini.runtime.storage.model_storage import ModelStorage
-from gemini.timeline.build import Context, RawEvent, build_timeline
 from gemini.timeline.chrome import save_chrome
 from gemini.timeline.events import Timeline, name_model
 from gemini.timeline.page import save_html
 from gemini.timeline.summary import StepSummary, summarize
+from gemini.timeline.timeline_builder import Context, RawEvent, build_timeline
 
 _LINK_OF = {
     _C.ActionKind.FETCH: ("fetch", "h2d"),
