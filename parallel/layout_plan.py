@@ -263,7 +263,7 @@ def _gradient_bytes(numel: int, part: int, wide: int, cut: DataCut) -> int:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _StageWork:
     """What one micro-batch takes in each stage: floating-point operations of forward, bytes that stay, bytes
     of messages at once."""
 
@@ -279,9 +279,9 @@ def _measured(
     ranges: Sequence[tuple[int, int]],
     order: Order,
     sequences: SequenceOutline | None,
-) -> _Work:
+) -> _StageWork:
     """Run the model once on ``meta``, whole, and tell its stages apart by where their blocks begin."""
-    held = _Held([*model.parameters(), *model.buffers()], len(ranges))
+    held = _SavedStorages([*model.parameters(), *model.buffers()], len(ranges))
     counter = FlopCounterMode(display=False, custom_mapping=_FLOPS_OF_CPU)
     marks, messages = [0], list[int]()
 
@@ -323,7 +323,7 @@ def _measured(
         )
     mark()
     flops = [after - before for before, after in pairwise(marks)]
-    return _Work(flops, held.nbytes, messages)
+    return _StageWork(flops, held.nbytes, messages)
 
 
 class _AsOnCpu(TorchDispatchMode):
@@ -343,7 +343,7 @@ class _AsOnCpu(TorchDispatchMode):
         return (grouped_mm if func is GROUPED_MM else func)(*args, **(kwargs or {}))
 
 
-class _Held:
+class _SavedStorages:
     """The storages that autograd keeps, by stage; those that were there before do not count."""
 
     def __init__(self, before: Sequence[torch.Tensor], num_stages: int) -> None:

@@ -322,14 +322,14 @@ def add_report_option(group: argparse._ArgumentGroup, kind: type[Any] = TrainCon
         group,
         "--report-to",
         kind=kind,
-        action=_Joined,
+        action=_JoinedByCommas,
         metavar="NAMES",
         help=f"also hand losses, learning rate, speed and bytes per tier to {', '.join(TRACKERS)}; several "
         "with commas between them; none: to none of them (default)",
     )
 
 
-class _Joined(argparse.Action):
+class _JoinedByCommas(argparse.Action):
     """Joins the values of an option that is given several times by commas."""
 
     def __call__(

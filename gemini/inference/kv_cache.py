@@ -57,7 +57,7 @@ class KVCache(Cache):
         raises_disk = handle.config.disk_bytes is None
         room = KVRoom(handle.manager, nbytes, on_device, raises_disk=raises_disk)
         self._memory = _Memory(room, len(windows))
-        layers: list[Any] = [_Layer(self._memory, window) for window in windows]
+        layers: list[Any] = [_RoomLayer(self._memory, window) for window in windows]
         super().__init__(layers=layers)
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class _Memory:
             room.close()
 
 
-class _Layer(CacheLayerMixin):
+class _RoomLayer(CacheLayerMixin):
     """Keys and values of one layer, [batch, heads, tokens, size], in one array of the room."""
 
     is_sliding = False

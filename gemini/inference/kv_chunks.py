@@ -72,7 +72,7 @@ class _Layer:
     pieces: Pieces
 
 
-class _Place:
+class _SequencePlace:
     """Keys and values of one sequence in one layer."""
 
     def __init__(self, layer: _Layer, first_chunk: int, capacity: int) -> None:
@@ -150,7 +150,7 @@ class ChunkedKV:
             taken[layer.rows] = first, first + count
         sequence.pieces = taken
         sequence.places = {
-            index: _Place(layer, taken[layer.rows][0], sequence.capacity)
+            index: _SequencePlace(layer, taken[layer.rows][0], sequence.capacity)
             for index, layer in self.layers.items()
         }
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -194,7 +194,7 @@ class ChunkedSequence:
     def __init__(self, memory: ChunkedKV, capacity: int) -> None:
         self.length, self.capacity = 0, capacity
         self.pieces: dict[Rows, tuple[int, int]] = {}
-        self.places: dict[int, _Place] = {}
+        self.places: dict[int, _SequencePlace] = {}
         self._memory = memory
         self._windows: dict[int, int | None] = {}
         self._early: dict[int, KeysAndValues] = {}  # of the first pass of all

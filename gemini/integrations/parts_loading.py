@@ -56,7 +56,7 @@ def load_part(directory: Path, axis: Axis, **options: Any) -> tuple[nn.Module, R
         raise ConfigError(
             f"{directory} is quantized, and such weights are not cut over ranks; use one process"
         )
-    loading = _Loading(axis, options)
+    loading = _PartLoading(axis, options)
     try:
         with before_loading(loading.load), one_at_a_time(), errors_of(f"{directory} cannot be loaded"):
             take: Any = loading.take
@@ -73,7 +73,7 @@ def load_part(directory: Path, axis: Axis, **options: Any) -> tuple[nn.Module, R
         raise
 
 
-class _Loading:
+class _PartLoading:
     """One call of transformers' ``from_pretrained``."""
 
     def __init__(self, axis: Axis, options: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ class TensorReads:
         self._most_bytes = 0
         self._spare = _Spare()
         self._freed_bytes = 0  # since the system was given back what was freed
-        self._ahead: dict[str, _Read] = {}
+        self._ahead: dict[str, _TensorRead] = {}
         self._ahead_bytes = 0
         self._workers: Workers | None = None
 
@@ -125,7 +125,7 @@ class TensorReads:
                 return
             memory = self._spare.take(tensor.nbytes)
             self._keep_within(in_use_bytes + tensor.nbytes)
-            self._ahead[tensor.name] = _Read(tensor, memory, self._workers)
+            self._ahead[tensor.name] = _TensorRead(tensor, memory, self._workers)
             self._ahead_bytes += tensor.nbytes
             self._next += 1
 
@@ -190,7 +190,7 @@ class _Spare:
         return freed_bytes
 
 
-class _Read:
+class _TensorRead:
     """A tensor that is being read on another thread."""
 
     def __init__(self, tensor: Readable, memory: torch.UntypedStorage | None, workers: Workers) -> None:

@@ -31,7 +31,7 @@ _APPLIED = (
 )
 
 
-class _State(Enum):
+class _UpdatePhase(Enum):
     IDLE = auto()  # no pass has updated anything since the last step
     RUNNING = auto()  # a pass that updates is under way
     APPLIED = auto()  # it has ended; step() comes next
@@ -59,7 +59,7 @@ class BackwardUpdates:
         self._storage = storage
         self._make_update = WeakMethod(make_update)
         self._completeness = completeness
-        self._state = _State.IDLE
+        self._state = _UpdatePhase.IDLE
         self._expected: Counter[ManagedSlot] = Counter()  # the most gradients that a pass has made
         self._waited: Counter[int] = Counter()  # passes in a row that made fewer, by group
         self._arrived: Counter[ManagedSlot] = Counter()
@@ -71,14 +71,14 @@ class BackwardUpdates:
     @property
     def awaits_step(self) -> bool:
         """Whether a backward pass has run to its end and updated parameters, and step() comes next."""
-        return self._state is _State.APPLIED
+        return self._state is _UpdatePhase.APPLIED
 
     @contextmanager
     def backward_pass(self, *, last: bool) -> Iterator[None]:
         """Update within the block, a backward pass; ``last`` says that it is the last one before step()."""
         self._reset()
         if last and self._expected and self._manager.can_defer_updates:
-            self._state = _State.RUNNING
+            self._state = _UpdatePhase.RUNNING
             for slot, count in self._expected.items():
                 self._missing[id(slot.group)] += count
         try:
@@ -87,9 +87,9 @@ class BackwardUpdates:
             self._reset()  # what was updated stays so, and nobody may go on from there
             raise
         self._learn()
-        self._state = _State.IDLE
+        self._state = _UpdatePhase.IDLE
         if self._updated:
-            self._state = _State.APPLIED
+            self._state = _UpdatePhase.APPLIED
             self._lock_all()
 
     def note(self, slot: ManagedSlot, *, is_watched: bool) -> None:
@@ -97,7 +97,7 @@ class BackwardUpdates:
         self._arrived[slot] += 1
         if is_watched:
             self._watched.add(slot)
-        if self._state is not _State.RUNNING or self._arrived[slot] > self._expected[slot]:
+        if self._state is not _UpdatePhase.RUNNING or self._arrived[slot] > self._expected[slot]:
             return
         group = slot.group
         self._missing[id(group)] -= 1
@@ -127,7 +127,7 @@ class BackwardUpdates:
                 del self._unfinished[0]
             update()
         except BaseException:
-            if self._state is _State.APPLIED:
+            if self._state is _UpdatePhase.APPLIED:
                 self._lock_all()
             raise
         if self._updated:
@@ -146,7 +146,7 @@ class BackwardUpdates:
                 self._expected[slot] = count
 
     def _reset(self) -> None:
-        self._state = _State.IDLE
+        self._state = _UpdatePhase.IDLE
         self._manager.lock.open()
         self._arrived.clear()
         self._watched.clear()

@@ -31,7 +31,7 @@ def lower_bound(iteration: Iteration, machine: Machine) -> float:
     return compute + _Fluid(iteration, machine).stall_seconds()
 
 
-class _Rows:
+class _ProgramRows:
     """The rows and columns of a sparse program."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class _Fluid:
         self._scale = 1.0 / machine.device_bytes
         self._reads = _Prices.of(self._them.nbytes, machine, "h2d", "disk_read")
         self._writes = _Prices.of(self._them.run_bytes, machine, "d2h", "disk_write")
-        self._rows = rows = _Rows()
+        self._rows = rows = _ProgramRows()
         self._kept = rows.columns(len(self._them), highest=1.0)  # share of each interval that stays
         self._left = rows.columns(len(self._them.run_bytes), highest=1.0)  # share of each run that is written
         # Of a kept interval, what is written at some time of its run, not necessarily before it.

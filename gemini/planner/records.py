@@ -145,7 +145,7 @@ class CutModel:
             return self._record(run)
 
     def _record(self, run: Run) -> Record:
-        watch = _Watch(self._units)
+        watch = _SegmentWatch(self._units)
         for name, axis in self._axes.items():
             assert isinstance(axis, OutlineAxis)
             axis.tell(partial(watch.log, name))
@@ -194,7 +194,7 @@ class _Stretch:
         )
 
 
-class _Watch:
+class _SegmentWatch:
     """Tells segments of a run apart: by where blocks begin, and by where gradients of their inputs arrive."""
 
     def __init__(self, units: Units | None) -> None:
@@ -317,7 +317,7 @@ def _pass(stretch: _Stretch, before: int) -> Pass:
 
 
 @contextmanager
-def _watched(model: nn.Module, units: Units | None, watch: _Watch) -> Iterator[None]:
+def _watched(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Iterator[None]:
     """Tell ``watch`` of blocks that begin, of the end of the last one, and of modules with parameters; give
     gradients of weights back as soon as they are complete, as chunks take them."""
     hooks: list[Any] = []
@@ -360,15 +360,15 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_index", "block_idx", "idx", "index",
 
 
 @contextmanager
-def _repeated_stand_still(model: nn.Module, units: Units | None, watch: _Watch) -> Iterator[None]:
+def _repeated_stand_still(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Iterator[None]:
     """Have blocks of a kind that was seen pass on their input: a model of a hundred equal layers takes as
     long as one of two."""
     changed: list[nn.Module] = []
-    last: dict[Any, _Seen] = {}
+    last: dict[Any, _EqualBlocks] = {}
     try:
         for at, name in enumerate(() if units is None else units.blocks, 1):
             block = model.get_submodule(name)
-            seen = last.setdefault(_kind_of(block), _Seen(watch))
+            seen = last.setdefault(_kind_of(block), _EqualBlocks(watch))
             block.forward = partial(seen.run, block.forward, at)
             changed.append(block)
         yield
@@ -377,10 +377,10 @@ def _repeated_stand_still(model: nn.Module, units: Units | None, watch: _Watch) 
             del block.forward
 
 
-class _Seen:
+class _EqualBlocks:
     """Blocks of one kind: the first ones run, the others pass on their input where they are called alike."""
 
-    def __init__(self, watch: _Watch) -> None:
+    def __init__(self, watch: _SegmentWatch) -> None:
         self._watch = watch
         self._runs: dict[
             Any, tuple[int, int, Any, bool]

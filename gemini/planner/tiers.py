@@ -215,7 +215,7 @@ class _Chunks:
 
 
 @dataclass(slots=True)
-class _Moment:
+class _PlannedMoment:
     phase: str
     modes: dict[int, str]
     seconds: float = 0.0
@@ -231,7 +231,7 @@ class _Writer:
         self._specs: list[ChunkSpec] = []
         self._groups = [self._numbered(plan) for plan in table.groups]
         self._exchange = self._number_exchange()
-        self._moments: list[_Moment] = []
+        self._moments: list[_PlannedMoment] = []
         self._has_content: set[int] = set()
 
     def written(self, passes: Sequence[RankPass], update_seconds: float) -> Trace:
@@ -239,7 +239,7 @@ class _Writer:
         places_of = {id(each.touches): [self._places(t.keys) for t in each.touches] for each in passes}
         whole = None
         if self._exchange is not None:
-            whole = _Whole(self, _uses_of(passes, places_of))
+            whole = _WholeGroups(self, _uses_of(passes, places_of))
         number = 0
         for each in passes:
             missing = self._trained_in(each) if whole is not None else {}
@@ -249,7 +249,7 @@ class _Writer:
                     whole.gather(number, places, self._moments)
                 modes = self._modes(touch, places, () if whole is None else whole.arriving)
                 reserve = each.base_bytes + touch.reserve_bytes
-                self._moments.append(_Moment(each.phase, modes, touch.seconds, reserve))
+                self._moments.append(_PlannedMoment(each.phase, modes, touch.seconds, reserve))
                 if whole is not None and touch.completes:
                     self._exchange_complete(missing, touch.keys)
             self._moments[-1].seconds += each.idle_seconds
@@ -347,8 +347,8 @@ class _Writer:
         assert group.grad is not None
         assert group.grad_shard is not None
         last = self._moments[-1]
-        arrived = _Moment(last.phase, {group.grad: MODIFIED, self._exchange: WRITTEN})
-        summed = _Moment(
+        arrived = _PlannedMoment(last.phase, {group.grad: MODIFIED, self._exchange: WRITTEN})
+        summed = _PlannedMoment(
             last.phase, {group.grad_shard: self._written(group.grad_shard), self._exchange: READ}
         )
         summed.frees = {self._exchange, group.grad}
@@ -366,7 +366,7 @@ class _Writer:
             for piece in group.pieces:
                 assert grad is not None
                 modes = {group.updated: MODIFIED, grad: READ, **dict.fromkeys(piece, MODIFIED)}
-                self._moments.append(_Moment(OPTIMIZER, modes, next(each_takes)))
+                self._moments.append(_PlannedMoment(OPTIMIZER, modes, next(each_takes)))
             if grad is not None and group.pieces:
                 self._moments[-1].frees.add(grad)
 
@@ -402,7 +402,7 @@ def _uses_of(
     return found
 
 
-class _Whole:
+class _WholeGroups:
     """Which groups are whole, over several ranks."""
 
     def __init__(self, writer: _Writer, uses: Mapping[int, Sequence[int]]) -> None:
@@ -410,7 +410,7 @@ class _Whole:
         self._places: set[int] = set()
         self.arriving: frozenset[int] = frozenset()  # with the moment that comes
 
-    def gather(self, number: int, places: Sequence[int], moments: Sequence[_Moment]) -> None:
+    def gather(self, number: int, places: Sequence[int], moments: Sequence[_PlannedMoment]) -> None:
         """Make ``places`` whole for the touch ``number``; give up others, behind the last of ``moments``,
         where there is no room."""
         self.arriving = frozenset(places) - self._places
@@ -423,7 +423,7 @@ class _Whole:
             moments[-1].frees.add(self._writer.group(victim).whole)
         self._places |= self.arriving
 
-    def give_up(self, moments: Sequence[_Moment]) -> None:
+    def give_up(self, moments: Sequence[_PlannedMoment]) -> None:
         """Give all up behind the last pass: weights are updated."""
         moments[-1].frees |= {self._writer.group(place).whole for place in self._places}
         self._places.clear()

@@ -62,7 +62,7 @@ class OwnersOfGroups:
         return self._experts
 
 
-class _Done(Transfer):
+class _DoneTransfer(Transfer):
     def wait(self) -> None:
         """Return: it has ended."""
 
@@ -92,14 +92,14 @@ class _NoPeers(Peers):
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
         whole.copy_(shard)
-        return _Done()
+        return _DoneTransfer()
 
     def gather_to(self, rank: int, shard: torch.Tensor, whole: torch.Tensor | None) -> Transfer:
         assert whole is not None, "no other rank asks"
         return self.gather(shard, whole)
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
-        return _Done()
+        return _DoneTransfer()
 
     def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
         assert not messages, "there are no copies"

@@ -40,7 +40,7 @@ class Group:
 
 
 @dataclass
-class _Run:
+class _Launch:
     """What one launch has made."""
 
     config: Config
@@ -62,7 +62,7 @@ class GlobalContext:
     """
 
     def __init__(self) -> None:
-        self._run: _Run | None = None
+        self._run: _Launch | None = None
         self._own_world: dist.ProcessGroup | None = None  # made by launch()
 
     # -- what was launched -----------------------------------------------------------------------
@@ -174,7 +174,7 @@ class GlobalContext:
         self.end()
         with ExitStack() as undo:
             mesh = undo.enter_context(Mesh(layout, device_type=_device_type()))
-            run = _Run(config, layout, mesh, undo.enter_context(over(mesh)), asked, world)
+            run = _Launch(config, layout, mesh, undo.enter_context(over(mesh)), asked, world)
             run.groups = {ParallelMode.GLOBAL.value: _group(world)}
             for mode, axis in AXES.items():
                 run.groups[mode.value] = _group(mesh[axis].get_group())
@@ -202,7 +202,7 @@ class GlobalContext:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _launched(self) -> _Run:
+    def _launched(self) -> _Launch:
         if self._run is None:
             raise StateError("there is no run yet: call gemini.parallel.launch.launch(...) first")
         return self._run
@@ -244,7 +244,7 @@ def _read_parallel(config: Config, world_size: int) -> tuple[Layout, ProcessGrou
     return layout, made
 
 
-def _add_own(run: _Run, initializer: ProcessGroupInitializer) -> None:
+def _add_own(run: _Launch, initializer: ProcessGroupInitializer) -> None:
     """Make the groups that a program says itself."""
     for mode, groups in (initializer.init_parallel_groups() or {}).items():
         key, lists = key_of(mode), [list(ranks) for ranks in groups]

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from gemini.parallel.mesh import Axis
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchange(torch.autograd.Function):
     """Rows to other ranks; in backward, their gradients to where they came from."""
 
     @staticmethod
@@ -52,4 +52,4 @@ def through_experts(
 
 
 def _exchanged(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    return _Exchange.apply(rows, axis, sent, received)  # type: ignore[no-untyped-call, no-any-return]
+    return _RowExchange.apply(rows, axis, sent, received)  # type: ignore[no-untyped-call, no-any-return]

@@ -170,7 +170,7 @@ class WholeModel:
         trains = {name: param.requires_grad for name, param in params.items()}
         buffers, call = dict(model.named_buffers()), (args, dict(kwargs))
         ran = partial(_Ran, buffers=buffers, trains=trains, call=call, device=device)
-        looked = _Look(ran, axis, cuts, self._hooks)
+        looked = _OutlineComparison(ran, axis, cuts, self._hooks)
         found: _Found | None = None
         # In evaluation where it draws other numbers than those of dropout, and in fewer digits where it
         # computes in some type of its own.
@@ -276,7 +276,7 @@ class _Ran:
         return {name: each.grad for name, each in {**self.weights, **self.inputs}.items()}
 
 
-class _Look:
+class _OutlineComparison:
     """Compares outlines of the cut and the whole model on one batch."""
 
     def __init__(

@@ -53,7 +53,7 @@ class Flight:
         return self._result
 
 
-class _Summed(Flight):
+class _GatheredSums(Flight):
     """An exchange whose sums are gathered again; its result has one row, the same on all ranks."""
 
     def __init__(self, collectives: Collectives, parts: torch.Tensor, width: int, flight: Flight) -> None:
@@ -143,7 +143,7 @@ class Collectives:
         dtype = rows.dtype if rows.dtype.itemsize >= 4 else torch.float32
         parts = torch.zeros(self.size, -(-width // self.size), dtype=dtype, device=rows.device)
         parts.view(-1)[:width] = rows[0]
-        return _Summed(self, parts, width, self._swap_rows(parts))
+        return _GatheredSums(self, parts, width, self._swap_rows(parts))
 
     def _swap_rows(self, rows: torch.Tensor) -> Flight:
         self.traffic.reduce_bytes += rows[1:].nbytes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gemini.planner.operators.apply import _Builder, _Conversion, _gathering
+from gemini.planner.operators.apply import _Conversion, _gathering, _GraphBuilder
 from gemini.planner.operators.conversions import Step, convert_parts, coordinates, part_of
 from gemini.planner.operators.integer_problem import StepProblem
 
@@ -51,7 +51,7 @@ class SimulatedRanks:
         self._places = coordinates(sizes)
         plan: Any = SimpleNamespace(choices=self.choices)
         rank: Any = self._rank
-        self._module = _Builder(self.problem, plan, rank).build(with_gradients=True)
+        self._module = _GraphBuilder(self.problem, plan, rank).build(with_gradients=True)
 
     def gradients(self, model: nn.Module, batch: Any) -> list[dict[str, torch.Tensor]]:
         """Return for each rank the whole gradients of a step, and the loss as ``""``."""

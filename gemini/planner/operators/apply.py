@@ -101,7 +101,7 @@ class _Conversion:
         return self._rank.convert(tensor, self._steps)
 
 
-class _Part:
+class _PartNode:
     """An operator on a part, as a node of a graph."""
 
     def __init__(self, rank: MeshRank, call: Any, scale: float) -> None:
@@ -120,7 +120,7 @@ class _Part:
         return tuple(each * self._scale for each in out)
 
 
-class _Builder:
+class _GraphBuilder:
     """Writes the graph that one rank runs."""
 
     def __init__(self, problem: StepProblem, plan: OperatorPlan, rank: MeshRank) -> None:
@@ -174,7 +174,7 @@ class _Builder:
             (node.args, dict(node.kwargs)), lambda each: self._in(each, next(layouts), phase)
         )
         call = local_call(node, strategy.inputs, strategy.outputs, self._problem.sizes, values_of(node))
-        return self._graph.call_function(_Part(self._rank, call, strategy.scale), args, kwargs)
+        return self._graph.call_function(_PartNode(self._rank, call, strategy.scale), args, kwargs)
 
     def _layout(self, value: fx.Node) -> OperatorLayout:
         at, out = self._problem.made(value)
@@ -233,8 +233,8 @@ class OperatorParallel(nn.Module):
             _container(self, name).register_parameter(name.rpartition(".")[2], self._parts[name])
         for name, buffer in model.named_buffers():
             _container(self, name).register_buffer(name.rpartition(".")[2], self._as_rank_0(buffer))
-        self.graph = _Builder(problem, plan, rank).build(with_gradients=True)
-        self._loss_alone = _Builder(problem, plan, rank).build(with_gradients=False)
+        self.graph = _GraphBuilder(problem, plan, rank).build(with_gradients=True)
+        self._loss_alone = _GraphBuilder(problem, plan, rank).build(with_gradients=False)
 
     def _as_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
         value = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -251,7 +251,7 @@ class OperatorParallel(nn.Module):
             loss, *rest = self._loss_alone(*parts, *self._values(), *tensors)
             self._change(rest)
         else:
-            loss = _Run.apply(self, tensors, *parts)  # type: ignore[no-untyped-call]
+            loss = _BothPasses.apply(self, tensors, *parts)  # type: ignore[no-untyped-call]
         found: torch.Tensor = loss
         return found
 
@@ -307,7 +307,7 @@ def _container(module: nn.Module, name: str) -> nn.Module:
     return module
 
 
-class _Run(torch.autograd.Function):
+class _BothPasses(torch.autograd.Function):
     """Forward runs backward, too: it is one graph. Gradients wait for ``loss.backward()``."""
 
     @staticmethod

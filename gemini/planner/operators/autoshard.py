@@ -93,13 +93,13 @@ def autoshard(
     budget = None if device_bytes is None else parse_bytes(device_bytes, name="device_bytes")
     captured = capture(model, samples, loss)
     rank = MeshRank(sizes)
-    asked = _Asked(captured, sizes, machine, budget)
+    asked = _ShardRequest(captured, sizes, machine, budget)
     problem, plan = asked.alone() if rank.everyone is None else asked.of_all(rank.everyone)
     return OperatorParallel(model, problem, plan, rank)
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ShardRequest:
     """What :func:`autoshard` was asked."""
 
     captured: Captured

@@ -221,7 +221,7 @@ def _captured(
     if not trained:
         raise CaptureError("the model has no parameter that requires a gradient: there is nothing to train")
     mode, truths = _FakeMode(allow_non_fake_inputs=True), _TruthValues(answers)
-    called: nn.Module = _Step(model, form, loss)
+    called: nn.Module = _LossModule(model, form, loss)
 
     def step(params: list[Any], buffs: list[Any], batch: list[Any]) -> Any:
         with FunctionalTensorMode(), truths:
@@ -244,7 +244,7 @@ def _captured(
     return _tidied(made, tuple(parameters), tuple(buffers), trained, form, way, truths.given)
 
 
-class _Step(nn.Module):
+class _LossModule(nn.Module):
     """A model and its loss as a module that takes the tensors of a batch."""
 
     def __init__(self, model: nn.Module, form: BatchForm, loss: LossOf) -> None:

@@ -77,11 +77,11 @@ def local_call(
     at = SIZE_ARGUMENTS.get(target)
     function = _aten.reshape.default if target in _AS_RESHAPE else target
     if at is None or not is_cut or outputs[0] is None or values[0] is None:
-        return _Plain(function)
+        return _Unchanged(function)
     return _Sized(function, at, outputs[0].local_shape(values[0].shape, sizes))
 
 
-class _Plain:
+class _Unchanged:
     """The operator as it is."""
 
     def __init__(self, target: Any) -> None:
@@ -95,7 +95,7 @@ class _Plain:
         return self._target(*args, **kwargs)
 
 
-class _Sized(_Plain):
+class _Sized(_Unchanged):
     """The operator with the size of a part for that of the whole."""
 
     def __init__(self, target: Any, at: int, shape: tuple[int, ...]) -> None:

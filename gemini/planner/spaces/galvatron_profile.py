@@ -153,7 +153,7 @@ def optimum(profile: Profile, task: Task) -> Optimum | None:
         raise ConfigError(f"ranks are {task.ranks}: Galvatron divides powers of two")
     if task.chunks < 1 or task.batch % task.chunks:
         raise ConfigError(f"{task.chunks} chunks do not divide {task.batch} samples")
-    found = (each for rest in _spaces(profile, task) for each in _Search(profile, task, *rest).found())
+    found = (each for rest in _spaces(profile, task) for each in _DegreeSearch(profile, task, *rest).found())
     try:
         return max(found, key=lambda each: each.samples_per_second, default=None)
     except KeyError as error:
@@ -305,7 +305,7 @@ class _Costs:
         return _LATER.get(more, 0.0)
 
 
-class _Search:
+class _DegreeSearch:
     """One pipeline degree and set of strategies."""
 
     def __init__(

@@ -94,7 +94,7 @@ def capture(searching: Search, model: nn.Module, run_of: RunOf, batch: int) -> L
         ConfigError: the model has no layers with parameters, or cannot be run without values.
     """
     outline = trainable_outline(model)
-    watch = _Watch(outline)
+    watch = _CallWatch(outline)
     with torch.random.fork_rng(devices=[]), torch.device("meta"), AttentionOfCpu():
         try:
             loss = run_of(batch)(outline, None)
@@ -109,7 +109,7 @@ def capture(searching: Search, model: nn.Module, run_of: RunOf, batch: int) -> L
     return _timed(watch, searching.figures_of(Part(), batch))
 
 
-class _Watch:
+class _CallWatch:
     """Notes the calls of modules with parameters, and follows their inputs back through autograd's graph."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -222,7 +222,7 @@ def _dims(tensor: torch.Tensor, names: Mapping[int, Sequence[str]]) -> dict[str,
     return {"sample": prod(more), "length": int(length), "channel": int(channel)}
 
 
-def _timed(watch: _Watch, figures: Sequence[Figures]) -> LayerGraph:
+def _timed(watch: _CallWatch, figures: Sequence[Figures]) -> LayerGraph:
     """Return the layers with the seconds of the figures: of the operators from one use of parameters to the
     next. What lies before the first use is shared out among all."""
     uses: defaultdict[tuple[str, ...], float] = defaultdict(float)

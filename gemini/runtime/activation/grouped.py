@@ -151,12 +151,12 @@ class _Slot:
 
     __slots__ = ("__weakref__", "member", "run", "value")
 
-    def __init__(self, run: _Run, member: int) -> None:
+    def __init__(self, run: _GroupPass, member: int) -> None:
         self.run, self.member = run, member
         self.value: torch.Tensor | None = None
 
 
-class _Run:
+class _GroupPass:
     """A forward pass through a group. Backward refers to it, and nobody else for long."""
 
     def __init__(self, group: BlockGroup, first: int) -> None:
@@ -268,10 +268,10 @@ class BlockGroup:
 
         items = numbered(names)
         self.items: tuple[_Item, ...] = (items,) if isinstance(items, int) else items
-        self._run: _Run | None = None
+        self._run: _GroupPass | None = None
 
     def forward(self, member: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block of the group."""
         if self._run is None or self._run.next_member != member:
-            self._run = _Run(self, member)
+            self._run = _GroupPass(self, member)
         return self._run.forward(member, run, args, kwargs)

@@ -76,7 +76,7 @@ def run_by_rows(
     elif getattr(func, "__name__", "") in _PRODUCTS and 2 <= len(args) <= 3 and _is_cut(args[1], operands):
         offsets = args[2] if len(args) == 3 else kwargs.get("offs")
         if isinstance(offsets, torch.Tensor) and _are_groups(args, offsets):
-            return _Product(args, kwargs, operands, offsets).run(operate)
+            return _GroupedProduct(args, kwargs, operands, offsets).run(operate)
     return NotImplemented
 
 
@@ -92,7 +92,7 @@ def _are_groups(args: tuple[Any, ...], offsets: torch.Tensor) -> bool:
     return sizes == (2, 3, 1) and offsets.dtype in _ROW_TYPES
 
 
-class _Rows(NamedTuple):
+class _IndexedRows(NamedTuple):
     """The rows that an index names: ``index`` is the part of it for the first dimension."""
 
     index: Any
@@ -104,7 +104,7 @@ class _Rows(NamedTuple):
         return found
 
 
-def _rows_of_index(index: Any, num_rows: int) -> _Rows | None:
+def _rows_of_index(index: Any, num_rows: int) -> _IndexedRows | None:
     """Return the rows that an index of a tensor names, None where it does not begin with the rows. Raises as
     torch where there are no such rows."""
     first = index[0] if type(index) is tuple and index else index
@@ -112,10 +112,10 @@ def _rows_of_index(index: Any, num_rows: int) -> _Rows | None:
         return None
     if isinstance(first, torch.Tensor) and first.dtype == torch.bool and first.dim() != 1:
         return None
-    return _Rows(first, torch.arange(num_rows, dtype=torch.int64, device="cpu")[first])
+    return _IndexedRows(first, torch.arange(num_rows, dtype=torch.int64, device="cpu")[first])
 
 
-class _Work(ABC):
+class _RowOperator(ABC):
     """An operator whose result has rows of its own, each made with one row of the tensor ``weight``."""
 
     def __init__(self, weight: torch.Tensor, operands: Sequence[Any], num_rows: int) -> None:
@@ -185,11 +185,11 @@ class _Work(ABC):
         return made if is_ordered else made[order]
 
 
-class _Index(_Work):
+class _Index(_RowOperator):
     """Rows of a tensor, one after another."""
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], rows: _Rows
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], rows: _IndexedRows
     ) -> None:
         super().__init__(args[0], operands, len(rows.rows))
         self._args, self._kwargs, self._rows = args, kwargs, rows
@@ -218,7 +218,7 @@ class _Index(_Work):
         return (self._args[0], self._rows.rows[places]), self._kwargs
 
 
-class _Product(_Work):
+class _GroupedProduct(_RowOperator):
     """A product of groups of tokens: ``args[0]`` has those of the first expert first, ``offsets`` is where
     the tokens of each end."""
 

@@ -300,7 +300,7 @@ def _own_states(
         def read(key: str, name: str = name, param: str = param) -> torch.Tensor:
             return own.part(f"{name}/{key}", param)
 
-        entries[number] = _Entry(read, values, arrays)
+        entries[number] = _ParameterState(read, values, arrays)
         outlines[number] = {**values, **{key: own.outline(f"{name}/{key}", param) for key in arrays}}
     settings = restored_settings(states.optimizer, document, [len(group) for group in groups])
     return {"state": entries, **settings}, {"state": outlines, **settings}
@@ -345,7 +345,7 @@ class _OwnParts:
         return part
 
 
-class _Entry(Mapping[str, Any]):
+class _ParameterState(Mapping[str, Any]):
     """The state of one parameter as a state dict has it; ``values`` is what is no array, ``arrays`` names
     what is read when it is asked for."""
 
