@@ -21,7 +21,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.optim import CPUAdam
 from gemini.parallel import Booster, HybridParallelPlugin, ParallelPlan
 from gemini.parallel.collective_speeds import measure_collectives
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.plans import plan_of
 from gemini.planner.search import Found, Question, search_each
 from gemini.system.threads import usable_processors
@@ -39,7 +39,7 @@ REGRET_OF_BEST = 0.005
 BEST_OF = 3
 MISSED = 0.1  # 3 of 30 models
 
-_CAPACITY = Capacity(4 * 2**30)
+_CAPACITY = StageCapacity(4 * 2**30)
 _SAMPLE_SECONDS = 8.0
 _LR = 1e-4
 

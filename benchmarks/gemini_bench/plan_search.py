@@ -17,7 +17,7 @@ from gemini.cli.plan_layout import run_on
 from gemini.cli.plan_model import ModelOptions, find_model
 from gemini.errors import ConfigError, GeminiError
 from gemini.parallel.layout_plan import Run
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.search import Question, search
 from gemini_bench import plan_jobs as jobs
 from gemini_bench.programs_model import LlamaSizes, require_packages
@@ -28,7 +28,7 @@ MAX_SECONDS = 5.0
 RANKS = (2, 4, 8)
 
 _DEEP = LlamaSizes(hidden=4096, intermediate=11008, layers=48, heads=32, vocab=32_000)
-_CAPACITY = Capacity(80 * 2**30, 0, 2**42)
+_CAPACITY = StageCapacity(80 * 2**30, 0, 2**42)
 _TOKENS = 16
 # Every architecture that training is tested with: built small, a table by groups.
 ZOO = Path(__file__).resolve().parents[2] / "tests" / "zoo" / "models.toml"

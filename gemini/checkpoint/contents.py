@@ -218,7 +218,7 @@ _STATE_TYPES = {
 Ranges = dict[str, dict[str, list[list[Any]]]]
 
 
-class Expected(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """A tensor that a file must hold, of a type that ``fits``."""
 
     shape: tuple[int, ...]
@@ -331,16 +331,16 @@ def check_files(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
 
 def expected_tensors(
     manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges
-) -> dict[str, dict[str, Expected]]:
+) -> dict[str, dict[str, ExpectedTensor]]:
     """Return what each file of tensors must hold."""
-    found: dict[str, dict[str, Expected]] = {}
+    found: dict[str, dict[str, ExpectedTensor]] = {}
     for name, file in weights.items():
         if name in manifest["parameters"]:
             entry = manifest["parameters"][name]
             fits = partial(eq, torch.uint8) if "quantized" in entry else _is_wide
-            tensor = Expected(tuple(entry["shape"]), fits)
+            tensor = ExpectedTensor(tuple(entry["shape"]), fits)
         else:
-            tensor = Expected(tuple(manifest["buffers"][name]), lambda _dtype: True)
+            tensor = ExpectedTensor(tuple(manifest["buffers"][name]), lambda _dtype: True)
         found.setdefault(file, {})[name] = tensor
     for state, ranges in states.items():
         for param, pieces in ranges.items():
@@ -348,12 +348,12 @@ def expected_tensors(
             for start, stop, file, name in pieces:
                 if name in found.setdefault(file, {}):
                     raise ValueError(f"{name!r} of {file} stands for two ranges")
-                found[file][name] = Expected((stop - start,), partial(eq, dtype))
+                found[file][name] = ExpectedTensor((stop - start,), partial(eq, dtype))
     return found
 
 
 def check_tensors(
-    held: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], expected: Mapping[str, Expected]
+    held: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], expected: Mapping[str, ExpectedTensor]
 ) -> None:
     """Check type and shape of all tensors in a file."""
     different = held.keys() ^ expected.keys()

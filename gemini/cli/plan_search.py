@@ -20,7 +20,7 @@ from gemini.forecast.machine import threads_of_a_rank
 from gemini.forecast.rehearsal import ModelSource
 from gemini.parallel.layout_plan import Run
 from gemini.parallel.plan import ParallelPlan
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.plans import misfit_text, plan_of
 from gemini.planner.search import Found, Question, RunOf, Search, require_speeds
 from gemini.planner.space import Pins
@@ -104,7 +104,7 @@ def question_of(options: argparse.Namespace, settings: Any) -> Question:
         options.ranks or 1,
         options.batch,
         machine,
-        Capacity(config.device_bytes, config.host_bytes or 0, _disk_bytes(config)),
+        StageCapacity(config.device_bytes, config.host_bytes or 0, _disk_bytes(config)),
         Pins.parse(options.pin or ()),
         settings.sample_seconds,
     )

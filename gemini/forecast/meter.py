@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class TensorSpec:
+class TensorForm:
     """A tensor without its memory."""
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorSpec:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
         """Return the description of a strided tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
@@ -186,7 +186,7 @@ class Meter(TorchDispatchMode):
                 _flops(func, args, kwargs, out),
                 sum(_touched_bytes(tensor) for tensor in tensors) + 2 * workspace_bytes(func, args),
                 next((t.dtype for t in tensors if t.is_floating_point()), torch.int64),
-                tree_map_only(torch.Tensor, TensorSpec.of, (args, kwargs)),
+                tree_map_only(torch.Tensor, TensorForm.of, (args, kwargs)),
             )
         return operation
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.meter import Operation, OperationCosts, Period, TensorSpec
+from gemini.forecast.meter import Operation, OperationCosts, Period, TensorForm
 from gemini.runtime.intercept.of_cpu import GROUPED_MM
 from gemini.system.device import free_memory_bytes
 
@@ -35,7 +35,7 @@ class Arena:
         self._next = 0
         self._touched = 0
 
-    def tensor(self, spec: TensorSpec) -> torch.Tensor | None:
+    def tensor(self, spec: TensorForm) -> torch.Tensor | None:
         """Return a tensor like ``spec`` with values that are no denormals; None where the arena is too
         small."""
         count = -(-_extent_bytes(spec) // _ALIGNMENT) * _ALIGNMENT // 2
@@ -98,12 +98,12 @@ def sample(
 
 def prepare(operation: Operation, arena: Arena) -> Callable[[], object] | None:
     """Return a call of the operation that has been made once, or None where it cannot be called like this."""
-    specs = [each for each in tree_iter(operation.arguments) if isinstance(each, TensorSpec)]
+    specs = [each for each in tree_iter(operation.arguments) if isinstance(each, TensorForm)]
     made = [_materialize(spec, arena) for spec in specs]
     if any(tensor is None for tensor in made):
         return None
     tensors = iter(made)
-    args, kwargs = tree_map_only(TensorSpec, lambda _spec: next(tensors), operation.arguments)
+    args, kwargs = tree_map_only(TensorForm, lambda _spec: next(tensors), operation.arguments)
     if operation.function is GROUPED_MM:
         if len(args) < 3 or args[2] is None:
             return None
@@ -122,7 +122,7 @@ def prepare(operation: Operation, arena: Arena) -> Callable[[], object] | None:
     return call
 
 
-def _materialize(spec: TensorSpec, arena: Arena) -> torch.Tensor | None:
+def _materialize(spec: TensorForm, arena: Arena) -> torch.Tensor | None:
     """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 0."""
     if spec.dtype.is_floating_point:
         return arena.tensor(spec)
@@ -140,11 +140,11 @@ def _random_offsets(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor)
 
 
 def _arena_bytes(operation: Operation) -> int:
-    specs = (each for each in tree_iter(operation.arguments) if isinstance(each, TensorSpec))
+    specs = (each for each in tree_iter(operation.arguments) if isinstance(each, TensorForm))
     return sum(_extent_bytes(spec) + _ALIGNMENT for spec in specs if spec.dtype.is_floating_point)
 
 
-def _extent_bytes(spec: TensorSpec) -> int:
+def _extent_bytes(spec: TensorForm) -> int:
     """Return the bytes from the first element to behind the last one."""
     if 0 in spec.shape:
         return 0

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import ConfigError, StateError
 from gemini.offload.async_file import BLOCK_BYTES, Backend, Directories, checked_directories, chosen_backend
-from gemini.offload.extent_file import TensorFile
+from gemini.offload.extent_file import ExtentFile
 from gemini.offload.tensornvme_file import TensorNvmeFile
 
 _MADV_DONTNEED = 4
@@ -142,7 +142,7 @@ class DiskOffloader:
         else:
             own: Backend | None = "threads" if backend == "aio" or backend == "pthread" else backend
             chosen_backend(own)  # refuses now, not at the first write
-            self._file = TensorFile(directories, backend=own, checksums=checksums)
+            self._file = ExtentFile(directories, backend=own, checksums=checksums)
         self._n_entries = n_entries
         self._entries = WeakTensorKeyDictionary()
         self._requests: deque[_Request] = deque()

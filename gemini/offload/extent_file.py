@@ -27,7 +27,7 @@ PART_BYTES = 2 * 2**20
 
 
 @dataclass(eq=False)
-class Stored:
+class StoredExtents:
     """Where the bytes of one tensor are on disk; ``skew`` is the place of the first in its block."""
 
     extent: Extent
@@ -45,7 +45,7 @@ class Move:
     """A tensor's memory and its place on disk."""
 
     storage: torch.UntypedStorage
-    stored: Stored
+    stored: StoredExtents
 
 
 def goes_direct(storage_bytes: int, device: torch.device) -> bool:
@@ -59,7 +59,7 @@ def extent_bytes(nbytes: int, *, direct: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BlockCut:
     """The ``blocks`` of a tensor on disk; those in [first, last) have a whole page of its memory each."""
 
     blocks: int
@@ -67,13 +67,13 @@ class Cut:
     last: int
 
 
-def cut(address: int, nbytes: int, skew: int) -> Cut:
+def cut(address: int, nbytes: int, skew: int) -> BlockCut:
     """Lay the blocks over the pages of memory, first over first."""
     place = address % BLOCK_BYTES
     blocks = round_to_block(skew + nbytes) // BLOCK_BYTES
     first = 1 if place else 0
     last = max(first, min(blocks, (place + nbytes) // BLOCK_BYTES))
-    return Cut(blocks, first, last)
+    return BlockCut(blocks, first, last)
 
 
 class DirectPart:
@@ -220,7 +220,7 @@ class Transfer:
     failure: Exception | None = None
 
 
-class TensorFile:
+class ExtentFile:
     """Keeps a place on disk for every tensor it has written, as long as the tensor lives.
 
     The caller keeps tensors alive, allocated and unchanged while they are on their way.
@@ -284,13 +284,13 @@ class TensorFile:
 
     def _needs_space(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
-        stored: Stored | None = self._stored.get(tensor)
+        stored: StoredExtents | None = self._stored.get(tensor)
         kind = (storage.nbytes(), goes_direct(storage.nbytes(), storage.device))
         return stored is None or (stored.nbytes, stored.direct) != kind
 
     def _keep(self, tensor: torch.Tensor, extent: Extent) -> None:
         storage = tensor.untyped_storage()
-        stored = Stored(extent, storage.nbytes(), goes_direct(storage.nbytes(), storage.device))
+        stored = StoredExtents(extent, storage.nbytes(), goes_direct(storage.nbytes(), storage.device))
         weakref.finalize(stored, self._space.free, extent).atexit = False
         self._stored[tensor] = stored
 

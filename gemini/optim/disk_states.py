@@ -241,7 +241,7 @@ class Source(Enum):
 
 
 @dataclass(frozen=True)
-class Segment:
+class StateSegment:
     """Elements ``start .. start + numel`` of a parameter; ``offsets``: of each array in the batch, bytes."""
 
     param: torch.Tensor
@@ -251,12 +251,12 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Batch:
+class SegmentBatch:
     """One request's worth of segments."""
 
     offset: int
     nbytes: int
-    segments: tuple[Segment, ...]
+    segments: tuple[StateSegment, ...]
 
 
 def lay_out(
@@ -265,7 +265,7 @@ def lay_out(
     batch_bytes: int | None = None,
     *,
     numels: Mapping[torch.Tensor, int] | None = None,
-) -> list[Batch]:
+) -> list[SegmentBatch]:
     """Cut ``params``, or the first ``numels`` of each, into segments and pack them, in order, into batches.
 
     ``batch_bytes`` None is a size that suits a ring of buffers.
@@ -273,14 +273,14 @@ def lay_out(
     counts = [param.numel() if numels is None else numels[param] for param in params]
     if batch_bytes is None:
         batch_bytes = _batch_bytes(sum(map(state_bytes, params, counts, repeat(state_format))))
-    batches: list[Batch] = []
-    segments: list[Segment] = []
+    batches: list[SegmentBatch] = []
+    segments: list[StateSegment] = []
     used = 0
 
     def close_batch() -> None:
         nonlocal used, segments
         offset = batches[-1].offset + batches[-1].nbytes if batches else 0
-        batches.append(Batch(offset, round_to_block(used), tuple(segments)))
+        batches.append(SegmentBatch(offset, round_to_block(used), tuple(segments)))
         used, segments = 0, []
 
     for param, count in zip(params, counts, strict=True):
@@ -311,13 +311,13 @@ def _batch_bytes(nbytes: int) -> int:
 
 def _place(
     parts: Sequence[StateSpec], param: torch.Tensor, start: int, numel: int, used: int
-) -> tuple[Segment, int]:
+) -> tuple[StateSegment, int]:
     """Return a segment whose arrays follow ``used`` bytes, and the bytes then used."""
     offsets = {}
     for part in parts:
         offsets[part.name] = used
         used += _padded(part.nbytes(numel))
-    return Segment(param, start, numel, offsets), used
+    return StateSegment(param, start, numel, offsets), used
 
 
 def _padded(nbytes: int) -> int:
@@ -381,7 +381,7 @@ class StateFile:
         """Say whether ``param`` has the number and type of elements that its place was made for."""
         return self._made_for[param] == (param.numel(), param.dtype)
 
-    def has_any_of(self, batch: Batch) -> bool:
+    def has_any_of(self, batch: SegmentBatch) -> bool:
         """Say whether there is something to read in ``batch``."""
         return any(segment.param in self._stored for segment in batch.segments)
 
@@ -395,7 +395,9 @@ class StateFile:
             torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1], device="cpu")
         )
 
-    def put(self, batch: Batch, buffer: torch.Tensor, work: Mapping[torch.Tensor, Source | State]) -> None:
+    def put(
+        self, batch: SegmentBatch, buffer: torch.Tensor, work: Mapping[torch.Tensor, Source | State]
+    ) -> None:
         """Write to ``buffer``, which has ``batch``, the states in ``work`` that do not come from the file."""
         for segment in batch.segments:
             source = work.get(segment.param, Source.FILE)
@@ -408,7 +410,7 @@ class StateFile:
                 else:
                     there.copy_(_piece(source[part.name], part, segment))
 
-    def take(self, batch: Batch, buffer: torch.Tensor, found: Mapping[torch.Tensor, State]) -> None:
+    def take(self, batch: SegmentBatch, buffer: torch.Tensor, found: Mapping[torch.Tensor, State]) -> None:
         """Copy what ``buffer``, which has ``batch``, has of the states in ``found`` to them."""
         for segment in batch.segments:
             if segment.param in found:
@@ -417,19 +419,19 @@ class StateFile:
                     _piece(whole, part, segment).copy_(_stored(buffer, part, segment))
 
 
-def _rest(param: torch.Tensor, start: int, state_format: StateFormat) -> tuple[Batch, torch.Tensor]:
+def _rest(param: torch.Tensor, start: int, state_format: StateFormat) -> tuple[SegmentBatch, torch.Tensor]:
     """Return the state of the elements from ``start`` on, zeros, as a batch and its memory."""
     segment, nbytes = _place(state_format.parts(param), param, start, param.numel() - start, 0)
-    return Batch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    return SegmentBatch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
-def _stored(buffer: torch.Tensor, part: StateSpec, segment: Segment) -> torch.Tensor:
+def _stored(buffer: torch.Tensor, part: StateSpec, segment: StateSegment) -> torch.Tensor:
     """View one array of a segment in its batch's buffer."""
     offset = segment.offsets[part.name]
     return buffer[offset : offset + part.nbytes(segment.numel)].view(part.dtype)
 
 
-def _piece(whole: torch.Tensor, part: StateSpec, segment: Segment) -> torch.Tensor:
+def _piece(whole: torch.Tensor, part: StateSpec, segment: StateSegment) -> torch.Tensor:
     """View a segment's share of one whole array of its parameter's state."""
     first = segment.start // BLOCK_NUMEL if part.per_block else segment.start
     return flat(whole)[first : first + part.count(segment.numel)]
@@ -444,7 +446,7 @@ def _open(directories: Sequence[str] | None, nbytes: int, checksums: bool) -> As
 
 
 @dataclass(frozen=True)
-class Update:
+class StreamedUpdate:
     """One parameter's share of a step: everything is checked, nothing is changed yet.
 
     ``group`` is its index in ``param_groups``, ``grad`` is in its memory order.
@@ -532,10 +534,12 @@ class DiskStates:
 
     def batches_of(
         self, params: Collection[torch.Tensor]
-    ) -> tuple[list[tuple[StateFile, Batch, Extent]], list[tuple[StateFile, Batch, torch.Tensor]]]:
+    ) -> tuple[
+        list[tuple[StateFile, SegmentBatch, Extent]], list[tuple[StateFile, SegmentBatch, torch.Tensor]]
+    ]:
         """Return the batches that have something of ``params``: those in files, and those in memory."""
 
-        def has_any(batch: Batch) -> bool:
+        def has_any(batch: SegmentBatch) -> bool:
             return any(segment.param in params for segment in batch.segments)
 
         stored, held = [], []
@@ -592,7 +596,7 @@ class _Stop:
     """A batch and its rows in the table."""
 
     file: StateFile
-    batch: Batch
+    batch: SegmentBatch
     first: int
     last: int
 
@@ -663,7 +667,7 @@ class DiskRows:
         owners: list[int] = []
         offsets: list[list[int]] = []
 
-        def stop_at(file: StateFile, batch: Batch) -> _Stop:
+        def stop_at(file: StateFile, batch: SegmentBatch) -> _Stop:
             first = len(rows)
             for segment in batch.segments:
                 owner = index_of.get(segment.param)
@@ -683,7 +687,7 @@ class DiskRows:
         by_name = zip(ARRAYS, np.array(offsets, dtype=np.int64).T, strict=True)
         self._offsets = {name: starts for name, starts in by_name if starts.max() >= 0}
 
-    def _row(self, owner: int, segment: Segment) -> AdamRow:
+    def _row(self, owner: int, segment: StateSegment) -> AdamRow:
         member = self._members[owner]
         return AdamRow(
             member.param,

@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT, StateDict
 from gemini.chunk.layout import is_dense, ordered_like
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload.async_file import Directories, checked_directories
-from gemini.optim.disk_states import DiskRows, DiskStates, Extent, Source, Update
+from gemini.optim.disk_states import DiskRows, DiskStates, Extent, Source, StreamedUpdate
 from gemini.optim.kernels import TYPE_NAMES, AdamHyper, GradScale, StateFormat, has_cuda_kernel, step_count
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.state_exchange import (
@@ -321,9 +321,9 @@ class KernelAdam(SelfManaged):
         with_gradient = sum(p.grad is not None for group in params for p in group)
         return sum(len(rows) for rows in every) == with_gradient
 
-    def _collect(self) -> dict[torch.Tensor, Update]:
+    def _collect(self) -> dict[torch.Tensor, StreamedUpdate]:
         """Check everything a step needs and return it; changes nothing."""
-        updates: dict[torch.Tensor, Update] = {}
+        updates: dict[torch.Tensor, StreamedUpdate] = {}
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
                 if param.grad is None:
@@ -332,7 +332,7 @@ class KernelAdam(SelfManaged):
                 self._check_gradient(param, param.grad, label)
                 grad = ordered_like(param.grad, param, param.grad.dtype)
                 source = self._source(param, self.state.get(param) or {}, label)
-                updates[param] = Update(number, grad, source)
+                updates[param] = StreamedUpdate(number, grad, source)
         return updates
 
     def _source(self, param: torch.Tensor, state: dict[str, Any], label: str) -> Source | dict[str, Any]:
@@ -369,7 +369,7 @@ class KernelAdam(SelfManaged):
 
     # -- states in memory ------------------------------------------------------------------------
 
-    def _prepare(self, updates: dict[torch.Tensor, Update]) -> None:
+    def _prepare(self, updates: dict[torch.Tensor, StreamedUpdate]) -> None:
         """Make this step's rows from what was collected."""
         if self._disk_fraction > 0:
             params = [p for group in self.param_groups for p in group["params"]]

@@ -42,7 +42,7 @@ class Lifetime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Span:
+class BlockSpan:
     """A call, what it saves, the first moment of backward that uses any of it, and the seconds that the
     call computes where it saves nothing.
 
@@ -58,7 +58,7 @@ class Span:
     hindered_seconds: float = 0.0
 
 
-def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: float) -> list[Span]:
+def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: float) -> list[BlockSpan]:
     """Return the calls that save something which is used afterwards.
 
     Of calls that are alike the fastest says what they all compute.
@@ -76,7 +76,7 @@ def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: fl
         nbytes = sum(trace.chunk_bytes[one.chunk] for one in mine)
         seconds = sum(trace.seconds[call.begin : call.end]) - nbytes / copy_bytes_per_second
         first = min(use for one in mine for use in one.uses if use >= call.end)
-        spans.append(Span(call, tuple(mine), first, nbytes, max(0.0, seconds)))
+        spans.append(BlockSpan(call, tuple(mine), first, nbytes, max(0.0, seconds)))
     least: dict[tuple[int, ...], float] = {}
     kinds = [_kind(trace, span) for span in spans]
     for kind, span in zip(kinds, spans, strict=True):
@@ -87,13 +87,13 @@ def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: fl
     ]
 
 
-def _kind(trace: Trace, span: Span) -> tuple[int, ...]:
+def _kind(trace: Trace, span: BlockSpan) -> tuple[int, ...]:
     """Return what is equal for calls that are alike: moments, input, and every saved tensor's bytes."""
     saved = (trace.chunk_bytes[one.chunk] for one in span.lifetimes)
     return span.call.end - span.call.begin, span.call.input_bytes, *saved
 
 
-def recomputed(trace: Trace, spans: Sequence[Span], copy_bytes_per_second: float) -> Trace:
+def recomputed(trace: Trace, spans: Sequence[BlockSpan], copy_bytes_per_second: float) -> Trace:
     """Return the step in which the calls of ``spans`` save nothing but their inputs, and compute again right
     before backward first needs what they would have saved.
 
@@ -145,7 +145,7 @@ class _Moment(NamedTuple):
 class _Derivation:
     """Makes the moments of the derived step, in order."""
 
-    def __init__(self, trace: Trace, spans: Sequence[Span], copy_bytes_per_second: float) -> None:
+    def __init__(self, trace: Trace, spans: Sequence[BlockSpan], copy_bytes_per_second: float) -> None:
         self._trace = trace
         self._spans = spans
         self._copy_speed = copy_bytes_per_second
@@ -164,7 +164,7 @@ class _Derivation:
         trace = self._trace
         first = len(trace.chunk_bytes)
         stored_at = {span.call.begin: first + number for number, span in enumerate(self._spans)}
-        again_at: dict[int, list[tuple[Span, int]]] = {}
+        again_at: dict[int, list[tuple[BlockSpan, int]]] = {}
         for number, span in enumerate(self._spans):
             again_at.setdefault(span.first_use, []).append((span, first + number))
         for moment in range(trace.num_moments):
@@ -186,7 +186,7 @@ class _Derivation:
             chunk_kinds=trace.chunk_kinds + (_ACTIVATION,) * len(self._spans),
         )
 
-    def _drop(self, span: Span, input_chunk: int) -> None:
+    def _drop(self, span: BlockSpan, input_chunk: int) -> None:
         last = span.first_use
         if span.hindered_seconds > 0:
             share = span.seconds / (span.seconds + span.hindered_seconds)
@@ -201,7 +201,7 @@ class _Derivation:
             last = max(last, one.freed)
         self._inputs_freed[last].append(input_chunk)
 
-    def _compute_again(self, span: Span, input_chunk: int) -> None:
+    def _compute_again(self, span: BlockSpan, input_chunk: int) -> None:
         """Insert the moments of the call, which fetch its input and its weights again."""
         trace, call = self._trace, span.call
         around = self._reserve(span.first_use) - span.saved_bytes
@@ -383,12 +383,12 @@ def choose_blocks(
     )
 
 
-def _of_blocks(spans: Sequence[Span], blocks: Iterable[int]) -> list[Span]:
+def _of_blocks(spans: Sequence[BlockSpan], blocks: Iterable[int]) -> list[BlockSpan]:
     chosen = set(blocks)
     return [span for span in spans if span.call.block in chosen]
 
 
-def _by_value(trace: Trace, spans: Sequence[Span]) -> list[int]:
+def _by_value(trace: Trace, spans: Sequence[BlockSpan]) -> list[int]:
     """Return the blocks that would free something, the most bytes times seconds per second of computing
     first."""
     starts = [0.0]

@@ -33,7 +33,7 @@ from gemini.parallel.pipeline.batches import call_arguments
 from gemini.parallel.plan import DTYPES, ParallelPlan
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.placement.probe import probe_links
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.plans import plan_of
 from gemini.planner.search import Question, require_speeds, search
 from gemini.planner.space import Pins
@@ -148,7 +148,7 @@ def _plan_of_all(read: Callable[[], _Asked]) -> ParallelPlan:
     return ParallelPlan.from_json(json.loads(said))
 
 
-def _capacity(config: GeminiConfig, world: int) -> Capacity:
+def _capacity(config: GeminiConfig, world: int) -> StageCapacity:
     """Return what each rank may take; of what is not said, its part of what is free on this machine."""
     here, device_bytes = _ranks_here(world), config.device_bytes
     if device_bytes is None:
@@ -156,7 +156,7 @@ def _capacity(config: GeminiConfig, world: int) -> Capacity:
     disk_bytes = config.disk_bytes or 0
     if config.disk_dir is not None and config.disk_bytes is None:
         disk_bytes = shutil.disk_usage(checked_directory(config.disk_dir)).free // here
-    return Capacity(device_bytes, config.host_bytes or 0, disk_bytes)
+    return StageCapacity(device_bytes, config.host_bytes or 0, disk_bytes)
 
 
 def _ranks_here(world: int) -> int:

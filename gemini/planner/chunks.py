@@ -16,7 +16,7 @@ from gemini.runtime.storage.data_sizes import GroupPlan, plan_groups
 
 
 @dataclass(frozen=True)
-class Capacity:
+class StageCapacity:
     """What each rank may take of every tier, in bytes."""
 
     device_bytes: int
@@ -49,7 +49,7 @@ class ChunkSizes:
     table: ChunkTable | None = None
 
 
-def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: Capacity) -> ChunkSizes:
+def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: StageCapacity) -> ChunkSizes:
     """Return what a rank holds of the parameters with ``names``, cut over ``copies`` ranks.
 
     Raises:

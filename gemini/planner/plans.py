@@ -20,7 +20,7 @@ from gemini.parallel.plan import (
     RunnerUp,
     fingerprint,
 )
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.prices import Misfit, Price, RankPrice
 from gemini.planner.rotor import Item
 from gemini.planner.search import Found, Question
@@ -123,7 +123,7 @@ def misfit_text(misfit: Misfit) -> str:
     )
 
 
-def _budgets(best: Price, capacity: Capacity) -> PlanBudgets:
+def _budgets(best: Price, capacity: StageCapacity) -> PlanBudgets:
     """Return the budgets of each rank: those below DEVICE only where chunks lie there."""
     if not best.combination.uses_lower:
         return PlanBudgets(capacity.device_bytes)
@@ -133,7 +133,7 @@ def _budgets(best: Price, capacity: Capacity) -> PlanBudgets:
 _SPARE_SHARE = 16  # of DEVICE; a rank with less to spare may use the tiers below, as the others do
 
 
-def _stage_budgets(best: Price, capacity: Capacity) -> tuple[PlanBudgets, ...] | None:
+def _stage_budgets(best: Price, capacity: StageCapacity) -> tuple[PlanBudgets, ...] | None:
     """Return the budgets of each rank along pp where they differ: what lies on DEVICE with room to spare
     needs no file, and no memory of the host. None: they are the same."""
     spare = capacity.device_bytes // _SPARE_SHARE
@@ -145,7 +145,7 @@ def _stage_budgets(best: Price, capacity: Capacity) -> tuple[PlanBudgets, ...] |
     return tuple(_budgets(best, capacity) if each else PlanBudgets(capacity.device_bytes) for each in needs)
 
 
-def _rank(rank: RankPrice, capacity: Capacity) -> RankPrediction:
+def _rank(rank: RankPrice, capacity: StageCapacity) -> RankPrediction:
     host = min(rank.lower_bytes, capacity.host_bytes)
     return RankPrediction(
         rank.device_bytes,

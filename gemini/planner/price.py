@@ -14,7 +14,7 @@ from gemini.memstats.trace import Trace
 from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, simulate_actions
-from gemini.planner.chunks import Capacity, ChunkSizes, ChunkTable
+from gemini.planner.chunks import ChunkSizes, ChunkTable, StageCapacity
 from gemini.planner.cuts import Ranges, StageRooms, fitting_ranges
 from gemini.planner.exchanges import (
     Gathers,
@@ -63,7 +63,7 @@ class Pricer:
     def __init__(
         self,
         speeds: Speeds,
-        capacity: Capacity,
+        capacity: StageCapacity,
         figures_of: FiguresOf,
         chunks_of: ChunksOf = lambda *_: None,
     ) -> None:

@@ -16,7 +16,7 @@ from gemini.forecast.timing import sample
 from gemini.memstats.collectives import KINDS
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import Run
-from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
+from gemini.planner.chunks import ChunkSizes, StageCapacity, chunk_sizes
 from gemini.planner.figures import Figures, Speeds, scaled
 from gemini.planner.price import Pricer
 from gemini.planner.prices import Misfit, Price
@@ -51,7 +51,7 @@ class Question:
     num_ranks: int
     batch: int
     machine: MachineSpeeds
-    capacity: Capacity
+    capacity: StageCapacity
     pins: Pins = field(default=Pins({}))
     sample_seconds: float = 0.0
     tell: Callable[[str], None] = _say_nothing
@@ -68,7 +68,7 @@ class Found:
     left_out: dict[str, str] = field(default_factory=dict)
     misfits: dict[Layout, Misfit] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
-    enough: Capacity | None = None
+    enough: StageCapacity | None = None
     num_combinations: int = 0
     num_priced: int = 0
 
@@ -131,7 +131,7 @@ class Search:
             self._least, self._why_more = 2, str(error)
             return whole
 
-    def _look(self, capacity: Capacity) -> None:
+    def _look(self, capacity: StageCapacity) -> None:
         """Begin anew, with what each rank may take."""
         self._capacity, self._found = capacity, Found(blocks=self._whole.blocks)
         self._pricer = Pricer(self.speeds, capacity, self.figures_of)
@@ -157,7 +157,7 @@ class Search:
         found.enough = self._least_capacity() if least.prices else None
         return found
 
-    def _least_capacity(self) -> Capacity:
+    def _least_capacity(self) -> StageCapacity:
         """Return the least DEVICE with which anything fits, from one with which something does: stages are
         cut otherwise with every budget, so less may do than was lacking."""
         enough, tried = self._capacity, self._capacity.device_bytes - 1
@@ -320,7 +320,7 @@ _MOST_TRIES = 32  # to find out how much would do: chunks grow with DEVICE
 _LARGE = 3
 
 
-def _with(capacity: Capacity, misfit: Misfit) -> Capacity:
+def _with(capacity: StageCapacity, misfit: Misfit) -> StageCapacity:
     """Return what the combination that was nearest would need."""
     if misfit.tier == "DEVICE":
         return replace(capacity, device_bytes=misfit.needed_bytes)

@@ -22,7 +22,7 @@ from gemini.parallel.pipeline.orders import Kind, Order, Simulated
 from gemini.placement.planner import choose_plan
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import simulate
-from gemini.planner.chunks import Capacity, ChunkTable
+from gemini.planner.chunks import ChunkTable, StageCapacity
 from gemini.planner.figures import Figures
 from gemini.runtime.config import STATES_OF_RULES
 from gemini.runtime.storage.data_sizes import GroupPlan
@@ -168,7 +168,7 @@ class Transfers:
         OutOfBudgetError: a moment's chunks do not fit.
     """
 
-    def __init__(self, trace: Trace, machine: MachineSpeeds, capacity: Capacity) -> None:
+    def __init__(self, trace: Trace, machine: MachineSpeeds, capacity: StageCapacity) -> None:
         self._budgets = Machine(
             capacity.device_bytes,
             capacity.host_bytes,
@@ -187,7 +187,7 @@ class Transfers:
         self.waits, self.is_planned = max(seconds - self._computing, 0.0), True
 
 
-def least_busy_seconds(below_bytes: int, machine: MachineSpeeds, capacity: Capacity) -> float:
+def least_busy_seconds(below_bytes: int, machine: MachineSpeeds, capacity: StageCapacity) -> float:
     """Return how long the busiest link works in a step at least, if so much of what an update changes has no
     room on DEVICE: it comes, and goes, once. The directions of a disk share a channel."""
     speeds = {each.name: each for each in machine.links}

@@ -24,7 +24,7 @@ from gemini.parallel.pipeline.batches import (
 from gemini.parallel.pipeline.halves import Unfinished, backward_input, backward_weights
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.orders import Action, Kind, Order
-from gemini.parallel.pipeline.passing import Form, Incoming, Passing
+from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
 from gemini.parallel.pipeline.split import StagedModel
 from gemini.parallel.pipeline.stage import Stage
 
@@ -95,7 +95,7 @@ class Engine:
         self.trained, self.passing, self._rank = trained, passing, rank
         # What a stage receives, by the form of the batch; and its forms, with gradients and without.
         self.takes: dict[tuple[int, str], Taken] = {}
-        self.forms: dict[tuple[int, str, bool], tuple[Form, ...]] = {}
+        self.forms: dict[tuple[int, str, bool], tuple[ValueForm, ...]] = {}
         self._learned: set[str] = set()  # forms of batches of which that is known
         self._kinds: set[str] = set()
         self._trainable = ""
@@ -240,12 +240,12 @@ class _Run:
         source = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
         return source if 0 <= source < self._order.num_stages else None
 
-    def _expected(self, action: Action) -> Sequence[Form] | None:
+    def _expected(self, action: Action) -> Sequence[ValueForm] | None:
         """Return the forms of what an action receives; None: not known yet."""
         if action.kind is Kind.FORWARD:
             return self._engine.forms.get(self._key(action))
         held = self._held.get((action.stage, action.micro_batch))
-        return None if held is None else [Form(each.dtype, tuple(each.shape)) for each in held.outputs]
+        return None if held is None else [ValueForm(each.dtype, tuple(each.shape)) for each in held.outputs]
 
     def _key(self, action: Action) -> tuple[int, str, bool]:
         """Return by what the engine knows the forms of what a forward pass receives."""
@@ -309,7 +309,7 @@ class _Run:
             )
         # A gradient of the first comes back in any case: recomputing blocks may depend on that.
         forms = tuple(
-            Form(t.dtype, tuple(t.shape), t.is_floating_point() and (t.requires_grad or not index))
+            ValueForm(t.dtype, tuple(t.shape), t.is_floating_point() and (t.requires_grad or not index))
             for index, t in enumerate(tensors)
         )
         known = self._engine.forms.setdefault(self._key(action), forms)
@@ -448,7 +448,7 @@ def _entered(received: torch.Tensor, returned: bool) -> tuple[torch.Tensor | Non
     return outside, entered
 
 
-def _listed(forms: Sequence[Form]) -> str:
+def _listed(forms: Sequence[ValueForm]) -> str:
     return " and ".join(f"{form.dtype} of {form.shape}" for form in forms) or "nothing"
 
 

@@ -30,7 +30,7 @@ _DTYPES = (
 )
 
 
-class Form(NamedTuple):
+class ValueForm(NamedTuple):
     """What a tensor is that goes from stage to stage; ``returns``: a gradient of it comes back."""
 
     dtype: torch.dtype
@@ -46,7 +46,9 @@ class Incoming:
     waiting.
     """
 
-    def __init__(self, passing: Passing, rank: int, tag: int, form: Form, *, in_order: bool = False) -> None:
+    def __init__(
+        self, passing: Passing, rank: int, tag: int, form: ValueForm, *, in_order: bool = False
+    ) -> None:
         self._passing = passing
         self._room = torch.empty(form.shape, dtype=form.dtype, device="cpu")
         self._work = passing.receive(self._room, rank, tag)
@@ -88,19 +90,19 @@ class Passing:
         content, group = _bytes_of(room), self._axis.host_group
         return self._axis.begin(lambda: group.recv([content], rank, _FIRST_TAG + tag))
 
-    def send_form(self, form: Form, rank: int, tag: int) -> None:
+    def send_form(self, form: ValueForm, rank: int, tag: int) -> None:
         """Send what form a tensor has that is going to be sent."""
         said = [_DTYPES.index(form.dtype), int(form.returns), len(form.shape), *form.shape]
         self.send(
             torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), dtype=torch.int64, device="cpu"), rank, tag
         )
 
-    def receive_form(self, rank: int, tag: int, doing: str) -> Form:
+    def receive_form(self, rank: int, tag: int, doing: str) -> ValueForm:
         """Return what :meth:`send_form` said on the other rank."""
         room = torch.empty(_HEAD_NUMEL, dtype=torch.int64, device="cpu")
         self.settle(self.receive(room, rank, tag), doing)
         dtype, returns, dims, *shape = room.tolist()
-        return Form(_DTYPES[dtype], tuple(shape[:dims]), bool(returns))
+        return ValueForm(_DTYPES[dtype], tuple(shape[:dims]), bool(returns))
 
     def finish(self) -> None:
         """Wait until everything that was sent has been taken."""

@@ -132,7 +132,7 @@ def _agree(looks: torch.Tensor) -> bool:
     return bool(same.all()) and bool((looks[:, 0] == looks[0, 0]).all())
 
 
-class WholeModel:
+class WholeOutline:
     """The model as it was before it was cut, without its weights. The first batch of training is also run
     through it, forward and backward."""
 
@@ -196,7 +196,7 @@ class WholeModel:
                 f"each rank has all of it (PartialGradient()); or {_CAUSES}"
             )
 
-    def __deepcopy__(self, _memo: object) -> WholeModel:
+    def __deepcopy__(self, _memo: object) -> WholeOutline:
         return self
 
 

@@ -17,7 +17,7 @@ from gemini.parallel.families import GROUPS
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition, refuse_quantized
-from gemini.parallel.tensor.agreement import FirstGradients, WholeModel
+from gemini.parallel.tensor.agreement import FirstGradients, WholeOutline
 from gemini.parallel.tensor.layers import Attention, ColumnLayer, CutLayer
 from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
 from gemini.parallel.tensor.plan import Resolved, resolve
@@ -169,7 +169,7 @@ def parallelize(
     partition = Partition(axis, names)
     if check is None:
         check = plan != "auto" and gather_logits and not any(param.is_meta for param in model.parameters())
-    whole = WholeModel(model) if check else None
+    whole = WholeOutline(model) if check else None
     cut_parameters(model, axis, work.cuts, partition)
     region = apply_styles(model, axis, work)
     if not gather_logits:

@@ -437,7 +437,7 @@ _GRAD: Any = torch.Tensor.grad  # the descriptor
 _OF_WATCHED = ("_had_class", "_is_held")
 
 
-class ShardedGradient:
+class GradientInParts:
     """Of a parameter's class: ``grad``, which raises while the optimizer has the gradient.
 
     Nothing else differs: copies and pickles are of the class that the parameter had.
@@ -509,7 +509,7 @@ def watch(param: torch.Tensor, is_held: Callable[[], str]) -> None:
 
 def unwatch(param: torch.Tensor) -> None:
     """Undo :func:`watch`. Idempotent."""
-    if isinstance(param, ShardedGradient):
+    if isinstance(param, GradientInParts):
         watched: Any = param
         watched.__class__ = watched._had_class
         del watched._had_class, watched._is_held
@@ -529,5 +529,5 @@ def set_raw_grad(param: Any, grad: torch.Tensor | None) -> None:
 @cache
 def _watched(had: type[torch.Tensor]) -> type[torch.Tensor]:
     members = {"__torch_function__": torch._C._disabled_torch_function_impl} if had is torch.Tensor else {}
-    watched: type[torch.Tensor] = type(had.__name__, (ShardedGradient, had), members)
+    watched: type[torch.Tensor] = type(had.__name__, (GradientInParts, had), members)
     return watched

@@ -12,7 +12,7 @@ from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
 from gemini.parallel.layout_plan import Run
 from gemini.parallel.sequence.outline import SequenceOutline
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.search import Question
 from gemini.planner.space import Pins
 
@@ -101,7 +101,7 @@ def question(num_ranks: int = 4, batch: int = 8, seed: int = 0, **changed: objec
     """Return a question about one of the machines."""
     given: dict[str, object] = {
         "machine": machine(seed),
-        "capacity": Capacity(GIB),
+        "capacity": StageCapacity(GIB),
         "pins": Pins({}),
         **changed,
     }

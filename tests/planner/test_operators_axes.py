@@ -14,7 +14,7 @@ from gemini.planner.operators import axes as by_axes
 from gemini.planner.operators.autoshard import make_problem
 from gemini.planner.operators.axes import Axes, solve_on_mesh
 from gemini.planner.operators.capture import capture
-from gemini.planner.operators.program import MisfitError, Program, evaluate, least_bytes, solve
+from gemini.planner.operators.program import IntegerProgram, MisfitError, evaluate, least_bytes, solve
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _small_programs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_axes, "_FEW", 0)
 
 
-def axes_of(program: Program, seed: int) -> Axes:
+def axes_of(program: IntegerProgram, seed: int) -> Axes:
     """Return two axes, along each of which a choice does one of two things."""
     draw = random.Random(seed)
     kinds = []

@@ -13,15 +13,15 @@ import pytest
 from gemini.planner.operators.program import (
     Group,
     Hold,
+    IntegerProgram,
     MisfitError,
-    Program,
     evaluate,
     least_bytes,
     solve,
 )
 
 
-def random_program(seed: int, num_nodes: int = 7) -> Program:
+def random_program(seed: int, num_nodes: int = 7) -> IntegerProgram:
     draw = random.Random(seed)
     counts = [draw.choice((1, 2, 3)) for _ in range(num_nodes)]
     seconds = tuple(np.array([draw.uniform(0, 1) for _ in range(count)]) for count in counts)
@@ -41,12 +41,12 @@ def random_program(seed: int, num_nodes: int = 7) -> Program:
     for node, count in enumerate(counts):
         nbytes = np.array([float(draw.randrange(100, 1000)) for _ in range(count)])
         holds.append(Hold(nbytes, node, min(node + draw.randrange(4), num_nodes - 1), node))
-    return Program(
+    return IntegerProgram(
         seconds, tuple(groups), tuple(holds), num_nodes, 50.0, tuple(range(num_nodes)), (num_nodes // 2,)
     )
 
 
-def every_choice(program: Program) -> list[tuple[float, float]]:
+def every_choice(program: IntegerProgram) -> list[tuple[float, float]]:
     found = []
     for choices in itertools.product(*(range(len(each)) for each in program.seconds)):
         seconds, peak, _ = evaluate(program, choices)
@@ -101,7 +101,7 @@ def test_targets_share_a_conversion() -> None:
     cost = np.array([[0.0, 1.0], [1.0, 0.0]])
     two = Group(0, (0,), ((1, (1,)), (2, (1,))), cost)
     nothing = np.zeros(1)
-    program = Program((nothing,) * 3, (two,), alike=(0, 1, 2))
+    program = IntegerProgram((nothing,) * 3, (two,), alike=(0, 1, 2))
     assert solve(program).seconds == pytest.approx(1.0)
 
 
@@ -109,7 +109,7 @@ def test_nodes_that_run_alike_choose_alike() -> None:
     cost = np.array([[0.0, 5.0], [5.0, 0.0]])
     nodes = (np.array([0.0, 1.0]), np.array([1.0, 0.0]), np.array([0.0, 0.7]))
     groups = (Group(0, (0, 1), ((1, (0, 1)),), cost),)
-    apart = solve(Program(nodes, groups, alike=(0, 1, 2)))
-    alike = solve(Program(nodes, groups, alike=(0, 0, 2)))
+    apart = solve(IntegerProgram(nodes, groups, alike=(0, 1, 2)))
+    alike = solve(IntegerProgram(nodes, groups, alike=(0, 0, 2)))
     assert alike.choices[0] == alike.choices[1]
     assert alike.seconds >= apart.seconds - 1e-9

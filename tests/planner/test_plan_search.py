@@ -15,7 +15,7 @@ from gemini.forecast.meter import OperationCosts
 from gemini.parallel.layout import Layout
 from gemini.planner import price as pricing
 from gemini.planner import search as search_module
-from gemini.planner.chunks import Capacity, ChunkSizes, chunk_sizes
+from gemini.planner.chunks import ChunkSizes, StageCapacity, chunk_sizes
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.price import Pricer
 from gemini.planner.prices import Misfit, Price
@@ -65,7 +65,9 @@ def best(inner: tuple[int, ...], asked: Question) -> Price | None:
 @pytest.mark.parametrize("seed", first((11, 9, 8, 0, 2, 1, 3, 4, 5, 6, 7, 10), 5))
 def test_it_finds_what_exhaustive_pricing_finds(seed: int) -> None:
     inner, draw = drawn(seed), random.Random(seed)
-    capacity = Capacity(draw.choice((2**14, 2**16, 2**20)), draw.choice((0, 2**20)), draw.choice((0, 2**20)))
+    capacity = StageCapacity(
+        draw.choice((2**14, 2**16, 2**20)), draw.choice((0, 2**20)), draw.choice((0, 2**20))
+    )
     asked = question(4, 8, seed, capacity=capacity)
     wanted = exhaustive(inner, asked)
     found = best(inner, asked)
@@ -82,7 +84,7 @@ def test_more_room_and_faster_links_are_never_slower(seed: int) -> None:
     inner = drawn(seed)
     times = []
     for device_bytes in (2**15, 2**16, 2**18, 2**22):
-        found = best(inner, question(4, 8, seed, capacity=Capacity(device_bytes, 0, 2**24)))
+        found = best(inner, question(4, 8, seed, capacity=StageCapacity(device_bytes, 0, 2**24)))
         times.append(found.step_seconds if found is not None else float("inf"))
     assert times == sorted(times, reverse=True)
     rates = [
@@ -114,7 +116,7 @@ def test_a_pin_is_kept_and_one_less_is_never_slower(seed: int) -> None:
         assert str(said[name]) == value
 
 
-def priced(pins: str, capacity: Capacity) -> Price | None:
+def priced(pins: str, capacity: StageCapacity) -> Price | None:
     asked = question(4, 16, capacity=capacity, pins=Pins.parse(pins.split()))
     found = search(net(*(64,) * 8), run_of, asked)
     return found.prices[0] if found.prices else None
@@ -122,14 +124,14 @@ def priced(pins: str, capacity: Capacity) -> Price | None:
 
 def test_as_few_blocks_recompute_as_memory_asks_for_and_more_on_early_stages() -> None:
     layout = "pp=4 schedule=1f1b microbatches=8 zero=0 recompute="
-    none, every = (priced(layout + name, Capacity(GIB)) for name in ("none", "all"))
+    none, every = (priced(layout + name, StageCapacity(GIB)) for name in ("none", "all"))
     assert none is not None
     assert every is not None
     most, least = (max(rank.device_bytes for rank in each.ranks) for each in (none, every))
     assert most > least
     recomputed: list[int] = []
     for budget in range(least, most + 1, (most - least) // 6):
-        found = priced(layout + "fit", Capacity(budget))
+        found = priced(layout + "fit", StageCapacity(budget))
         assert found is not None
         assert all(rank.device_bytes <= budget for rank in found.ranks)
         assert none.step_seconds <= found.step_seconds <= every.step_seconds * (1 + 1e-12)
@@ -142,11 +144,11 @@ def test_as_few_blocks_recompute_as_memory_asks_for_and_more_on_early_stages() -
 
 def test_fewer_blocks_recompute_where_that_is_left_open() -> None:
     layout = "pp=4 schedule=1f1b microbatches=8 zero=0"
-    every = priced(f"{layout} recompute=all", Capacity(GIB))
-    none = priced(f"{layout} recompute=none", Capacity(GIB))
+    every = priced(f"{layout} recompute=all", StageCapacity(GIB))
+    none = priced(f"{layout} recompute=none", StageCapacity(GIB))
     assert every is not None
     assert none is not None
-    budget = Capacity(max(rank.device_bytes for rank in none.ranks) - 1)
+    budget = StageCapacity(max(rank.device_bytes for rank in none.ranks) - 1)
     free = priced(layout, budget)
     assert free is not None
     assert 0 < len(free.recompute) < 8
@@ -157,12 +159,12 @@ def test_stages_are_cut_for_their_memory_where_equal_ones_do_not_fit(monkeypatch
     # The first stage of 1F1B holds most micro-batches: it gets fewer blocks, the last one more.
     pins = Pins.parse(["pp=4", "schedule=1f1b", "microbatches=8", "zero=0", "recompute=none"])
 
-    def found(capacity: Capacity) -> list[Price]:
+    def found(capacity: StageCapacity) -> list[Price]:
         return search(net(*(64,) * 12), run_of, question(4, 16, capacity=capacity, pins=pins)).prices
 
-    even = found(Capacity(GIB))[0]
+    even = found(StageCapacity(GIB))[0]
     assert even.begins == (3, 6, 9)
-    less = Capacity(max(rank.device_bytes for rank in even.ranks) - 1)
+    less = StageCapacity(max(rank.device_bytes for rank in even.ranks) - 1)
     cut = found(less)[0]
     assert cut.begins[0] < 3
     assert cut.begins[2] < 9
@@ -177,14 +179,14 @@ def test_stages_that_are_cut_for_their_memory_are_faster_than_equal_ones_that_re
     # Five blocks on two stages: the first has three of them, as the head is behind the others.
     slow = replace(machine(), matmul_flops={"fp32": 1e9}, memory_bytes_per_second=1e9)
 
-    def found(recompute: str, capacity: Capacity) -> Price:
+    def found(recompute: str, capacity: StageCapacity) -> Price:
         pins = Pins.parse(f"pp=2 schedule=1f1b microbatches=8 zero=0 recompute={recompute}".split())
         asked = question(2, 16, machine=slow, capacity=capacity, pins=pins)
         return search(net(*(256,) * 5), run_of, asked).prices[0]
 
-    even = found("none", Capacity(GIB))
+    even = found("none", StageCapacity(GIB))
     assert even.begins == (3,)
-    less = Capacity(max(rank.device_bytes for rank in even.ranks) - 1)
+    less = StageCapacity(max(rank.device_bytes for rank in even.ranks) - 1)
     cut = found("fit", less)
     assert cut.begins == (2,)
     monkeypatch.setattr(pricing._Pricing, "_may_be_cut", lambda *_: False)
@@ -198,7 +200,7 @@ def test_groups_fit_where_single_blocks_do_not_and_are_never_slower() -> None:
 
     def found(recompute: str, budget: int) -> Price | None:
         pins = Pins.parse((layout + recompute).split())
-        asked = question(2, 16, capacity=Capacity(budget), pins=pins)
+        asked = question(2, 16, capacity=StageCapacity(budget), pins=pins)
         prices = search(net(*(32,) * 8), run_of, asked).prices
         return prices[0] if prices else None
 
@@ -234,13 +236,13 @@ def test_what_is_left_out_says_why() -> None:
 
 
 def test_of_what_does_not_fit_the_nearest_miss_is_told_and_so_much_more_does() -> None:
-    asked = question(2, 4, capacity=Capacity(2**12))
+    asked = question(2, 4, capacity=StageCapacity(2**12))
     found = search(net(8, 8), run_of, asked)
     assert not found.prices
     assert found.misfits
     assert found.enough is not None
     assert search(net(8, 8), run_of, replace(asked, capacity=found.enough)).prices
-    less = Capacity(found.enough.device_bytes - 1)
+    less = StageCapacity(found.enough.device_bytes - 1)
     assert not search(net(8, 8), run_of, replace(asked, capacity=less)).prices
 
 
@@ -320,7 +322,7 @@ def test_a_model_that_refuses_one_sample_is_planned_with_more() -> None:
 
 def test_a_machine_with_host_memory_alone_is_told_how_much_of_it_would_do() -> None:
     only = replace(machine(), links=tuple(each for each in machine().links if each.name in ("h2d", "d2h")))
-    asked = question(1, 4, machine=only, capacity=Capacity(2**14, 2**10))
+    asked = question(1, 4, machine=only, capacity=StageCapacity(2**14, 2**10))
     found = search(net(16, 16, 16, 16, 16, 16), run_of, asked)
     assert not found.prices
     assert found.enough is not None

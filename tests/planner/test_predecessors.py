@@ -16,7 +16,7 @@ from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
 from gemini.parallel.pipeline.orders import Costs, make_order, simulate
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.exchanges import BUCKET_NUMEL, Gathers, buckets_of, exchange_seconds
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.price import Pricer
@@ -35,7 +35,7 @@ def test_one_rank_takes_what_the_planner_of_one_process_says(name: str) -> None:
     settings = Settings(4, GeminiConfig(device_bytes=2**30), speeds, clips_norm=False)
     outlook = look(source, settings, 4)
     wanted = time_step(outlook, settings)
-    asked = Question(1, 4, speeds, Capacity(2**30), Pins.parse(_PINS))
+    asked = Question(1, 4, speeds, StageCapacity(2**30), Pins.parse(_PINS))
     model = source.example(1).model
     found = search(model, lambda n: run_on(source.example(1), source.example(n).inputs, source.loss), asked)
     (best,) = found.prices
@@ -55,21 +55,21 @@ def test_one_rank_below_device_waits_as_the_planner_of_one_process_says(
     pins = Pins.parse(["zero=3", "recompute=none", f"microbatches={accumulation}"])
     model = source.example(1).model
 
-    def planned(capacity: Capacity) -> Price:
+    def planned(capacity: StageCapacity) -> Price:
         asked = Question(1, samples, speeds, capacity, pins)
         found = search(
             model, lambda n: run_on(source.example(1), source.example(n).inputs, source.loss), asked
         )
         return found.prices[0]
 
-    whole = planned(Capacity(2**30)).ranks[0]
+    whole = planned(StageCapacity(2**30)).ranks[0]
     chunks = whole.device_bytes - whole.activation_bytes
     budget = int(whole.activation_bytes + share * chunks)
     config = GeminiConfig(device_bytes=budget, disk_dir="DIR", disk_bytes=2**30)
     settings = Settings(4, config, speeds, accumulation=accumulation, clips_norm=False)
     outlook = look(source, settings, 4)
     assert not outlook.obstacles
-    wanted, best = time_step(outlook, settings), planned(Capacity(budget, 0, 2**30))
+    wanted, best = time_step(outlook, settings), planned(StageCapacity(budget, 0, 2**30))
     assert best.combination.uses_lower
     assert best.seconds["transfers"] > 0.1 * best.step_seconds
     assert best.step_seconds == pytest.approx(wanted.seconds, rel=0.08)
@@ -88,7 +88,7 @@ def test_ranks_are_idle_as_the_simulator_of_schedules_says(schedule: str) -> Non
     empty = Figures(0.0, 0.0, {}, {}, 0, 0, 0, {})
     blocks = (empty, *(figures[1],) * 8, empty)
     links = Speeds(question(machine=machine(2)).machine, speeds.costs)
-    pricer = Pricer(_linked(links, at_once), Capacity(2**30), lambda _part, _samples: blocks)
+    pricer = Pricer(_linked(links, at_once), StageCapacity(2**30), lambda _part, _samples: blocks)
     stages = 1 if schedule in ("1f1b", "gpipe") else 2
     order = make_order(schedule, 2, 4, stages)
     ranges = pricer.ranges(Part(), 2, frozenset(), 2 * stages)

@@ -15,7 +15,7 @@ from planner_models import Net, machine, question, run_of
 
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.price import Price, Pricer
 from gemini.planner.search import Search
 from gemini.planner.space import Combination
@@ -40,7 +40,7 @@ def searching(seed: int, faster: float = 1.0) -> Search:
 
 
 def blocks(seed: int, device_bytes: int = 2**30, faster: float = 1.0) -> Blocks:
-    return Blocks.of(searching(seed, faster), Capacity(device_bytes))
+    return Blocks.of(searching(seed, faster), StageCapacity(device_bytes))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

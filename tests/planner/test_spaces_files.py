@@ -17,7 +17,7 @@ from planner_models import net, question, run_of
 from gemini.errors import ConfigError
 from gemini.parallel.booster.plugin.hybrid import HybridParallelPlugin
 from gemini.parallel.plan import ParallelPlan
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.search import Search
 from gemini.planner.spaces.blocks import Blocks, layerwise_of
 from gemini.planner.spaces.galvatron_files import GalvatronFile, exported
@@ -165,7 +165,7 @@ def test_mutations_of_a_plan_are_read_or_refused() -> None:
 
 def test_a_uniform_file_becomes_a_plan_that_a_plugin_takes() -> None:
     model = net(32, 32, 32, 32)
-    blocks = Blocks.of(Search(model, run_of, question()), Capacity(2**30))
+    blocks = Blocks.of(Search(model, run_of, question()), StageCapacity(2**30))
     plan = blocks.runnable(GalvatronFile.from_json(document()).layerwise(4), model, "fp32")
     layout = plan.layout
     assert (layout.dp, layout.pp, layout.tp, plan.zero_stage) == (2, 2, 1, 2)
@@ -224,14 +224,14 @@ def test_ranks_apart_context_parallelism_and_odd_ranks_are_no_plans_here() -> No
 
 
 def test_a_plan_that_is_not_uniform_has_a_price() -> None:
-    blocks = Blocks.of(Search(net(32, 32, 32, 32), run_of, question()), Capacity(2**30))
+    blocks = Blocks.of(Search(net(32, 32, 32, 32), run_of, question()), StageCapacity(2**30))
     file = GalvatronFile.from_json(document(dp_types_enc="1,1,0,0"))
     mixed = blocks.priced(file.layerwise(4))
     plain = blocks.priced(GalvatronFile.from_json(document()).layerwise(4))
     assert mixed.step_seconds > plain.step_seconds  # ZeRO 3 gathers
     assert mixed.ranks[0].device_bytes < plain.ranks[0].device_bytes
     assert len(mixed.ranks) == 2
-    small = Blocks.of(Search(net(32, 32), run_of, question()), Capacity(2**30))
+    small = Blocks.of(Search(net(32, 32), run_of, question()), StageCapacity(2**30))
     with pytest.raises(ConfigError, match="4 layers, and the model has 2 blocks"):
         small.priced(file.layerwise(4))
 
@@ -250,7 +250,7 @@ def test_what_galvatron_does_not_have_is_not_exported() -> None:
 
 def test_a_plan_of_this_project_goes_to_galvatron_and_back() -> None:
     model = net(32, 32, 32, 32)
-    blocks = Blocks.of(Search(model, run_of, question()), Capacity(2**30))
+    blocks = Blocks.of(Search(model, run_of, question()), StageCapacity(2**30))
     plan = blocks.runnable(GalvatronFile.from_json(document()).layerwise(4), model, "fp32")
     wise = layerwise_of(plan, blocks.names)
     assert exported(wise).to_json() == document()

@@ -20,7 +20,7 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.forecast.meter import OperationCosts
 from gemini.parallel.layout_plan import Run
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.figures import Speeds
 from gemini.planner.records import Part
 from gemini.planner.search import Search
@@ -95,7 +95,7 @@ def drawn(seed: int, kind: str = "pictures", faster: float = 1.0) -> Asked:
         model: nn.Module = Pictures() if kind == "pictures" else net(32, 64)
     run = pictures if kind == "pictures" else run_of
     asked = question(4, 8, seed, machine=machine(seed, faster=faster))
-    return Asked(Search(model, run, asked), model, run, 4, 8, Capacity(2**30))
+    return Asked(Search(model, run, asked), model, run, 4, 8, StageCapacity(2**30))
 
 
 def test_the_layers_of_a_model_have_its_dimensions_inputs_and_seconds() -> None:

@@ -13,13 +13,13 @@ from gemini.forecast.meter import OperationCosts
 from gemini.memstats import LinkSpeed
 from gemini.memstats.trace import OPTIMIZER, WRITTEN, Trace
 from gemini.parallel.pipeline.orders import Kind, Order, make_order, simulate_actions
-from gemini.planner.chunks import Capacity, ChunkTable, chunk_sizes
+from gemini.planner.chunks import ChunkTable, StageCapacity, chunk_sizes
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import CutModel, Part
 from gemini.planner.tiers import StagePasses, Transfers, least_busy_seconds, least_device_bytes, trace_of
 
 _INNER = (16, 64, 16, 64)
-_CAPACITY = Capacity(2**18, 0, 2**24)
+_CAPACITY = StageCapacity(2**18, 0, 2**24)
 
 
 class Case:
@@ -130,12 +130,12 @@ def test_device_must_hold_the_chunks_of_a_moment_beside_its_activations() -> Non
 def test_what_fits_waits_for_nothing_and_what_does_not_waits_at_least_for_what_is_below() -> None:
     trace = Case("1f1b", 1, 0, 1).trace()
     peak, total = max(trace.non_model_bytes), sum(trace.chunk_bytes)
-    assert Transfers(trace, machine(1), Capacity(peak + total)).waits == pytest.approx(0, abs=1e-9)
+    assert Transfers(trace, machine(1), StageCapacity(peak + total)).waits == pytest.approx(0, abs=1e-9)
     kept = sum(
         nbytes for nbytes, kind in zip(trace.chunk_bytes, trace.chunk_kinds, strict=True) if kind != "grad"
     )
     links = tuple(LinkSpeed(name, 2e3, 0.0) for name in ("disk_read", "disk_write"))
-    slow, capacity = replace(machine(1), links=links), Capacity(least_device_bytes(trace), 0, 2 * total)
+    slow, capacity = replace(machine(1), links=links), StageCapacity(least_device_bytes(trace), 0, 2 * total)
     transfers = Transfers(trace, slow, capacity)
     by_order = transfers.waits
     transfers.plan()

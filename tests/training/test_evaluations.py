@@ -27,7 +27,7 @@ from training_models import TinyGPT, gpt_loss, square_loss
 from gemini import GeminiDDP
 from gemini.errors import ConfigError
 from gemini.memstats import Trace
-from gemini.runtime.step.evaluations import Needs
+from gemini.runtime.step.evaluations import PassNeeds
 
 
 @torch.no_grad()
@@ -293,7 +293,7 @@ def test_a_pass_of_a_size_that_is_new_follows_the_order_of_the_others(tmp_path: 
     ],
 )
 def test_a_new_pass_is_given_what_larger_ones_took(known: dict[int, int], asked: int, want: int) -> None:
-    needs = Needs()
+    needs = PassNeeds()
     assert needs.guess(asked) is None
     for numel, nbytes in known.items():
         needs.note(numel, nbytes)

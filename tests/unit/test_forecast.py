@@ -19,7 +19,7 @@ from gemini.errors import ConfigError, IoError
 from gemini.forecast import timing
 from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
 from gemini.forecast.machine import MachineSpeeds, measure_machine
-from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, TensorSpec
+from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, TensorForm
 from gemini.forecast.report import make_report
 from gemini.runtime.intercept.of_cpu import GROUPED_MM
 
@@ -158,7 +158,7 @@ def test_operations_of_a_step_can_be_called_on_real_memory() -> None:
 
 
 def test_values_to_time_with_are_rows_that_a_table_of_one_row_has_and_masks_that_let_all_pass() -> None:
-    row, ids = (TensorSpec.of(torch.empty(1, size, device="meta")) for size in (4, 3))
+    row, ids = (TensorForm.of(torch.empty(1, size, device="meta")) for size in (4, 3))
     arguments = ((row, replace(ids, dtype=torch.int64)), {})
     look_up = Operation(torch.ops.aten.embedding.default, (), 0, 0, torch.float32, arguments)
     arena = timing.Arena(MIB)
@@ -196,7 +196,7 @@ def test_slow_first_calls_leave_time_for_those_that_count(monkeypatch: pytest.Mo
 
 def test_operators_share_as_much_memory_as_their_sample_may_take() -> None:
     arena = timing.Arena(4096)
-    spec = TensorSpec((16, 8), (1, 16), torch.float32)
+    spec = TensorForm((16, 8), (1, 16), torch.float32)
     tensors = [arena.tensor(spec) for _ in range(9)]
     first = tensors[0]
     assert first is not None

@@ -17,7 +17,7 @@ from gemini.errors import ConfigError, IoError, StateError
 from gemini.offload import AsyncFile, DiskOffloader
 from gemini.offload.disk_offloader import Place
 from gemini.offload.disk_space import DiskSpace, Extent
-from gemini.offload.extent_file import Stored, TensorFile
+from gemini.offload.extent_file import ExtentFile, StoredExtents
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -208,8 +208,8 @@ class BadFile:
 
 def extent_of(offloader: DiskOffloader, tensor: torch.Tensor) -> Extent:
     file = offloader._file
-    assert isinstance(file, TensorFile)
-    stored: Stored = file._stored[tensor]
+    assert isinstance(file, ExtentFile)
+    stored: StoredExtents = file._stored[tensor]
     return stored.extent
 
 

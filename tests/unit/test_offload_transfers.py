@@ -21,7 +21,7 @@ from gemini.offload import AsyncFile, DiskOffloader, extent_file, staging
 from gemini.offload import extent_file as extent_file_module
 from gemini.offload.disk_offloader import Place
 from gemini.offload.disk_space import Extent, Holes
-from gemini.offload.extent_file import DirectPart, Move, Stored, TensorFile
+from gemini.offload.extent_file import DirectPart, ExtentFile, Move, StoredExtents
 from gemini.offload.staging import Staging
 
 BLOCK = 4096
@@ -61,7 +61,7 @@ def test_bytes_written_from_any_place_in_a_page_are_read_to_any_other(
     content = random.Random(nbytes).randbytes(nbytes)
     with AsyncFile(tmp_path, 16 * BLOCK, direct=direct, checksums=True) as file:
         for written_at in PLACES:
-            stored = Stored(Extent(file, BLOCK, 10 * BLOCK), nbytes, True, skew=written_at)
+            stored = StoredExtents(Extent(file, BLOCK, 10 * BLOCK), nbytes, True, skew=written_at)
             source: Any = Memory(written_at, content)
             file.wait(DirectPart(Move(source, stored)).write(buffer, 0))
             assert source.content() == content
@@ -118,13 +118,13 @@ def test_random_vectors_of_random_sizes_come_back(seed: int, tmp_path: Path) -> 
     assert all(torch.equal(*pair) for pair in zip(tensors, want, strict=True))
 
 
-def file_of(offloader: DiskOffloader) -> TensorFile:
-    assert isinstance(offloader._file, TensorFile)
+def file_of(offloader: DiskOffloader) -> ExtentFile:
+    assert isinstance(offloader._file, ExtentFile)
     return offloader._file
 
 
 def num_requests(offloader: DiskOffloader, tensor: torch.Tensor) -> float:
-    stored: Stored = file_of(offloader)._stored[tensor]
+    stored: StoredExtents = file_of(offloader)._stored[tensor]
     return stored.extent.file.stats()["requests"]
 
 
@@ -239,7 +239,7 @@ def test_backends_give_the_same_bytes(backend: Any, tmp_path: Path) -> None:
     want = [tensor.clone() for tensor in tensors]
     with DiskOffloader(tmp_path, backend=backend) as offloader:
         offloader.sync_writev(tensors)
-        stored: Stored = file_of(offloader)._stored[tensors[0]]
+        stored: StoredExtents = file_of(offloader)._stored[tensors[0]]
         assert backend is None or stored.extent.file.backend == "threads"
         offloader.sync_readv(tensors)
     assert all(torch.equal(*pair) for pair in zip(tensors, want, strict=True))

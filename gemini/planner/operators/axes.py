@@ -20,7 +20,7 @@ from gemini.errors import StateError
 from gemini.planner.operators.conversions import OperatorLayout
 from gemini.planner.operators.program import (
     Group,
-    Program,
+    IntegerProgram,
     Solution,
     evaluate,
     lower_bound,
@@ -99,7 +99,7 @@ def _along(layout: OperatorLayout | None, axis: int) -> int:
     return next((dim for dim, axes in enumerate(layout.dims) if axis in axes), -1)
 
 
-def _restricted(program: Program, kept: Sequence[np.ndarray]) -> Program:
+def _restricted(program: IntegerProgram, kept: Sequence[np.ndarray]) -> IntegerProgram:
     """Return the program with these choices alone."""
 
     def states(node: int, every: tuple[int, ...]) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ def _restricted(program: Program, kept: Sequence[np.ndarray]) -> Program:
 
 
 def solve_on_mesh(
-    program: Program, axes: Axes, budget: int | None = None, *, limit_seconds: float = 30.0
+    program: IntegerProgram, axes: Axes, budget: int | None = None, *, limit_seconds: float = 30.0
 ) -> Solution:
     """Return fast choices that never hold more than ``budget`` bytes, with a bound; for a program of few
     choices or one axis the fastest, as :func:`solve` does. Raises as it."""
@@ -153,7 +153,7 @@ def solve_on_mesh(
 class _Turns:
     """Solves for one axis after another."""
 
-    def __init__(self, program: Program, axes: Axes, budget: int | None, end: float) -> None:
+    def __init__(self, program: IntegerProgram, axes: Axes, budget: int | None, end: float) -> None:
         self._program, self._axes, self._budget, self._end = program, axes, budget, end
         self._chosen: Sequence[int] = axes.whole
         self._moments = sorted(program.likely)

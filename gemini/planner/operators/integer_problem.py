@@ -23,7 +23,7 @@ from gemini.planner.operators.axes import Axes
 from gemini.planner.operators.capture import Captured, is_view
 from gemini.planner.operators.conversions import Converter, OperatorLayout
 from gemini.planner.operators.local import tensors_of
-from gemini.planner.operators.program import Group, Hold, Program
+from gemini.planner.operators.program import Group, Hold, IntegerProgram
 from gemini.planner.operators.rules import Rules, Strategy, values_of
 
 # Passes over a parameter that an update makes: it reads weight, gradient and two moments, and writes three.
@@ -84,7 +84,7 @@ def _shapes(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Use:
+class ValueUse:
     """A tensor argument: the output ``out`` of node ``source`` goes to ``target`` as its input ``at``."""
 
     source: int
@@ -185,13 +185,13 @@ class StepProblem:
     # -- what goes where ---------------------------------------------------------------------------
 
     @cached_property
-    def uses(self) -> list[Use]:
+    def uses(self) -> list[ValueUse]:
         """All tensor arguments."""
         found = []
         for at, node in enumerate(self.nodes):
             for number, each in enumerate(tensors_of(node)):
                 source, out = self.made(each)
-                found.append(Use(source, out, at, number))
+                found.append(ValueUse(source, out, at, number))
         return found
 
     def position(self, node: fx.Node) -> int:
@@ -310,7 +310,7 @@ class StepProblem:
     # -- the program -------------------------------------------------------------------------------
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> IntegerProgram:
         """The step as a program."""
         grouped = self._grouped()
         made = [self._group(source, out, targets) for (source, out, _), targets in grouped.items()]
@@ -320,7 +320,7 @@ class StepProblem:
             for node in self.nodes
             if node.op != "call_function" and node not in self._of_parameters
         )
-        return Program(
+        return IntegerProgram(
             tuple(self._node_seconds(at) for at in range(len(self.nodes))),
             tuple(groups),
             tuple(self._holds(groups, list(grouped), [layouts for _, layouts in made])),

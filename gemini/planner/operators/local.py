@@ -39,7 +39,7 @@ RANDOM = (
 )
 
 
-class Rank(Protocol):
+class LocalRank(Protocol):
     """Where a rank is on the mesh, and what it does with others."""
 
     @property
@@ -91,7 +91,7 @@ class _Unchanged:
     def __name__(self) -> str:
         return str(self._target).removeprefix("aten.").replace(".", "_")
 
-    def __call__(self, _rank: Rank, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, _rank: LocalRank, *args: Any, **kwargs: Any) -> Any:
         return self._target(*args, **kwargs)
 
 
@@ -102,7 +102,7 @@ class _Sized(_Unchanged):
         super().__init__(target)
         self._at, self._shape = at, shape
 
-    def __call__(self, _rank: Rank, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, _rank: LocalRank, *args: Any, **kwargs: Any) -> Any:
         return self._target(*args[: self._at], self._shape, *args[self._at + 1 :], **kwargs)
 
 
@@ -136,7 +136,7 @@ def _first_row(place: Sequence[int], axes: Sequence[int], sizes: Sequence[int], 
 
 
 def _embedding_of_rows(axes: tuple[int, ...], sizes: Sequence[int]) -> LocalCall:
-    def embedding(rank: Rank, weight: torch.Tensor, ids: torch.Tensor, *_options: Any) -> torch.Tensor:
+    def embedding(rank: LocalRank, weight: torch.Tensor, ids: torch.Tensor, *_options: Any) -> torch.Tensor:
         """Look up the ids whose rows are here; others give zeros."""
         own = ids - _first_row(rank.place, axes, sizes, weight.shape[0])
         elsewhere = (own < 0) | (own >= weight.shape[0])
@@ -150,7 +150,7 @@ def _rows_of_gradient(axes: tuple[int, ...], sizes: Sequence[int]) -> LocalCall:
     parts = math.prod(sizes[axis] for axis in axes)
 
     def embedding_dense_backward(
-        rank: Rank, grad: torch.Tensor, ids: torch.Tensor, num_weights: int, padding: int, _scaled: bool
+        rank: LocalRank, grad: torch.Tensor, ids: torch.Tensor, num_weights: int, padding: int, _scaled: bool
     ) -> torch.Tensor:
         """Return the gradient of the rows that are here: one more row takes all others."""
         rows = num_weights // parts
@@ -167,7 +167,7 @@ def _rows_of_gradient(axes: tuple[int, ...], sizes: Sequence[int]) -> LocalCall:
 
 def _loss_of_parts(target: Any, axes: tuple[int, ...]) -> LocalCall:
     def nll_loss(
-        rank: Rank,
+        rank: LocalRank,
         scores: torch.Tensor,
         classes: torch.Tensor,
         weight: torch.Tensor | None,
@@ -184,7 +184,7 @@ def _loss_of_parts(target: Any, axes: tuple[int, ...]) -> LocalCall:
 
 def _squares_of_parts(parts: int) -> LocalCall:
     def mse_loss_backward(
-        _rank: Rank, grad: torch.Tensor, scores: torch.Tensor, targets: torch.Tensor, reduction: int
+        _rank: LocalRank, grad: torch.Tensor, scores: torch.Tensor, targets: torch.Tensor, reduction: int
     ) -> Any:
         """Return the gradient of a mean over all parts, or of a sum."""
         made = _aten.mse_loss_backward.default(grad, scores, targets, reduction)
@@ -196,7 +196,7 @@ def _squares_of_parts(parts: int) -> LocalCall:
 def _random_of_whole(
     target: Any, layout: OperatorLayout, sizes: Sequence[int], shape: tuple[int, ...]
 ) -> LocalCall:
-    def random(rank: Rank, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def random(rank: LocalRank, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Draw for the whole tensor, as every rank does, and keep the part that is here."""
         if target is _aten.native_dropout.default:
             kept, mask = target(tensor.new_ones(shape), *args, **kwargs)

@@ -53,7 +53,7 @@ class Hold:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class IntegerProgram:
     """``seconds``: of each node by choice. ``holds``: what takes memory when, beside ``constant_bytes``, in
     ``num_moments`` moments. ``alike``: a number for each node; nodes of one number run alike. ``likely``:
     moments that may have the most bytes."""
@@ -98,7 +98,11 @@ class MisfitError(OutOfBudgetError):
 
 
 def solve(
-    program: Program, budget: int | None = None, *, limit_seconds: float = 30.0, gap: float | None = None
+    program: IntegerProgram,
+    budget: int | None = None,
+    *,
+    limit_seconds: float = 30.0,
+    gap: float | None = None,
 ) -> Solution:
     """Return the fastest choices that never hold more than ``budget`` bytes (None: any number). ``gap``: how
     far they may be from the bound, as a share; None: 1e-6 for a small program, and 1e-3 for others.
@@ -128,7 +132,7 @@ def solve(
     raise StateError(f"no choice within {budget} bytes was found in {_MOST_ROUNDS} rounds: raise the budget")
 
 
-def least_bytes(program: Program, *, limit_seconds: float = 30.0) -> int:
+def least_bytes(program: IntegerProgram, *, limit_seconds: float = 30.0) -> int:
     """Return the smallest budget that does. Raises StateError where the time is over."""
     columns, moments = _Columns(program), sorted({*program.likely})
     peak = math.inf
@@ -145,7 +149,13 @@ def least_bytes(program: Program, *, limit_seconds: float = 30.0) -> int:
 
 
 def nearest(
-    program: Program, budget: int, price: float, moments: list[int], *, limit_seconds: float, gap: float
+    program: IntegerProgram,
+    budget: int,
+    price: float,
+    moments: list[int],
+    *,
+    limit_seconds: float,
+    gap: float,
 ) -> Solution:
     """Return choices of few seconds where each byte above the budget costs ``price`` seconds, so there always
     are some. ``moments`` that have too much are added to it. Raises StateError where time was too short."""
@@ -169,7 +179,7 @@ def nearest(
 
 
 def lower_bound(
-    program: Program, budget: int | None, moments: Sequence[int], *, limit_seconds: float
+    program: IntegerProgram, budget: int | None, moments: Sequence[int], *, limit_seconds: float
 ) -> float:
     """Return seconds that no choices within the budget are below: of the linear program, with rows for these
     moments; where time is over, of the fastest choice of each node."""
@@ -183,7 +193,7 @@ def lower_bound(
     return columns.seconds(found)
 
 
-def _worst(program: Program, choices: Sequence[int], limit: float, known: Sequence[int]) -> list[int]:
+def _worst(program: IntegerProgram, choices: Sequence[int], limit: float, known: Sequence[int]) -> list[int]:
     """Return moments with more than ``limit`` bytes, the worst first: a few that are local maxima."""
     nbytes = evaluate_moments(program, choices)
     padded = np.concatenate([[-1.0], nbytes, [-1.0]])
@@ -192,7 +202,7 @@ def _worst(program: Program, choices: Sequence[int], limit: float, known: Sequen
     return sorted(found, key=lambda each: -nbytes[each])[:_MOST_MOMENTS]
 
 
-def evaluate(program: Program, choices: Sequence[int]) -> tuple[float, float, int]:
+def evaluate(program: IntegerProgram, choices: Sequence[int]) -> tuple[float, float, int]:
     """Return the seconds of these choices, the most bytes, and the moment that has them."""
     seconds = sum(float(each[choice]) for each, choice in zip(program.seconds, choices, strict=True))
     for group in program.groups:
@@ -204,7 +214,7 @@ def evaluate(program: Program, choices: Sequence[int]) -> tuple[float, float, in
     return seconds, float(at_moments[peak]), peak
 
 
-def evaluate_moments(program: Program, choices: Sequence[int]) -> np.ndarray:
+def evaluate_moments(program: IntegerProgram, choices: Sequence[int]) -> np.ndarray:
     """Return the bytes at each moment."""
     used = [
         {(group.states[choices[group.source]], states[choices[target]]) for target, states in group.targets}
@@ -226,7 +236,7 @@ class _Columns:
     """The columns and flow rows of a program. Nodes that run alike have the same columns, and groups of such
     nodes the same flows."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: IntegerProgram) -> None:
         self._program = program
         self._first: dict[int, int] = {}  # the first column of a class of nodes
         self._cost: list[float] = []

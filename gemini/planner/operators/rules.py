@@ -57,7 +57,7 @@ _NEVER_CUT = frozenset(
 )
 
 
-class Rule(NamedTuple):
+class OperatorRule(NamedTuple):
     """The placements of outputs (None: no tensor) and tensor inputs along one axis."""
 
     outputs: tuple[int | None, ...]
@@ -113,8 +113,10 @@ class Rules:
     def _strategies(self, node: fx.Node) -> tuple[tuple[Strategy, ...], bool]:
         inputs = [each.meta["val"] for each in tensors_of(node)]
         outputs = values_of(node)
-        whole = Rule(tuple(None if each is None else WHOLE for each in outputs), tuple(WHOLE for _ in inputs))
-        rules: dict[int, list[Rule]] = {}
+        whole = OperatorRule(
+            tuple(None if each is None else WHOLE for each in outputs), tuple(WHOLE for _ in inputs)
+        )
+        rules: dict[int, list[OperatorRule]] = {}
         is_known = True
         for size, mesh in self._meshes.items():
             found, is_known = _rules_of(node, mesh)
@@ -128,7 +130,7 @@ class Rules:
         return tuple(made), is_known
 
     def _is_taken(
-        self, rule: Rule, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], size: int
+        self, rule: OperatorRule, outputs: Sequence[Any], inputs: Sequence[torch.Tensor], size: int
     ) -> bool:
         if len(rule.outputs) != len(outputs) or len(rule.inputs) != len(inputs):
             return False
@@ -182,7 +184,7 @@ class _Nowhere:
         return tensor
 
 
-def _passes_sums(rule: Rule) -> bool:
+def _passes_sums(rule: OperatorRule) -> bool:
     """Say whether an operator passes on all summands, or the inputs that have some are added to a sum that it
     makes (a bias). Others, such as the product of summands and a whole matrix, are right and save no work:
     without them programs are solved several times as fast."""
@@ -192,12 +194,15 @@ def _passes_sums(rule: Rule) -> bool:
     return not others or any(each >= 0 for each in others)
 
 
-def _order(rule: Rule) -> tuple[Any, ...]:
+def _order(rule: OperatorRule) -> tuple[Any, ...]:
     return tuple(-9 if each is None else each for each in rule.outputs), rule.inputs
 
 
 def _joined(
-    chosen: Sequence[Rule], outputs: Sequence[Any], inputs: Sequence[torch.Tensor], sizes: Sequence[int]
+    chosen: Sequence[OperatorRule],
+    outputs: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
+    sizes: Sequence[int],
 ) -> Strategy | None:
     """Return the strategy in which each axis follows a rule; None where parts would be unequal."""
     scale = math.prod(1 / size for rule, size in zip(chosen, sizes, strict=True) if MEAN in rule.outputs)
@@ -255,7 +260,7 @@ def _mesh(size: int) -> DeviceMesh:
     return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
 
 
-def _rules_of(node: fx.Node, mesh: DeviceMesh) -> tuple[set[Rule], bool]:
+def _rules_of(node: fx.Node, mesh: DeviceMesh) -> tuple[set[OperatorRule], bool]:
     """Return the rules of a node along an axis, and whether any were there."""
     target = node.target
     if target is operator.getitem:
@@ -285,7 +290,7 @@ def _meta(node: fx.Node) -> TensorMeta:
     return TensorMeta(value.shape, value.stride(), value.dtype)
 
 
-def _of_single_axis(node: fx.Node, info: Any) -> Iterator[Rule]:
+def _of_single_axis(node: fx.Node, info: Any) -> Iterator[OperatorRule]:
     """Yield the rules of those that are written for one axis; they take shapes alone."""
     args, kwargs = _mapped(node.args, _meta), _mapped(dict(node.kwargs), _meta)
     try:
@@ -296,10 +301,10 @@ def _of_single_axis(node: fx.Node, info: Any) -> Iterator[Rule]:
     for each in found:
         placements = [_placement(placement) for placement in each]
         if "?" not in placements:
-            yield Rule(tuple(placements[:count]), tuple(placements[count:]))
+            yield OperatorRule(tuple(placements[:count]), tuple(placements[count:]))
 
 
-def _of_strategies(node: fx.Node, mesh: DeviceMesh, propagator: Any) -> Iterator[Rule]:
+def _of_strategies(node: fx.Node, mesh: DeviceMesh, propagator: Any) -> Iterator[OperatorRule]:
     """Yield what rules of the older kind say: they give what the placements of the inputs lead to, so all are
     given; where one of them raises, each of the first input's is asked alone."""
     inputs = tensors_of(node)
@@ -315,7 +320,7 @@ def _of_strategies(node: fx.Node, mesh: DeviceMesh, propagator: Any) -> Iterator
             [OpSpec(DTensorSpec(mesh, (placement,), tensor_meta=_meta(each))) for placement in chosen]
         )
 
-    def ask(make: Callable[[fx.Node], OpStrategy]) -> list[Rule]:
+    def ask(make: Callable[[fx.Node], OpStrategy]) -> list[OperatorRule]:
         args = tuple(
             TupleStrategy(each) if isinstance(each, list) and isinstance(each[0], OpStrategy) else each
             for each in (_mapped(list(node.args), make))
@@ -337,7 +342,7 @@ def _of_strategies(node: fx.Node, mesh: DeviceMesh, propagator: Any) -> Iterator
             continue
 
 
-def _rules_in(found: Any, num_outputs: int, num_inputs: int) -> Iterator[Rule]:
+def _rules_in(found: Any, num_outputs: int, num_inputs: int) -> Iterator[OperatorRule]:
     for spec in getattr(found, "strategies", ()):
         outputs = spec.output_specs
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs] * num_outputs
@@ -345,7 +350,7 @@ def _rules_in(found: Any, num_outputs: int, num_inputs: int) -> Iterator[Rule]:
         placements = [None if each is None else _placement(each.placements[0]) for each in outputs + inputs]
         if "?" not in placements and None not in placements[len(outputs) :]:
             into: list[Any] = placements[len(outputs) :]
-            yield Rule(tuple(placements[: len(outputs)]), tuple(into))
+            yield OperatorRule(tuple(placements[: len(outputs)]), tuple(into))
 
 
 def _placement(placement: Any) -> Any:
@@ -388,105 +393,110 @@ def _mask_placements(node: fx.Node, batch: int, heads: int) -> tuple[list[int], 
     return [of_batch], [of_heads]
 
 
-def _attention(node: fx.Node) -> list[Rule]:
+def _attention(node: fx.Node) -> list[OperatorRule]:
     batch, heads = tensors_of(node)[0].meta["val"].shape[:2]
     of_batch, of_heads = _mask_placements(node, batch, heads)
-    return [Rule((0, 0), (0, 0, 0, *of_batch)), Rule((1, 1), (1, 1, 1, *of_heads))]
+    return [OperatorRule((0, 0), (0, 0, 0, *of_batch)), OperatorRule((1, 1), (1, 1, 1, *of_heads))]
 
 
-def _attention_backward(node: fx.Node) -> list[Rule]:
+def _attention_backward(node: fx.Node) -> list[OperatorRule]:
     batch, heads = tensors_of(node)[0].meta["val"].shape[:2]
     of_batch, of_heads = _mask_placements(node, batch, heads)
-    return [Rule((0,) * 3, (0,) * 6 + tuple(of_batch)), Rule((1,) * 3, (1,) * 6 + tuple(of_heads))]
-
-
-def _nll_loss(node: fx.Node) -> list[Rule]:
-    """Each rank counts its own samples; sums and weights of all are added up within."""
-    weighted = [WHOLE] * (len(tensors_of(node)) - 2)
-    return [Rule((WHOLE, WHOLE), (0, 0, *weighted))] if node.args[3] in (1, 2) else []
-
-
-def _nll_loss_backward(node: fx.Node) -> list[Rule]:
-    weighted = [WHOLE] * (len(tensors_of(node)) - 4)
-    return [Rule((0,), (WHOLE, 0, 0, *weighted, WHOLE))] if node.args[4] in (1, 2) else []
-
-
-def _embedding(node: fx.Node) -> list[Rule]:
-    """Rows of ids, columns of the table, or rows of the table: ids of other ranks' rows give zeros."""
-    ids = tensors_of(node)[1].meta["val"].ndim
     return [
-        *(Rule((dim,), (WHOLE, dim)) for dim in range(ids)),
-        Rule((ids,), (1, WHOLE)),
-        Rule((SUM,), (0, WHOLE)),
+        OperatorRule((0,) * 3, (0,) * 6 + tuple(of_batch)),
+        OperatorRule((1,) * 3, (1,) * 6 + tuple(of_heads)),
     ]
 
 
-def _embedding_backward(node: fx.Node) -> list[Rule]:
+def _nll_loss(node: fx.Node) -> list[OperatorRule]:
+    """Each rank counts its own samples; sums and weights of all are added up within."""
+    weighted = [WHOLE] * (len(tensors_of(node)) - 2)
+    return [OperatorRule((WHOLE, WHOLE), (0, 0, *weighted))] if node.args[3] in (1, 2) else []
+
+
+def _nll_loss_backward(node: fx.Node) -> list[OperatorRule]:
+    weighted = [WHOLE] * (len(tensors_of(node)) - 4)
+    return [OperatorRule((0,), (WHOLE, 0, 0, *weighted, WHOLE))] if node.args[4] in (1, 2) else []
+
+
+def _embedding(node: fx.Node) -> list[OperatorRule]:
+    """Rows of ids, columns of the table, or rows of the table: ids of other ranks' rows give zeros."""
+    ids = tensors_of(node)[1].meta["val"].ndim
+    return [
+        *(OperatorRule((dim,), (WHOLE, dim)) for dim in range(ids)),
+        OperatorRule((ids,), (1, WHOLE)),
+        OperatorRule((SUM,), (0, WHOLE)),
+    ]
+
+
+def _embedding_backward(node: fx.Node) -> list[OperatorRule]:
     if node.args[4]:  # by frequency: ranks would have to count together
         return []
     grad = tensors_of(node)[0].meta["val"].ndim
     return [
-        *(Rule((SUM,), (dim, dim)) for dim in range(grad - 1)),
-        Rule((1,), (grad - 1, WHOLE)),
-        Rule((0,), (WHOLE, WHOLE)),
-        Rule((SUM,), (SUM, WHOLE)),
+        *(OperatorRule((SUM,), (dim, dim)) for dim in range(grad - 1)),
+        OperatorRule((1,), (grad - 1, WHOLE)),
+        OperatorRule((0,), (WHOLE, WHOLE)),
+        OperatorRule((SUM,), (SUM, WHOLE)),
     ]
 
 
-def _mean_squares(node: fx.Node) -> list[Rule]:
+def _mean_squares(node: fx.Node) -> list[OperatorRule]:
     inputs = [each.meta["val"] for each in tensors_of(node)]
     if inputs[0].shape != inputs[1].shape:
         return []
     result = {0: None, 1: MEAN, 2: SUM}[node.args[2] if len(node.args) > 2 else 1]  # type: ignore[index]
-    return [Rule((dim if result is None else result,), (dim, dim)) for dim in range(inputs[0].ndim)]
+    return [OperatorRule((dim if result is None else result,), (dim, dim)) for dim in range(inputs[0].ndim)]
 
 
-def _mean_squares_backward(node: fx.Node) -> list[Rule]:
+def _mean_squares_backward(node: fx.Node) -> list[OperatorRule]:
     _, scores, targets = (each.meta["val"] for each in tensors_of(node))
     if scores.shape != targets.shape or node.args[3] not in (1, 2):
         return []
-    return [Rule((dim,), (WHOLE, dim, dim)) for dim in range(scores.ndim)]
+    return [OperatorRule((dim,), (WHOLE, dim, dim)) for dim in range(scores.ndim)]
 
 
-def _convolution(node: fx.Node) -> list[Rule]:
+def _convolution(node: fx.Node) -> list[OperatorRule]:
     bias = len(tensors_of(node)) - 2
-    found = [Rule((0,), (0, WHOLE, *[WHOLE] * bias))]
+    found = [OperatorRule((0,), (0, WHOLE, *[WHOLE] * bias))]
     if node.args[8] == 1 and not node.args[6]:
-        found.append(Rule((1,), (WHOLE, 0, *[0] * bias)))
-        found.append(Rule((SUM,), (1, 1, *[SUM] * bias)))
+        found.append(OperatorRule((1,), (WHOLE, 0, *[0] * bias)))
+        found.append(OperatorRule((SUM,), (1, 1, *[SUM] * bias)))
     return found
 
 
-def _convolution_backward(node: fx.Node) -> list[Rule]:
+def _convolution_backward(node: fx.Node) -> list[OperatorRule]:
     wanted = node.args[10]
     every = [((0, SUM, SUM), (0, 0, WHOLE))]
     if node.args[9] == 1 and not node.args[7]:
         every += [((SUM, 0, 0), (1, WHOLE, 0)), ((1, 1, WHOLE), (WHOLE, 1, 1))]
     return [
-        Rule(tuple(p if is_wanted else None for p, is_wanted in zip(out, wanted, strict=True)), into)  # type: ignore[arg-type]
+        OperatorRule(tuple(p if is_wanted else None for p, is_wanted in zip(out, wanted, strict=True)), into)  # type: ignore[arg-type]
         for out, into in every
     ]
 
 
-def _random(node: fx.Node) -> list[Rule]:
+def _random(node: fx.Node) -> list[OperatorRule]:
     """Each rank draws the numbers of all and keeps its own."""
     inputs, outputs = tensors_of(node), values_of(node)
-    return [Rule((dim,) * len(outputs), (dim,) * len(inputs)) for dim in range(inputs[0].meta["val"].ndim)]
+    return [
+        OperatorRule((dim,) * len(outputs), (dim,) * len(inputs)) for dim in range(inputs[0].meta["val"].ndim)
+    ]
 
 
-def _like_input(node: fx.Node) -> list[Rule]:
+def _like_input(node: fx.Node) -> list[OperatorRule]:
     """An operator on elements, of tensors of one shape."""
     inputs = [each.meta["val"] for each in tensors_of(node)]
     if any(each.shape != inputs[0].shape for each in inputs):
         return []
-    return [Rule((dim,), (dim,) * len(inputs)) for dim in range(inputs[0].ndim)]
+    return [OperatorRule((dim,), (dim,) * len(inputs)) for dim in range(inputs[0].ndim)]
 
 
-def _floor_divide(node: fx.Node) -> list[Rule]:
+def _floor_divide(node: fx.Node) -> list[OperatorRule]:
     return _like_input(node) if len(tensors_of(node)) == 1 else []
 
 
-_OWN: dict[Any, Callable[[fx.Node], list[Rule]]] = {
+_OWN: dict[Any, Callable[[fx.Node], list[OperatorRule]]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     _aten.nll_loss_forward.default: _nll_loss,

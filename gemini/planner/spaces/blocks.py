@@ -16,7 +16,7 @@ from gemini.errors import ConfigError
 from gemini.parallel.layout_plan import DataCut
 from gemini.parallel.pipeline.orders import Kind
 from gemini.parallel.plan import ParallelPlan, PlanBudgets, Prediction, RankPrediction, fingerprint
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.exchanges import Gathers, chunks_of, exchange_seconds, whole_sizes
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.plans import machine_fingerprint
@@ -84,7 +84,7 @@ class Blocks:
     def __init__(
         self,
         speeds: Speeds,
-        capacity: Capacity,
+        capacity: StageCapacity,
         figures_of: FiguresOf,
         names: Sequence[str],
         why_one: str | None = None,
@@ -95,7 +95,7 @@ class Blocks:
         self.price = cache(self._price)
 
     @classmethod
-    def of(cls, searching: Search, capacity: Capacity) -> Blocks:
+    def of(cls, searching: Search, capacity: StageCapacity) -> Blocks:
         """Return the blocks of the model that a search looks at."""
         names = searching.whole.blocks or ("",)
         return cls(searching.speeds, capacity, searching.figures_of, names, searching.whole.why_one)

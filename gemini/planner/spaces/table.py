@@ -12,7 +12,7 @@ from math import prod
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.planner.chunks import Capacity
+from gemini.planner.chunks import StageCapacity
 from gemini.planner.records import Part
 from gemini.planner.search import RunOf, Search
 from gemini.planner.spaces import alpa, galvatron
@@ -45,7 +45,7 @@ class Asked:
     run_of: RunOf
     ranks: int
     batch: int
-    capacity: Capacity
+    capacity: StageCapacity
     annotations: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
 

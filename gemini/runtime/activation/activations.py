@@ -25,7 +25,7 @@ from gemini.runtime.activation.saved import (
     ChunkPool,
     Fate,
     KeepPlan,
-    Kept,
+    KeptTensor,
     Leases,
     Saved,
     Stored,
@@ -215,10 +215,10 @@ class ActivationOffload:
             if type(tensor) in MANAGED and not called_by_operator:
                 return self._weight(tensor)
             if not self._worth_storing(tensor):
-                return Kept(tensor)
+                return KeptTensor(tensor)
             nbytes = span_bytes(tensor)
             if self._keep is not None and (self._gate.resident or self._keep.next_stays(nbytes)):
-                return Kept(tensor)
+                return KeptTensor(tensor)
             parcel, offset = self._find(tensor) or self._store(tensor)
             if self._keep is not None:
                 self._keep.note(nbytes, parcel.fate)
@@ -229,7 +229,7 @@ class ActivationOffload:
         ref = tensor._ref  # type: ignore[attr-defined]
         is_wrapper = getattr(tensor, "_twin", None) is not None  # of quantized values, with no memory
         if ref.manager is not self._gate or is_wrapper:
-            return Kept(tensor)
+            return KeptTensor(tensor)
         chunks = self._gate.chunks
         chunk = chunks.chunks[chunks.table.chunk_of(ref.tensors[0])]
         owner = Weight(chunk, ref.tensors)

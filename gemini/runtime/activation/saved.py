@@ -302,7 +302,7 @@ class Version:
             )
 
 
-class Kept:
+class KeptTensor:
     """A saved tensor that stays where it is."""
 
     __slots__ = ("_tensor", "_version")

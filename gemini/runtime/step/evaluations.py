@@ -104,7 +104,7 @@ class EvalOrder(Learned):
             logger.info("an evaluation left the recorded order; it ran with least-recently-used eviction")
 
 
-class Needs:
+class PassNeeds:
     """How many bytes beside model data the passes of one entry take, by their size."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Evaluations:
         self.are_alike = False
         self._chunks, self._context, self._names = chunks, context, names
         self._withheld_bytes = 0
-        self._needs: dict[Hashable, Needs] = {}
+        self._needs: dict[Hashable, PassNeeds] = {}
         self._orders: OrderedDict[_Key, EvalOrder] = OrderedDict()  # used last comes last
         self._call = Call()
         self.current = EvalOrder(chunks, context, memstats)
@@ -172,7 +172,7 @@ class Evaluations:
     def choose(self, call: Call) -> EvalOrder:
         """Return the order of a pass that begins."""
         self._call = call = Call() if self.are_alike else call
-        needs = self._needs.setdefault(call.entry, Needs())
+        needs = self._needs.setdefault(call.entry, PassNeeds())
         guess = needs.guess(call.numel) if self._samples else 0
         self.current = self._known(call.entry) if guess is None else self._of(call.entry, guess)
         self.current.measure(self._samples and guess is not None and needs.is_new(call.numel))

@@ -39,7 +39,7 @@ from gemini.parallel.moe.divide import divide_experts, divided_experts
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
 from gemini.parallel.pipeline.absent import Absent
-from gemini.parallel.pipeline.passing import Form, Incoming, Passing
+from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.system.files import parse_json
@@ -253,7 +253,7 @@ def stream(
             passing.send(value, 0, 0)
             passing.finish()
         elif place == 0:
-            coming = Incoming(passing, owner, 0, Form(spec.dtype, tuple(spec.shape)))
+            coming = Incoming(passing, owner, 0, ValueForm(spec.dtype, tuple(spec.shape)))
             value = coming.wait(f"waits for {spec.name} of another stage (a save)")
     if place == 0 and value is not None:
         sink(value)
