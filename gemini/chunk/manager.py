@@ -384,6 +384,7 @@ class ChunkManager:
         """Keep DEVICE memory that chunks gave back for those that come next, within ``limit_bytes``, or what
         the period under way leaves if that is more; only while memory is short unless ``always``."""
         self._park_limit_bytes, self._parks_always = limit_bytes, always
+        self._parks_for_now = self.arena_bytes() > limit_bytes  # of what came before
 
     def open_stow(self) -> Stow:
         """Return the stow, made if there is none, of chunks that are in memory only while pinned."""

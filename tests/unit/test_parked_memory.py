@@ -55,3 +55,16 @@ def test_a_period_that_leaves_less_gets_what_was_kept(manager: ChunkManager) -> 
     assert manager.arena_bytes() == CHUNK_BYTES
     assert manager._memory.parked_bytes == 0
     manager.close()
+
+
+def test_an_evaluation_that_moves_nothing_gets_what_the_step_before_it_kept(manager: ChunkManager) -> None:
+    manager.park(NUM_CHUNKS * CHUNK_BYTES, always=True)
+    visit(manager, 0)
+    manager.free([0, 1, 3])
+    assert manager._memory.parked_bytes == 3 * CHUNK_BYTES
+    manager.table.set_schedule(_C.Schedule([[2]], [3 * CHUNK_BYTES], NUM_CHUNKS))
+    manager.park(CHUNK_BYTES, always=True)
+    manager.table.begin_step()
+    visit(manager, 2)
+    assert manager.arena_bytes() == CHUNK_BYTES
+    manager.close()
