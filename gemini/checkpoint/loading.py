@@ -357,6 +357,7 @@ def _load_once(
                 optimizer.refuse_changes(objects["param_groups"])
             except ConfigError as error:
                 raise CheckpointError(f"{checkpoint} was saved with another optimizer: {error}") from error
+            _check_states(checkpoint, reader.manifest, optimizer)
             try:
                 _check_settings(objects, optimizer)
                 generators = rng.parse(reader.rng(rank.index, rank.count))
@@ -445,14 +446,6 @@ def _check_model(
     _compare(checkpoint, "parameter", shapes, own_shapes)
     buffers = {name: list(value.shape) for name, value in contents.buffers(model).items()}
     _compare(checkpoint, "buffer", manifest["buffers"], buffers)
-    kept, names = kept_states(manifest), set(optimizer.state_names)
-    if not names <= set(kept) <= names | optimizer.rule.unread(()):
-        raise CheckpointError(
-            f"{checkpoint} has of each parameter the states {list(kept)}, and the optimizer keeps "
-            f"{list(optimizer.state_names)}; load it with an optimizer of the kind that saved it, with its "
-            "state_dtype and master_remainders; its state_dict() leads from those to others"
-        )
-    _compare_arrays(checkpoint, manifest, optimizer)
     frozen = {name for name, slot in model.storage.slots.items() if slot.grad is None}
     note_frozen(str(checkpoint), [name for name in manifest["optimizer_steps"] if name in frozen])
     saved, own = manifest["group_members"], contents.group_members(optimizer)
@@ -464,6 +457,18 @@ def _check_model(
             f"{checkpoint} has parameter groups of {[len(group) for group in saved]} parameters, the "
             f"optimizer of {[len(group) for group in own]}, or in another order; build it as it was then"
         )
+
+
+def _check_states(checkpoint: Path, manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
+    """Raise CheckpointError where the optimizer keeps other states of the parameters."""
+    kept, names = kept_states(manifest), set(optimizer.state_names)
+    if not names <= set(kept) <= names | optimizer.rule.unread(()):
+        raise CheckpointError(
+            f"{checkpoint} has of each parameter the states {list(kept)}, and the optimizer keeps "
+            f"{list(optimizer.state_names)}; load it with an optimizer of the kind that saved it, with its "
+            "state_dtype and master_remainders; its state_dict() leads from those to others"
+        )
+    _compare_arrays(checkpoint, manifest, optimizer)
 
 
 def _shape(entry: Mapping[str, Any]) -> list[Any]:

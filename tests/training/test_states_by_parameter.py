@@ -85,6 +85,19 @@ def test_a_state_of_other_groups_is_refused_by_name(tmp_path: Path) -> None:
             optimizer.step()
 
 
+def test_a_checkpoint_of_other_groups_is_refused_by_these_not_by_its_states(tmp_path: Path) -> None:
+    for use_muon in (True, False):
+        net = seeded(hidden_matrices)
+        with GeminiDDP(net) as model:
+            optimizer = GeminiOptimizer(of_matrices(net, use_muon=use_muon), model)
+            if use_muon:
+                train(model, optimizer, range(1))
+                checkpoint.save(tmp_path, model, optimizer)
+            else:
+                with pytest.raises(CheckpointError, match="has use_muon=True, and that of the optimizer"):
+                    checkpoint.load(tmp_path, model, optimizer)
+
+
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_announced_muon_has_one_state_of_hidden_matrices_and_sizes_are_exact(
