@@ -211,12 +211,13 @@ class _Mapped:
         """Return the states of a parameter as torch's optimizer names them."""
         arrays = self._reader.arrays(param)
         read = {state: self._reader.state(state, param) for state in arrays}
-        is_adam = read.keys() >= _OF_ADAM
+        small = dict(self._reader.objects().get("small_states", {}).get(param, {}))
+        # NAdam, Lamb and Muon have these moments, too, and count steps in their own way.
+        is_adam = read.keys() >= _OF_ADAM and "step" not in small
         if is_adam:
             read = _format_of(arrays["exp_avg"].dtype).exported(read)
         states = {state: self._file.copy(value) for state, value in read.items()}
         if not is_adam:
-            small = dict(self._reader.objects().get("small_states", {}).get(param, {}))
             absent = small.pop(ABSENT, ())
             return {**{name: value for name, value in states.items() if name not in absent}, **small}
         return {"step": step_count(self._reader.manifest["optimizer_steps"][param]), **states}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from training_harness import seeded
 
 from gemini import CheckpointError, ConfigError, GeminiDDP, GeminiOptimizer, Muon, checkpoint
+from gemini.checkpoint.convert import convert
+from gemini.checkpoint.loading import latest
 from gemini.chunk import ChunkKind
 from gemini.optim import rule_choice
 from gemini.optim.muon import ARRAYS
@@ -166,3 +169,25 @@ def test_saved_states_with_two_of_each_matrix_are_read(
             checkpoint.save(tmp_path / f"one {takes_file}", model, optimizer)
             checkpoint.load(tmp_path / f"one {takes_file}", model, optimizer)
             assert_same(optimizer.state_dict()["state"], state)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda net: Muon(net.named_parameters()), lambda net: torch.optim.NAdam(net.parameters())]
+)
+def test_the_optimizer_goes_on_from_a_converted_checkpoint(
+    make: Callable[[nn.Module], torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    with GeminiDDP(seeded(hidden_matrices)) as model:
+        optimizer = GeminiOptimizer(make(model.module), model)
+        train(model, optimizer, range(2))
+        checkpoint.save(tmp_path / "saved", model, optimizer)
+        train(model, optimizer, range(2, STEPS))
+        want = dict(model.state_dict())
+    convert(latest(tmp_path / "saved"), tmp_path / "state.pt", "torch")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    net = seeded(hidden_matrices)
+    net.load_state_dict(saved["model"])
+    plain = make(net)
+    plain.load_state_dict(saved["optimizer"])
+    train(net, plain, range(2, STEPS))
+    assert_same(dict(net.state_dict()), want)
