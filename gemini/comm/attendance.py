@@ -42,7 +42,7 @@ _SLOWEST_BYTES_PER_S = 2**20  # of a network that anybody would train over
 
 _SILENT = "has given no sign of life for"
 _BROKEN = "ranks have lost each other"
-_START_AGAIN = "Start all ranks again from the last checkpoint (gemini.checkpoint.load)"
+_START_AGAIN = "Start all ranks again; training goes on from its last checkpoint (gemini.checkpoint.load)"
 _UNEVEN = (
     "All ranks must make the calls that ranks make together as often and in the same order; where one has "
     "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "
