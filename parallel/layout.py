@@ -52,8 +52,8 @@ class Layout:
 
         ``pipeline`` is an int or ``dict(size=int)``; ``tensor`` is ``dict(size=int, mode=str)``, with
         ``depth=int`` for 2.5d; ``data`` is an int; ``moe`` is ``dict(size=int)``, over how many of the
-        processes of data parallelism experts are divided. What is absent is 1, but for ``data``, which is the
-        rest.
+        processes of data parallelism experts are divided. What is absent is 1, except for ``data``, which is
+        the rest.
 
         Raises:
             ConfigError: it says something else, or its sizes do not multiply to ``world_size``.

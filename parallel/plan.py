@@ -449,8 +449,8 @@ def _inner(kind: Any, value: object, where: str) -> Any:
 
 
 def _made(kind: Any, value: object) -> Any:
-    """Return the dataclass that an object of JSON describes: it has all of its fields, but for those that may
-    be None by default, and no others."""
+    """Return the dataclass that an object of JSON describes: it has all of its fields, except for those that
+    may be None by default, and no others."""
     names = _AXES if kind is Layout else tuple(_hints(kind))
     if not isinstance(value, dict):
         raise ConfigError(f"it is {_repr(value)} and no object with {', '.join(names)}")

@@ -239,7 +239,7 @@ class SaveHandle:
         self._steps_ended += 1
         if self._steps_ended < 2 or self._in_place:
             return
-        # After two steps every update that is to come soon has come, also those that were put off.
+        # After two steps every update that is to come soon has come, also those that were deferred.
         room = self._num_buffers * BUFFER_BYTES
         while self._left and not self._copied and room > 0:
             block = next(iter(self._left.values()))
@@ -345,7 +345,7 @@ class SaveHandle:
                 self._context.__exit__(type(error), error, error.__traceback__)
         except BaseException as raised:
             with self._changed:
-                if self._error is error:  # what became of it says more
+                if self._error is error:  # what happened to it says more
                     self._error = raised
             error = raised
         self._end(error)

@@ -111,7 +111,7 @@ def new_save() -> str:
 
 
 def seal(partial: Path, manifest: Mapping[str, Any], save: str) -> None:
-    """Make a checkpoint whose files are all durable complete, but for its name. Raises OSError."""
+    """Make a checkpoint whose files are all durable complete, except for its name. Raises OSError."""
     sequence = max((found.number for found in found_in(partial.parent)), default=0) + 1
     said = {"sequence": sequence, "save": save}
     manifest_seal = write_sealed(partial / MANIFEST, encoded({**manifest, **said}))

@@ -218,7 +218,7 @@ def load(
 
     Restores weights, masters, moments, step counts, parameter groups, loss scale, scheduler, buffers and
     random number generators, and gives pending gradients up. The budgets, policy, chunk size, precision and
-    number of ranks may be others than when it was saved. Every block of 4 MiB is read once and compared with
+    number of ranks may differ from those of the save. Every block of 4 MiB is read once and compared with
     its checksum before a value of it is used. Where that finds damage, on whichever rank, the checkpoint
     before is loaded over what has changed by then, with a warning in the log. Hooks of loading that modules
     have see all names; what they make of buffers and extra states is taken over, of weights it is not.
@@ -339,7 +339,7 @@ def _load_once(
     rank: Rank,
     leave: frozenset[str],
 ) -> dict[str, Any]:
-    """Load one checkpoint, but for what it is to ``leave``. Raises DamagedError, on all ranks."""
+    """Load one checkpoint, except for what it is to ``leave``. Raises DamagedError, on all ranks."""
     with ExitStack() as stack:
         opened: list[tuple[CheckpointReader, dict[str, Any], rng.States]] = []
 

@@ -28,8 +28,8 @@ _CHUNKS_AHEAD = 16
 
 
 class Window(Protocol):
-    """A chunk's addresses on DEVICE, with or without memory behind them. They never change, but for those of
-    a window that floats."""
+    """A chunk's addresses on DEVICE, with or without memory behind them. Only those of
+    a window that floats ever change."""
 
     @property
     def address(self) -> int: ...

@@ -51,7 +51,7 @@ class Stow:
     """The stowed chunks of one model.
 
     For the chunk table such a chunk is FREE between two uses: it takes nothing of any budget, and using it
-    allocates it anew. Not thread-safe, as the chunks that they are of.
+    allocates it again. Not thread-safe, as the chunks that they are of.
     """
 
     def __init__(self, tiers: Tiers) -> None:

@@ -144,7 +144,7 @@ def run_on_ranks(plan: ParallelPlan, job: Job) -> float:
 
 
 def seconds_of_steps(plan: ParallelPlan, job: Job) -> list[float]:
-    """Train as this rank of a plan; return how long each step took, but for the first one."""
+    """Train as this rank of a plan; return how long each step took, except for the first one."""
     source, samples = job.source(), plan.num_microbatches * plan.microbatch_size
     # Chunks get their first values where they lie; below ZeRO 3 the whole model has them before it is cut.
     example = source.example(samples) if plan.zero_stage == 3 else source.build(samples)

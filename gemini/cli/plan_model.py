@@ -196,7 +196,7 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
 
 
 def _leave_memory(module: nn.Module) -> None:
-    """Put on ``meta`` what old constructors (``torch.Tensor(8)``) make in memory all the same."""
+    """Put on ``meta`` what old constructors (``torch.Tensor(8)``) make in memory anyway."""
     if torch.get_default_device().type != "meta":
         return
     moved: dict[nn.Parameter, nn.Parameter] = {}

@@ -140,7 +140,7 @@ def options_named() -> Iterator[None]:
 
 
 def with_options(text: str) -> str:
-    """Return what the library says with options in the place of its parameters."""
+    """Return what the library says with options instead of its parameters."""
     for said, option in _WITH_VALUES.items():
         text = text.replace(said, option)
     return _PARAMETERS.sub(lambda found: "--" + found[0].replace("_", "-"), text)

@@ -20,7 +20,7 @@ def new_group(ranks: list[int], timeout: timedelta | None, backend: str | None =
     """Make a group; its ``ranks``, two or more, alone call this, in the same order.
 
     Torch names such a group after the number of groups that a process is in. Ranks that are in different
-    numbers of them would wait for each other for good: those in fewer fill up with groups of themselves.
+    numbers of them would wait for each other forever: those in fewer fill up with groups of themselves.
     """
     missing = _most_groups(ranks) - _num_groups()
     for _ in range(missing):

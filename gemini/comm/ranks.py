@@ -299,7 +299,7 @@ class ProcessGroupPeers(Peers):
         return [(rank + distance) % size for distance in range(1, size)]
 
     def _as_one(self, works: Sequence[Any], nbytes: int) -> Transfer:
-        """Return transfers of ``nbytes`` each as one, which does not wait for ever."""
+        """Return transfers of ``nbytes`` each as one, which does not wait forever."""
         limit = self.attendance.longest_transfer(nbytes)
         if self._timeout is not None:
             limit = min(limit, self._timeout)

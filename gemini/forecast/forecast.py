@@ -171,8 +171,8 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
 
 
 def _budgets(outlook: Outlook, machine: MachineSpeeds) -> Machine:
-    """Return what the planner may use: the lower tiers only where DEVICE cannot keep everything for good, as
-    the runtime does."""
+    """Return what the planner may use: the lower tiers only where DEVICE cannot keep everything
+    permanently, as the runtime does."""
     context = outlook.blueprint.context
     capacity = context.capacity
     if context.size.total_bytes + outlook.non_model_bytes <= capacity.device_bytes:

@@ -194,7 +194,7 @@ class _MeteredChunks(ChunkManager):
 
 class _RehearsedManager(GeminiManager):
     """Tells views of a chunk by their storage: addresses on ``meta`` begin at 0 in each. Is never
-    resident for good: every operator is a moment."""
+    resident permanently: every operator is a moment."""
 
     def viewed(self, ref: TensorRef, tensor: torch.Tensor) -> TensorRef | None:
         chunk = self.chunks.chunks[self.chunks.table.chunk_of(ref.tensors[0])]
@@ -252,7 +252,7 @@ class _RehearsedModel(GeminiDDP):
 
 
 def _manage_quantized(module: nn.Module, param: nn.Parameter, slot: ManagedSlot) -> None:
-    """Put a managed weight whose inner tensors are on ``meta`` in the place of ``param``."""
+    """Replace ``param`` with a managed weight that has its inner tensors on ``meta``."""
     owner = module.get_submodule(slot.name.rpartition(".")[0])
     made = like(param, owner, without_values=True)
     for each in module.modules():
@@ -328,7 +328,7 @@ class Example:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """``build(batch)`` makes the model anew, with inputs of that batch size; it runs while torch makes
+    """``build(batch)`` makes the model again, with inputs of that batch size; it runs while torch makes
     everything on ``meta``. ``tokens`` is what one sample counts in the report, in ``unit``.
 
     ``notes``: lines for the report, on what was decided in the user's place. ``resized(tokens)`` is the same

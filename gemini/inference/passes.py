@@ -80,7 +80,7 @@ class PackedModel:
 
     @torch.no_grad()
     def run(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
-        """Do what :meth:`logits` does, but for the growth: a pass may come again."""
+        """Do what :meth:`logits` does, except for the growth: a pass may come again."""
         device = self.device
         ids = [token for _, tokens in parts for token in tokens]
         positions = [sequence.length + index for sequence, tokens in parts for index in range(len(tokens))]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 class TensorRanks:
     """Processes that each have a part of every layer. The first one leads: it decides what is computed, and
-    tells the others. All calls are collective, but for properties."""
+    tells the others. All calls are collective, except for properties."""
 
     def __init__(self, rank: Rank) -> None:
         """``rank``: this process among two or more, which are all that torch.distributed was joined by."""

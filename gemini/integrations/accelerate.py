@@ -86,7 +86,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         return super().prepare(*args, **options)
 
     def _updating(self, given: Any, models: list[Any]) -> Any:
-        """Return what updates the chunks of one of ``models`` in the place of its optimizer; all else as it
+        """Return what updates the chunks of one of ``models`` instead of its optimizer; all else as it
         was ``given``."""
         if not isinstance(given, torch.optim.Optimizer) or isinstance(
             given, (GeminiOptimizer, AcceleratedOptimizer)

@@ -1,7 +1,7 @@
 """What transformers and PEFT will open in a directory of a model, looked at before they do.
 
 Neither asks of what kind a file is, where a link leads, or which files an index may name; a FIFO keeps them
-waiting for ever. Nothing in a directory is run: what would be is refused by its key.
+waiting forever. Nothing in a directory is run: what would be is refused by its key.
 """
 
 from __future__ import annotations

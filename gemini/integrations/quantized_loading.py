@@ -149,7 +149,7 @@ class QuantizedOutline:
     def __init__(self, quantization: Any, dtype: torch.dtype) -> None:
         """``quantization``: a config of transformers; ``dtype``: of the files."""
         self._quantization, self._dtype = quantization, dtype
-        self._made: dict[_Kind, nn.Parameter] = {}  # the same for each model that is built anew
+        self._made: dict[_Kind, nn.Parameter] = {}  # the same for each model that is built again
 
     def put_on(self, model: Any) -> None:
         """Quantize ``model``, one of transformers. Takes memory as :meth:`QuantizedWeights.of`.

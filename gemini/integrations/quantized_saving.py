@@ -23,7 +23,7 @@ _TORCHAO = "torchao"
 
 
 def flatten_managed(model: nn.Module) -> None:
-    """Have a quantizer that takes managed weights apart in the place of that of ``model``, one of
+    """Have a quantizer that takes managed weights apart instead of that of ``model``, one of
     transformers."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None or isinstance(quantizer, _Flattening):

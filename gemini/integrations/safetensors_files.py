@@ -382,7 +382,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
 
 
 class StoredValues(Mapping[str, torch.Tensor]):
-    """The same as tensors, each read anew at every use: what ``load_state_dict`` takes one by one."""
+    """The same as tensors, each read again at every use: what ``load_state_dict`` takes one by one."""
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self._files = files

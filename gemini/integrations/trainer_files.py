@@ -193,7 +193,7 @@ def _step_of(directory: InputDirectory) -> int:
     path, step = directory.path / _STATE, state.get("global_step")
     if type(step) is not int or not 0 <= step < 2**63:
         raise InputError(f"{path} is damaged: its global_step is {step!r:.200}, no number of steps; {AGAIN}")
-    # As it is declared, but for what the program of a Trainer turns into objects.
+    # As it is declared, except for what the program of a Trainer turns into objects.
     kinds = {**get_type_hints(TrainerState), "stateful_callbacks": dict}
     for name, value in state.items():
         if name not in kinds or not _is_of(value, kinds[name]):

@@ -134,7 +134,7 @@ class GeminiTrainerMixin:
             self.accelerator.manage_reference = self._manage_reference
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Make the model anew, managed; one that was made before returns its memory."""
+        """Make the model again, managed; one that was made before returns its memory."""
         before = managed(getattr(self, "model", None))
         if before is not None:
             before.close()

@@ -437,7 +437,7 @@ class _Loading:
 
 @contextmanager
 def before_loading(stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Have ``stand_in(original, ...)`` called in the place of ``PreTrainedModel._load_pretrained_model`` on
+    """Have ``stand_in(original, ...)`` called instead of ``PreTrainedModel._load_pretrained_model`` on
     this thread, for the block. transformers has no other place between building and loading."""
     import transformers
 

@@ -374,7 +374,7 @@ class GeminiDDP(LoadsAsPart):
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
         exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
-        nothing, but for an optimizer that updates in backward: that waits for the pass which follows."""
+        nothing, except for an optimizer that updates in backward: that waits for the pass which follows."""
         return self._gemini.no_sync()
 
     def join(

@@ -1,4 +1,4 @@
-"""Tensor classes that answer operators themselves: those on managed tensors are the runtime's all the same.
+"""Tensor classes that answer operators themselves: those on managed tensors are the runtime's anyway.
 
 Torch asks the classes of an operator's operands in their order, and the first that answers ends it: that of a
 nested tensor left of a weight answers for the weight. So each such class answers through here, as long as

@@ -101,7 +101,7 @@ class ManagedParameters:
         self._is_released = False
 
     def release(self) -> None:
-        """They are ordinary parameters again, for good."""
+        """They are ordinary parameters again, permanently."""
         self._is_released = True
 
     @property
@@ -408,7 +408,7 @@ class ManagedModel:
     @contextmanager
     def _forward_pass(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
         """Run a forward pass, ``call``, within the block. One inside another is a part of it: a training step
-        that a trainer calls in the place of the module calls the module in turn."""
+        that a trainer calls instead of the module calls the module in turn."""
         manager, training = self.manager, torch.is_grad_enabled()
         if self.passes.is_open and training == manager.in_step:
             yield
@@ -452,7 +452,7 @@ class ManagedModel:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
         exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
-        nothing, but for an optimizer that updates in backward: that waits for the pass which follows."""
+        nothing, except for an optimizer that updates in backward: that waits for the pass which follows."""
         sharding = self.manager.sharding
         before, self.accumulates = self.accumulates, True
         try:
@@ -575,8 +575,8 @@ class ManagedModel:
         return their names. What left it leaves the optimizers as well; its chunks stay. A GeminiOptimizer
         that is made of such parameters, or given a group of them, calls this.
 
-        The next step is recorded anew. Gradients that are there stay. Over ranks all of them call it with the
-        same module; the values of the first one count.
+        The next step is recorded again. Gradients that are there stay. Over ranks all of them call it with
+        the same module; the values of the first one count.
 
         Raises:
             ConfigError: a parameter cannot be managed, or the model was cut before it was wrapped.

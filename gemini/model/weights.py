@@ -179,7 +179,7 @@ class StateLoad:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes which values of ``state`` are copied into parameters and buffers of one module, in the place of
+    """Notes which values of ``state`` are copied into parameters and buffers of one module, instead of
     copying them."""
 
     def __init__(self, module: nn.Module, state: Any, prefix: str) -> None:
@@ -225,7 +225,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _LazyState(MutableMapping[str, Any]):
-    """A mapping that hooks may change, over one whose values are read anew at each use."""
+    """A mapping that hooks may change, over one whose values are read again at each use."""
 
     def __init__(self, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
         """``names``: those that there are; the value of one is its own where it is not to be read."""
@@ -281,7 +281,7 @@ _READ = object()
 
 
 def _own_copy(state: Mapping[str, Any]) -> Any:
-    """Return what hooks may change in the place of ``state``."""
+    """Return what hooks may change instead of ``state``."""
     if not isinstance(state, dict):
         return _LazyState(state, dict.fromkeys(state, _READ))
     copy: Any = OrderedDict(state)
@@ -468,7 +468,7 @@ class LazyState(dict[str, Any]):
         return self._versions.get(name) != version
 
     def pop_unread(self, name: str) -> None:
-        """Take a name out for good, where it is there: it does not count as removed from what it was."""
+        """Take a name out permanently, where it is there: it does not count as removed from what it was."""
         if name in self:
             del self[name]
 

@@ -285,7 +285,7 @@ class AsyncFile:
         """Have the kernel keep memory pinned: transfers from and to it need less processor time.
 
         The memory must not be freed before ``unregister`` or ``close``. False where the system refuses
-        (``ulimit -l``) or the backend has no use for it; everything works all the same.
+        (``ulimit -l``) or the backend has no use for it; everything works anyway.
         """
         return bool(self._file.pin(address, nbytes))
 

@@ -1,7 +1,7 @@
 """Optimizer states that live in files, and their steps.
 
 The file is a row of batches of at most 4 MiB, each read and written by one aligned request. A batch holds
-segments: consecutive elements of one parameter, in its memory order, whole blocks but for its last, as one
+segments: consecutive elements of one parameter, in its memory order, whole blocks except for its last, as one
 array after the other of its state. Of a parameter the file may have the first elements only: the rest of its
 state is a batch that stays in memory.
 
@@ -139,7 +139,7 @@ class StateRing:
             self._end_oldest_write()
 
     def close(self) -> None:
-        """End all requests, whatever becomes of them, and close the files. Idempotent."""
+        """End all requests, whatever happens to them, and close the files. Idempotent."""
         if self._owner is not None:
             _close(self._files, self._owner)
         self._files.clear()

@@ -217,7 +217,7 @@ class GeminiOptimizer(ManagedGroups):
 
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up the gradients but for those of other optimizers, or make zeros of them; all ranks do."""
+        """Give up the gradients except for those of other optimizers, or make zeros of them; all ranks do."""
         self.model.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
         self.run_own_zero_grad(set_to_none)

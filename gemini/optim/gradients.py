@@ -519,7 +519,7 @@ class Clipping:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew, with gradients to come."""
+        """Begin again, with gradients to come."""
         self._scale = GradScale()
         self.measured = None
         self.done = False

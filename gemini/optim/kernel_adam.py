@@ -189,8 +189,8 @@ class KernelAdam(SelfManaged):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take a copy of the state of an optimizer of ours, of any ``state_dtype``, or torch's Adam or AdamW.
 
-        fp32 moments keep every bit they have; others are rounded, but for those they came from. Also the way
-        out after an incomplete step.
+        fp32 moments keep every bit they have; others are rounded, except for those they came from. Also the
+        way out after an incomplete step.
 
         Raises:
             ConfigError: the state asks for what there is not (``amsgrad``, ``maximize``), or its tensors do

@@ -391,7 +391,7 @@ class KeptAdamTable(AdamTable):
         super().__init__(rows)
         self._tensors = [row.tensors for row in rows]
         self._grads: Sequence[torch.Tensor] = [row.grad for row in rows]
-        self._owners = ()  # which have the gradients of the first step for good
+        self._owners = ()  # which have the gradients of the first step permanently
         self._memory: torch.Tensor | None = None
         self._taken, self._stride = self._columns[:, _GRAD_COLUMN], _NUM_COLUMNS
         self._grad_of: npt.NDArray[np.int64] | None = None

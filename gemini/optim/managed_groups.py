@@ -277,7 +277,7 @@ def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> fro
     chosen = choose_share(states, adam.disk_fraction if adam is not None else 0.0)
     wanted = frozenset(tensor for _, tensor in chosen)
     manager, chunks = model.manager, model.manager.chunks
-    if chosen or chunks.stow is not None:  # what was on DEVICE for good may be no longer
+    if chosen or chunks.stow is not None:  # what was on DEVICE permanently may be no longer
         manager.end_residence()
     others = [each.stowed for each in model.optimizers if each is not optimizer]
     if chunks.stow is not None:

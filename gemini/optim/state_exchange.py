@@ -185,7 +185,7 @@ def forget_states(optimizer: ManagedOptimizer, slots: Iterable[ManagedSlot]) -> 
 
 def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> None:
     """Take over the counts of steps of a state that replaces all states: moments that have none there start
-    anew, as zeros. Those that have one are still to be written."""
+    again, as zeros. Those that have one are still to be written."""
     for slot in optimizer.steps.keys() - steps.keys():
         for state in optimizer.states_of(slot):
             write_state(optimizer, slot, state, _ZERO)

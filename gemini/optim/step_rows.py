@@ -1,6 +1,6 @@
 """The table of an optimizer's parameters whose states are in memory, kept from step to step.
 
-A model has thousands of small tensors; checking each one's state, type and order anew would cost far more
+A model has thousands of small tensors; checking each one's state, type and order again would cost far more
 than updating it. So rows are built once, with every check, and a step only verifies that nothing they rely
 on has been replaced, and takes the gradients.
 """

@@ -52,7 +52,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self._num_zeros_in_grad
 
     def share_hooks(self, optim: torch.optim.Optimizer) -> None:
-        """Have the hooks of the wrapped optimizer, those registered later included, as one's own."""
+        """Have the hooks of the wrapped optimizer, those registered later included, as its own."""
         for name in HOOKS:
             setattr(self, name, getattr(optim, name))
         self._driven = weakref.ref(optim)  # whose hooks may lead here

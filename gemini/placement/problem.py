@@ -19,7 +19,7 @@ _OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class Iteration:
-    """One entry per moment but for ``chunk_bytes``, which has one per chunk id; it repeats for ever.
+    """One entry per moment except for ``chunk_bytes``, which has one per chunk id; it repeats forever.
 
     ``accesses``, ``modes``, ``frees`` and ``seconds`` as in :class:`Trace`; ``reserve_bytes``: what non-model
     data takes of DEVICE in the period.

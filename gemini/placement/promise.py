@@ -9,7 +9,7 @@ from gemini.placement.policies import Hints
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import Simulation, simulate
 
-# A pace that differs by less is the same one: a promise is not made anew for noise.
+# A pace that differs by less is the same one: a promise is not made again for noise.
 DRIFT = 0.02
 
 

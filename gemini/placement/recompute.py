@@ -297,8 +297,8 @@ NOTHING = RecomputeChoice(frozenset(), 0.0, 0.0, 0, 0.0)
 
 @dataclass(frozen=True)
 class RecomputeReport:
-    """What became of a model's blocks. ``names``: those that are recomputed; ``refused``: name and reason of
-    those that cannot be; ``num_blocks``: how many there are; ``choice``: None while steps are still
+    """What happened to a model's blocks. ``names``: those that are recomputed; ``refused``: name and
+    reason of those that cannot be; ``num_blocks``: how many there are; ``choice``: None while steps are still
     watched; ``why_none``: why no block is chosen, where none is."""
 
     names: tuple[str, ...]

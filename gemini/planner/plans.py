@@ -92,7 +92,7 @@ class Trial:
 
 def after_trials(plan: ParallelPlan, settings: str, trials: Mapping[str, Trial]) -> ParallelPlan:
     """Return a plan, which was run with others by their ``settings``, with what was measured: those are the
-    first of its runners-up, but for those that did not run and are left out."""
+    first of its runners-up, except for those that did not run and are left out."""
     ran = {name: each.seconds for name, each in trials.items() if each.seconds is not None}
     own = ran.pop(settings)
     behind = (

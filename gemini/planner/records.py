@@ -441,7 +441,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kind_of(block: nn.Module) -> Any:
-    """Return what is equal for blocks that do the same: their modules, sizes and settings, but for
+    """Return what is equal for blocks that do the same: their modules, sizes and settings, except for
     numbers."""
     return tuple(
         (

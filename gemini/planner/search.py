@@ -132,7 +132,7 @@ class Search:
             return whole
 
     def _look(self, capacity: StageCapacity) -> None:
-        """Begin anew, with what each rank may take."""
+        """Begin again, with what each rank may take."""
         self._capacity, self._found = capacity, Found(blocks=self._whole.blocks)
         self._pricer = Pricer(self.speeds, capacity, self.figures_of)
         self._exact_pricer = Pricer(self.speeds, capacity, self._exact, self._chunks)

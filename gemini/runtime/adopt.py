@@ -140,7 +140,7 @@ def adopt_module(
     module: nn.Module, storage: ModelStorage, manager: GeminiManager, awaited: Set[str] = frozenset()
 ) -> list[Adopted]:
     """Copy every parameter into its chunk and make it managed; parameters on ``meta`` are initialized on the
-    way, but for those ``awaited`` from a load. Return what :func:`release_adopted` needs.
+    way, except for those ``awaited`` from a load. Return what :func:`release_adopted` needs.
 
     The original memory of each parameter is given back before the next is adopted. Extra memory: the
     parameters of one submodule. Without gradients recorded.
@@ -188,7 +188,7 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
             owner = module.get_submodule(name.rpartition(".")[0])
             adopted.append(adopt_parameter(param, slot, manager, owner))
             continue
-        # .data: with a version counter of its own, which filling the chunk anew over ranks does not raise.
+        # .data: with a version counter of its own, which filling the chunk again over ranks does not raise.
         real = nn.Parameter(slot.param_view.data, requires_grad=param.requires_grad)
         replace_parameter(param, real, module)
         managed = module.get_parameter(name)
@@ -204,7 +204,7 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
 
 
 def warn_of_rounded(adopted: Sequence[Adopted]) -> None:
-    """Say which values 16 bits have changed for good."""
+    """Say which values 16 bits have changed permanently."""
     rounded = [entry for entry in adopted if entry.rounded]
     if rounded:
         logger.warning(

@@ -1,4 +1,4 @@
-"""Arrivals: parameters that came into a module after it was wrapped, and what has become of the others."""
+"""Arrivals: parameters that came into a module after it was wrapped, and what happened to the others."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Growth:
 
     def unfreeze(self, param: ManagedParameter) -> None:
         """Have ``param``, which never trained, take gradients: its chunk gets the gradients, masters and
-        states that an update needs, and the next step is recorded anew. Over ranks all of them call it.
+        states that an update needs, and the next step is recorded again. Over ranks all of them call it.
 
         Raises:
             OutOfBudgetError, IoError: the tiers cannot hold them; nothing was changed.
@@ -95,7 +95,7 @@ class Growth:
         self, specs: Sequence[GroupSpec], operator: tuple[int, str], *, raises_disk: bool
     ) -> list[ManagedSlot]:
         """Make the chunks of parameters that came into the module, laid out as ``specs`` say, and return
-        their slots; the next step is recorded anew. Over ranks all of them call it.
+        their slots; the next step is recorded again. Over ranks all of them call it.
 
         Args:
             operator: the most bytes of parameter chunks that an operator takes at once, and its name.

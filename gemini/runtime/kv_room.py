@@ -68,7 +68,7 @@ class _Part:
 
 
 class _Estate:
-    """What rooms of one model leave to those that come after them, since chunks stay for good.
+    """What rooms of one model leave to those that come after them, since chunks stay permanently.
 
     ``taken``: arrays of the room that is ``open``, which may have been forgotten without having been closed.
     """
@@ -126,7 +126,7 @@ class _Estate:
         self._settle()
 
     def free(self, tensors: Sequence[int]) -> None:
-        """Give up what ``tensors`` hold, but for what is in use."""
+        """Give up what ``tensors`` hold, except for what is in use."""
         if not self._manager.is_closed:
             state = self._manager.chunks.table.tensor_state
             self._manager.settle()
@@ -227,7 +227,7 @@ class KVRoom:
         return self._estate.leases.storage(array.part(begin, end)), begin % array.chunk_bytes
 
     def free(self, tensors: Sequence[int]) -> None:
-        """Give up what ``tensors`` hold, but for what is in use."""
+        """Give up what ``tensors`` hold, except for what is in use."""
         self._estate.free(tensors)
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class Shortage:
 
     @property
     def share_bytes(self) -> int:
-        """What model data takes of DEVICE at most, but for what an operator holds."""
+        """What model data takes of DEVICE at most, except for what an operator holds."""
         taker = self._taker
         needed = max(taker.size.total_bytes, taker.chunks.table.usage(_C.Tier.DEVICE))
         return max(0, min(taker.room_bytes, needed))
@@ -358,7 +358,7 @@ class GeminiManager(Gate):
             self.order.begin(self.pending.moments())
             if self.sharding is not None:
                 self.sharding.begin(training=True)
-            self.in_step = True  # last: a step that Ctrl-C kept from beginning begins anew
+            self.in_step = True  # last: a step that Ctrl-C kept from beginning begins again
         self._following = self.order if training and self.in_step else None
         self.phase = FORWARD
         try:
@@ -412,7 +412,7 @@ class GeminiManager(Gate):
                 repin()
 
     def abandon(self) -> None:
-        """Go on without recording: the next training pass begins a new step, the next evaluation anew."""
+        """Go on without recording: the next training pass begins a new step, the next evaluation, too."""
         following, self._following = self._following, None
         evaluations = self._evaluations
         if evaluations is not None and following is evaluations.current:

@@ -282,7 +282,7 @@ class GatheredChunks:
         return self._orders[True].digest << 31 | self._orders[False].digest
 
     def restart(self, *, forget: bool) -> None:
-        """Begin the iteration anew, with nothing open that is not in use: alike on all ranks, wherever their
+        """Begin the iteration again, with nothing open that is not in use: alike on all ranks, wherever their
         passes have ended. ``forget``: they foretell different things, or did."""
         self.wait()
         for chunk in self._each:

@@ -40,7 +40,7 @@ def open_regular(path: Path, flags: int = 0) -> int:
     """Return a descriptor to read a file with; ``flags`` are further ones of ``os.open``. With
     ``os.O_NOFOLLOW`` a link is refused.
 
-    Raises OSError, too, for what is no regular file: a FIFO would keep its reader waiting for ever, and a
+    Raises OSError, too, for what is no regular file: a FIFO would keep its reader waiting forever, and a
     device may act where it is opened.
     """
     _require_regular(path.stat(follow_symlinks=not flags & os.O_NOFOLLOW), path)

@@ -52,7 +52,7 @@ def parse(document: dict[str, Any]) -> States:
         )
         if key.shape != (_NUMPY_WORDS,) or not 0 <= legacy["state"]["pos"] <= _NUMPY_WORDS:
             raise ValueError("numpy's has another size")  # it would read past its end
-        # Only the generators know what they take: others than those of the program.
+        # Only the generators know what they take: different from those of the program.
         random.Random().setstate(states.python)
         np.random.RandomState().set_state(states.numpy)
         torch.Generator().set_state(states.torch)
@@ -93,7 +93,7 @@ def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> No
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Begin anew, with ``seed``, in the generators that operators on ``device`` draw from."""
+    """Begin again, with ``seed``, in the generators that operators on ``device`` draw from."""
     torch.default_generator.manual_seed(seed)
     if device.type not in _WITHOUT_GENERATOR:
         torch.get_device_module(device).manual_seed(seed)

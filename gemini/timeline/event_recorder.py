@@ -54,7 +54,7 @@ class TimelineRecorder:
         self._gives_way = gives_way
         self._started = False
         self._raw: list[RawEvent] = []
-        self._late = False  # inside an update that was put off
+        self._late = False  # inside an update that was deferred
         self._in_step = False
         self._context = Context()
         self._built: tuple[int, Timeline] | None = None  # of so many raw events
@@ -196,7 +196,7 @@ class TimelineRecorder:
             self.stop()
 
     def run_update(self, update: PendingUpdate, run: Callable[[], None]) -> None:
-        """Call ``run``, a part of an update that was put off, and note it."""
+        """Call ``run``, a part of an update that was deferred, and note it."""
         begin_s = _now()
         outer, self._late = self._late, True
         try:

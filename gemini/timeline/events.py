@@ -23,7 +23,7 @@ class Operator:
 
     From ``asked_s`` to ``begin_s`` the runtime prepares it and may wait; until ``end_s`` its operands are
     pinned. ``moment`` is its place in the step's order, -1 outside (an evaluation, saving). ``late``: part of
-    an update that the step before had put off. ``depth``: in how many other operators it runs.
+    an update that the step before had deferred. ``depth``: in how many other operators it runs.
     """
 
     phase: str
@@ -77,7 +77,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The update of one chunk group that the step before had put off."""
+    """The update of one chunk group that the step before had deferred."""
 
     label: str
     begin_s: float
@@ -97,7 +97,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Forward, backward or optimizer, as long as it lasts; updates that were put off do not interrupt it."""
+    """Forward, backward or optimizer, as long as it lasts; updates that were deferred do not interrupt it."""
 
     name: str
     begin_s: float

@@ -13,7 +13,7 @@ from gemini.parallel.booster.ranks import Ranks
 
 
 class PassSampler(DistributedSampler[Any]):
-    """A DistributedSampler whose every pass is the next epoch, so that each shuffles anew.
+    """A DistributedSampler whose every pass is the next epoch, so that each shuffles again.
 
     :meth:`set_epoch` before a pass still says which epoch it is.
     """
@@ -41,7 +41,7 @@ def prepare_dataloader(
     sampler = None
     if divides:
         sampler = _sampler(dataset, ranks, sampler_type, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    # torch draws from it what it seeds the generators of every worker with, anew in every pass: a seed per
+    # torch draws from it what it seeds the generators of every worker with, again in every pass: a seed per
     # rank, or all ranks would augment alike.
     generator = torch.Generator()
     generator.manual_seed(seed + ranks.number * divides)

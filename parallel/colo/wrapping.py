@@ -18,7 +18,7 @@ _WAY_OUT = "set ReplicaSpec() for it"
 
 def apply_specs(model: nn.Module) -> Partition:
     """Cut ``model``, in place, as its ColoParameters record; all processes call this. They are ordinary
-    parameters afterwards. Returns what became of them.
+    parameters afterwards. Returns what happened to them.
 
     A Linear, or transformers' Conv1D, is cut by its outputs, together with its bias, or by its inputs, an
     Embedding by its columns or rows. Outputs are put together unless ``set_output_replicate(False)``.
@@ -51,7 +51,7 @@ def apply_specs(model: nn.Module) -> Partition:
 
 class GeminiDDP(ManagedDDP):
     """:class:`gemini.GeminiDDP` of a model that is first cut as its ColoParameters record, over the
-    processes of their group. ``partition`` says what became of them."""
+    processes of their group. ``partition`` says what happened to them."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         """``options`` as gemini.GeminiDDP. Raises as it, and as :func:`apply_specs`."""

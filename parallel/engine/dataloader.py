@@ -26,7 +26,7 @@ def get_dataloader(
     """Return a loader that gives each rank of data parallelism its own part of ``dataset``; ranks that have
     parts of one model get the same. Without ``add_sampler`` every rank gets all of it.
 
-    The order depends on ``seed`` alone, and every pass shuffles anew; further ``options`` are those of
+    The order depends on ``seed`` alone, and every pass shuffles again; further ``options`` are those of
     :class:`torch.utils.data.DataLoader`.
 
     Raises:

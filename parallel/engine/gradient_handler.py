@@ -1,4 +1,4 @@
-"""Gradient handlers: who shares gradients among ranks, in the place of torch's DDP."""
+"""Gradient handlers: who shares gradients among ranks, instead of torch's DDP."""
 
 from __future__ import annotations
 

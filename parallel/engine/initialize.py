@@ -105,7 +105,7 @@ def initialize(
     Args:
         optimizer: None: for evaluation alone.
         config: path, dict, or None: that of the launch.
-        plugin: how to train, in the place of what the configuration says of ``zero``.
+        plugin: how to train, instead of what the configuration says of ``zero``.
         schedule: what ``engine.execute_schedule`` does; None: it follows from the configuration.
 
     Raises:

@@ -152,7 +152,7 @@ def launch(
         timeout: how long a rank waits for the others.
 
     Raises:
-        ConfigError: an argument or the configuration cannot be; nothing was changed, but for having joined
+        ConfigError: an argument or the configuration cannot be; nothing was changed, except for having joined
             where ``parallel`` does not go over the processes.
     """
     if rank is None and world_size is None:
@@ -280,7 +280,7 @@ def _check_same(place: Place | None) -> None:
 
 
 def _usable(backend: str | None, place: Place) -> str | None:
-    """Return ``backend``, or gloo in the place of NCCL where processes of a machine would share a GPU."""
+    """Return ``backend``, or gloo instead of NCCL where processes of a machine would share a GPU."""
     if backend != "nccl":
         return backend
     said = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -74,7 +74,7 @@ def disable_existing_loggers(
     include: Collection[str] | None = None, exclude: Collection[str] = ("gemini",)
 ) -> None:
     """Have the loggers that there are say warnings and errors only: those named in ``include`` (None: all),
-    but for those in ``exclude`` and below."""
+    except for those in ``exclude`` and below."""
     names = list(logging.root.manager.loggerDict) if include is None else include
     for name in names:
         if not any(name == kept or name.startswith(f"{kept}.") for kept in (*exclude, "gemini_program")):

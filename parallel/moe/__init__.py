@@ -1,4 +1,4 @@
-"""Mixtures of experts of one's own (docs/parallel.md, "Experts")."""
+"""Mixtures of experts of your own (docs/parallel.md, "Experts")."""
 
 from gemini.parallel.moe.divide import divide_experts, divided_experts, expert_ranks_of
 from gemini.parallel.moe.experts import (

@@ -178,7 +178,7 @@ class Passage:
             self._held_before.clear()
 
     def replaced(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Return what the block ``name`` is called with: what was received in the place of what stands for
+        """Return what the block ``name`` is called with: what was received instead of what stands for
         it."""
         if not self.has_entered:
             self._enter(name, values)
@@ -651,7 +651,7 @@ class AbsentBlock(Absent):
 
 def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
     """Say whether stages behind a block read right, or are told that they cannot, what it has left: nothing
-    new, or, in its own attributes (``index`` -1), numbers in the place of such, which are placeholders there.
+    new, or, in its own attributes (``index`` -1), numbers instead of such, which are placeholders there.
     What has a gradient is a loss that it leaves to others; calls that it counts for itself are none."""
     if before is after:
         return True

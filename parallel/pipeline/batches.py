@@ -47,7 +47,7 @@ def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> 
 
 
 def _plain(batch: Any) -> Any:
-    """Return ``batch`` with dicts in the place of other mappings, as tokenizers return them."""
+    """Return ``batch`` with dicts instead of other mappings, as tokenizers return them."""
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         return type(batch)(map(_plain, batch))
     return dict(batch) if isinstance(batch, Mapping) else batch
@@ -174,7 +174,7 @@ def loss_of(criterion: Criterion, output: Any, batch: Any) -> torch.Tensor:
 
 
 def without_weight(output: Any, loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose gradients are zero in the place of one that counts nothing: that of no tokens is
+    """Return a loss whose gradients are zero instead of one that counts nothing: that of no tokens is
     NaN, and so is nothing times it."""
     tensors = (each for each in _tensors_in(output) if not isinstance(each, FakeTensor))
     leaves = [each for each in tensors if each.dim() and each.is_floating_point()]

@@ -32,7 +32,7 @@ from gemini.parallel.pipeline.tied import SharedTrainability
 
 logger = logging.getLogger(__name__)
 
-_REFUSED, _ENDED = -1, -2  # in the place of the number of micro-batches
+_REFUSED, _ENDED = -1, -2  # instead of the number of micro-batches
 
 Count = Callable[[Any], float]
 # How many there have been, by the group of all ranks.

@@ -76,7 +76,7 @@ def choose_ranges(
     Args:
         split: ``"bytes"`` of parameters, ``"layers"``, or the names of the blocks that stages begin with,
             but the first.
-        costs: of each block, in any unit, in the place of ``split``.
+        costs: of each block, in any unit, instead of ``split``.
 
     Raises:
         ConfigError: there are fewer blocks than stages, or the names are no such blocks.
@@ -270,7 +270,7 @@ def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage, beside
 
 
 def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: type[Absent]) -> None:
-    """Put a stand-in in the place of a module, or of a parameter that a module around blocks holds."""
+    """Replace a module, or a parameter of a module around blocks, with a stand-in."""
     around, _, key = name.rpartition(".")
     owner = tree.get_submodule(around)
     if key in owner._modules:

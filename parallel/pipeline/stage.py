@@ -273,7 +273,7 @@ class Stage:
 
     def _count_on(self) -> None:
         """Have the model know the attributes that the forward pass of the rank's last stage has set: a
-        program and its criterion may read them, and set them anew."""
+        program and its criterion may read them, and set them again."""
         if self._is_looked_at or not self.of_rank or self.of_rank[-1] is not self:
             return
         for place, (here, there) in enumerate(self.mirrored):

@@ -1,4 +1,4 @@
-"""Attention across the parts of a sequence, in the place of torch's function of that name."""
+"""Attention across the parts of a sequence, instead of torch's function of that name."""
 
 from __future__ import annotations
 

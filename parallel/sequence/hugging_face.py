@@ -202,7 +202,7 @@ def _complete(
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a forward pass what the model would make of the length of its input: positions, and the mask of
-    documents that positions which begin anew tell apart."""
+    documents that positions which begin again tell apart."""
     names = _parameters(model)
     given = dict(zip(names, args, strict=False)) | kwargs
     tokens = given.get("input_ids")

@@ -75,7 +75,7 @@ class SequenceParallel:
         shifts_labels: bool = True,
         padding: float = 0,
     ) -> Batch:
-        """Return this rank's part of whole sequences, which all ranks of the axis have. A model of one's own
+        """Return this rank's part of whole sequences, which all ranks of the axis have. A model of your own
         attends to sequences of the length that was cut last, of those with parts of one length."""
         if self._hides_filled:
             self.attention.has_cut(inputs.size(1))
@@ -117,7 +117,7 @@ class SequenceParallel:
         has for it; what is not of their length stays whole.
 
         Labels of a causal model of transformers are shifted first, and are there as ``shift_labels`` too, so
-        that the model does not shift them again. Those of a model of one's own stay at their tokens, as
+        that the model does not shift them again. Those of a model of your own stay at their tokens, as
         without ``sp``. What is filled up does not count: no label, no key.
 
         Raises:

@@ -77,7 +77,7 @@ class _Cutting:
 
     @contextmanager
     def whole_again(self, owner: nn.Module) -> Iterator[None]:
-        """Let the initialization of ``owner`` find whole parameters in the place of those that are cut: where
+        """Let the initialization of ``owner`` find whole parameters instead of those that are cut: where
         it draws those of its children again, as that of GPT-2 does, they become the new ones, and tied ones
         that it draws with its own keep theirs.
 
@@ -123,7 +123,7 @@ def parallelize(
     whole_experts: bool = False,
     check: bool | None = None,
 ) -> Partition:
-    """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what became of its parameters.
+    """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what happened to its parameters.
 
     Its modules and parameters keep their identity; each rank has plain parameters of local shapes. The first
     rank's values are taken, and the states of its random generators: masks of dropout outside cut layers are

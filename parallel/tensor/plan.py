@@ -158,7 +158,7 @@ def _add_within(found: Resolved, model: nn.Module) -> None:
 
 
 def _add_by_class(found: Resolved, model: nn.Module, planned: Collection[int]) -> None:
-    """Add the rules for known classes, but for modules that are ``planned``, by their identities."""
+    """Add the rules for known classes, except for modules that are ``planned``, by their identities."""
     for name, module in model.named_modules():
         rule = None if id(module) in planned else rule_of(module)
         if rule is None:

@@ -99,7 +99,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], by: torch.Tensor) -> _Call:
-    """Put another tensor in the place of the hidden states, wherever they are (query, key, value)."""
+    """Replace the hidden states, wherever they are (query, key, value), with another tensor."""
     old = _first(args, kwargs)
     return (
         tuple(by if value is old else value for value in args),

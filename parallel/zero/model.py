@@ -23,9 +23,9 @@ from gemini.runtime.intercept.precision import compute_types, place_buffers
 class LowLevelZeroModel(NamedAsWrapped):
     """Run ``module`` in the precision of its optimizer.
 
-    Parameters that the optimizer has not cast get ``dtype`` here, in place, but for those that stay in fp32;
-    buffers keep their type (docs/notes/precision.md). The optimizer is made first: its masters come from the
-    original weights. State dicts are the module's own.
+    Parameters that the optimizer has not cast get ``dtype`` here, in place, except for those that stay in
+    fp32; buffers keep their type (docs/notes/precision.md). The optimizer is made first: its masters
+    come from the original weights. State dicts are the module's own.
 
     Args:
         dtype: ``None`` casts nothing.

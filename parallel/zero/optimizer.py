@@ -57,8 +57,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     the same way, before the optimizer's first step or after; every rank starts with the weights of the first.
     Shares the parameter groups and hooks of ``optimizer``, so schedulers may hold either. Gradients are here,
     not in ``param.grad``, which raises between backward and :meth:`step`, which consumes them. Methods are
-    called by all ranks together, but for :meth:`no_sync`, :meth:`state_shards` and the properties, which tell
-    nobody anything.
+    called by all ranks together, except for :meth:`no_sync`, :meth:`state_shards` and the properties, which
+    tell nobody anything.
 
     Args:
         optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...); with
@@ -539,6 +539,6 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.sharded.gather(self._reducer.buckets)
 
     def share_groups(self) -> None:
-        """Have the groups and states of the wrapped optimizer as one's own."""
+        """Have the groups and states of the wrapped optimizer as its own."""
         self.param_groups = self.optim.param_groups
         self.state = StatesByParam(self.optim.state, self.sharded.shards)  # type: ignore[assignment]

@@ -417,7 +417,7 @@ def _checked_labels(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]
 
 
 def _check_alike(optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
-    """Raise ConfigError on all ranks if one has other parameters: they would wait for each other for ever."""
+    """Raise ConfigError on all ranks if one has other parameters: they would wait for each other forever."""
     if collectives.size == 1:
         return
     described = [

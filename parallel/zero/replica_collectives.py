@@ -75,7 +75,7 @@ class Collectives:
 
     What is cut has ``num_parts`` parts, of which this rank has number ``part``: one per rank, or with
     ``cuts=False`` one that all ranks have. Every method is to be called by all ranks in the same order.
-    Raises ConfigError on a rank outside the group. ``traffic``: where to count; None: anew.
+    Raises ConfigError on a rank outside the group. ``traffic``: where to count; None: a new count.
     """
 
     def __init__(

@@ -344,7 +344,7 @@ def best_fit(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:
 
 
 class Order:
-    """Which rows are learned from and which are held out; each epoch shuffles the former anew."""
+    """Which rows are learned from and which are held out; each epoch shuffles the former again."""
 
     def __init__(self, num_rows: int, *, eval_share: float, seed: int) -> None:
         self._seed = seed

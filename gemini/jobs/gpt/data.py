@@ -156,7 +156,7 @@ def _walk(root: Path, *, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _refuse(error: OSError) -> None:
-    """Stop at a folder that cannot be listed, which ``os.walk`` would leave out in silence."""
+    """Stop at a folder that cannot be listed, which ``os.walk`` would leave out silently."""
     raise error
 
 

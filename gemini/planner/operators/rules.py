@@ -383,7 +383,7 @@ def _mapped(value: Any, make: Callable[[fx.Node], Any]) -> Any:
 
 
 def _mask_placements(node: fx.Node, batch: int, heads: int) -> tuple[list[int], list[int]]:
-    """Return what becomes of the mask of attention where the batch is cut, and where heads are."""
+    """Return what happens to the mask of attention where the batch is cut, and where heads are."""
     mask = node.kwargs.get("attn_mask")
     if not isinstance(mask, fx.Node):
         return [], []

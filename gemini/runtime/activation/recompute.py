@@ -182,7 +182,7 @@ class Recompute:
 
     def end_step(self, *, on_trace: bool) -> bool:
         """Choose, once the step that ends has followed a recorded order and its times are known. Return
-        whether steps are to be recorded anew: after the first one, and where any block is chosen."""
+        whether steps are to be recorded again: after the first one, and where any block is chosen."""
         calls, self._calls = self._calls, []
         copied, self._copied = self._copied, (0, 0.0)
         if self.decided:
@@ -215,7 +215,7 @@ class Recompute:
         return bool(self.choice.blocks)
 
     def report(self) -> RecomputeReport:
-        """Return what became of the blocks."""
+        """Return what happened to the blocks."""
         return RecomputeReport(
             names=tuple(block.name for block in self.blocks if block.chosen),
             refused=tuple((block.name, block.refusal) for block in self.blocks if block.refusal is not None),

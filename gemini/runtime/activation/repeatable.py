@@ -1,8 +1,8 @@
 """Whether the call of a block can be run again in backward, and running it again.
 
-Nothing here runs a block but for backward: what a call was given, changes and draws is looked at before and
-after it, and what a module has besides parameters by its digest. Where a second run differs from the first
-all the same, it is refused before its gradients are used.
+Nothing here runs a block except for backward: what a call was given, changes and draws is looked at before
+and after it, and what a module has besides parameters by its digest. Where a second run differs from the
+first anyway, it is refused before its gradients are used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors that autograd saved: which stay where they are, learnt from what became of them in chunks; chunks
+"""Tensors that autograd saved: which stay where they are, learnt from what happened to them in chunks; chunks
 for those whose sizes show only while a model runs; what autograd holds in their place; and tensors over
 windows that may outlive the operator they were made for.
 """
@@ -106,7 +106,7 @@ def rounded_bytes(nbytes: int, block_bytes: int) -> int:
 
 
 class Fate:
-    """What became of saved bytes until backward asked for them."""
+    """What happened to saved bytes until backward asked for them."""
 
     __slots__ = ("stayed",)
 
@@ -210,7 +210,7 @@ class Leases:
     """Pins that last as long as a storage does.
 
     Who gets a saved tensor may keep it: checkpointing runs a whole block again from one, a graph of second
-    derivatives saves it anew. So the pin is not the node's but the storage's: it ends when the last tensor
+    derivatives saves it again. So the pin is not the node's but the storage's: it ends when the last tensor
     over it is gone. That may be at any moment and on any thread; it is only noted then, and the next PreOp
     unpins.
     """
@@ -273,8 +273,8 @@ class Saved(Protocol):
 
 
 class Version:
-    """The version of a tensor and what tells it later; keeps none of the tensor's memory, but for a nested or
-    sparse one's."""
+    """The version of a tensor and what tells it later; keeps none of the tensor's memory, except for that of
+    a nested or sparse one."""
 
     __slots__ = ("_witness", "then")
 

@@ -207,7 +207,7 @@ class Gate(ABC):
         self.parameters = ParametersByAddress()
         self.phase = FORWARD
         self.step = 0  # finished ones
-        self.resident = False  # True: every chunk is on DEVICE for good, operators need no PreOp
+        self.resident = False  # True: every chunk is on DEVICE permanently, operators need no PreOp
         self._at_end_of_residence: Callable[[], None] | None = None
         self.cuts_tensors = False  # whether there are any that lie in several chunks
         self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
@@ -223,7 +223,7 @@ class Gate(ABC):
         self.pending = PendingUpdates()
         self.observer: StepObserver | None = None
         self.snapshot: Snapshot = NO_SNAPSHOT
-        self.raw_uses: list[Any] = []  # of ``raw``; the same object for good, one look per PreOp
+        self.raw_uses: list[Any] = []  # of ``raw``; always the same object, one look per PreOp
         self.windows = range(*chunks.address_range())  # the addresses of model data
         self._is_over = False
         self._following: Moments | None = None  # what the next PreOp is a moment of
@@ -272,8 +272,8 @@ class Gate(ABC):
     # -- what comes before an operator ---------------------------------------------------------------
 
     def settle_before(self, waiting: Collection[object], settle: Callable[[], None]) -> None:
-        """Have ``settle`` called before every operator while there is anything in ``waiting``, the same
-        object for good. It unpins, and raises nothing."""
+        """Have ``settle`` called before every operator while there is anything in ``waiting``, which is
+        always the same object. It unpins, and raises nothing."""
         self._before.append((waiting, settle))
 
     def settle(self) -> None:
@@ -320,7 +320,7 @@ class Gate(ABC):
             self._at_end_of_residence()
 
     def refuse_use(self, refuse: Callable[..., None]) -> None:
-        """Have ``refuse``, which raises, called in the place of every PreOp from now on."""
+        """Have ``refuse``, which raises, called instead of every PreOp from now on."""
         self.resident, self._is_over = False, True
         self.tell_of_residence()
         self.pre_op = refuse  # type: ignore[method-assign]

@@ -35,7 +35,7 @@ class TensorLock:
     """Managed tensors, by id, that are in no state to be used, and why."""
 
     def __init__(self) -> None:
-        self.tensors: set[int] = set()  # the same object for good: every PreOp looks at it
+        self.tensors: set[int] = set()  # always the same object: every PreOp looks at it
         self._reason = ""
 
     def add(self, tensors: Iterable[int], reason: str) -> None:

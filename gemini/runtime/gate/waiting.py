@@ -75,7 +75,7 @@ class PendingUpdates:
     """
 
     def __init__(self) -> None:
-        self.by_tensor: dict[int, PendingUpdate] = {}  # the same object for good: every PreOp looks into it
+        self.by_tensor: dict[int, PendingUpdate] = {}  # always the same object: every PreOp looks into it
         self._moments: dict[tuple[int, int], PendingUpdate] = {}  # those that are moments, by their order
 
     def __bool__(self) -> bool:
@@ -264,7 +264,7 @@ NO_SNAPSHOT = NoSnapshot()
 
 
 class StepObserver(ChunkObserver, Protocol):
-    """Is also told where steps begin and end, and runs the updates that were put off.
+    """Is also told where steps begin and end, and runs the updates that were deferred.
 
     Called on the thread that trains; it must leave the manager alone.
     """

@@ -1,7 +1,7 @@
 """Which type parameters and buffers of a model have in chunks, and operands that have others.
 
-Under mixed precision parameters compute in 16 bits but for those that stay in fp32; buffers keep their type:
-they hold frequencies, statistics and counts, which 16 bits spoil. Quantized weights are bytes. See
+Under mixed precision parameters compute in 16 bits except for those that stay in fp32; buffers keep their
+type: they hold frequencies, statistics and counts, which 16 bits spoil. Quantized weights are bytes. See
 docs/notes/precision.md and docs/notes/quantized.md.
 """
 

@@ -26,7 +26,7 @@ _DEVICE_SHARE = 2
 
 @dataclass(frozen=True)
 class _Use:
-    """An address that was given out: of ``tensor`` itself, ``pinned`` or there for good, or of ``copy``."""
+    """An address that was given out: of ``tensor`` itself, ``pinned`` or always there, or of ``copy``."""
 
     tensor: torch.Tensor
     copy: torch.Tensor | None

@@ -69,7 +69,7 @@ def _collector(weight: torch.Tensor) -> Any:
 def count_whole_uses(
     operands: Sequence[Any], by_rows: CutRef | None, results: Iterable[torch.Tensor]
 ) -> None:
-    """Note that an operator used all rows of ``operands`` that train, but for the one ``by_rows``, as long
+    """Note that an operator used all rows of ``operands`` that train, except for the one ``by_rows``, as long
     as the nodes of its ``results`` live. Call it with plain tensors."""
     for operand in operands:
         gradient = row_gradient_of(operand) if operand._ref is not by_rows else None

@@ -206,7 +206,7 @@ class Evaluations:
             order.replan(context)
 
     def withhold(self, nbytes: int) -> None:
-        """Plan anew, with ``nbytes`` of DEVICE left free beyond what the policy says."""
+        """Plan again, with ``nbytes`` of DEVICE left free beyond what the policy says."""
         self._withheld_bytes = nbytes
         for order in self._all():
             order.withhold(nbytes)

@@ -3,7 +3,7 @@ does at which moment; recorded once, then planned for and followed. UpdateOperat
 need.
 
 A trace says what an iteration does in the order of the program: forward, backward, update. Where updates are
-put off, the schedule that the chunk table follows is made from it: the moments of forward and backward, and
+deferred, the schedule that the chunk table follows is made from it: the moments of forward and backward, and
 before the first use of each chunk group the pending update of that group; or, where they run in backward,
 behind the last gradient of each group its update (docs/notes/overlap.md).
 """
@@ -238,7 +238,7 @@ class Learned:
         self._adopt_given()
 
     def withhold(self, nbytes: int) -> None:
-        """Plan anew, with ``nbytes`` of DEVICE left free beyond what the policy says."""
+        """Plan again, with ``nbytes`` of DEVICE left free beyond what the policy says."""
         self.withheld_bytes = nbytes
         if self.trace is None:
             self.plan = self._warmup_plan()
@@ -425,7 +425,7 @@ class StepOrder(Learned):
         self.resume(())
 
     def replan(self, context: PlacementContext) -> None:
-        """Plan anew for another ``context``. Nothing may be pending."""
+        """Plan again for another ``context``. Nothing may be pending."""
         self._forget_plans()
         super().replan(context)
         self._choose_host_chunks()
@@ -526,7 +526,7 @@ def place_updates(
 
     A pending update comes before the first moment that uses a chunk of its group, all of them at the
     beginning where ``first``; behind each come those that the CPU begins then. ``inside``: the step ends with
-    the update that the trace ends with, but for those parts that run ``early``. Before the first moment of
+    the update that the trace ends with, except for those parts that run ``early``. Before the first moment of
     the trace lies its last period: the iteration repeats.
     """
     core = [index for index, phase in enumerate(trace.phases) if phase != OPTIMIZER]
@@ -682,7 +682,7 @@ class UpdateOperators:
     @contextmanager
     def aside(self, tensors: TensorIds) -> Iterator[None]:
         """Pin ``tensors`` on DEVICE, to read them as they are: no moment of anything, and what is pending of
-        their update stays pending, but for what the CPU has begun."""
+        their update stays pending, except for what the CPU has begun."""
         self._gate.finish_begun()
         self._gate.settle()
         self._gate.chunks.acquire(tensors, traced=False)

@@ -48,7 +48,7 @@ def typical_seconds(iterations: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return the times of periods, of those of some iterations.
 
     They add up to the iteration in the middle. Each period has the share that its middle time gives it: what
-    interrupts a single one does not make it look long for good.
+    interrupts a single one does not make it look long forever.
     """
     middle = [median(periods) for periods in zip(*iterations, strict=True)]
     total = sum(middle)
@@ -263,7 +263,7 @@ class PromisedStep:
             self._is_new = False
 
     def renewed(self, step: PlannedStep | None) -> PlannedStep | None:
-        """Return ``step`` with the promise in force, made anew if its last steps had another pace."""
+        """Return ``step`` with the promise in force, made again if its last steps had another pace."""
         with self._lock:
             in_force, is_new = self._in_force, self._is_new
             if step is None or step is not self._followed or in_force is None:

@@ -44,7 +44,7 @@ class Left(Enum):
 class SlotGradient:
     """Holds the gradient between backward and update.
 
-    ``view`` is its place in the gradient chunk. While the whole model stays on DEVICE for good
+    ``view`` is its place in the gradient chunk. While the whole model stays on DEVICE permanently
     (``Gate.resident``) gradients are kept as autograd made them instead, which saves the copy;
     budgets count the chunk's bytes either way. One that a pending update has taken over is there for that
     update only.
@@ -388,7 +388,7 @@ class ShardedGradient(SlotGradient):
 
     ``param.grad`` is what backward has made here as long as that stays here (within a backward pass, and
     under ``no_sync()``), or what was assigned. From then on it is a tensor of which nothing but the
-    description may be used: were it None, a loop over ``param.grad`` would miss it in silence.
+    description may be used: were it None, a loop over ``param.grad`` would miss it silently.
     """
 
     __slots__ = ("_is_offered", "_place", "events", "is_shared")

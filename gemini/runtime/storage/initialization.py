@@ -166,7 +166,7 @@ def is_unwritten(value: torch.Tensor) -> bool:
 
 
 def replace_parameter(param: nn.Parameter, real: nn.Parameter, module: nn.Module) -> None:
-    """Put ``real`` in the place of ``param``, which keeps its identity unless something refers to it weakly
+    """Replace ``param`` with ``real``; ``param`` keeps its identity unless something refers to it weakly
     (recurrent modules)."""
     try:
         torch.utils.swap_tensors(param, real)

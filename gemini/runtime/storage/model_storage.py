@@ -36,7 +36,7 @@ HALF_LOADED = "a load failed half-way and left a mixture of what was there and w
 
 
 class Mixture:
-    """What keeps weights from belonging together, until each of them was loaded anew.
+    """What keeps weights from belonging together, until each of them was loaded again.
 
     ``reason`` is what failed half-way, empty where nothing did.
     """
@@ -126,7 +126,7 @@ class ChunkGroup:
     cover that part alone.
     """
 
-    number: int  # in forward order, but for what came later
+    number: int  # in forward order, except for what came later
     plan: GroupPlan
     param: Chunk | CutChunk
     grad: Chunk | CutChunk | None = None

@@ -127,7 +127,7 @@ class Plugin(ABC):
         """Return a loader that gives each rank its own part of ``dataset``; on one process, all of it.
 
         The order, and what workers draw at random, depend on ``seed`` and the rank alone. Every pass shuffles
-        anew; ``loader.sampler.set_epoch(number)`` chooses which order comes next.
+        again; ``loader.sampler.set_epoch(number)`` chooses which order comes next.
 
         Args:
             batch_size: samples per batch of one rank.

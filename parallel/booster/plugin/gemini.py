@@ -97,8 +97,8 @@ class GeminiPlugin(PluginOfParts):
         criterion: Criterion | None,
         precision: Precision | None,
     ) -> Boosted:
-        """See :class:`Plugin`. Raises OutOfBudgetError if the model cannot fit; nothing was changed, but for
-        experts that were divided already."""
+        """See :class:`Plugin`. Raises OutOfBudgetError if the model cannot fit; nothing was changed, except
+        for experts that were divided already."""
         model_options, optimizer_options = with_precision(
             "GeminiPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
         )

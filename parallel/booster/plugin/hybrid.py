@@ -104,7 +104,7 @@ class HybridParallelPlugin(PluginOfParts):
         ep_size: how many neighbours among the ranks of data parallelism divide the experts of a mixture among
             them; see docs/experts.md.
         zero_stage: what ranks that have the same part cut: 3: weights too, in chunks (GeminiDDP); 2:
-            gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, but for
+            gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, except for
             the order of sums. 0 to 2 take any element-wise torch optimizer (LowLevelZeroOptimizer).
         placement_policy: see GeminiDDP; ``zero_stage=3`` alone has chunks to place.
         tp_plan, tp_check, sequence_parallel_norms: see :func:`gemini.parallel.parallelize`.
@@ -114,7 +114,7 @@ class HybridParallelPlugin(PluginOfParts):
             micro-batch.
         split: where the model is cut into stages: ``"bytes"`` of parameters, ``"layers"``, or names of the
             blocks that stages begin with, but the first.
-        costs: of each block, in any unit (seconds, say), in the place of ``split``.
+        costs: of each block, in any unit (seconds, say), instead of ``split``.
         blocks: names of the modules that run one after another, where they are not the longest list.
         behind, before: names of what runs behind all blocks, or before those of the module that it is in,
             where neither ``forward`` nor the order of registration says so.
