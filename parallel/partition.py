@@ -1,4 +1,4 @@
-"""Which part of which whole tensor a rank's parameters are: one map for a model that was cut."""
+"""The map of a model that was cut: for each parameter of a rank its whole tensor, and the part that it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Hugging Face model is called with: which arguments, of which shapes, how many tokens at most.
+"""The arguments of a Hugging Face model: their names, their shapes, and the most tokens.
 
 Decided by the names of its parameters and the fields of its config; nothing here needs transformers.
 """

@@ -1,6 +1,6 @@
 """The ranks that share a model: which part of every chunk each owns, what the runtime asks of them, and which
-hold the other parts of a model whose parameters were cut before it was wrapped. Carried out by
-:mod:`gemini.comm.ranks`."""
+hold the other parts of a model that was cut before it was wrapped. :mod:`gemini.comm.ranks` carries it
+out."""
 
 from __future__ import annotations
 

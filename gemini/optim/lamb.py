@@ -1,4 +1,4 @@
-"""Lamb: Adam whose step is as long, for each parameter, as the parameter's own norm says."""
+"""Lamb: Adam with steps that are as long, for each parameter, as its own norm says."""
 
 from __future__ import annotations
 

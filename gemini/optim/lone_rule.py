@@ -1,5 +1,5 @@
-"""Rules for optimizers of which nothing is known: LoneRule steps over one parameter after another, PieceRule,
-where the user says that a step is element by element, over pieces.
+"""Rules for unknown optimizers. LoneRule steps over one parameter after another. PieceRule steps over pieces,
+where the user says that a step is element by element.
 
 Their code may read anything until it has run, so no update waits for what comes after ``step()``.
 """

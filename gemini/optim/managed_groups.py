@@ -1,5 +1,5 @@
-"""ManagedGroups: parameter groups of which each parameter is one that the model manages; which share of their
-states is stowed in a file; and what GeminiOptimizer refuses to be made with.
+"""ManagedGroups: groups of parameters that the model manages, the share of their states that is stowed in a
+file, and what GeminiOptimizer refuses to be made with.
 """
 
 from __future__ import annotations

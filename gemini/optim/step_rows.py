@@ -1,4 +1,4 @@
-"""The table of an optimizer's parameters whose states are in memory, kept from step to step.
+"""The table of an optimizer's parameters with states in memory, kept from step to step.
 
 A model has thousands of small tensors; checking each one's state, type and order again would cost far more
 than updating it. So rows are built once, with every check, and a step only verifies that nothing they rely

@@ -1,5 +1,5 @@
-"""A parameter whose update needs all of it at once: gathered from its pieces, on one rank or on each, which
-all make the same step; and put back.
+"""The update of a parameter that needs all of it at once: it is gathered from its pieces, on one rank or on
+all, which then make the same step, and put back.
 """
 
 from __future__ import annotations

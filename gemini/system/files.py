@@ -1,6 +1,6 @@
 """Files and directories: every failed write is an IoError that says what could not be done, and leaves no
-half file; what is read is a regular file of bounded size, and says of which format it is; a directory can be
-one process's own.
+half file; what is read is a regular file of bounded size that names its format; a directory can be one
+process's own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A module that computes otherwise from now on: it gets a subclass of its class, and keeps its identity, its
 name and the signature of its ``forward``.
 
-A hook would not do: whoever calls ``forward`` itself passes it by, and blocks with hooks are not recomputed.
+A hook would not do: a program that calls ``forward`` passes it by, and blocks with hooks are not recomputed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""PipelinableContext: a model as a row of layers, of which each rank of a pipeline takes a stretch: equal
-numbers of layers, or stretches of which the costliest costs least.
+"""PipelinableContext: a model as a row of layers. Each rank of a pipeline takes a stretch of them: equal
+numbers of layers, or such that the costliest stretch costs least.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Orders: which rank computes which part of which micro-batch after which, in every schedule; and a schedule
+"""Orders: what each rank computes in every schedule, a stage of a micro-batch at a time; and a schedule
 against a clock: how long ranks are idle, and how many activations they hold.
 
 Orders of several stages per rank are torch's (torch.distributed.pipelining); nothing is run here.

@@ -1,4 +1,4 @@
-"""The mean over the tokens of all ranks, of which each has some."""
+"""The mean loss over the tokens of all ranks; each rank has some of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ring attention: keys and values go from rank to rank, each of which keeps its queries. What a rank has
-computed of some keys is added to by the others with a log-sum-exp of each query.
+"""Ring attention: each rank keeps its queries, and keys and values go from rank to rank. What a rank computes
+with some keys is added to what it has, with a log-sum-exp of each query.
 """
 
 from __future__ import annotations

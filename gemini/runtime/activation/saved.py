@@ -1,6 +1,6 @@
-"""Tensors that autograd saved: which stay where they are, learnt from what happened to them in chunks; chunks
-for those whose sizes show only while a model runs; what autograd holds in their place; and tensors over
-windows that may outlive the operator they were made for.
+"""Tensors that autograd saved. Which of them stay where they are is learnt from what happened to them in
+chunks. Here are also chunks for sizes that show only while a model runs, what autograd holds instead of a
+saved tensor, and tensors over windows that may outlive their operator.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Gate: every use of managed memory goes through it, one operator after another.
 
-StatefulTensorMgr has the documents' three operations over the chunk table. This process's gates are known:
-whose an address is; a fork ends the use of all; after the last one classes are again what they were.
+StatefulTensorMgr has the documents' three operations over the chunk table. This process knows its gates:
+it finds the one that has an address. A fork ends the use of all; after the last one classes are again what
+they were.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Gradients as the gate knows them: of which parameter, the loss scale that they have, which other models
-have gradients of the same losses, and how much of them is in no chunk. StatePiece: a part of a parameter
+"""Gradients as the gate knows them: their parameters, their loss scale, the other models that have gradients
+of the same losses, and how much of them is in no chunk. StatePiece: a part of a parameter
 chunk's optimizer state; and which parameters user code has written to since their fp32 masters were made.
 """
 

@@ -1,4 +1,4 @@
-"""Cross-entropy over a grid: of scores of which each rank has some rows and some classes."""
+"""Cross-entropy over a grid: each rank has some rows and some classes of the scores."""
 
 from __future__ import annotations
 
