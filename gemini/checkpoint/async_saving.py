@@ -204,7 +204,7 @@ class SaveHandle:
             self._fetch_and_copy(block)
 
     def unsaved(self, tensors: TensorIds) -> frozenset[int]:
-        """Return those of which something is still to be saved."""
+        """Return those that are not wholly saved yet."""
         return frozenset(
             tensor for tensor in tensors if any(map(self._is_left, self._blocks_of.get(tensor, ())))
         )

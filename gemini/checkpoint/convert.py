@@ -224,7 +224,7 @@ class _Mapped:
 
 
 def _format_of(dtype: torch.dtype) -> StateFormat:
-    """Return how moments are kept of which the first is of ``dtype``."""
+    """Return how moments are kept when the first one has ``dtype``."""
     return StateFormat({torch.int8: "int8", torch.bfloat16: "bf16"}.get(dtype, "fp32"))
 
 

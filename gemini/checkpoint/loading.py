@@ -279,7 +279,7 @@ def _newest_left(directory: Path, damaged: Mapping[Path, str], rank: Rank) -> Pa
 
 
 def _newest_of_all(parts: Sequence[Sequence[tuple[str, str]]], rank: Rank) -> Path:
-    """Return the checkpoint of the newest save of which every part of the model has one; ``parts`` has by
+    """Return the checkpoint of the newest save that every part of the model has; ``parts`` has by
     part the path and the save of each, newest first. Raises CheckpointError."""
     saves = [{save: path for path, save in held if save} for held in parts]
     newest = ", ".join(f"part {part} {held[0][0]}" for part, held in enumerate(parts))
@@ -498,7 +498,7 @@ def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: Ge
 
 
 def _states_wanted(manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> list[str]:
-    """Return the parameters of which a checkpoint has states and that have a place for them."""
+    """Return the parameters that have states in a checkpoint, and a place for them here."""
     slots = optimizer.model.storage.slots
     return [name for name in manifest["optimizer_steps"] if slots[name].grad is not None]
 

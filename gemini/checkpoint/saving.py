@@ -87,13 +87,13 @@ class CheckpointWriter:
         self._written: dict[str, list[Part]] = {}
 
     def describe(self, manifest: Mapping[str, Any], rng: Mapping[str, Any]) -> None:
-        """Take what the manifest says besides files, of which rank 0's counts, and this rank's generators."""
+        """Take what the manifest says besides files (rank 0's counts), and this rank's generators."""
         self.manifest, self.rng = manifest, rng
 
     def add_file(
         self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None
     ) -> TensorFile:
-        """Return a new file with room for ``tensors``, all of which must be written."""
+        """Return a new file with room for ``tensors``; all of them must be written."""
         self._open[name] = TensorFile(self.path / name, tensors, metadata or {}, self._staging)
         return self._open[name]
 

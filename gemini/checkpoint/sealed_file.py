@@ -254,7 +254,7 @@ class SealedFile:
 
 
 def sealed(path: Path, parts: Iterable[Part]) -> Seal:
-    """Return the seal of a file of which ``parts`` were written.
+    """Return the seal of a file with these ``parts`` written.
 
     Raises:
         CheckpointError: they are not all of it, each byte once.
@@ -305,7 +305,7 @@ def _io_error(doing: str, path: Path, offset: int) -> Iterator[None]:
 
 
 class Staging:
-    """16 MiB for all files of a checkpoint, of which each takes what it fills, and the threads that write.
+    """16 MiB for all files of a checkpoint, each of them takes what it fills, and the threads that write.
 
     For one thread at a time; close it.
     """

@@ -454,7 +454,7 @@ def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numel
 
 
 def _filled(fill: _Numels, candidates: _Numels, size: int, count: int) -> tuple[_Numels, _Numels]:
-    """Put ``count`` tensors of one size behind each other, none of which is cut; return how full the open
+    """Put ``count`` tensors of one size behind each other and cut none; return how full the open
     chunk is, and what was left of those that are closed."""
     fit = (candidates - fill) // size
     each = candidates // size  # of a whole chunk

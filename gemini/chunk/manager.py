@@ -354,7 +354,7 @@ class ChunkManager:
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
         self.stow: Stow | None = None  # of chunks that are in memory only while they are pinned
-        self.has_choices = False  # whether there are chunks of which uses take some
+        self.has_choices = False  # whether there are uses that take some of several chunks
         self._stored: dict[int, StoredChunk] = {}  # by id, until they are written
         self._files: list[_C.SourceFiles] = []
         self._park_limit_bytes = budgets.device_bytes
@@ -446,7 +446,7 @@ class ChunkManager:
         self.table.widen_choice(chunk, members)
 
     def join(self, parts: Sequence[Chunk]) -> CutChunk:
-        """Return chunks of which each but the first follows the one before as the one that they are."""
+        """Return chunks that follow each other in memory as one."""
         first = parts[0]
         numel = sum(part.spec.numel for part in parts)
         return CutChunk(parts, self._memory.joined(first.window, first.spec.dtype, numel))

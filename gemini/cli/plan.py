@@ -355,8 +355,8 @@ def _kept(options: argparse.Namespace, machine: Any, tell: Callable[[str], objec
 
 
 def settings_from(options: argparse.Namespace, *, ranks: int = 1) -> Any:
-    """Return the settings that parsed ``options`` ask for; measures this machine, of which each of ``ranks``
-    has its part, unless another is described.
+    """Return the settings that parsed ``options`` ask for; measures this machine, divided among
+    ``ranks``, unless another is described.
 
     Raises:
         ConfigError: a tier without a place or without measured links.

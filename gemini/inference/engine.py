@@ -79,7 +79,7 @@ class Engine:
         batching: "continuous": a request begins as soon as there is a place. "bucket": a batch begins when
             the one before has ended, with the first request and those right behind it that draw in the same
             way and ask for at most as many tokens.
-        ranks: the ranks that have the parts of ``model``, of which this one is the first. The others
+        ranks: the ranks that have the parts of ``model``, and this one is the first. The others
             :func:`gemini.inference.ranks.follow`; ``kv_bytes`` are those of each.
 
     Raises:

@@ -105,7 +105,7 @@ class TokenShape:
 
 
 class Pieces:
-    """Numbers from 0 to ``size``, of which pieces are taken, the first large enough, and given back."""
+    """Numbers from 0 to ``size``: pieces are taken, the first that is large enough, and given back."""
 
     def __init__(self, size: int) -> None:
         self._size = size

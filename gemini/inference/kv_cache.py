@@ -82,7 +82,7 @@ class KVCache(Cache):
 
 
 class _Memory:
-    """The room of a cache, of which each of its layers has an equal part."""
+    """The room of a cache; its layers have equal parts."""
 
     def __init__(self, room: KVRoom, num_layers: int) -> None:
         self.num_layers = num_layers

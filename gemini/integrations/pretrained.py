@@ -145,7 +145,7 @@ def _is_other_callable(auto_class: Any) -> bool:
 def _load_other(
     directory: Path, build: Callable[[], nn.Module], options: dict[str, Any], *, trains: bool
 ) -> nn.Module:
-    """Build, manage and load a module of which transformers knows nothing."""
+    """Build, manage and load a module that transformers does not know."""
     with SafetensorsFiles.of_directory(directory) as files:
         with init_on("meta"):
             module = build()

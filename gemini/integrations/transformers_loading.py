@@ -498,7 +498,7 @@ def names_apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
 
 def _stored_as(names: set[str], stored: Iterable[str]) -> dict[str, str]:
     """Return the first name of each parameter in files, which may lack or have the prefix of a base model.
-    One pass over the files' names, of which there may be a million."""
+    One pass over the files' names; there may be a million."""
     ends: dict[str, list[str]] = {}  # which parameters a file may have under a shorter name
     for name in names:
         for place in range(len(name)):

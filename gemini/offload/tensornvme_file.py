@@ -14,7 +14,7 @@ from gemini.errors import ConfigError
 
 @dataclass(eq=False)
 class CountedTransfer:
-    """Tensors on their way, of which ``left`` have not arrived."""
+    """Tensors on their way; ``left`` of them have not arrived."""
 
     is_write: bool
     left: int = 0

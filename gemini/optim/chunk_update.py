@@ -136,7 +136,7 @@ class ChunkUpdate:
             self._own = pieces
             self._left = self._pieces(steps)
         here = {slot for piece in self._left for slot in piece.slots}
-        # Parameters of which all elements are other ranks'.
+        # Parameters with all elements on other ranks.
         self._elsewhere = [slot for slot in steps if slot not in here and not self._rule.whole]
 
     def _pieces(self, steps: Mapping[ManagedSlot, UpdateStep]) -> list[_Piece | WholeParameter]:
@@ -328,7 +328,7 @@ class ChunkUpdate:
         left.end(self._manager.chunks)
 
     def _step_elsewhere(self) -> None:
-        """Have the small states of parameters of which other ranks have all elements take the step, too."""
+        """Have small states take the step, too, where other ranks have all elements of their parameters."""
         none = torch.empty(0, dtype=self._group.plan.updated_dtype, device="cpu")
         parts = []
         for step in (self.steps[slot] for slot in self._elsewhere):

@@ -350,7 +350,7 @@ class StateFile:
         *,
         checksums: bool = False,
     ) -> None:
-        """Reserve disk space for the first ``numels`` elements of parameters, of which there is at least one.
+        """Reserve disk space for the first ``numels`` elements of one or more parameters.
 
         ``directories`` None is the system's directory for temporary files; nothing is ever left there.
 
@@ -615,7 +615,7 @@ class DiskRows:
         disk: DiskStates,
         all_states: dict[torch.Tensor, Any],
     ) -> None:
-        """Build the table of ``members``, of which there is at least one; all have been checked.
+        """Build the table of ``members``, one or more; all have been checked.
 
         ``sources``: where the first run gets their states from; after it they are in the files and no longer
         in ``all_states``, the optimizer's. ``members`` have dicts that are in it.

@@ -25,7 +25,7 @@ from gemini.system.device import launching
 
 
 def numbers_of(group: Mapping[str, Any], *names: str) -> dict[str, float]:
-    """Return settings of a group, of which one-element tensors count as numbers. Raises ConfigError for what
+    """Return settings of a group; one-element tensors count as numbers. Raises ConfigError for what
     is none."""
     try:
         return {name: float(group[name]) for name in names}

@@ -79,7 +79,7 @@ def steps_by_element(optim: torch.optim.Optimizer) -> bool:
 
 def refuse_unlike(optim: torch.optim.Optimizer, cut_unless: str) -> None:
     """Raise ConfigError where ``optim``, which is to step over other tensors than its parameters, is of a
-    class of which nothing is known, and would do something else: it looks them up by their identity, or they
+    unknown class, and would do something else: it looks them up by their identity, or they
     are parts, and trial steps show that its updates are not element by element. ``cut_unless``: the way to
     have whole parameters, where they are cut."""
     if steps_by_element(optim):

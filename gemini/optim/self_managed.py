@@ -16,7 +16,7 @@ from gemini.runtime import ManagedParameter
 
 Hyper = TypeVar("Hyper")
 
-# What a GeminiOptimizer has beside an optimizer of torch, of which programs over managed models make use.
+# What programs over managed models use of a GeminiOptimizer, beside what an optimizer of torch has.
 _SHOWN = frozenset(
     ("backward", "clip_grad_by_norm", "clip_grad_by_value", "get_grad_norm", "get_param_grad", "loss_scale")
 )

@@ -437,7 +437,7 @@ def _small(
 def _small_of_form(
     entry: Mapping[str, Any], states: Sequence[StateSpec], shape: torch.Size
 ) -> dict[str, Any]:
-    """Return the small states in an entry of an optimizer of which nothing is known: what has no place in
+    """Return the small states in an entry of an unknown optimizer: what has no place in
     chunks, or another form than it, and the names of what is not there."""
 
     def fits(value: Any) -> bool:

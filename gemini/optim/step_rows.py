@@ -50,7 +50,7 @@ class StepRows:
     def __init__(
         self, members: Sequence[Member], state_format: StateFormat, all_states: dict[torch.Tensor, Any]
     ) -> None:
-        """Build the table of ``members``, of which there is at least one; all have been checked.
+        """Build the table of ``members``, one or more; all have been checked.
 
         ``all_states`` are the optimizer's, by parameter.
         """

@@ -166,7 +166,7 @@ class PieceTrial:
     def of_groups(
         self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss | None = None
     ) -> Found:
-        """Return what is kept of each element of parameters by a class of which nothing is known. ``loss``:
+        """Return what an unknown class keeps for each element of parameters. ``loss``:
         of a closure that steps are given."""
         try:
             refuse_identities(self._optim, ())
@@ -347,7 +347,7 @@ class PieceTrial:
         return copies
 
     def _refusal(self, reason: object) -> ConfigError:
-        """Return the error of an optimizer of which no trial can be made."""
+        """Return the error of an optimizer that cannot be tried."""
         if self._at_once:
             return ConfigError(f"{self._kind} {self._claim}, and {reason}. {self._way_out}")
         return refuse(self._optim, reason)

@@ -34,7 +34,7 @@ class PlannedStep:
     def of_plan(
         cls, iteration: Iteration, machine: Machine, chosen: ChosenPlan, chunk_kinds: tuple[str, ...]
     ) -> PlannedStep:
-        """Return a step of which nothing is known yet but what the plan was made from."""
+        """Return a step before it ran: only what the plan was made from is known."""
         pace = Pace(sum(iteration.seconds), machine.links)
         return cls(iteration, machine, chosen, chunk_kinds, Promise(pace, chosen.simulation))
 

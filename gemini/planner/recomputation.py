@@ -39,7 +39,7 @@ def again(groups: Groups) -> dict[int, int]:
 
 
 class Held:
-    """What stages hold of a micro-batch, with segments of which ``groups`` are recomputed."""
+    """What stages hold of a micro-batch where ``groups`` of segments are recomputed."""
 
     def __init__(self, figures: Sequence[Figures], groups: Groups) -> None:
         self._figures, self.groups = figures, groups

@@ -274,7 +274,7 @@ class Rotor:
         return found
 
     def _spread(self, room: int, left: int, needed: int) -> Schedule | None:
-        """Return the fastest schedule with ``room`` for one micro-batch, of which forward leaves as much as
+        """Return the fastest schedule with ``room`` where forward leaves as much of one micro-batch as
         ``left``."""
         count = len(self.chain.blocks)
         # By the blocks that have an item: what those leave and take, and each one's last item and label.

@@ -61,7 +61,7 @@ class Question:
 class Found:
     """What a search saw. ``prices``: the fastest that fit, the best first; ``left_out``: what cannot be, with
     the reason; ``misfits``: of what does not fit, the nearest miss of each layout; ``enough``: budgets that
-    would do, where nothing fits; ``blocks`` of the model; ``num_combinations`` in all, of which
+    would do, where nothing fits; ``blocks`` of the model; ``num_combinations`` in all;
     ``num_priced`` were priced: the others cannot be faster than the last of ``prices``."""
 
     prices: list[Price] = field(default_factory=list)

@@ -42,7 +42,7 @@ class Touch:
     reserve_bytes: int
 
     def joined(self, other: Touch) -> Touch:
-        """Return one for both, of which only one has parameters."""
+        """Return one for both; only one of them has parameters."""
         return Touch(
             self.keys or other.keys,
             self.completes or other.completes,

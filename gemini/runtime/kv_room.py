@@ -218,7 +218,7 @@ class KVRoom:
         self._manager.pre_op(tensors)
 
     def let_go(self, tensors: list[int], written: list[int]) -> None:
-        """End the use of ``tensors``, of which those in ``written`` were written."""
+        """End the use of ``tensors``; those in ``written`` were written."""
         self._manager.post_ops(tensors, written)
 
     def lend(self, array: KVArray, begin: int, end: int) -> tuple[torch.UntypedStorage, int]:

@@ -176,7 +176,7 @@ class Shortage:
 
 
 def drop_locals(error: BaseException) -> None:
-    """Forget what the frames held that ``error`` went through: activations, of which it keeps all alive."""
+    """Forget what the frames held that ``error`` went through: it keeps all activations alive."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

@@ -249,7 +249,7 @@ def _json_list(source: _Source, file: BinaryIO) -> Iterator[Record]:
 
 
 class _JsonReader:
-    """Values of a JSON list, or one after the other, of which one at a time is in memory."""
+    """Values of a JSON list, or one after the other; one at a time is in memory."""
 
     def __init__(self, text: io.TextIOWrapper, path: Path) -> None:
         self.line = 1

@@ -90,7 +90,7 @@ class FineTuneWork:
         self._tell = tell
         self._new_tokens: list[Callable[..., None]] = []  # write what was made for a run that goes on
         self._rewards = Rewards()
-        self._reference = ""  # says of which weights and pairs the reference is, where one is kept
+        self._reference = ""  # names the weights and pairs of the reference, where one is kept
         self._documents, self.samples = self._samples(files, layout, scratch)
         self._order = Order(self.samples.num_rows, eval_share=config.eval_share, seed=config.seed)
         owns = self._rank.index == 0
@@ -325,7 +325,7 @@ class FineTuneWork:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def step(self, engine: PretrainedEngine, step: int) -> tuple[float, int]:
-        """Train on the rows of a step, of which every token counts the same, on whichever rank."""
+        """Train on the rows of a step; every token counts the same, on each rank."""
         self._catch_up(engine, step)
         batches = [self._batch(step, micro) for micro in range(self._passes)]
         shares = [batch.weight for batch in batches]

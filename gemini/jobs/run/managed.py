@@ -116,7 +116,7 @@ class MemoryOptions:
 
     @property
     def device_kind(self) -> str:
-        """Return the kind of device, of which numbers are the same: ``cpu`` or ``cuda``."""
+        """Return the kind of device, ``cpu`` or ``cuda``: the numbers of one kind are the same."""
         return self.device.partition(":")[0]
 
     def managed_options(self) -> dict[str, Any]:

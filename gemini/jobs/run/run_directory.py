@@ -241,13 +241,13 @@ class RunDirectory:
             raise ConfigError(self._another_run(saved, identity, others))
 
     def _another_run(self, saved: Mapping[str, Any], identity: Mapping[str, Any], others: list[str]) -> str:
-        """Return what to say of a run of which ``others`` of the identity are not as they were."""
+        """Return what to say of a run with ``others`` of its identity changed."""
         has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
         asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
         return f"the run in {self.path} has {has}; this one {asked}; {self._way_back(others)}"
 
     def _way_back(self, others: Sequence[str]) -> str:
-        """Return what to do about a run of which ``others`` of the identity are not as they were."""
+        """Return what to do about a run with ``others`` of its identity changed."""
         if not all(name in _OF_DIGESTS or name == _REFERENCE for name in others):
             return (
                 "resume with the options of the first run (the device, budgets, tiers and policy may change)"

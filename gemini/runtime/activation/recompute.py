@@ -151,7 +151,7 @@ class Recompute:
             self._pack = before
 
     def note_copy(self, nbytes: int, seconds: float) -> None:
-        """Count a copy into a chunk, of which the original's memory was given back."""
+        """Count a copy into a chunk; the original's memory was given back."""
         self._copied = (self._copied[0] + nbytes, self._copied[1] + seconds)
 
     def watch(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -261,7 +261,7 @@ def _copied(value: Any) -> Any:
 
 
 def _is_small(value: Any) -> bool:
-    """Say whether ``value`` is a plain tensor of which copies are made."""
+    """Say whether ``value`` is a plain tensor that is copied."""
     is_plain = type(value) is torch.Tensor and not value.requires_grad and not value.is_meta
     return is_plain and value.nbytes <= _LARGEST_BYTES
 

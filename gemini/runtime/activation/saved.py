@@ -65,7 +65,7 @@ class ChunkPool:
         return chunk, tensor
 
     def _larger(self, nbytes: int) -> int:
-        """Return the smallest size above ``nbytes`` of which a chunk is free: after batches of many shapes
+        """Return the smallest size above ``nbytes`` with a free chunk: after batches of many shapes
         there may be no place for further chunks."""
         larger = [size for size, free in self._free.items() if free and size > nbytes]
         if not larger:

@@ -424,7 +424,7 @@ class Gate(ABC):
         self.chunks.release(tensors, dirty=dirty)
 
     def post_ops(self, tensors: TensorIds, dirty: TensorIds) -> None:
-        """Unpin ``tensors``, of which those in ``dirty`` were written."""
+        """Unpin ``tensors``; those in ``dirty`` were written."""
         written = set(dirty)
         self.post_op([tensor for tensor in tensors if tensor in written], True)
         self.post_op([tensor for tensor in tensors if tensor not in written], False)

@@ -316,7 +316,7 @@ def _with_row(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _multiplies(tokens: Any, rows: Any) -> bool:
-    """Say whether ``tokens`` are ordinary rows of the type of ``rows``, none of which were computed."""
+    """Say whether ``tokens`` are ordinary rows of the type of ``rows``, and none were computed."""
     if type(rows) is not AdaptedRows or rows._whole is not None or type(tokens) is not torch.Tensor:
         return False
     is_same = tokens.dim() == 2 and len(tokens) > 0 and tokens.dtype is rows.dtype

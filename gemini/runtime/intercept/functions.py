@@ -246,7 +246,7 @@ ALIASING_FUNCTIONS: frozenset[Any] = frozenset(
     )
 )
 
-# Name a part of the same memory, of which nothing is read; an index only where it is no list of elements.
+# Name a part of the same memory and read nothing; an index only where it is no list of elements.
 _VIEWS: frozenset[Any] = frozenset(
     (torch.Tensor.view, torch.Tensor.select, torch.Tensor.narrow, torch.Tensor.__getitem__)
 )

@@ -134,8 +134,8 @@ class RawAccess:
         return len(pinned) <= 2 or taken <= chunks.budgets.device_bytes // _DEVICE_SHARE
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the same layout: in a file where there is a DISK tier, of which the kernel keeps
-        what it can."""
+        """Return a copy of the same layout: where there is a DISK tier, in a file that the kernel keeps
+        in memory as far as it can."""
         with torch.no_grad():
             copied = torch.clone(tensor)
         directory = self._gate.chunks.budgets.disk_dir

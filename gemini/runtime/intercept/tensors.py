@@ -521,7 +521,7 @@ def copy_before(
 
 
 def _note(manager: Gate, written: list[int], unsaved: frozenset[int]) -> None:
-    """Remember that user code has written to the tensors, of which those ``unsaved`` were to be copied."""
+    """Remember that user code has written to the tensors; those ``unsaved`` were to be copied."""
     manager.written.note(written)
     lost = unsaved.intersection(written)
     if lost:

@@ -665,7 +665,7 @@ class UpdateOperators:
         self._order.note_late(traced=traced)
 
     def unpin(self, tensors: TensorIds, dirty: TensorIds) -> None:
-        """Unpin ``tensors``, of which those in ``dirty`` were written."""
+        """Unpin ``tensors``; those in ``dirty`` were written."""
         self._gate.post_ops(tensors, dirty)
 
     @contextmanager

@@ -37,7 +37,7 @@ class Left(Enum):
     """What plain torch would have where there is no gradient here."""
 
     NOTHING = auto()
-    TAKEN = auto()  # one that a step has used, of which zero_grad(set_to_none=False) makes zeros
+    TAKEN = auto()  # one that a step has used; zero_grad(set_to_none=False) makes zeros of it
     ZEROS = auto()  # that, which gets memory once it is used: an update takes it, others do not see it
 
 
@@ -387,7 +387,7 @@ class ShardedGradient(SlotGradient):
     over the ranks, each holding its shard.
 
     ``param.grad`` is what backward has made here as long as that stays here (within a backward pass, and
-    under ``no_sync()``), or what was assigned. From then on it is a tensor of which nothing but the
+    under ``no_sync()``), or what was assigned. From then on nothing of the tensor but its
     description may be used: were it None, a loop over ``param.grad`` would miss it silently.
     """
 
