@@ -92,8 +92,8 @@ def owned_span(slot: ManagedSlot, state: StateSpec) -> tuple[int, int]:
 
 
 def state_arrays(optimizer: GeminiOptimizer) -> dict[str, dict[str, list[Any]]]:
-    """Return, for parameters that keep something else than fp32 values of all states, the type of each state by
-    its name, and whether there is one for each block."""
+    """Return, for parameters that keep something else than fp32 values of all states, the type of each state
+    by its name, and whether there is one for each block."""
     plain = tuple(map(StateSpec, optimizer.state_names))
     return {
         slot.name: {state.name: [state.type_name, state.per_block] for state in states}

@@ -446,8 +446,8 @@ class _Pricing:
         return self._pricer.model_bytes(*self._own(rank), cut)
 
     def _chunks(self, rank: int) -> ChunkSizes:
-        """Return what a rank holds of model data: with ZeRO 3 in chunks, some of them whole at times; the least
-        where those are not known, so that nothing that may fit is left out."""
+        """Return what a rank holds of model data: with ZeRO 3 in chunks, some of them whole at times; the
+        least where those are not known, so that nothing that may fit is left out."""
         return self._laid_out(rank) or ChunkSizes(sum(self._model_bytes(rank)), 0)
 
     def _laid_out(self, rank: int) -> ChunkSizes | None:
