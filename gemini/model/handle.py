@@ -163,7 +163,7 @@ def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str
         "stowed": {"read_bytes": read_bytes, "written_bytes": written_bytes},
         "stall_seconds": chunks.stall_seconds,
         "step": manager.step,
-        "warmup": not manager.order.has_order,
+        "warmup": not (manager.order.has_order or manager.resident),
         "num_chunks": len(chunks.chunks),
         "wasted_bytes": storage.wasted_bytes,
         "model_data_bytes": manager.context.size.total_bytes,

@@ -80,6 +80,14 @@ def test_a_first_step_that_need_not_be_recorded_has_the_same_numbers(
     assert_identical(train_plain(seeded(TinyGPT), gpt_loss, recipe), managed)
 
 
+def test_a_step_that_is_not_recorded_is_no_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "_MOST_RECORDED", 4)
+    with gemini.GeminiDDP(Product(), device_bytes="64MiB", non_model_bytes=0) as model:
+        assert model.stats()["warmup"]
+        model(torch.ones(64))
+        assert not model.stats()["warmup"]
+
+
 @pytest.mark.parametrize(
     "budgets", [{"device_bytes": "64MiB"}, {"device_bytes": "192KiB", "host_bytes": "64MiB"}]
 )
