@@ -398,7 +398,7 @@ class ManagedGroups(WrappedOptimizer):
         }
 
     def refuse_changes(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError where saved groups have parameters updated in another way than those here."""
+        """Raise ConfigError where parameters of saved groups were updated in another way than here."""
         if isinstance(self._driven_optim, SelfManaged):
             for index, (group, settings) in enumerate(zip(self.param_groups, saved, strict=True)):
                 self._driven_optim.refuse_change(index, group, settings)

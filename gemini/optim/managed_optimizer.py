@@ -43,7 +43,7 @@ class ManagedOptimizer(Protocol):
         ...
 
     def refuse_changes(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError where saved groups have parameters updated in another way than those here."""
+        """Raise ConfigError where parameters of saved groups were updated in another way than here."""
 
     def require_complete(self, doing: str) -> None:
         """Raise StateError where an update or a load failed half-way."""

@@ -108,8 +108,8 @@ class Muon(SelfManaged):
         return groups
 
     def refuse_change(self, index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError where Muon has made a saved state of what AdamW updates here, or AdamW one of
-        what Muon does."""
+        """Raise ConfigError where Muon updated the group when it was saved, and AdamW does here, or the other
+        way round."""
         if saved.get("use_muon") != group["use_muon"]:
             raise ConfigError(
                 f"group {index} of the state has use_muon={saved.get('use_muon')}, and that of the optimizer "
