@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
@@ -142,6 +143,13 @@ def test_a_resumed_run_takes_the_tokens_of_the_first_where_nothing_changed(
         assert len(encoded) == 20, "what is damaged is made again"
         assert kept.read_bytes() == data
         encoded.clear()
+    times = Path(config.data).stat()
+    Path(config.data).write_bytes(Path(config.data).read_bytes())
+    os.utime(config.data, ns=(times.st_atime_ns, times.st_mtime_ns))  # as cp -p leaves it
+    run(config)
+    assert len(encoded) == 20
+    encoded.clear()
+    data = kept.read_bytes()
     Path(config.model, "tokenizer_config.json").write_text(
         Path(config.model, "tokenizer_config.json").read_text() + "\n"
     )

@@ -72,7 +72,7 @@ def key_of(files: DataFiles, tokenizer: Path, options: Mapping[str, Any]) -> str
 
     found = [(str(path.absolute()), path.stat()) for path in files.files]
     told = {
-        "files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found],
+        "files": [[name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found],
         "tokenizer": _digest(tokenizer),
         "options": dict(options),
         "versions": [transformers.__version__, tokenizers.__version__],
