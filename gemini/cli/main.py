@@ -35,7 +35,7 @@ from gemini.cli import (
     trace,
     train,
 )
-from gemini.cli.console import discard, say_error
+from gemini.cli.console import discard, say_error, silence_packages
 from gemini.errors import ConfigError, GeminiError
 from gemini.system.config import did_you_mean
 
@@ -242,6 +242,8 @@ def _run(arguments: list[str], added: Mapping[str, AddParser]) -> int:
     if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
         is_ours = arguments[0] in ("train", "finetune") or (arguments[0] == "trace" and not options.script)
         logging.lastResort.setFormatter(WarningFormatter(train.with_options if is_ours else str))
+    if not getattr(options, "script", None):  # what a script says is its own
+        silence_packages()
     _require_directory()
     perform: Callable[[argparse.Namespace], int] = options.run
     return perform(options)

@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from gemini.cli.console import print_json
+from gemini.cli.console import print_json, silence_transformers
 from gemini.system.config import format_bytes
 
 EPILOG = """\
@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Merge, say what was done, and return the exit code."""
     from gemini.jobs.after_training.adapter_merge import merge
 
+    silence_transformers()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what transformers and PEFT are to change between them
         merged = merge(options.base, options.adapter, options.out)
