@@ -117,6 +117,15 @@ class CommandParser(argparse.ArgumentParser):
         called = " ".join([self.prog, "[options]", *positional])
         return f"usage: {called}\nall options: {self.prog} --help"
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError:
+            kinds: dict[object, str] = {int: "a whole number", float: "a number"}
+            if (kind := kinds.get(action.type)) is None:
+                raise  # such a type says itself what it takes
+            raise argparse.ArgumentError(action, f"{arg_string!r} is not {kind}; give one") from None
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             there = [str(choice) for choice in action.choices]

@@ -98,6 +98,18 @@ def test_what_was_misspelled_is_answered_by_its_command_in_three_lines_with_a_gu
     assert re.match(rf"{guess}\?", lines[2].replace("did you mean ", ""))
 
 
+@pytest.mark.parametrize(
+    ("option", "text", "kind"), [("--steps", "2.5", "a whole number"), ("--lr", "small", "a number")]
+)
+def test_what_is_no_number_is_refused_in_words(
+    option: str, text: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", option, text])
+    assert end.value.code == 2
+    assert f"argument {option}: {text!r} is not {kind}; give one" in capsys.readouterr().err
+
+
 def test_sizes_take_units_and_refuse_nonsense(capsys: pytest.CaptureFixture[str]) -> None:
     config = train.config_from(parse("--device-bytes", "24MiB", "--host-bytes", "0"))
     assert (config.device_bytes, config.host_bytes) == (24 * 2**20, 0)
