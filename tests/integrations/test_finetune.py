@@ -334,6 +334,14 @@ def of_more_tokens(config: FineTuneConfig) -> dict[str, Any]:
             lambda _: {"lora": 2, "lora_target_parameters": "mlp.up_prj.weight"},
             r"--lora-target-parameters mlp\.up_prj\.weight: .* \(did you mean mlp\.up_proj\.weight\?\)",
         ),
+        (
+            lambda _: {"lora": 2, "lora_targets": "mlp.up_proj.weight"},
+            "no layer of this name, but a parameter; give it to --lora-target-parameters",
+        ),
+        (
+            lambda _: {"lora": 2, "lora_target_parameters": "up_proj"},
+            "no parameter of this name, but a layer; give it to --lora-targets",
+        ),
         (without_weights, "has no weights"),
     ],
 )

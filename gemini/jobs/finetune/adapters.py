@@ -17,6 +17,12 @@ from gemini.system.config import did_you_mean
 
 _MOST_PARTS = 3  # of a name that is guessed
 
+_LAYERS, _ARRAYS = "--lora-targets", "--lora-target-parameters"
+_WAYS_OUT = {  # what an option names, and what to do where the model has it not
+    _LAYERS: ("layer", f"name some that it has, or {ALL_LINEAR}"),
+    _ARRAYS: ("parameter", "name one that it has, such as mlp.experts.down_proj in a mixture"),
+}
+
 
 def adapter_of(config: FineTuneConfig) -> Any:
     """Return the PEFT config of the adapters to train; None: all weights train.
@@ -64,10 +70,11 @@ def adapted(config: FineTuneConfig) -> nn.Module:
     if not config.lora:
         return cast(nn.Module, model)
     layers = [name for name in names_of(config.lora_targets) if name not in (ALL_LINEAR, NO_TARGETS)]
-    _refuse_unknown("--lora-targets", layers, "layer", [name for name, _ in model.named_modules()])
     arrays = names_of(config.lora_target_parameters)
+    modules = [name for name, _ in model.named_modules()]
     params = [name for name, _ in model.named_parameters()]
-    _refuse_unknown("--lora-target-parameters", arrays, "parameter", params)
+    _refuse_unknown(_LAYERS, layers, modules, params)
+    _refuse_unknown(_ARRAYS, arrays, params, modules)
     with adapter_errors(config):
         return Adapters.of(adapter_of(config)).put_on(model)
 
@@ -78,18 +85,28 @@ def adapts_experts(module: nn.Module) -> bool:
     return any(getattr(each, "num_experts", 1) > 1 for each in module.modules() if hasattr(each, "lora_A"))
 
 
-def _refuse_unknown(option: str, names: Iterable[str], what: str, known: list[str]) -> None:
+def _refuse_unknown(option: str, names: Iterable[str], known: list[str], others: list[str]) -> None:
     """Raise ConfigError for the first of ``names`` that is the end of none that is ``known``, as PEFT looks
-    for them: it leaves out what it does not find as long as it finds something."""
+    for them: it leaves out what it does not find as long as it finds something. ``others`` are the names for
+    the other one of both options."""
+    (what, way_out), other = _WAYS_OUT[option], _ARRAYS if option == _LAYERS else _LAYERS
     for name in names:
-        if any(each == name or each.endswith(f".{name}") for each in known):
+        if _is_end(name, known):
             continue
+        if _is_end(name, others):
+            raise ConfigError(
+                f"{option} {name}: the model has no {what} of this name, but a {_WAYS_OUT[other][0]}; "
+                f"give it to {other}"
+            )
         count = name.count(".") + 1
         ends = {".".join(each.split(".")[-count:]) for each in known} if count <= _MOST_PARTS else set(known)
-        way_out = f"name some that it has, or {ALL_LINEAR}" if what == "layer" else "name one that it has"
         raise ConfigError(
             f"{option} {name}: the model has no {what} of this name{did_you_mean(name, ends)}; {way_out}"
         )
+
+
+def _is_end(name: str, known: Iterable[str]) -> bool:
+    return any(each == name or each.endswith(f".{name}") for each in known)
 
 
 @contextmanager
