@@ -243,6 +243,8 @@ def test_names_of_trackers_are_joined_or_refused(capsys: pytest.CaptureFixture[s
     assert parse_trackers("none") == parse_trackers("") == ()
     with pytest.raises(ConfigError, match="give none alone"):
         parse_trackers("none,wandb")
+    with pytest.raises(ConfigError, match=r"'wanb' \(did you mean wandb\?\); it must be one of"):
+        parse_trackers("wanb")
     assert main(["train", "--report-to", "wandb", "--report-to", "comet"]) == 2
     assert "--report-to is 'comet'; it must be one of tensorboard, wandb, mlflow, none" in " ".join(
         capsys.readouterr().err.split()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from gemini.errors import ConfigError, in_words
 from gemini.jobs.run.report import StepReport
+from gemini.system.config import did_you_mean
 
 NONE = "none"
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
@@ -62,7 +63,10 @@ def parse_trackers(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in (*TRACKERS, NONE):
-            raise ConfigError(f"--report-to is {name!r}; it must be one of {', '.join((*TRACKERS, NONE))}")
+            known = (*TRACKERS, NONE)
+            raise ConfigError(
+                f"--report-to is {name!r}{did_you_mean(name, known)}; it must be one of {', '.join(known)}"
+            )
     if NONE in names and len(names) > 1:
         raise ConfigError(f"--report-to is {text!r}; give {NONE} alone, or leave it out")
     return tuple(name for name in names if name != NONE)
