@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 from gemini.errors import ConfigError
+from gemini.system.config import did_you_mean
 
 TAKEN = "taken"
 NOT_NEEDED = "not needed"
@@ -18,6 +19,8 @@ NOT_SUPPORTED = "not supported"
 AUTO = "auto"  # transformers' Trainer, or Accelerate, fills the value in
 _NOTHING = object()
 Path = tuple[str, ...]
+# How like another key one is that was mistyped, and how much of it is compared: a file may have anything.
+_ALIKE, _MOST_LETTERS = 0.85, 100
 
 
 class Target(Enum):
@@ -114,6 +117,7 @@ class Document:
         self.source = source
         self._values = values
         self._names = dict(names or {})
+        self.asked: set[Path] = set()  # the paths of the keys that were looked for
 
     def name(self, path: str | Path) -> str:
         """Return the path of a key in the user's file."""
@@ -140,6 +144,7 @@ class Document:
 
     def take(self, path: str, types: tuple[type, ...], default: Any = None) -> Any:
         """Return the value of a key, ``"auto"`` as it is. Raises ConfigError where it has another type."""
+        self.asked.add(_parts(path))
         section, _, key = path.rpartition(".")
         value = (self.section(section) if section else self._values).get(key)
         if value is None:
@@ -317,6 +322,10 @@ def _verdict(
             return found.said[above]
         if above in rows:
             return _of_row(rows[above], found.target, value, is_itself=count == len(path))
+    known = {".".join(each) for each in (*rows, *document.asked)}
+    guess = did_you_mean(".".join(path)[:_MOST_LETTERS], known, cutoff=_ALIKE)
+    if guess:
+        return NOT_SUPPORTED, f"this key is not known here{guess}; if so, correct it and convert again"
     return NOT_SUPPORTED, "this key is not known here; look for an option of GeminiDDP or GeminiOptimizer"
 
 

@@ -364,7 +364,9 @@ def _param(found: Conversion, document: Document, key: str, path: str) -> None:
         found.say(path, NOT_NEEDED, "it changes how torch computes the update, not its result")
         return
     if key not in options:
-        found.say(path, NOT_SUPPORTED, f"{found.optimizer_class} has no {key}; leave it out")
+        guess = did_you_mean(key[:_MOST_LETTERS], options)
+        way_out = "if so, correct it and convert again" if guess else "leave it out"
+        found.say(path, NOT_SUPPORTED, f"{found.optimizer_class} has no {key}{guess}; {way_out}")
         return
     value = _value(document, key, path)
     if value == AUTO and isinstance(value, str):

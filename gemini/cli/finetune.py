@@ -195,14 +195,13 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
         raise ConfigError(
             f"{COMMAND} needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
         ) from error
-    from gemini.cli.console import Console, print_json, silence_packages
+    from gemini.cli.console import Console, print_json
     from gemini.cli.finetune import forecast_lines
     from gemini.jobs.finetune import job
     from gemini.jobs.run.display import ReadingDisplay, make_display
     from gemini.jobs.run.outcome import summary_table
     from gemini.jobs.run.ranks import place_among_ranks
 
-    silence_packages()
     if config.show:
         for line in job.preview(config):
             print(line)

@@ -296,6 +296,32 @@ FSDP = {"transformer_layer_cls_to_wrap": "GPT2Block"}
 
 
 @pytest.mark.parametrize(
+    ("key", "document", "guess"),
+    [
+        ("gradient_acumulation_steps", {"gradient_acumulation_steps": 4}, "gradient_accumulation_steps"),
+        ("zero_optimisation.stage", {"zero_optimisation": {"stage": 2}}, "zero_optimization.stage"),
+        (
+            "fp16.loss_scale_windows",
+            {"fp16": {"enabled": True, "loss_scale_windows": 9}},
+            "fp16.loss_scale_window",
+        ),
+        (
+            "optimizer.params.bettas",
+            {"optimizer": {"type": "Adam", "params": {"bettas": [0.9, 0.9]}}},
+            "betas",
+        ),
+    ],
+)
+def test_a_mistyped_key_gets_the_nearest_one(
+    key: str, document: dict[str, Any], guess: str, tmp_path: Path
+) -> None:
+    document = {"train_batch_size": 8, **document}
+    verdict, text = said_of(convert(written(document, tmp_path / "ds.json", disk=tmp_path)), key)
+    assert verdict == NOT_SUPPORTED
+    assert f"(did you mean {guess}?)" in text
+
+
+@pytest.mark.parametrize(
     ("document", "suffix", "target"),
     [
         ({"train_batch_size": 8}, ".json", Target.LOOP),
