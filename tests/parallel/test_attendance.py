@@ -317,7 +317,7 @@ def test_ranks_that_wait_for_each_other_along_different_axes_hear_of_it() -> Non
 
 def _wait_for_one_that_is_busy() -> float:
     """Have one rank compute for longer than the patience while all others wait for it, along other axes."""
-    _set_patience(PATIENCE / 4)
+    _set_patience(PATIENCE / 2)
     with Mesh(Layout(pp=2, tp=2)) as mesh:
         rows, columns = mesh.axis("tp"), mesh.axis("pp")
         assert rows is not None
@@ -336,7 +336,7 @@ def test_a_rank_that_is_busy_keeps_others_waiting_along_other_axes() -> None:
 
 def _busy_for_long() -> list[float]:
     """Keep one rank busy elsewhere for longer than the patience."""
-    _set_patience(PATIENCE / 4)
+    _set_patience(PATIENCE / 2)
     model, optimizer = wrap(mlp, Recipe())
     with model:
         _step(model, optimizer)
