@@ -63,8 +63,8 @@ def sample(
 
     They take turns until the time is over, so that a moment in which the machine is busy with something else
     spoils no single one. One that would need too much memory or time, or that values of our own making do not
-    suit, is left out. ``most_bytes``: what their arguments may take together, by default a quarter of the
-    free memory.
+    suit, is left out. ``most_bytes``: what their arguments may take together, and one operator with
+    its result; by default a quarter of the free memory.
     """
     calls: Counter[Operation] = Counter()
     for period in periods:
@@ -72,7 +72,9 @@ def sample(
     costs = OperationCosts(machine)
     total = {operation: costs.seconds(operation) * count for operation, count in calls.items()}
     room = int(free_memory_bytes() * _MEMORY_SHARE)
-    arena = Arena(min(room, room if most_bytes is None else most_bytes, sum(map(_arena_bytes, total))))
+    room = room if most_bytes is None else min(room, most_bytes)
+    arena = Arena(min(room, sum(_bytes_of(operation, floats=True) for operation in total)))
+    others_room = room
     end = time.perf_counter() + limit_seconds
     prepared_by = end - limit_seconds / 2  # first calls, which are slow, leave time for those that count
     times: dict[Operation, list[float]] = {}
@@ -80,10 +82,15 @@ def sample(
     for operation in sorted(total, key=lambda each: -total[each]):
         if turns and time.perf_counter() >= prepared_by:
             break
-        if operation.is_update or 2 * costs.seconds(operation) > (end - time.perf_counter()) / 2:
+        others_bytes = _bytes_of(operation, floats=False)
+        # Beside the arena come what it returns, and what is no float, which stays.
+        if operation.is_update or operation.moved_bytes > room or others_bytes > others_room:
+            continue
+        if 2 * costs.seconds(operation) > (end - time.perf_counter()) / 2:
             continue
         call = prepare(operation, arena)
         if call is not None:
+            others_room -= others_bytes
             turns.append((operation, call))
             times[operation] = []
     while turns and time.perf_counter() < end:
@@ -139,9 +146,10 @@ def _random_offsets(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor)
     return torch.bincount(rows, minlength=groups).cumsum(0).to(offs.dtype)
 
 
-def _arena_bytes(operation: Operation) -> int:
+def _bytes_of(operation: Operation, *, floats: bool) -> int:
+    """Return what the arguments that are floats take in an arena, or those that are not beside it."""
     specs = (each for each in tree_iter(operation.arguments) if isinstance(each, TensorForm))
-    return sum(_extent_bytes(spec) + _ALIGNMENT for spec in specs if spec.dtype.is_floating_point)
+    return sum(_extent_bytes(spec) + _ALIGNMENT for spec in specs if spec.dtype.is_floating_point is floats)
 
 
 def _extent_bytes(spec: TensorForm) -> int:

@@ -214,6 +214,18 @@ def test_operators_share_as_much_memory_as_their_sample_may_take() -> None:
     } == {(256,)}
 
 
+def test_what_operators_return_and_look_up_counts_beside_the_memory_that_they_share() -> None:
+    column, ids = torch.empty(64, 1, device="meta"), torch.empty(2048, dtype=torch.int64, device="meta")
+    with Meter() as meter:
+        meter.open_period()
+        _ = column * column.T  # 16 KiB of two times 256 bytes
+        ids.max()  # 16 KiB that are no floats
+    periods = meter.finish()
+    found = timing.sample(periods, machine(), limit_seconds=0.05)
+    assert {each.function for each in found} >= {torch.ops.aten.mul.Tensor, torch.ops.aten.max.default}
+    assert timing.sample(periods, machine(), limit_seconds=0.05, most_bytes=8192) == {}
+
+
 def test_products_of_groups_are_timed_with_groups_of_different_sizes() -> None:
     left, right = torch.empty(64, 8, device="meta"), torch.empty(4, 8, 16, device="meta")
     offs = torch.empty(4, dtype=torch.int32, device="meta")
