@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,8 +19,7 @@ NOT_SUPPORTED = "not supported"
 AUTO = "auto"  # transformers' Trainer, or Accelerate, fills the value in
 _NOTHING = object()
 Path = tuple[str, ...]
-# How like another key one is that was mistyped, and how much of it is compared: a file may have anything.
-_ALIKE, _MOST_LETTERS = 0.85, 100
+_ALIKE = 0.85  # how like another key one is that was mistyped
 
 
 class Target(Enum):
@@ -296,6 +295,17 @@ def auto(target: Target, filled: str) -> tuple[str, str]:
     return TAKEN, f"{filled} of TrainingArguments, as the Trainer filled it in"
 
 
+def refuse_unknown(document: Document, path: str, kind: str, deepspeeds: Iterable[str], module: Any) -> None:
+    """Raise ConfigError for the ``kind`` at ``path`` that is none of ``deepspeeds``, and no class of torch's
+    ``module``."""
+    known = [*deepspeeds, *(name for name, each in vars(module).items() if isinstance(each, type))]
+    if kind not in known:
+        raise ConfigError(
+            f"{document.source}: {document.name(path)} is {kind!r:.100}, which neither DeepSpeed nor "
+            f"{module.__name__} has{did_you_mean(kind, known)}; correct the name"
+        )
+
+
 def report(found: Conversion, document: Document, table: Mapping[str, Key], switched: frozenset[str]) -> None:
     """Give each key of the file its verdict: one that was said already, that of its row, or of the nearest
     section above it. ``switched`` are sections that do nothing without ``"enabled": true``."""
@@ -323,7 +333,7 @@ def _verdict(
         if above in rows:
             return _of_row(rows[above], found.target, value, is_itself=count == len(path))
     known = {".".join(each) for each in (*rows, *document.asked)}
-    guess = did_you_mean(".".join(path)[:_MOST_LETTERS], known, cutoff=_ALIKE)
+    guess = did_you_mean(".".join(path), known, cutoff=_ALIKE)
     if guess:
         return NOT_SUPPORTED, f"this key is not known here{guess}; if so, correct it and convert again"
     return NOT_SUPPORTED, "this key is not known here; look for an option of GeminiDDP or GeminiOptimizer"

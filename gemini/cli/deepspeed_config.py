@@ -18,13 +18,13 @@ from gemini.cli.conversion import (
     auto,
     each,
     quoted,
+    refuse_unknown,
     report,
 )
 from gemini.cli.deepspeed_keys import FILLED, KEYS, SWITCHED
 from gemini.errors import ConfigError
 from gemini.system.config import did_you_mean
 
-_MOST_LETTERS = 100  # of a name that is guessed: comparing takes time by their square
 _DEEPSPEEDS = ("Adam", "AdamW", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW",
                "MuSGD", "Lion", "Muon")  # fmt: skip
 _ADAMS = ("adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam")
@@ -330,7 +330,9 @@ def _optimizer(found: Conversion, document: Document) -> None:
         found.drive(f"torch.optim.{_TORCH[name][0]}")
     else:
         if name not in _WITHOUT_RULE:
-            _refuse_unknown(document, kind)
+            import torch
+
+            refuse_unknown(document, "optimizer.type", kind, _DEEPSPEEDS, torch.optim)
         says = _WITHOUT_RULE.get(name, f"there is no {kind} here: HybridAdam is printed, with its options")
         found.say("optimizer.type", NOT_SUPPORTED, says)
     if found.optimizer_class == "gemini.Lamb":  # DeepSpeed's defaults
@@ -343,20 +345,6 @@ def _optimizer(found: Conversion, document: Document) -> None:
             _param(found, document, key, path)
 
 
-def _refuse_unknown(document: Document, kind: str) -> None:
-    """Raise ConfigError for an optimizer that neither DeepSpeed nor torch has."""
-    import torch
-
-    torchs = [name for name, each in vars(torch.optim).items() if isinstance(each, type)]
-    if kind in torchs:
-        return
-    guess = did_you_mean(kind[:_MOST_LETTERS], (*_DEEPSPEEDS, *torchs))
-    raise ConfigError(
-        f"{document.source}: {document.name('optimizer.type')} is {kind!r:.100}, which neither DeepSpeed nor "
-        f"torch.optim has{guess}; correct the name"
-    )
-
-
 def _param(found: Conversion, document: Document, key: str, path: str) -> None:
     """Convert a parameter of the optimizer."""
     options = _OWN_OPTIONS[found.optimizer_class]
@@ -364,7 +352,7 @@ def _param(found: Conversion, document: Document, key: str, path: str) -> None:
         found.say(path, NOT_NEEDED, "it changes how torch computes the update, not its result")
         return
     if key not in options:
-        guess = did_you_mean(key[:_MOST_LETTERS], options)
+        guess = did_you_mean(key, options)
         way_out = "if so, correct it and convert again" if guess else "leave it out"
         found.say(path, NOT_SUPPORTED, f"{found.optimizer_class} has no {key}{guess}; {way_out}")
         return

@@ -21,14 +21,13 @@ from gemini.cli.conversion import (
     Schedule,
     Target,
     auto,
+    refuse_unknown,
 )
 from gemini.errors import ConfigError
-from gemini.system.config import did_you_mean
 
 _PARAMS = "scheduler.params"
 _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _DEEPSPEEDS = (*_WARMUPS, "OneCycle", "LRRangeTest")
-_MOST_LETTERS = 100  # of a name that is guessed: comparing takes time by their square
 _HAS_BETAS = ("gemini.HybridAdam", "gemini.Lion", "gemini.Lamb", "torch.optim.NAdam", "torch.optim.RAdam",
               "torch.optim.Adamax")  # fmt: skip
 # What the Trainer fills in, where create_scheduler() has it.
@@ -55,7 +54,10 @@ def fill(found: Conversion, document: Document) -> None:
     kind = document.take("scheduler.type", (str,), "")
     params = document.section(_PARAMS)
     if kind not in _DEEPSPEEDS:
-        _refuse_unknown(document, kind)
+        import torch
+
+        if kind:
+            refuse_unknown(document, "scheduler.type", kind, _DEEPSPEEDS, torch.optim.lr_scheduler)
         way_out = f"make it over the optimizer: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
         says = f"{kind} is torch's; {way_out}" if kind else "without a type DeepSpeed makes none"
         found.say("scheduler", NOT_SUPPORTED, says)
@@ -85,20 +87,6 @@ def fill(found: Conversion, document: Document) -> None:
         return
     found.follow(schedule)
     found.say("scheduler.type", TAKEN, f"torch's LambdaLR: {words}")
-
-
-def _refuse_unknown(document: Document, kind: str) -> None:
-    """Raise ConfigError for a scheduler that neither DeepSpeed nor torch has."""
-    import torch
-
-    torchs = [name for name, each in vars(torch.optim.lr_scheduler).items() if isinstance(each, type)]
-    if not kind or kind in torchs:
-        return
-    guess = did_you_mean(kind[:_MOST_LETTERS], (*_DEEPSPEEDS, *torchs))
-    raise ConfigError(
-        f"{document.source}: {document.name('scheduler.type')} is {kind!r:.100}, which neither DeepSpeed nor "
-        f"torch.optim.lr_scheduler has{guess}; correct the name"
-    )
 
 
 def _is_one_number(values: list[Any]) -> bool:

@@ -75,9 +75,12 @@ def refuse_unknown(called: str, options: Mapping[str, Any], known: frozenset[str
         raise TypeError(f"{called} has no argument {wrong}; it has {', '.join(sorted(known))}")
 
 
+_MOST_LETTERS = 100  # of a name that is guessed: comparing takes time by their square
+
+
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return a guess in brackets, after a space, which of the ``known`` names was meant, in capitals or not;
-    "" for none that is as near as ``cutoff`` (of 1)."""
+    """Return a space and, in brackets, the name that is nearest among the ``known`` ones; capitals do not
+    count. Return "" if none is as near as ``cutoff`` (1: the same letters)."""
     by_letters = {each.lower(): each for each in known}
-    near = get_close_matches(name.lower(), by_letters, 1, cutoff)
+    near = get_close_matches(name[:_MOST_LETTERS].lower(), by_letters, 1, cutoff)
     return f" (did you mean {by_letters[near[0]]}?)" if near else ""
