@@ -92,8 +92,7 @@ def silence_packages() -> None:
 
 
 def silence_transformers() -> None:
-    """Keep progress bars and advice of transformers out of the text, and of what it imports."""
-    silence_packages()
+    """Keep progress bars and advice of transformers out of the text."""
     try:
         from transformers.utils import logging as of_transformers
     except ImportError:
