@@ -4,6 +4,7 @@ each takes: timed here on memory of its own, or estimated from a machine's speed
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -18,7 +19,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gemini.errors import GeminiError
 from gemini.forecast.machine import MachineSpeeds
-from gemini.forecast.quantized import product_flops, workspace_bytes
 from gemini.runtime.intercept.of_cpu import GROUPED_MM, grouped_mm, grouped_mm_flops
 
 _aten = torch.ops.aten
@@ -142,7 +142,7 @@ class Meter(TorchDispatchMode):
         for tensor in _tensors(out):
             self._know(tensor, new=True)
         if func.namespace == "bitsandbytes":
-            held_bytes = self._live_bytes + workspace_bytes(func, args)
+            held_bytes = self._live_bytes + _workspace_bytes(func, args)
             self._period.peak_bytes = max(self._period.peak_bytes, held_bytes)
         if not func.is_view and func not in _FREE and func.namespace in _COUNTED:
             self._period.operations[self._operation(func, args, kwargs, out)] += 1
@@ -184,7 +184,7 @@ class Meter(TorchDispatchMode):
                 func,
                 key[1:],
                 _flops(func, args, kwargs, out),
-                sum(_touched_bytes(tensor) for tensor in tensors) + 2 * workspace_bytes(func, args),
+                sum(_touched_bytes(tensor) for tensor in tensors) + 2 * _workspace_bytes(func, args),
                 next((t.dtype for t in tensors if t.is_floating_point()), torch.int64),
                 tree_map_only(torch.Tensor, TensorForm.of, (args, kwargs)),
             )
@@ -193,6 +193,8 @@ class Meter(TorchDispatchMode):
 
 # Namespaces with operators that take time; other ones call these.
 _COUNTED = ("aten", "bitsandbytes", "torchao")
+# Of activations [..., K] and a packed weight [N, K].
+_PRODUCT_OF_4_BITS, _SCALE_BYTES = "bitsandbytes::gemm_4bit", 4
 
 
 def _in_backward() -> bool:
@@ -235,7 +237,17 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
         return _MORE_FLOPS[packet](args, out)
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
-    return product_flops(func, args)
+    return 2 * int(args[0].numel()) * int(args[2][0]) if func.name() == _PRODUCT_OF_4_BITS else 0
+
+
+def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Return what an operator of bitsandbytes holds on the CPU until it has its result: the weight and its
+    scales, unpacked."""
+    if func.name() != _PRODUCT_OF_4_BITS:
+        return 0
+    x, shape, block_size = args[0], args[2], args[4]
+    numel = math.prod(shape)
+    return int(numel * x.element_size() + -(-numel // block_size) * _SCALE_BYTES)
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
