@@ -17,7 +17,6 @@ from torch import nn
 
 from gemini.chunk.manager import lacking_space
 from gemini.cli.plan import settings_from
-from gemini.cli.plan_adapters import adapting
 from gemini.cli.plan_model import hugging_face
 from gemini.cli.train import (
     add_memory_options,
@@ -30,7 +29,7 @@ from gemini.cli.train import (
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
-from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapts_experts
+from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapting, adapts_experts
 from gemini.jobs.finetune.config import NO, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
 from gemini.jobs.finetune.engine import is_quantized, quantization_of

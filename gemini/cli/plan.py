@@ -11,6 +11,7 @@ from typing import Any
 
 from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError
+from gemini.jobs.finetune.config import INT8, NF4
 from gemini.system.config import format_bytes, parse_bytes
 
 EPILOG = """\
@@ -54,7 +55,6 @@ DEFAULT_TBW = "600TB"
 DEFAULT_SEQ = 1024
 _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
-_QUANTIZE = ("nf4", "int8")
 _AXES = ("tp", "pp", "sp", "dp")
 _SEQUENCE_MODES = ("ulysses", "ring")
 # Those of gemini.parallel.pipeline.SCHEDULES, which takes the time of importing torch to ask.
@@ -116,7 +116,7 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         help="train adapters of this rank on every linear layer of a DIR, and freeze the model",
     )
     group.add_argument(
-        "--quantize", choices=_QUANTIZE, help="hold the linear layers below the adapters in 4 or 8 bits"
+        "--quantize", choices=(NF4, INT8), help="hold the linear layers below the adapters in 4 or 8 bits"
     )
     group.add_argument("--no-clipping", action="store_true", help="train without clipping the global norm")
 
@@ -274,7 +274,7 @@ def run(options: argparse.Namespace) -> int:
     seq = DEFAULT_SEQ if options.seq is None else options.seq
     asked = ModelOptions(seq, options.checkpointing, seq_is_asked=options.seq is not None)
     if options.lora or options.quantize:
-        from gemini.cli.plan_adapters import adapting_of
+        from gemini.cli.plan_model import adapting_of
 
         asked = dataclasses.replace(asked, adapted=adapting_of(options))
     source = find_model(options.model, asked)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import logging
@@ -28,6 +29,7 @@ from gemini.integrations.model_directory import (
 )
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
+from gemini.runtime.config import GeminiConfig
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.system.config import did_you_mean
 from gemini.system.input_files import InputDirectory, errors_of, read_document
@@ -407,3 +409,33 @@ def _with_batch(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
 
     changed: tuple[Any, ...] = map_tensors(inputs, resized)
     return changed
+
+
+_ONE_PROCESS = ("tp", "pp", "sp", "dp", "search", "space", "operators")
+
+
+def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]:
+    """Return what quantizes a model on ``meta`` and puts adapters on it, as ``--lora`` and ``--quantize`` of
+    ``gemini plan`` ask for.
+
+    Raises:
+        ConfigError: they do not go with the other options, or a package is missing.
+    """
+    given = "--lora" if options.lora else "--quantize"
+    directory = Path(options.model)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{given} is for a model of transformers; give its directory, not {options.model!r}"
+        )
+    if others := [f"--{name}" for name in _ONE_PROCESS if getattr(options, name)]:
+        raise ConfigError(f"{given} is planned for one process; leave out {', '.join(others)}")
+    if not options.lora:
+        raise ConfigError("--quantize freezes the base, so adapters train; add --lora 16")
+    from gemini.jobs.finetune.adapters import adapting, require_peft
+    from gemini.jobs.finetune.engine import quantization_named
+
+    peft = require_peft()
+    precision = None if options.dtype == "fp32" else options.dtype
+    compute = GeminiConfig.from_options(mixed_precision=precision).precision or torch.float32
+    quantization = None if options.quantize is None else quantization_named(options.quantize, compute)
+    return adapting(peft.LoraConfig(r=options.lora, target_modules="all-linear"), quantization, directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +11,7 @@ from torch import nn
 
 from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.integrations.adapters import AdapterError, Adapters
+from gemini.integrations.quantized_loading import QuantizedOutline, stored_dtype
 from gemini.integrations.transformers_loading import keep_types, meta_model_of, tie
 from gemini.jobs.finetune.config import ALL_LINEAR, NO_TARGETS, FineTuneConfig, names_of
 from gemini.system.config import did_you_mean
@@ -107,6 +108,31 @@ def _refuse_unknown(option: str, names: Iterable[str], known: list[str], others:
 
 def _is_end(name: str, known: Iterable[str]) -> bool:
     return any(each == name or each.endswith(f".{name}") for each in known)
+
+
+def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.Module], nn.Module]:
+    """Return what quantizes the weights of a model on ``meta`` and puts adapters on it, as loading it from
+    ``directory`` would.
+
+    Args:
+        adapter: a config of PEFT; None: no adapters.
+        quantization: a config of transformers; None: the weights stay as they are.
+    """
+    outline = None
+    if quantization is not None:
+        outline = QuantizedOutline(quantization, stored_dtype(directory))
+
+    def change(module: nn.Module) -> nn.Module:
+        if outline is not None:
+            outline.put_on(module)
+        if adapter is None:
+            return module
+        import peft
+
+        adapted: Any = peft.get_peft_model(module, adapter)
+        return adapted  # type: ignore[no-any-return]
+
+    return change
 
 
 @contextmanager
