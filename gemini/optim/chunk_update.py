@@ -288,7 +288,7 @@ class ChunkUpdate:
         return parts
 
     def _place(self, left: _Piece, slot: ManagedSlot) -> Place:
-        """Find out what of a piece belongs to a parameter."""
+        """Return the part of a piece that belongs to a parameter."""
         piece, group = left.piece, self._group
         start, stop = slot.overlapping(piece)
         here = slice(start - piece.start, stop - piece.start)

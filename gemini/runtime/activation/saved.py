@@ -1,6 +1,6 @@
-"""Tensors that autograd saved. Which of them stay where they are is learnt from what happened to them in
-chunks. Here are also chunks for sizes that show only while a model runs, what autograd holds instead of a
-saved tensor, and tensors over windows that may outlive their operator.
+"""Tensors that autograd saved. The last step tells which of them stay where they are; chunks keep the others.
+This file has the chunks for sizes that show only while a model runs, what autograd holds instead of a saved
+tensor, and tensors over windows that may outlive their operator.
 """
 
 from __future__ import annotations
