@@ -199,6 +199,16 @@ def save_parts(
 ) -> None:
     """Write the whole model, a tensor at a time in memory; all ranks call it and the first one writes. Raises
     as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`."""
+    contents = whole_contents(model, optimizer, parts, ranks)
+    metadata = contents.metadata()
+    save_tensors(checkpoint, "model", contents.sources, metadata, layout, ranks, parts.whole.companions)
+
+
+def whole_contents(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts, ranks: Ranks
+) -> ModelContents:
+    """Return the whole model of which each rank has a part. All ranks call this, and run the streams of all
+    sources in their order; those of the first rank hand out what they have."""
     held = model_contents(model, optimizer)
     local = {source.spec.name: source for source in held.sources}
     local.update({alias: local[first] for alias, first in held.aliases.items()})
@@ -212,9 +222,7 @@ def save_parts(
         own = next(((each, local[each]) for each in names if each in local), None)
         spec = TensorSpec(name, like.dtype, tuple(like.shape))
         sources.append(TensorSource(spec, partial(stream, parts, passing, (name, spec), own)))
-    extra = _extra_of_all(held.extra, parts, ranks)
-    metadata = ModelContents(sources, aliases, extra).metadata()
-    save_tensors(checkpoint, "model", sources, metadata, layout, ranks, parts.whole.companions)
+    return ModelContents(sources, aliases, _extra_of_all(held.extra, parts, ranks))
 
 
 def _extra_of_all(own: Mapping[str, Any], parts: Parts, ranks: Ranks) -> dict[str, Any]:

@@ -9,12 +9,19 @@ from torch import distributed as dist
 from torch import nn
 
 from gemini.parallel.booster import checkpoint as files
-from gemini.parallel.booster.checkpoint.parts import Parts, load_parts, parts_of, save_parts
+from gemini.parallel.booster.checkpoint.parts import (
+    Parts,
+    load_parts,
+    parts_of,
+    save_parts,
+    whole_contents,
+)
 from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
     load_parts_of_optimizer,
     save_parts_of_optimizer,
     states_of_part,
 )
+from gemini.parallel.booster.checkpoint.sources import ModelContents
 from gemini.parallel.booster.plugin.base import Path, Plugin
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.expert_ranks import checked_ep_size
@@ -67,6 +74,11 @@ class PluginOfParts(Plugin):
             super().save_model(model, optimizer, checkpoint, layout)
             return
         save_parts(model, optimizer, parts, checkpoint, layout, self.ranks)
+
+    def whole_contents(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelContents:
+        """Return what :meth:`save_model` writes of a boosted model, as streams. All ranks call this, and run
+        all streams in their order; on the first rank they hand out whole tensors."""
+        return whole_contents(model, optimizer, self.parts[model], self.ranks)
 
     def load_model(
         self,
