@@ -144,10 +144,7 @@ def plan_layout(model: nn.Module, run: Run, choices: LayoutChoices) -> LayoutPla
     layout = choices.layout
     order = make_order(choices.style, layout.pp, choices.num_micro_batches, choices.chunks)
     model = trainable_outline(model)
-    units, ranges = _divided(model, choices, order.num_stages)
-    if layout.sp > 1:
-        refuse_unfit_model(cuttable(model))  # before layers are cut, as the plugin does
-    outline_part(cuttable(model), layout.tp, **(choices.cut or {}))
+    units, ranges = _cut(model, choices, order.num_stages)
     sequences = SequenceOutline(cuttable(model), layout.sp, choices.sp_mode) if layout.sp > 1 else None
     work = _measured(model, run, units, ranges, order, sequences)
     shares = [float(each) for each in work.flops] if any(work.flops) else None
@@ -176,6 +173,24 @@ def plan_layout(model: nn.Module, run: Run, choices: LayoutChoices) -> LayoutPla
             )
         )
     return LayoutPlan(choices, tuple(found))
+
+
+def refuse_uncuttable(model: nn.Module, choices: LayoutChoices) -> None:
+    """Raise ConfigError where ``model``, which is whole, does not go over the ranks of ``choices``. It takes
+    a copy on ``meta``, and runs nothing."""
+    order = make_order(choices.style, choices.layout.pp, choices.num_micro_batches, choices.chunks)
+    _cut(trainable_outline(model), choices, order.num_stages)
+
+
+def _cut(
+    model: nn.Module, choices: LayoutChoices, num_stages: int
+) -> tuple[Units, tuple[tuple[int, int], ...]]:
+    """Cut the layers of ``model``, which is on ``meta``; return as :func:`_divided`."""
+    divided = _divided(model, choices, num_stages)
+    if choices.layout.sp > 1:
+        refuse_unfit_model(cuttable(model))  # before layers are cut, as the plugin does
+    outline_part(cuttable(model), choices.layout.tp, **(choices.cut or {}))
+    return divided
 
 
 def cuttable(model: nn.Module) -> nn.Module:
