@@ -56,7 +56,7 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
         _add_memory_rows(table, summary)
     table.add_row("steps", _steps_text(summary))
     if summary.first_loss is not None and summary.last_loss is not None:
-        table.add_row("loss, first to last", f"{summary.first_loss:.4f} to {summary.last_loss:.4f}")
+        table.add_row("loss, first to last", _losses_text(summary))
     if summary.eval_loss is not None:
         table.add_row("loss on what is held out", f"{summary.eval_loss:.4f}")
     if summary.best_eval_loss is not None:
@@ -116,6 +116,14 @@ def _peak_text(summary: Summary, name: str) -> str:
     budget = summary.budget_bytes.get(name)
     limit = "no limit" if budget is None else f"budget {format_bytes(budget)}"
     return f"{format_bytes(summary.peak_bytes.get(name, 0))} ({limit})"
+
+
+def _losses_text(summary: Summary) -> str:
+    """Return the first and the last loss; those of steps before the run was resumed are named so."""
+    step, earlier = summary.first_loss_step, ""
+    if step is not None and step <= summary.first_step:
+        earlier = f" (step {step}, before the run was resumed)"
+    return f"{summary.first_loss:.4f}{earlier} to {summary.last_loss:.4f}"
 
 
 def _steps_text(summary: Summary) -> str:
@@ -239,10 +247,12 @@ def _plan_note(stats: Mapping[str, Any]) -> Iterator[str]:
     """Yield how far off a plan was, where one was run."""
     predicted, measured = stats.get("predicted"), stats.get("measured")
     if predicted and measured:
+        found = f"{measured['step_seconds']:.3g} s"
+        if "device_bytes" in measured:
+            found += f" and {format_bytes(int(measured['device_bytes']))}"
         yield (
             f"the plan predicted {predicted['step_seconds']:.3g} s a step and "
-            f"{format_bytes(int(predicted['device_bytes']))} on DEVICE; the last step took "
-            f"{measured['step_seconds']:.3g} s and {format_bytes(int(measured['device_bytes']))}"
+            f"{format_bytes(int(predicted['device_bytes']))} on DEVICE; the last step took {found}"
         )
 
 
@@ -278,6 +288,7 @@ def summarize(
         last_step=progress.last_step,
         first_loss=progress.losses.get(min(progress.losses, default=0)),
         last_loss=progress.losses.get(max(progress.losses, default=0)),
+        first_loss_step=min(progress.losses) + 1 if progress.losses else None,
         eval_loss=evaluated[-1] if evaluated else None,
         tokens=sum(report.tokens for report in progress.reports),
         seconds=sum(report.seconds for report in progress.reports),

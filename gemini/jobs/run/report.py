@@ -70,7 +70,8 @@ class Summary:
     """What a run did and within which budgets; sizes are bytes, ``stall_share`` is from 0 to 1.
     ``peak_non_model_bytes``: None where nothing was measured; ``eval_loss``: the last on what is held out;
     ``model``: the directory with what was trained, for other libraries; ``best_step``: the step with the
-    lowest loss on what is held out, ``best_eval_loss``, where the weights of that step were asked for."""
+    lowest loss on what is held out, ``best_eval_loss``, where the weights of that step were asked for;
+    ``first_loss_step``: the step of ``first_loss``, from 1; of a resumed run it is one of the first run."""
 
     parameters: int
     model_data_bytes: int
@@ -95,6 +96,7 @@ class Summary:
     model: str | None = None
     picture: str | None = None
     notes: tuple[str, ...] = ()
+    first_loss_step: int | None = None
     verify: Verdict | None = field(default=None)
 
     @property
@@ -134,8 +136,8 @@ def over_budget_note(timeline: Sequence[Mapping[str, Any]], budget_bytes: int | 
     return [
         f"DEVICE held {format_bytes(used)} with activations and temporaries, above its budget of "
         f"{format_bytes(budget_bytes)}: "
-        "take a larger one, or a smaller --batch or --seq, or --activations plan and "
-        "--activation-checkpointing, as far as they are not in use"
+        "give a larger --device-bytes, or a smaller --batch or --seq; --activations plan and "
+        "--activation-checkpointing make activations smaller, where the run does not have them yet"
     ]
 
 

@@ -463,8 +463,8 @@ class StepOrder(Learned):
             logger.warning(
                 "activations and temporaries of the recorded step took %s; with the %s that the largest "
                 "update needs this is more than device_bytes=%d (%s): model data is kept to the minimum; "
-                "raise device_bytes, lower the batch size, or use torch.utils.checkpoint and "
-                "activation_offload='auto', as far as they are not in use",
+                "raise device_bytes or lower the batch size; torch.utils.checkpoint and "
+                "activation_offload='auto' help too, where the program does not use them yet",
                 format_bytes(peak),
                 format_bytes(context.size.working_set_bytes),
                 context.capacity.device_bytes,
