@@ -30,9 +30,10 @@ from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
 from gemini.forecast.forecast import Outlook, Settings, look, time_step
 from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapting, adapts_experts
-from gemini.jobs.finetune.config import NO, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
+from gemini.jobs.finetune.config import NO, PARTS, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
 from gemini.jobs.finetune.engine import is_quantized, quantization_of
+from gemini.jobs.finetune.layouts import plan_of, refuse_unread
 from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
 from gemini.jobs.finetune.samples import DOCUMENTS
@@ -63,6 +64,8 @@ examples:
       learn from preference pairs, by DPO
   gemini finetune recipes/full.toml --batch 4 --nproc 2
       two processes share the rows of each step, and the model
+  gemini finetune recipes/full.toml --accumulate 4 --nproc 4 --tp 2 --pp 2
+      four: layers are cut over two, and blocks over two; --plan FILE runs what gemini plan has found
   gemini finetune recipes/full.toml --resume auto
       go on where the last run ended, or start: for a scheduler that runs the command again
 
@@ -162,9 +165,10 @@ def run(options: argparse.Namespace) -> int:
         config = config_from(options)
         if ranks > 1:
             return _run(options, _on_ranks(config, ranks))
-        if config.nproc == 1 or config.show:
+        refuse_unread(config)
+        if config.num_ranks == 1 or config.show:
             return _run(options, config)
-    return run_on_ranks(_without_nproc(options.called), config.nproc)
+    return run_on_ranks(_without_nproc(options.called), config.num_ranks)
 
 
 def _without_nproc(arguments: Sequence[str]) -> list[str]:
@@ -179,6 +183,7 @@ def _without_nproc(arguments: Sequence[str]) -> list[str]:
 
 def _on_ranks(config: FineTuneConfig, ranks: int) -> FineTuneConfig:
     """Return the run of one of ``ranks`` that were started. Raises ConfigError where it asks for others."""
+    config.data_ranks(ranks)
     if config.nproc not in (1, ranks):
         raise ConfigError(
             f"--nproc is {config.nproc} and torchrun has started {ranks} ranks; leave --nproc out there"
@@ -238,7 +243,7 @@ def _check_model(config: FineTuneConfig) -> None:
     if config.plan is not None:
         from gemini.parallel.plan import ParallelPlan
 
-        ParallelPlan.load(config.plan).check(model, config.nproc)
+        ParallelPlan.load(config.plan).check(model, config.num_ranks)
     refuse_unfit_blocks(model, config.recomputed_blocks)
 
 
@@ -465,11 +470,18 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         help="processes on this machine that train together (ZeRO 3: each keeps a part of the model, and "
         "budgets are those of each); a step takes the same rows as with one",
     )
+    for name, what in (
+        ("tp", "layers are cut: each rank has a part of every weight"),
+        ("pp", "blocks are spread: each rank has some, and --accumulate passes go from rank to rank"),
+        ("sp", "sequences are cut: each rank has a part of every row"),
+    ):
+        _option(group, f"--{name}", type=int, metavar="N", help=f"over how many processes {what}")
     _option(
         group,
         "--plan",
         metavar="FILE",
-        help="a plan: it gives budgets, precision, --batch, --accumulate, --recompute and --nproc",
+        help="a plan: it gives budgets, precision, --batch, --accumulate, --recompute, --nproc, --tp, --pp "
+        "and --sp, and how micro-batches go through stages",
     )
     _option(group, "--forecast", action=_YES_OR_NO, help="say beforehand what planning expects (default)")
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
@@ -486,8 +498,8 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
     It asks nothing and refuses nothing: where it cannot say anything, it says why.
     """
-    if config.nproc > 1:
-        yield f"plan: none over {config.nproc} ranks; gemini plan {config.model} --dp {config.nproc} has one"
+    if config.num_ranks > 1:
+        yield _line_over_ranks(config)
         return
     if is_quantized(config):
         yield "plan: none of a base that is quantized already; the first step is measured"
@@ -505,6 +517,22 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
         yield from _lines(config, seq)
     except GeminiError as error:
         yield f"plan: none ({error})"
+
+
+def _line_over_ranks(config: FineTuneConfig) -> str:
+    """Return what the plan of a run over ranks says, or what would say it."""
+    plan = plan_of(config)
+    if plan is None:
+        sizes = {**{name: getattr(config, name) for name in PARTS}, "dp": config.data_ranks(config.num_ranks)}
+        asked = " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
+        return f"plan: none over {config.num_ranks} ranks; gemini plan {config.model} {asked} has one"
+    sizes = {name: getattr(plan.layout, name) for name in (*PARTS, "dp")}
+    named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    most = max(each.device_bytes for each in plan.predicted.ranks)
+    return (
+        f"plan: {named}, ZeRO {plan.zero_stage} ({config.plan}): at most {format_bytes(most)} on DEVICE of a "
+        f"rank; about {plan.predicted.step_seconds:.3g} s a step"
+    )
 
 
 def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:

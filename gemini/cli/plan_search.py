@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -130,11 +131,11 @@ def _render(plan: ParallelPlan, found: Found, options: argparse.Namespace, conso
     if options.save_plan is None:
         console.print("Keep the plan with --save-plan FILE.", highlight=False)
     else:
-        console.print(
-            f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r}) in a program that "
-            f"{'one process runs' if plan.world_size == 1 else f'{plan.world_size} processes run'}.",
-            highlight=False,
-        )
+        runs = "one process runs" if plan.world_size == 1 else f"{plan.world_size} processes run"
+        said = f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r}) in a program that {runs}"
+        if Path(options.model).is_dir():
+            said += f", or gemini finetune --model {options.model} --plan {options.save_plan} --data PATH"
+        console.print(f"{said}.", highlight=False)
 
 
 def _render_left_out(found: Found, console: Console) -> None:

@@ -166,12 +166,17 @@ def test_a_plan_that_was_searched_for_is_of_the_model_that_is_trained(
         ({}, ["--batch", "3"], "batch=3 (the plan says 2)"),
         ({}, ["--activation-checkpointing"], "activation_checkpointing=True"),
         ({}, ["--lora", "4"], "fingerprint"),
-        ({"layout": Layout(tp=2)}, [], "has whole models in chunks (ZeRO 3), and the plan says tp 2"),
+        ({"layout": Layout(tp=2)}, ["--pp", "2"], "pp=2 (the plan says 1)"),
         ({"layout": Layout(dp=2)}, ["--nproc", "4"], "nproc=4 (the plan says 2)"),
+        (
+            {"layout": Layout(dp=2), "zero_stage": 1},
+            ["--device-bytes", "1MiB"],
+            "--device-bytes is for chunks, and the plan",
+        ),
         ({"dtype": "fp16"}, [], "says fp16; --precision is one of fp32, bf16"),
         ({"model": "0"}, [], "fingerprint"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 def test_finetune_refuses_what_contradicts_the_plan_and_what_it_cannot_run(
     changed: dict[str, Any], more: list[str], said: str, base: Path, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,8 @@ WRITES = {
     "gemini/jobs/after_training/adapter_merge.py": "in the scratch directory that published() publishes",
     "gemini/jobs/after_training/model_copy.py": "in the scratch directory that published() publishes",
     "gemini/jobs/finetune/engine.py": "in the directory that put_in_place() publishes",
+    "gemini/jobs/finetune/parts_engine.py": "in the directory that put_in_place() publishes",
+    "gemini/jobs/finetune/tuning.py": "in the directory that put_in_place() publishes",
     "gemini/integrations/transformers.py": "in the directory that put_in_place() publishes",
     "gemini/offload/mapped.py": "a file without a name, for this process",
     "gemini/memstats/monitor.py": "/proc",

@@ -8,7 +8,7 @@ import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_type_hints
 
@@ -27,6 +27,7 @@ from gemini.system.input_files import read_document
 
 SCHEDULES = ("cosine", "linear", "constant")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
+PARTS = ("tp", "pp", "sp")  # what a copy of the model is cut by, over ranks
 ALL_LINEAR, NO_TARGETS = "all-linear", "none"  # of --lora-targets
 NO, NF4, INT8 = "no", "nf4", "int8"
 QUANTIZE = (NO, NF4, INT8)
@@ -73,6 +74,7 @@ class FineTuneConfig(MemoryOptions):
         "forecast",
         "show",
         "nproc",
+        *PARTS,
     )  # when a run is resumed
 
     model: str = ""
@@ -121,6 +123,9 @@ class FineTuneConfig(MemoryOptions):
     report_to: str = ""
     plan: str | None = None
     nproc: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: int = 1
     forecast: bool = True
     show: int = 0
 
@@ -142,6 +147,7 @@ class FineTuneConfig(MemoryOptions):
         self.refuse_unread(each.name for each in fields(self) if getattr(self, each.name) != each.default)
         self._check_targets()
         self._check_quantize()
+        self._check_parts()
         if self.resume != "no" and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite starts it over; give one of them")
         if self.recompute and self.activation_checkpointing:
@@ -230,7 +236,7 @@ class FineTuneConfig(MemoryOptions):
             ("eval_every", 0),
             ("checkpoint_every", 0),
             ("show", 0),
-            ("nproc", 1),
+            *((name, 1) for name in ("nproc", *PARTS)),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -256,12 +262,36 @@ class FineTuneConfig(MemoryOptions):
                 raise ConfigError(f"{option(name)} is {getattr(self, name)}; it must be at least 0{below}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed is {self.seed}; it must be from 0 to 2**63 - 1")
-        self.rows_of_rank(self.nproc)
+        self.rows_of_rank(self.data_ranks(self.num_ranks))
         self._check_held_out()
 
+    @property
+    def num_parts(self) -> int:
+        """How many ranks share a copy of the model: each has a part of it, and they take the same rows."""
+        return self.tp * self.pp * self.sp
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes train: ``nproc``, or as many as one copy of the model needs."""
+        return max(self.nproc, self.num_parts)
+
+    def data_ranks(self, ranks: int) -> int:
+        """Return among how many of so many ranks the rows of a step are divided.
+
+        Raises:
+            ConfigError: the ranks do not make whole copies of the model.
+        """
+        if ranks % self.num_parts:
+            sizes = " x ".join(f"--{name} {getattr(self, name)}" for name in PARTS if getattr(self, name) > 1)
+            raise ConfigError(
+                f"{sizes} are {self.num_parts} ranks for a copy of the model, and there are {ranks}: give "
+                f"--nproc {self.num_parts}, or a multiple of it"
+            )
+        return ranks // self.num_parts
+
     def rows_of_rank(self, ranks: int) -> tuple[int, int]:
-        """Return how many rows a pass takes on each of so many ranks, and how many passes a step: together
-        they take the rows that one process would.
+        """Return how many rows a pass takes on each of so many data ranks, and how many passes a step:
+        together they take the rows that one process would.
 
         Raises:
             ConfigError: the rows of a step cannot be shared out evenly.
@@ -351,6 +381,27 @@ class FineTuneConfig(MemoryOptions):
             if wrong:
                 raise ConfigError(f"--quantize {self.quantize} {why}")
 
+    def _check_parts(self) -> None:
+        """Raise ConfigError for what is done with whole copies of the model alone."""
+        if self.num_parts == 1:
+            return
+        cut = ", ".join(f"--{name}" for name in PARTS if getattr(self, name) > 1)
+        for wrong, what, why in (
+            (self.objective == DPO, "--objective dpo", "its loss compares the logits of whole answers"),
+            (self.quantize != NO, f"--quantize {self.quantize}", "quantized weights are not cut"),
+            (
+                bool(self.lora_target_parameters),
+                "--lora-target-parameters",
+                "adapters on arrays of experts are not cut",
+            ),
+            (self.dora and self.tp > 1, "--dora", "the norms that DoRA trains are of whole weights"),
+        ):
+            if wrong:
+                raise ConfigError(
+                    f"{what} does not go with {cut}: {why}; leave it out, or divide the rows alone "
+                    f"(--nproc {self.num_ranks})"
+                )
+
     def _check_preferences(self) -> None:
         """Raise ConfigError for what does not go with preference pairs."""
         for name, usual in (("loss_on", ANSWERS), ("documents", AUTO), ("tiled_loss", "no")):
@@ -370,7 +421,7 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are ``given``, and those that the plan among them says.
 
     Raises:
-        ConfigError: it is no plan, needs more than one process, or what is given contradicts it.
+        ConfigError: it is no plan, or what is given contradicts it.
     """
     if given.get("plan") is None:
         return dict(given)
@@ -381,11 +432,14 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"--plan {given['plan']} says {plan.dtype}; --precision is one of {', '.join(PRECISIONS)}"
         )
-    said = plan.managed_options("gemini finetune")
-    said["precision"] = said.pop("mixed_precision") or "fp32"
-    ranks = plan.world_size  # each takes the plan's batches; ours are those of all together
-    said |= {"batch": plan.microbatch_size, "accumulate": plan.num_microbatches * ranks, "nproc": ranks}
+    whole = plan.layout.world_size == 1  # then every ZeRO stage is the same
+    said: dict[str, Any] = replace(plan, zero_stage=3 if whole else plan.zero_stage).budget_options()
+    said |= {name: getattr(plan.layout, name) for name in PARTS}
+    # Each data rank takes the plan's batches; ours are those of all together.
+    accumulate = plan.num_microbatches * plan.layout.dp
+    said |= {"batch": plan.microbatch_size, "accumulate": accumulate, "nproc": plan.world_size}
     said |= {"recompute": text_of_names(plan.recomputed), "activation_checkpointing": False}
+    said["precision"] = plan.dtype
     return plan.joined(said, given)
 
 

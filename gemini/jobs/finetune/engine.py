@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,10 @@ from gemini.errors import ConfigError
 from gemini.integrations.model_directory import CONFIG, MAX_CONFIG_BYTES
 from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of
 from gemini.jobs.finetune.config import NF4, NO, FineTuneConfig
-from gemini.jobs.finetune.held_out import BEST, BestWeights
+from gemini.jobs.finetune.held_out import BestWeights
 from gemini.jobs.finetune.preferences import Rewards, answer_log_probs, preference_loss
 from gemini.jobs.finetune.samples import Batch
+from gemini.jobs.finetune.tuning import BETAS, SHARD, TuningEngine, refuse_mixed_documents
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
@@ -30,20 +29,13 @@ from gemini.parallel.plan import ParallelPlan
 from gemini.runtime.activation.recomputed import recompute_blocks
 from gemini.runtime.build import refuse_unfit
 from gemini.runtime.config import GeminiConfig
-from gemini.system.durable import put_in_place, temporary_of
-from gemini.system.files import io_errors
 from gemini.system.input_files import InputDirectory, errors_of
 
-_SHARD = "2GB"  # of what is exported, and so of what is in memory at once
-_BETAS = (0.9, 0.999)
-_BLOCK = 2**20  # bytes of a file that is copied
-_PROBED = 4  # tokens of a document that shows whether others see it
 
-
-class PretrainedEngine(ManagedTraining):
-    """The model of ``config`` with its optimizer; with adapters only those train. Checkpoints say which
-    weights were ``best``. ``rank``: this process among those that share the model; all of them make the same
-    calls.
+class PretrainedEngine(TuningEngine):
+    """The model of ``config`` with its optimizer, whole or in chunks that ranks share (ZeRO 3); with adapters
+    only those train. ``rank``: this process among those that share the model. ``documents_apart``: rows have
+    several documents, and each is to see itself alone.
 
     Raises:
         OutOfBudgetError: it cannot fit the budgets; said before weights are read.
@@ -51,14 +43,17 @@ class PretrainedEngine(ManagedTraining):
     """
 
     def __init__(
-        self, config: FineTuneConfig, best: BestWeights | None = None, rank: Rank | None = None
+        self,
+        config: FineTuneConfig,
+        best: BestWeights | None = None,
+        rank: Rank | None = None,
+        *,
+        documents_apart: bool = False,
     ) -> None:
-        self.best = best
+        super().__init__(best, Rank() if rank is None else rank)
         self._adapters = bool(config.lora)
         self._disk_dir = config.disk_dir
         self._beta = config.dpo_beta
-        self.rewards = Rewards()  # of the pairs of this step
-        self.rank = Rank() if rank is None else rank
         torch.manual_seed(config.seed)
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
@@ -70,7 +65,7 @@ class PretrainedEngine(ManagedTraining):
             optimizer = gemini.GeminiAdamOptimizer(
                 handle,
                 lr=config.learning_rate,
-                betas=_BETAS,
+                betas=BETAS,
                 weight_decay=config.weight_decay,
                 state_dtype=config.state_dtype,
                 max_norm=config.clip,
@@ -79,11 +74,12 @@ class PretrainedEngine(ManagedTraining):
                 self.module.gradient_checkpointing_enable({"use_reentrant": False})
             recompute_blocks(self.module, config.recomputed_blocks)
             if config.plan is not None:
-                handle.compare_with(ParallelPlan.load(config.plan).predicted.of_rank(self.rank.index))
+                # Ranks divide the data alone, so all are the first one along pp.
+                handle.compare_with(ParallelPlan.load(config.plan).predicted.of_rank(0))
         except BaseException as error:
             handle.leave(type(error), error)
             raise
-        super().__init__(handle, optimizer)
+        self._managed = ManagedTraining(handle, optimizer)
         self.device = next(iter(self.module.parameters())).device
         attention = getattr(self.module.config, "_attn_implementation", None) or ""
         self._is_unmasked = "flash" in attention
@@ -91,12 +87,38 @@ class PretrainedEngine(ManagedTraining):
         self.module.config.use_cache = False  # of keys and values, which only generation needs
         self.module.train()
         torch.manual_seed(config.seed + self.rank.index)  # dropout of each rank is its own
+        if documents_apart:
+            try:
+                refuse_mixed_documents(self.module, lambda batch: self._outputs(batch).logits)
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def num_parameters(self) -> tuple[int, int]:
         """Return how many parameters there are, and how many of them train."""
         params = list(self.module.parameters())
         return sum(map(_numel, params)), sum(p.numel() for p in params if p.requires_grad)
+
+    def train(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Train a step; see :class:`TuningEngine`."""
+        shares = [batch.weight for batch in batches]
+        learned, tokens = self.sum_over_ranks(sum(shares), sum(batch.num_tokens for batch in batches))
+
+        def run() -> float:
+            total = 0.0
+            self.rewards = Rewards()
+            for batch, share in zip(batches, shares, strict=True):
+                loss = self.loss(batch) * (share / learned)
+                self._managed.backward(loss * self.rank.count)  # gradients become means over the ranks
+                total += loss.item()
+            self._managed.step()
+            return total
+
+        loss = self._managed.run_step(run)
+        total, *rewards = self.sum_over_ranks(loss, *astuple(self.rewards))
+        self.rewards = Rewards(*rewards)
+        return total, int(tokens)
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the mean loss of a batch in nats."""
@@ -128,35 +150,12 @@ class PretrainedEngine(ManagedTraining):
         inputs = {name: value for name, value in batch.inputs.items() if name != "labels"}
         return answer_log_probs(self._outputs(replace(batch, inputs=inputs)).logits, batch.inputs["labels"])
 
-    def forget_rewards(self) -> None:
-        """Begin to add up rewards again, for a step that begins."""
-        self.rewards = Rewards()
-
     def _outputs(self, batch: Batch) -> Any:
         inputs = {name: value.to(self.device) for name, value in batch.inputs.items()}
         if "position_ids" in inputs and self._is_unmasked:
             # Such an attention finds the ends of documents in one row only.
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
         return self.module(**inputs)
-
-    def check_documents_are_apart(self) -> None:
-        """Raise ConfigError where a document sees the one that is packed before it: masks are made by each
-        model's own code, and layers without attention have none. It takes one pass over 16 tokens."""
-        batch = probe()
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                logits = self._outputs(batch).logits.reshape(*batch.inputs["input_ids"].shape, -1)
-        finally:
-            self.module.train()
-        one, other = logits[:, -_PROBED:].float().unbind()
-        near = 8 * torch.finfo(logits.dtype).eps * one.abs().max().item()
-        if (one - other).abs().max().item() > near:
-            raise ConfigError(
-                f"{type(self.module).__name__} does not keep packed documents apart: one sees those before "
-                "it in a row, although its positions begin at 0; give --no-packing (a document in each row), "
-                "or --documents joined if each may look at those before it"
-            )
 
     def evaluate(self, batches: Sequence[Callable[[], Batch]]) -> float:
         """Return the mean loss over all tokens of ``batches``; no weight and no random state changes. Ranks
@@ -177,64 +176,36 @@ class PretrainedEngine(ManagedTraining):
         of_all, learned = self.sum_over_ranks(total, tokens)
         return of_all / learned
 
-    def sum_over_ranks(self, *values: float) -> list[float]:
-        """Return the sums of what all ranks give here."""
-        if self.rank.is_alone:
-            return list(values)
-        said = [json.loads(text) for text in self.rank.collect(lambda: json.dumps(values))]
-        return [math.fsum(each) for each in zip(*said, strict=True)]
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What a learning-rate scheduler drives."""
+        return self._managed.optimizer
 
-    def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        """Stream everything to ``directory``, with what is known of the best weights."""
-        if self.best is None:
-            super().save(directory, scheduler, extra)
-        else:
-            super().save(directory, scheduler, {**extra, BEST: self.best.state()})
-            self.best.saved()
+    def stats(self) -> dict[str, Any]:
+        """Return the runtime's counters."""
+        return self._managed.stats()
 
-    def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        """Stream everything back."""
-        extra = super().load(directory, scheduler)
-        if self.best is not None:
-            self.best.restore(extra.get(BEST))
-        return extra
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the last complete step, moment by moment."""
+        return self._managed.timeline()
 
-    def keep(self, target: Path, tokenizer: Any) -> None:
-        """Write what :meth:`export` needs to return to these weights; the run goes on."""
-        with self._written(target) as made:
-            self._save_pretrained(self.module, made, tokenizer, only_adapters=self._adapters)
+    def close(self) -> None:
+        """Release chunks, threads and the disk file."""
+        self._managed.close()
 
-    def export(
-        self, target: Path, tokenizer: Any, *, merge: bool, card: str, kept: Path | None = None
-    ) -> None:
-        """Write a directory that transformers loads to ``target``, whole or not at all: the model, or its
-        adapters, with a model card. With ``merge`` adapters become part of the weights, and nothing can be
-        trained after. ``kept``: what :meth:`keep` has written of other weights, which take the place of
-        these."""
-        with self._written(target) as made:
-            if kept is not None and not merge:
-                if not self.rank.index:
-                    _copy(kept, made)
-            else:
-                if kept is not None:
-                    self._read_adapters(kept)
-                model = self.module.merge_and_unload() if merge else self.module
-                self._save_pretrained(model, made, tokenizer, only_adapters=self._adapters and not merge)
-            if not self.rank.index:
-                (made / "README.md").unlink(missing_ok=True)  # PEFT has written one
-                (made / "README.md").write_text(card, encoding="utf-8")
+    def _save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
+        self._managed.save(directory, scheduler, extra)
 
-    @contextmanager
-    def _written(self, target: Path) -> Iterator[Path]:
-        """Yield the name of a directory to make, which becomes ``target``. Only the first rank makes it."""
-        made = temporary_of(target)
-        with io_errors("write the trained model", target):
-            if not self.rank.index:
-                shutil.rmtree(made, ignore_errors=True)
-            yield made
-            if not self.rank.index:
-                put_in_place(made, target)
-            self.rank.agree(lambda: "")  # it is there for all
+    def _load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
+        return self._managed.load(directory, scheduler)
+
+    def _write_trained(self, made: Path, tokenizer: Any) -> None:
+        self._save_pretrained(self.module, made, tokenizer, only_adapters=self._adapters)
+
+    def _write_merged(self, made: Path, tokenizer: Any, kept: Path | None) -> None:
+        if kept is not None:
+            self._read_adapters(kept)
+        self._save_pretrained(self.module.merge_and_unload(), made, tokenizer, only_adapters=False)
 
     def _save_pretrained(self, model: Any, made: Path, tokenizer: Any, *, only_adapters: bool) -> None:
         options: dict[str, Any] = {}
@@ -246,7 +217,7 @@ class PretrainedEngine(ManagedTraining):
         if self._use_cache is not None:
             model.config.use_cache = self._use_cache
         try:
-            model.save_pretrained(made, max_shard_size=_SHARD, **options)
+            model.save_pretrained(made, max_shard_size=SHARD, **options)
         finally:
             model.config.use_cache = used
         tokenizer.save_pretrained(made)
@@ -286,26 +257,6 @@ class PretrainedEngine(ManagedTraining):
             raise ConfigError(f"{kept} has {found.unexpected_keys[0]!r}, which the model has no place for")
 
 
-def probe() -> Batch:
-    """Return two rows of two documents each; the second documents are the same."""
-    first = torch.arange(_PROBED)
-    rows = torch.stack([torch.cat([first + shift, first]) for shift in (0, _PROBED)])
-    positions = first.repeat(2, 2)
-    return Batch({"input_ids": rows, "position_ids": positions}, rows.numel())
-
-
-def _copy(kept: Path, made: Path) -> None:
-    """Copy a directory that is not yet published."""
-    made.mkdir()
-    for entry in kept.iterdir():
-        if entry.is_dir():
-            _copy(entry, made / entry.name)
-            continue
-        with entry.open("rb") as source, (made / entry.name).open("wb") as target:
-            while block := source.read(_BLOCK):
-                target.write(block)
-
-
 def is_quantized(config: FineTuneConfig) -> bool:
     """Say whether the directory of the model has quantized weights. Raises InputError."""
     if not (Path(config.model) / CONFIG).is_file():
@@ -319,6 +270,12 @@ def refuse_quantized(config: FineTuneConfig) -> None:
         raise ConfigError(
             f"the weights of {config.model} are quantized and do not train; add --lora 16 to train adapters "
             "on them, or give the model that it was made from"
+        )
+    if config.num_parts > 1 and is_quantized(config):
+        raise ConfigError(
+            f"the weights of {config.model} are quantized, and such weights are not cut by --tp, --pp or "
+            f"--sp; divide the rows alone (--nproc {config.num_ranks}), or give the model that it was made "
+            "from"
         )
     for wrong, what in (
         (config.merge, "--merge puts adapters into the weights"),

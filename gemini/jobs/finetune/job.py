@@ -11,11 +11,13 @@ from typing import Any
 
 from gemini import checkpoint
 from gemini.comm.ranks import Rank
-from gemini.errors import printable
+from gemini.errors import ConfigError, printable
+from gemini.jobs.finetune import parts_checkpoint
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
-from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.config import PARTS, FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.engine import refuse_quantized
+from gemini.jobs.finetune.layouts import trains_parts
 from gemini.jobs.finetune.preferences import DPO
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
@@ -24,7 +26,7 @@ from gemini.jobs.run.display import Display, ReadingDisplay, SilentDisplay
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
-from gemini.jobs.run.run_directory import FollowedDirectory, RunDirectory
+from gemini.jobs.run.run_directory import FollowedDirectory, RunDirectory, extra_of
 from gemini.jobs.run.trackers import require_trackers
 from gemini.jobs.run.training import StopRequest, Training, refuse_past
 from gemini.system.device import repeatable_operators, resolve_device
@@ -62,10 +64,11 @@ def run(
         require_trackers(config.report_to)
     device = resolve_device(config.device)
     kind = RunDirectory if is_lead else FollowedDirectory
-    directory = kind(config.output, checkpoint.is_complete, option="--output", exports=True)
+    directory = kind(config.output, _is_complete, option="--output", exports=True, extra_of=_extra_of)
     with contextlib.ExitStack() as scope:
         scope.callback(directory.release)
-        resume = bool(rank.agree(lambda: "yes" if is_lead and _resumes(config, directory) else ""))
+        found = rank.agree(lambda: _found(config, directory) if is_lead else _NONE)
+        resume = found != _NONE
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
         scratch = None if config.disk_dir is None else Path(config.disk_dir)
@@ -76,6 +79,7 @@ def run(
                 resume=resume,
                 scratch=scratch,
                 rank=rank,
+                in_parts=found == _IN_PARTS,
                 refuse=lambda known: _refuse_another(config, directory, known) if resume else None,
                 tell=(lambda _: None) if reading is None else reading.show,
             )
@@ -88,7 +92,7 @@ def run(
             progress = Training(work, directory, display, stop).run()
             written_to = directory if is_lead else None
             if rank.count > 1:
-                progress.notes.append(f"trained on {rank.count} ranks; bytes and budgets are those of one")
+                progress.notes.append(_on_ranks(config, rank.count))
             summary = summarize(progress, work.num_parameters, written_to, interrupted=stop.requested)
             summary = replace(summary, model=str(work.target) if work.finished else None)
             if work.best is not None:
@@ -105,12 +109,43 @@ class _FollowersDisplay(SilentDisplay):
         """Say nothing."""
 
 
-def _resumes(config: FineTuneConfig, directory: RunDirectory) -> bool:
-    """Return whether the run goes on with one that is there; refuse at once what would be refused later."""
+_NONE, _IN_PARTS, _WHOLE = "none", "in parts", "whole"  # which checkpoint a run goes on from
+
+
+def _found(config: FineTuneConfig, directory: RunDirectory) -> str:
+    """Return which checkpoint the run goes on from; refuse at once what would be refused later."""
     refuse_quantized(config)
     directory.refuse_unmakeable()
     directory.refuse_foreign_model(Path(config.model))
-    return directory.resumes(config.resume, overwrite=config.overwrite)
+    if not directory.resumes(config.resume, overwrite=config.overwrite):
+        return _NONE
+    if parts_checkpoint.is_complete(directory.checkpoint):
+        return _IN_PARTS
+    if trains_parts(config):
+        raise ConfigError(
+            f"the run in {directory.path} has whole models in chunks, and ranks with parts of one "
+            "do not read its checkpoint: go on without --tp, --pp and --sp, or start over with --overwrite"
+        )
+    return _WHOLE
+
+
+def _is_complete(directory: Path) -> bool:
+    return parts_checkpoint.is_complete(directory) or checkpoint.is_complete(directory)
+
+
+def _extra_of(directory: Path) -> Mapping[str, Any]:
+    """Return what the newest checkpoint says of its run. Raises CheckpointError."""
+    if parts_checkpoint.is_complete(directory):
+        return parts_checkpoint.extra_of(directory)
+    return extra_of(directory)
+
+
+def _on_ranks(config: FineTuneConfig, ranks: int) -> str:
+    """Return what to say of a run over several ranks."""
+    sizes = {name: getattr(config, name) for name in PARTS}
+    cut = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    how = f" ({', '.join([*cut, f'dp {config.data_ranks(ranks)}'])})" if cut else ""
+    return f"trained on {ranks} ranks{how}; bytes and budgets are those of one"
 
 
 def _refuse_another(config: FineTuneConfig, directory: RunDirectory, known: Mapping[str, Any]) -> None:

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError
@@ -26,12 +26,14 @@ from gemini.jobs.finetune.config import NO, NO_TARGETS, FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.engine import PretrainedEngine, checked_early
 from gemini.jobs.finetune.held_out import BEST, BestWeights, HeldOut
+from gemini.jobs.finetune.layouts import refuse_unfit_parts, refuse_unread, trains_parts
 from gemini.jobs.finetune.preferences import DPO, Rewards
 from gemini.jobs.finetune.record_files import DataFiles, find_data
 from gemini.jobs.finetune.record_kinds import Documents
 from gemini.jobs.finetune.references import PairSet, References, remove_references
 from gemini.jobs.finetune.samples import CUT, JOINED, PADDED, PAIRS, WHOLE, Batch, Order, Samples
 from gemini.jobs.finetune.token_cache import EVAL_TOKENS, TOKENS, keep_tokens, kept_tokens, key_of
+from gemini.jobs.finetune.tuning import TuningEngine
 from gemini.jobs.run.display import Display
 from gemini.jobs.run.model_card import adapters_named, tuned_card
 from gemini.jobs.run.trackers import parse_trackers
@@ -65,18 +67,28 @@ class FineTuneWork:
         resume: bool,
         scratch: Path | None,
         rank: Rank | None = None,
+        in_parts: bool = False,
         refuse: Callable[[Mapping[str, Any]], None] = lambda _: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``rank``: this process among those that share the rows of each step. ``refuse``: raises for another
+        """``rank``: this process among those that train together. ``in_parts``: the run goes on from a
+        checkpoint that any number of ranks reads, each its part. ``refuse``: raises for another
         run than that which goes on; it gets what is known of the identity before data is read. ``tell`` gets
         lines on how far reading has come."""
         self.config = config
         self.target = target
         self._rank = Rank() if rank is None else rank
-        self._batch_rows, self._passes = config.rows_of_rank(self._rank.count)
+        copies = config.data_ranks(self._rank.count)
+        self._batch_rows, self._passes = config.rows_of_rank(copies)
+        # Of the grid of ranks tp is innermost, then sp, then the data, then pp.
+        self._data_place = self._rank.index // (config.tp * config.sp) % copies
         model = ModelDirectory(config)
-        self._adapts_experts = adapts_experts(checked_early(config, ranks=self._rank.count))
+        outline = checked_early(config, ranks=self._rank.count)
+        self._adapts_experts = adapts_experts(outline)
+        refuse_unread(config)
+        self._in_parts = in_parts or trains_parts(config)
+        if self._in_parts:
+            self._check_parts(outline)
         with io_errors("read the weights of", model.path):
             self._fingerprint = model.fingerprint()
         self.seq = model.seq()
@@ -295,19 +307,26 @@ class FineTuneWork:
             "reference": self._reference or None,
         }
 
-    def engine(self) -> PretrainedEngine:
+    def _check_parts(self, outline: nn.Module) -> None:
+        """Raise ConfigError where the model, whole and on ``meta``, cannot be cut as asked."""
+        if self._adapts_experts:
+            raise ConfigError(
+                "adapters on arrays of experts are not cut over ranks; name other layers by --lora-targets, "
+                "such as q_proj,v_proj, or leave out --tp, --pp and --sp"
+            )
+        refuse_unfit_parts(self.config, outline)
+
+    def engine(self) -> TuningEngine:
         """Load the model onto its tiers."""
-        engine = PretrainedEngine(self.config, self._best, self._rank)
+        kind: Callable[..., TuningEngine] = PretrainedEngine
+        if self._in_parts:
+            from gemini.jobs.finetune.parts_engine import PartsEngine as kind  # its imports take a second
+        apart = self.samples.layout in (WHOLE, CUT)
+        engine = kind(self.config, self._best, self._rank, documents_apart=apart)
         self.num_parameters = engine.num_parameters[0]
-        if self.samples.layout in (WHOLE, CUT):
-            try:
-                engine.check_documents_are_apart()
-            except BaseException:
-                engine.close()
-                raise
         return engine
 
-    def prepare(self, engine: PretrainedEngine, display: Display, stop: StopRequest) -> bool:
+    def prepare(self, engine: TuningEngine, display: Display, stop: StopRequest) -> bool:
         """Compute the reference of DPO where the model of later steps does not hold it; keep the tokens."""
         if not self._rank.index:
             self._keep_tokens(display)
@@ -324,33 +343,18 @@ class FineTuneWork:
         factor = partial(shaped_factor, steps=steps, warmup=warmup, shape=self.config.schedule)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
-    def step(self, engine: PretrainedEngine, step: int) -> tuple[float, int]:
+    def step(self, engine: TuningEngine, step: int) -> tuple[float, int]:
         """Train on the rows of a step; every token counts the same, on each rank."""
         self._catch_up(engine, step)
-        batches = [self._batch(step, micro) for micro in range(self._passes)]
-        shares = [batch.weight for batch in batches]
-        learned, tokens = engine.sum_over_ranks(sum(shares), sum(batch.num_tokens for batch in batches))
-
-        def train() -> float:
-            total = 0.0
-            engine.forget_rewards()
-            for batch, share in zip(batches, shares, strict=True):
-                loss = engine.loss(batch) * (share / learned)
-                engine.backward(loss * self._rank.count)  # gradients become means over the ranks
-                total += loss.item()
-            engine.step()
-            return total
-
-        loss = engine.run_step(train)
-        total, *rewards = engine.sum_over_ranks(loss, *astuple(engine.rewards))
-        self._rewards = Rewards(*rewards)
-        return total, int(tokens)
+        loss, tokens = engine.train([self._batch(step, micro) for micro in range(self._passes)])
+        self._rewards = engine.rewards
+        return loss, tokens
 
     def values(self) -> dict[str, float]:
         """Return the rewards of the pairs of the last step."""
         return self._rewards.means()
 
-    def evaluate(self, engine: PretrainedEngine, step: int) -> float | None:
+    def evaluate(self, engine: TuningEngine, step: int) -> float | None:
         """Return the loss on what is held out, after every ``eval_every`` steps and at the end; keep the
         weights if it is the lowest and they are asked for."""
         if not self._held_out.is_due(step + 1):
@@ -360,7 +364,7 @@ class FineTuneWork:
             self._best.offer(step + 1, loss, lambda target: engine.keep(target, self._tokenizer))
         return loss
 
-    def _catch_up(self, engine: PretrainedEngine, done: int) -> None:
+    def _catch_up(self, engine: TuningEngine, done: int) -> None:
         """Evaluate after ``done`` steps where the run was told to stop before it could; the best weights
         are then those of a run that was not."""
         if self._best is not None and self._best.evaluated < done:
@@ -369,7 +373,7 @@ class FineTuneWork:
     def check_history(self, horizons: list[int], devices: list[str]) -> None:
         """Go on with any."""
 
-    def finish(self, engine: PretrainedEngine) -> None:
+    def finish(self, engine: TuningEngine) -> None:
         """Export what was trained."""
         is_adapter = bool(self.config.lora) and not self.config.merge
         self._catch_up(engine, self.options.steps)
@@ -383,7 +387,7 @@ class FineTuneWork:
 
     def _batch(self, step: int, micro: int) -> Batch:
         rows = self._batch_rows
-        first = step * self._rows_per_step + (self._rank.index * self._passes + micro) * rows
+        first = step * self._rows_per_step + (self._data_place * self._passes + micro) * rows
         return self.samples.rows(self._order[first + row] for row in range(rows))
 
 

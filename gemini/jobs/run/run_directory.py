@@ -37,8 +37,15 @@ _REFERENCE = "reference"  # a digest of the model and the data together
 _REPAIR = "repair it, or start over with --overwrite"
 
 
+def extra_of(directory: Path) -> Mapping[str, Any]:
+    """Return what the newest checkpoint of gemini.checkpoint says of its run. Raises CheckpointError."""
+    extra: Mapping[str, Any] = read_manifest(latest(directory))["extra"]
+    return extra
+
+
 class RunDirectory:
-    """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded.
+    """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded, and
+    ``extra_of`` returns what the newest one in it says of the run.
 
     ``option`` is what named the directory; one that ``exports`` has a ``model`` directory of its own. Where
     a file cannot be read or written an IoError names it. No other process may train in the directory from the
@@ -52,8 +59,10 @@ class RunDirectory:
         *,
         option: str = "--checkpoint",
         exports: bool = False,
+        extra_of: Callable[[Path], Mapping[str, Any]] = extra_of,
     ) -> None:
         self.path = Path(path)
+        self._extra_of = extra_of
         self._option = option
         self._exports = exports
         self._is_complete = is_complete
@@ -220,7 +229,7 @@ class RunDirectory:
 
     def saved_step(self) -> int:
         """Return how many steps are done in the newest checkpoint. Raises CheckpointError."""
-        step = read_manifest(latest(self.checkpoint))["extra"].get("step")
+        step: Any = self._extra_of(self.checkpoint).get("step")
         if not _is_step(step) and step != 0:
             raise CheckpointError(f"{self.checkpoint} was not written by a run: it has no step; {_REPAIR}")
         return int(step)

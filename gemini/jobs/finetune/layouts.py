@@ -1,0 +1,75 @@
+"""The ranks that a run goes over: what its plan and its options say, and whether the model can be cut so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+
+from gemini.errors import ConfigError
+from gemini.jobs.finetune.config import PARTS, FineTuneConfig
+from gemini.parallel.layout import Layout
+from gemini.parallel.layout_plan import LayoutChoices, refuse_uncuttable
+from gemini.parallel.plan import ParallelPlan
+
+# What speaks of chunks, and its usual value: below ZeRO 3 there are none.
+_OF_CHUNKS = {
+    "device_bytes": None,
+    "host_bytes": None,
+    "disk_bytes": None,
+    "non_model_bytes": None,
+    "policy": "auto",
+    "activations": "keep",
+    "tiled_loss": "no",
+}
+
+
+def plan_of(config: FineTuneConfig) -> ParallelPlan | None:
+    """Return the plan that ``config`` names. Raises ConfigError."""
+    return None if config.plan is None else ParallelPlan.load(config.plan)
+
+
+def trains_parts(config: FineTuneConfig) -> bool:
+    """Say whether ranks do not simply share whole models in chunks: they have parts, or a plan says a lower
+    ZeRO stage."""
+    return config.num_parts > 1 or _lower_stage(config) is not None
+
+
+def refuse_unread(config: FineTuneConfig) -> None:
+    """Raise ConfigError for an option that the ranks of ``config`` would not read."""
+    if (stage := _lower_stage(config)) is not None:
+        for name, usual in _OF_CHUNKS.items():
+            if getattr(config, name) != usual:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for chunks, and the plan {config.plan} says ZeRO "
+                    f"{stage}, which has none: leave it out, or search with --pin zero=3"
+                )
+    if config.tiled_loss == "yes" and config.tp * config.pp > 1:
+        raise ConfigError(
+            "--tiled-loss does not go with --tp and --pp: one process computes the head and the loss, and "
+            "has both whole; leave it out, or cut sequences (--sp)"
+        )
+
+
+def _lower_stage(config: FineTuneConfig) -> int | None:
+    """Return the ZeRO stage of a plan that has no chunks; None where ranks have chunks."""
+    plan = plan_of(config)
+    if plan is None or plan.world_size == 1 or plan.zero_stage == 3:
+        return None
+    return plan.zero_stage
+
+
+def refuse_unfit_parts(config: FineTuneConfig, model: nn.Module) -> None:
+    """Raise ConfigError where ``model``, whole and on ``meta``, does not go over the ranks of ``config``."""
+    sizes = {name: getattr(config, name) for name in PARTS}
+    choices = LayoutChoices(Layout(**sizes))
+    if (plan := plan_of(config)) is not None:
+        choices = LayoutChoices(
+            dataclasses.replace(plan.layout, dp=1),
+            plan.sp_mode,
+            plan.schedule,
+            plan.stages_per_rank,
+            plan.num_microbatches,
+            split=plan.begins or "bytes",
+        )
+    refuse_uncuttable(model, choices)

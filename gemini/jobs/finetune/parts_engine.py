@@ -1,0 +1,300 @@
+"""A checkpoint under training, each rank with its part: layers cut over ``--tp``, stages over ``--pp``,
+sequences over ``--sp``, and what a plan says. A booster trains it; files hold the whole model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.comm.ranks import Rank
+from gemini.errors import StateError
+from gemini.integrations.adapters import Adapters
+from gemini.integrations.model_directory import check_model
+from gemini.integrations.transformers_loading import one_at_a_time
+from gemini.jobs.after_training.adapter_merge import merge
+from gemini.jobs.finetune import parts_checkpoint
+from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of
+from gemini.jobs.finetune.config import PARTS, FineTuneConfig
+from gemini.jobs.finetune.held_out import BestWeights
+from gemini.jobs.finetune.layouts import plan_of
+from gemini.jobs.finetune.samples import IGNORED, Batch
+from gemini.jobs.finetune.tuning import BETAS, SHARD, TuningEngine, refuse_mixed_documents
+from gemini.jobs.run.managed import make_disk_directory
+from gemini.jobs.run.report import LINKS, TIERS
+from gemini.model.ddp import GeminiDDP
+from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
+from gemini.optim import HybridAdam
+from gemini.parallel.booster import Booster, HybridParallelPlugin
+from gemini.system.durable import temporary_of
+from gemini.system.input_files import errors_of
+
+
+class PartsEngine(TuningEngine):
+    """The model of ``config`` with its optimizer, of which this ``rank`` has a part; with adapters only those
+    train. ``documents_apart``: rows have several documents, and each is to see itself alone.
+
+    Each rank maps the whole model from its files, and keeps its part.
+
+    Raises:
+        OutOfBudgetError: the part cannot fit the budgets.
+        ConfigError: an option cannot be, or the model does not go over the ranks.
+    """
+
+    def __init__(
+        self, config: FineTuneConfig, best: BestWeights | None, rank: Rank, *, documents_apart: bool
+    ) -> None:
+        super().__init__(best, rank)
+        self._config = config
+        torch.manual_seed(config.seed)
+        if config.disk_dir is not None:
+            make_disk_directory(config.disk_dir)
+        self._num_data = config.data_ranks(rank.count)
+        self._rows, self._passes = config.rows_of_rank(self._num_data)
+        self._whole = _outline(config)
+        self._use_cache = getattr(self._whole.config, "use_cache", None)
+        with adapter_errors(config):
+            module = _plain(config)
+        module.config.use_cache = False  # of keys and values, which only generation needs
+        if documents_apart:
+            logits_of = partial(_logits, module)
+            rank.together(lambda: None if rank.index else refuse_mixed_documents(module, logits_of))
+        if config.activation_checkpointing:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        module.train()
+        adam = HybridAdam(
+            [param for param in module.parameters() if param.requires_grad],
+            lr=config.learning_rate,
+            betas=BETAS,
+            weight_decay=config.weight_decay,
+            state_dtype=config.state_dtype,
+        )
+        self._plugin = HybridParallelPlugin(**_plugin_options(config, self._rows, self._passes))
+        self._booster = Booster(plugin=self._plugin)
+        self._model, self._optimizer, *_ = self._booster.boost(module, adam)
+        # Dropout of each rank is its own, but ranks along tp draw what is whole together.
+        torch.manual_seed(config.seed + rank.index // config.tp)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What a learning-rate scheduler drives."""
+        optimizer: torch.optim.Optimizer = self._optimizer
+        return optimizer
+
+    @property
+    def num_parameters(self) -> tuple[int, int]:
+        """Return how many parameters the whole model has, and how many of them train."""
+        params = list(self._whole.parameters())
+        return sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def train(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """Train a step; see :class:`TuningEngine`. The batches are the micro-batches of one pass."""
+        loss = self._run([batch.inputs for batch in batches], self._optimizer)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        # Ranks that share a copy have seen the same ones.
+        (tokens,) = self.sum_over_ranks(sum(batch.num_tokens for batch in batches))
+        return loss, round(tokens) // self._config.num_parts
+
+    def evaluate(self, batches: Sequence[Callable[[], Batch]]) -> float:
+        """Return the mean loss over all tokens of ``batches``, filled up with rows that teach nothing: a
+        pass takes as many micro-batches as in training."""
+        total, tokens = 0.0, 0
+        together, place = self._passes * self._num_data, self._place_in_data()
+        self._model.eval()
+        try:
+            for first in range(0, len(batches), together):
+                made = [make() for make in batches[first : first + together]]
+                weight = sum(batch.weight for batch in made)
+                own = made[place * self._passes : (place + 1) * self._passes]
+                inputs = [_filled(batch.inputs, self._rows) for batch in own]
+                empty = _filled(made[0].inputs, self._rows, learned=False)
+                inputs += [empty] * (self._passes - len(inputs))
+                total += self._run(inputs, None) * weight
+                tokens += weight
+        finally:
+            self._model.train()
+        return total / tokens
+
+    def _place_in_data(self) -> int:
+        return self._plugin.data_ranks.number
+
+    def _run(self, batches: Sequence[Mapping[str, Tensor]], optimizer: Any) -> float:
+        """Run micro-batches through all stages, with an ``optimizer`` backward too; return the mean loss
+        over the learned tokens of all ranks."""
+        batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
+        done = self._booster.execute_pipeline(
+            iter([batch]), self._model, _loss_of, optimizer, count=self._count
+        )
+        return float(done["loss"])
+
+    def _count(self, batch: Mapping[str, Tensor]) -> float:
+        """Return how many labels of a micro-batch count. Those of parts of sequences are shifted already."""
+        labels = batch["labels"] if self._config.sp > 1 else batch["labels"][:, 1:]
+        return float((labels != IGNORED).sum())
+
+    def reference(self, batch: Batch) -> Tensor:
+        """Raise StateError: preferences are refused before there is an engine."""
+        raise StateError("a model in parts has no reference")
+
+    # -- what it holds ---------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return the runtime's counters; below ZeRO 3 the bytes of this rank's part in plain memory."""
+        if isinstance(self._model, GeminiDDP):
+            return dict(self._model.stats())
+        params = {id(param): param.nbytes for param in self._model.parameters()}
+        states = [
+            each.nbytes
+            for state in self._optimizer.optim.state.values()
+            for each in state.values()
+            if isinstance(each, Tensor)
+        ]
+        held = sum(params.values()) + sum(states) + sum(self._optimizer.gradient_bytes())
+        none = {"bytes": 0, "peak_bytes": 0, "budget_bytes": 0}
+        return {
+            **dict.fromkeys(TIERS, none),
+            **{link: {"bytes": 0} for link in LINKS},
+            "device": {"bytes": held, "peak_bytes": held, "budget_bytes": None},
+            "model_data_bytes": held,
+            "stall_seconds": 0.0,
+            **self._plugin.stats(self._model),
+        }
+
+    def timeline(self) -> list[dict[str, Any]]:
+        """Return the last complete step, moment by moment; nothing below ZeRO 3."""
+        return list(self._model.timeline()) if isinstance(self._model, GeminiDDP) else []
+
+    def close(self) -> None:
+        """Release what this rank has."""
+        if isinstance(self._model, GeminiDDP):
+            self._model.close()
+        else:
+            self._optimizer.close()
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def _save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
+        def write(made: Path) -> None:
+            self._booster.save_model(self._model, made / "model", shard=True)
+            self._booster.save_optimizer(self._optimizer, made / "optimizer", shard=True)
+            self._booster.save_lr_scheduler(scheduler, made / "scheduler.json")
+
+        parts_checkpoint.save(directory, self.rank, extra["step"], extra, write)
+
+    def _load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
+        def read(found: Path) -> None:
+            self._booster.load_model(self._model, found / "model")
+            self._booster.load_optimizer(self._optimizer, found / "optimizer")
+            self._booster.load_lr_scheduler(scheduler, found / "scheduler.json")
+
+        return parts_checkpoint.load(directory, self.rank, read)
+
+    def _write_trained(self, made: Path, tokenizer: Any) -> None:
+        state = self._gathered()
+        if self.rank.index:
+            return
+        self._whole.config.use_cache = self._use_cache
+        self._whole.save_pretrained(made, state_dict=state, max_shard_size=SHARD)
+        tokenizer.save_pretrained(made)
+
+    def _write_merged(self, made: Path, tokenizer: Any, kept: Path | None) -> None:
+        """Write what ``gemini merge`` makes of the base and the adapters."""
+        adapters = temporary_of(made) if kept is None else kept
+        if kept is None:
+            with self._written(adapters) as unnamed:
+                self._write_trained(unnamed, tokenizer)
+        self.rank.together(
+            lambda: None if self.rank.index else merge(Path(self._config.model), adapters, made)
+        )
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """Return what was trained, whole and in the types of the exported model, on the first rank, in a file
+        of the DISK tier if there is one. All ranks call this."""
+        trained = dict(self._whole.named_parameters(remove_duplicate=False))
+        outline = self._whole.state_dict(keep_vars=True)
+        wanted = {
+            name: value
+            for name, value in outline.items()
+            if not self._config.lora or (name in trained and trained[name].requires_grad)
+        }
+        contents = self._plugin.whole_contents(self._model, self._optimizer)
+        place: Place = IN_MEMORY
+        disk_dir = self._config.disk_dir
+        if not self.rank.index and disk_dir is not None:
+            place = MappedTensors(disk_dir, sum(each.nbytes for each in wanted.values()), len(wanted))
+        state: dict[str, Tensor] = {}
+
+        def keep(name: str, whole: Tensor) -> None:
+            like = wanted[name]
+            flat = place.empty(like.numel(), like.dtype)
+            place.put(flat, 0, whole.reshape(-1).to(like.dtype))
+            state[name] = flat.view(like.shape)
+
+        for source in contents.sources:
+            if source.spec.name in wanted:
+                source.stream(partial(keep, source.spec.name))
+        state |= {name: state[first] for name, first in contents.aliases.items() if first in state}
+        return state
+
+
+def _loss_of(output: Any, _batch: Any) -> Tensor:
+    loss: Tensor = output.loss
+    return loss
+
+
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = model(**batch.inputs).logits
+    return logits
+
+
+def _filled(inputs: Mapping[str, Tensor], rows: int, *, learned: bool = True) -> dict[str, Tensor]:
+    """Return as many ``rows``, of which further ones teach nothing, nor the given ones where they are not
+    ``learned``."""
+    missing = rows - len(inputs["labels"])
+    found = {name: torch.cat([each, each[:1].expand(missing, -1)]) for name, each in inputs.items()}
+    found["labels"][rows - missing if learned else 0 :] = IGNORED
+    return found
+
+
+def _outline(config: FineTuneConfig) -> Any:
+    """Return the whole model on ``meta``, with its adapters, in the type in which it is exported."""
+    model = adapted(dataclasses.replace(config, model=str(Path(config.model).absolute())))
+    return model.to(torch.bfloat16) if config.precision == "bf16" else model
+
+
+def _plain(config: FineTuneConfig) -> Any:
+    """Return the whole model with its weights, in the types of its files, from which they are mapped."""
+    import transformers
+
+    directory = Path(config.model).absolute()  # adapters keep it as the name of their model
+    check_model(directory)
+    with errors_of(f"transformers cannot load the model of {directory}"), one_at_a_time():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    adapter = adapter_of(config)
+    return model if adapter is None else Adapters.of(adapter).applied_to(model)
+
+
+def _plugin_options(config: FineTuneConfig, rows: int, passes: int) -> dict[str, Any]:
+    """Return the keywords of HybridParallelPlugin that say the same as ``config``."""
+    plan = plan_of(config)
+    given = {name: value for name, value in config.managed_options().items() if value is not None}
+    if config.tp * config.pp > 1:
+        given["tiled_loss"] = False  # the head is cut, or elsewhere
+    if plan is None:
+        sizes = {f"{name}_size": getattr(config, name) for name in PARTS}
+        cut = {"num_microbatches": passes, "microbatch_size": rows, "recompute": config.recomputed_blocks}
+        return {**sizes, **cut, **given, "max_norm": config.clip}
+    if plan.zero_stage < 3:
+        return {"plan": plan, "max_norm": config.clip}
+    return {"plan": plan, "max_norm": config.clip, **given}
