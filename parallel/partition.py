@@ -196,3 +196,14 @@ class Partition:
             name: cuts[name].part(value, axes[name].rank) if name in axes else value
             for name, value in state.items()
         }
+
+    @torch.no_grad()
+    def cut_states(self, optimizer: torch.optim.Optimizer) -> None:
+        """Cut the states that ``optimizer`` has of whole tensors to this rank's parts: torch's Adagrad makes
+        its states with the optimizer, before the model is cut, and others may have stepped by then."""
+        for param, states in optimizer.state.items():
+            cut, axis = self._cuts.get(id(param)), self._axes.get(id(param), self.axis)
+            if cut is not None and axis is not None:
+                for name, value in states.items():
+                    if isinstance(value, torch.Tensor) and value.shape == cut.shape:
+                        states[name] = cut.part(value, axis.rank)

@@ -237,6 +237,31 @@ def test_any_elementwise_optimizer_and_settings_that_differ_between_stages() -> 
         assert "lr=" in message
 
 
+def _train_with_states_made_before(stage: int) -> list[float]:
+    booster, model, optimizer, _ = boosted(stage, torch.optim.Adagrad, tp_size=2)
+    losses = []
+    for step in range(STEPS):
+        out = booster.execute_pipeline(iter([batch_of(step)]), model, loss_of, optimizer)
+        optimizer.step()
+        losses.append(float(out["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_states_that_an_optimizer_has_before_the_cut_are_cut_too(stage: int) -> None:
+    model, wanted = language(), []
+    optimizer = torch.optim.Adagrad(model.parameters(), **ADAM)
+    for step in range(STEPS):
+        loss = loss_of(model(batch_of(step)), batch_of(step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    for losses in run_on_ranks(_train_with_states_made_before, 2, stage):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
 def test_what_a_stage_does_not_have_is_refused_by_name() -> None:
     for options in ({"device_bytes": "1GiB"}, {"placement_policy": "cpu"}, {"gather_bytes": 1}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))} with zero_stage=1.*zero_stage=3"):

@@ -68,10 +68,16 @@ def _alone(
     return losses, norms, dict(model.state_dict())
 
 
-def _over_ranks(name: str, implementation: str, in_chunks: bool) -> tuple[list[float], dict[str, Tensor]]:
+def _adagrad(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.01, eps=1e-3)  # has states before experts are divided
+
+
+def _over_ranks(
+    name: str, implementation: str, in_chunks: bool, make: Callable[[Any], Any] = _sgd
+) -> tuple[list[float], dict[str, Tensor]]:
     plugin = GeminiPlugin(ep_size=2) if in_chunks else LowLevelZeroPlugin(1, ep_size=2)
     booster, model = Booster(plugin=plugin), _model(name, implementation)
-    model, optimizer, *_ = booster.boost(model, _sgd(model))
+    model, optimizer, *_ = booster.boost(model, make(model))
     losses = []
     for step in range(STEPS):
         tokens = own_part(_tokens(step))
@@ -86,7 +92,7 @@ def _over_ranks(name: str, implementation: str, in_chunks: bool) -> tuple[list[f
     return losses, weights
 
 
-def _each_over_ranks(runs: list[tuple[str, str, bool]]) -> list[Any]:
+def _each_over_ranks(runs: list[tuple[Any, ...]]) -> list[Any]:
     return [_over_ranks(*run) for run in runs]
 
 
@@ -103,6 +109,15 @@ def test_unmodified_models_train_as_in_one_process() -> None:
             for key in each[1].keys() & weights.keys():
                 value = weights[key]
                 assert torch.allclose(each[1][key], value, atol=1e-5), key
+
+
+def test_states_that_an_optimizer_has_before_are_divided_with_the_experts() -> None:
+    wanted, _, _ = _alone("Mixtral", _adagrad)
+    runs = [("Mixtral", "grouped_mm", in_chunks, _adagrad) for in_chunks in (False, True)]
+    found = run_on_ranks(_each_over_ranks, 2, runs)
+    for each in zip(*found, strict=True):
+        losses = torch.tensor([rank[0] for rank in each]).mean(0).tolist()
+        assert losses == pytest.approx(wanted, abs=1e-5)
 
 
 # -- files ---------------------------------------------------------------------------------------------

@@ -246,6 +246,7 @@ class HybridParallelPlugin(PluginOfParts):
         recompute_blocks(model, self._recomputed_here(model))
         if optimizer is not None:
             _forget_absent(optimizer, model)
+            parts.partition.cut_states(optimizer)
         group: Group = None
         if mesh is not None:
             group = mesh["dp"] if sequence is None else mesh.group("dp", "sp")

@@ -59,6 +59,8 @@ class PluginOfParts(Plugin):
             return None
         parts = Parts.undivided(model, optimizer)
         parts.divide_experts(ranks)
+        if optimizer is not None:
+            parts.partition.cut_states(optimizer)
         return parts
 
     def save_model(
