@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 # "auto": a plain loss holds about three arrays of logits at once, which is a fifth of DEVICE then.
 SHARE_OF_DEVICE = 1 / 16
 _LOSS_INPUTS = ("labels", "shift_labels")
+# Where modules of other stages have their stand-ins.
+_STAND_INS = "gemini.parallel.pipeline.absent"
 
 
 class LazyHead:
@@ -134,7 +136,7 @@ class TiledHeads:
 
 
 def fit_heads(module: nn.Module, mode: bool | str) -> list[nn.Linear]:
-    """Return the heads whose loss can be tiled.
+    """Return the heads whose loss can be tiled. A stage of a pipeline may have none: another stage has it.
 
     Raises:
         ConfigError: ``mode`` is True, and there is none, or one is no linear layer.
@@ -142,12 +144,16 @@ def fit_heads(module: nn.Module, mode: bool | str) -> list[nn.Linear]:
     if not mode:
         return []
     found: dict[int, nn.Linear] = {}
+    is_elsewhere = False
     names = {id(part): name for name, part in module.named_modules()}
     for part in module.modules():
         if getattr(type(part), "get_output_embeddings", None) is None:
             continue
         head = _in_use(part.get_output_embeddings())  # type: ignore[operator]
         if head is None or id(head) not in names:
+            continue
+        if type(head).__module__ == _STAND_INS:
+            is_elsewhere = True
             continue
         reason = _unfit(head)
         if reason is None:
@@ -157,7 +163,7 @@ def fit_heads(module: nn.Module, mode: bool | str) -> list[nn.Linear]:
             raise ConfigError(f"tiled_loss=True: the head {names[id(head)]!r} {reason}; leave tiled_loss out")
         else:
             logger.info("tiled_loss='auto' is off: the head %r %s", names[id(head)], reason)
-    if not found and mode is True:
+    if not found and not is_elsewhere and mode is True:
         raise ConfigError(
             f"tiled_loss=True: {type(module).__name__} has no head that get_output_embeddings() returns, as "
             "language models of transformers have; leave tiled_loss out, and call "

@@ -104,7 +104,7 @@ def _train(name: str, style: str, sizes: dict[str, Any], path: str) -> tuple[lis
     [
         ("llama", "1f1b", {"pp_size": 2, "tp_size": 2}),
         ("llama", "zbv", {"pp_size": 2}),
-        ("qwen3", "1f1b", {"pp_size": 2}),
+        ("qwen3", "1f1b", {"pp_size": 2, "tiled_loss": True}),
         ("gpt2", "zero_bubble", {"pp_size": 2, "tp_size": 2}),
         ("bert", "dualpipev", {"pp_size": 2}),
         ("llama4", "1f1b", {"pp_size": 2}),  # asks weights of another stage for their device
