@@ -7,6 +7,7 @@ process runs on several.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gemini.errors import ConfigError
 from gemini.model.ddp import NamedAsWrapped
 from gemini.parallel.booster.optimizer import BoostedOptimizer
 
@@ -72,9 +74,29 @@ class DataParallel(_OwnNames, DistributedDataParallel):
         self._computing = (device, dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, in mixed precision if asked."""
-        with autocast(*self._computing):
-            return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        """Run the model, in mixed precision if asked.
+
+        Raises:
+            ConfigError: the last backward pass left out parameters that torch waits for.
+        """
+        try:
+            with autocast(*self._computing):
+                return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if not str(error).startswith("Expected to have finished reduction"):
+                raise
+            raise ConfigError(self._left_out(str(error))) from None
+
+    def _left_out(self, said: str) -> str:
+        """Return what torch ``said`` with names: it has the numbers of the parameters that train."""
+        trained = [name for name, param in self.module.named_parameters() if param.requires_grad]
+        numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
+        names = [trained[int(number)] for number in numbers[1].split()] if numbers else []
+        return (
+            f"the last backward pass gave no gradient to {len(names)} parameters (first {names[:1]}), so "
+            "torch's DDP has not averaged all gradients over the ranks, and the step after it was wrong; "
+            "freeze them, or choose TorchDDPPlugin(find_unused_parameters=True)"
+        )
 
 
 class AutocastCriterion(nn.Module):

@@ -258,6 +258,25 @@ def test_model_without_trainable_parameters_is_boosted() -> None:
     assert run_on_ranks(_frozen_model_runs, 2) == [True, True]
 
 
+def _leave_out_a_parameter(**options: bool) -> str:
+    model = nn.ModuleDict({"used": nn.Linear(4, 4), "idle": nn.Linear(4, 4, bias=False)})
+    model.forward = model["used"].forward  # type: ignore[method-assign]
+    booster, wrapped, optimizer = boosted(TorchDDPPlugin(**options), model)
+    try:
+        for _ in range(2):
+            booster.backward(wrapped(torch.ones(2, 4)).sum(), optimizer)
+            optimizer.step()
+    except ConfigError as error:
+        return str(error)
+    return "trained"
+
+
+def test_a_parameter_without_a_gradient_is_named_with_the_option_for_it() -> None:
+    for said in run_on_ranks(_leave_out_a_parameter, 2):
+        assert "no gradient to 1 parameters (first ['idle.weight'])" in said
+        assert "find_unused_parameters=True" in said
+
+
 def _optimizer_starts_alike() -> float:
     model = mlp(dist.get_rank())
     wrapped, *_ = Booster().boost(model, HybridAdam(model.parameters()))
