@@ -13,6 +13,10 @@ from page import WRITE, PageWriter
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+# The models of every run over ranks: experts that a rank may not use, gradients with other strides, modules
+# that keep their weights in lists of their own.
+FEW = ("Mixtral", "ConvNeXt", "nn.LSTM")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Known where ``tests/zoo`` is among the arguments of pytest."""
@@ -26,11 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Take all models, or those of every run, with a third of the others if a day is given."""
+    """Take all models, or those of every run, with a third of the others if a day is given; over ranks all,
+    or a few."""
     if "row" in metafunc.fixturenames:
         options = metafunc.config.option
         chosen = rows() if options.full else rows_of_run(options.models_of_day)
         metafunc.parametrize("row", chosen, ids=lambda row: row.name)
+    if "row_over_ranks" in metafunc.fixturenames:
+        chosen = [row for row in rows() if metafunc.config.option.full or row.name in FEW]
+        metafunc.parametrize("row_over_ranks", chosen, ids=lambda row: row.name)
 
 
 @pytest.fixture(autouse=True)

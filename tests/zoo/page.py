@@ -25,6 +25,9 @@ for each:
   of the unmanaged model with the same optimizer, bit for bit. An evaluation and `generate` after each step
   give the same results, too. DEVICE stays within its budget.
 - Three steps with everything on DEVICE give the same losses and weights, too.
+- Over two ranks, each with other batches, three steps give the bits of plain torch that adds up the
+  gradients of the ranks in their order: with everything on DEVICE, and within the table's budget
+  or the least that a rank needs.
 - Activations are recomputed in backward, if the library supports it for the model.
 - A checkpoint of `gemini.checkpoint` loads into a fresh model with another budget; the next step is the
   same.
