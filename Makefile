@@ -2,6 +2,7 @@
 # make check  lint, the laws, and the tests that your change reaches, in about 3 minutes on two cores
 # make test   all tests: Python, C++, and on a stand-in for CUDA those that need a GPU
 # make test-full, zoo, bench-check   whole products of parameters; every model; every case of the benchmarks' drivers
+# make layouts   500 random layouts of 1 to 4 ranks, each compared with one process of plain torch
 # make docs   the documentation as a site, in build/site
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
 # make oldest the laws with the oldest torch that is supported     make image  the image of Dockerfile
@@ -15,8 +16,9 @@ DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-
              --steps $(DEMO_STEPS) --device-bytes 80MiB --host-bytes 0
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
+LAYOUTS_ARGS ?=
 
-.PHONY: demo check test test-full zoo bench-check bench docs lint format package image oldest sanitize setup clean
+.PHONY: demo check test test-full zoo layouts bench-check bench docs lint format package image oldest sanitize setup clean
 
 setup:
 	@scripts/setup.sh
@@ -37,6 +39,9 @@ test-full: setup
 
 zoo: setup
 	@scripts/check.sh zoo
+
+layouts: setup
+	@scripts/check.sh layouts $(LAYOUTS_ARGS)
 
 bench-check: setup
 	@scripts/check.sh bench

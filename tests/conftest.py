@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @cache
 def _group(path: Path) -> str:
     """Return the name of what a test file shares a worker with: expensive imports, ranks, or itself."""
-    if path.parent.name in ("integrations", "zoo"):
+    if path.parent.name in ("integrations", "zoo", "layouts"):
         return "libraries"  # transformers and its like
     if path.parent.name == "parallel" and "processes" in _helpers(path):
         return "ranks"  # which are started once, and serve all
