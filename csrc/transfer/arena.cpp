@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "common/bytes.h"
@@ -52,27 +51,31 @@ void Arena::map(Window& window, Content content) {
   std::vector<Piece> pieces = parked_.take(nbytes);
   if (content == Content::kZeros) {
     for (const Piece& piece : pieces) {
-      std::memset(piece.address, 0, static_cast<size_t>(piece.nbytes));
+      if (piece.address) std::memset(piece.address, 0, static_cast<size_t>(piece.nbytes));
     }
   }
   map_pieces(window, pieces);
 }
 
-// Puts what was taken from the parked blocks under the window, and fresh pages behind it.
+// Puts what was taken from the parked blocks under the window, and fresh pages where none was.
 void Arena::map_pieces(Window& window, std::vector<Piece>& pieces) {
   int64_t taken_bytes = 0;
-  for (const Piece& piece : pieces) taken_bytes += piece.nbytes;
+  for (const Piece& piece : pieces) {
+    if (piece.address) taken_bytes += piece.nbytes;
+  }
   const int64_t fresh_bytes = window.span_bytes() - taken_bytes;
   // What was taken is counted as parked until it is mapped.
   const int64_t limit_bytes = capacity() - mapped_bytes() - fresh_bytes;
-  while (parked_bytes() > limit_bytes) parked_.drop_oldest();
-  ledger_->add_mapped(fresh_bytes);
+  int64_t counted_bytes = 0;
   try {
+    parked_.drop(parked_bytes() - limit_bytes);
+    ledger_->add_mapped(fresh_bytes);
+    counted_bytes = fresh_bytes;
     window.map(pieces, mover_);
   } catch (...) {
     discard_unmoved(pieces);
     ledger_->drop_parked(taken_bytes);
-    ledger_->drop_mapped(fresh_bytes);
+    ledger_->drop_mapped(counted_bytes);
     throw;
   }
   discard_unmoved(pieces);
@@ -98,7 +101,7 @@ bool Arena::try_park(Window& window) {
   }
   // Moving whole huge pages needs the same alignment on both sides.
   const int64_t alignment = nbytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
-  parked_.reserve();
+  parked_.reserve(window.pieces_.size());
   char* const slot = pages::reserve(nbytes, alignment);
   bool parked = false;
   try {
@@ -111,16 +114,16 @@ bool Arena::try_park(Window& window) {
     pages::release(slot, nbytes);
     return false;
   }
-  parked_.add(slot, std::move(window.sizes_));
   window.ledger_.reset();
   ledger_->park(nbytes);
+  parked_.add(slot, window.pieces_);
   return true;
 }
 
 void Arena::trim(int64_t parked_limit_bytes) {
   process_.require("this Arena");
   const Lock lock(mutex_);
-  while (parked_bytes() > std::max<int64_t>(parked_limit_bytes, 0)) parked_.drop_oldest();
+  parked_.drop(parked_bytes() - std::max<int64_t>(parked_limit_bytes, 0));
 }
 
 }  // namespace gemini

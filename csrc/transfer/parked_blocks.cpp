@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include "common/bytes.h"
 #include "transfer/pages.h"
@@ -12,126 +11,123 @@ namespace {
 
 // Each piece is an entry in the kernel's table of mappings, and a call each time it moves.
 constexpr size_t kMaxPieces = 16;
-// What is left of a block and smaller than this goes back to the system.
-constexpr int64_t kLeastRestBytes = 256 << 10;
-
-int64_t whole_huge_pages(int64_t nbytes) { return nbytes / kHugePageBytes * kHugePageBytes; }
+// Fresh pages cost less than to move a piece that is smaller than this, unless it is a whole
+// window.
+constexpr int64_t kLeastPieceBytes = 64 << 10;
 
 }  // namespace
 
-int64_t ParkedBlocks::Block::nbytes() const noexcept {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+void ParkedBlocks::reserve(size_t num_pieces) {
+  huge_.reserve(huge_.size() + num_pieces);
+  small_.reserve(small_.size() + num_pieces);
 }
 
-void ParkedBlocks::add(char* address, std::vector<int64_t> sizes) noexcept {
-  blocks_.push_back(Block{address, std::move(sizes)});
+void ParkedBlocks::add(char* address, const std::vector<Piece>& pieces) noexcept {
+  for (const Piece& piece : pieces) {
+    if (piece.nbytes < kLeastPieceBytes && pieces.size() > 1) {
+      pages::discard(address, piece.nbytes);
+      ledger_.drop_parked(piece.nbytes);
+    } else {
+      (piece.pages == Pages::kHuge ? huge_ : small_).push_back(Block{address, piece.nbytes});
+    }
+    address += piece.nbytes;
+  }
 }
 
 std::vector<Piece> ParkedBlocks::take(int64_t span_bytes) {
   std::vector<Piece> taken;
-  const auto same = std::find_if(blocks_.rbegin(), blocks_.rend(),
-                                 [&](const Block& block) { return block.nbytes() == span_bytes; });
-  if (same != blocks_.rend()) {
-    cut_front(*same, span_bytes, taken);
-    blocks_.erase(std::prev(same.base()));
-    return taken;
+  taken.reserve(kMaxPieces + 2);  // what was taken must not be lost
+  small_.reserve(small_.size() + 1);
+  int64_t missing_bytes = whole_huge_pages(span_bytes);
+  const int64_t tail_bytes = span_bytes - missing_bytes;
+  missing_bytes -= take_from(huge_, Pages::kHuge, missing_bytes, taken);
+  const int64_t small_bytes =
+      std::accumulate(small_.begin(), small_.end(), int64_t{0},
+                      [](int64_t sum, const Block& block) { return sum + block.nbytes; });
+  if (missing_bytes > small_bytes) {
+    taken.push_back(Piece{nullptr, missing_bytes, Pages::kHuge});
+    missing_bytes = 0;
   }
-  if (take_huge_pages(whole_huge_pages(span_bytes), taken)) {
-    take_tail(span_bytes - whole_huge_pages(span_bytes), taken);
+  missing_bytes += tail_bytes;
+  missing_bytes -= take_from(small_, Pages::kSmall, missing_bytes, taken);
+  if (missing_bytes >= kLeastPieceBytes && !huge_.empty()) {
+    split_huge_page();
+    missing_bytes -= take_from(small_, Pages::kSmall, missing_bytes, taken);
   }
+  if (missing_bytes > 0) taken.push_back(Piece{nullptr, missing_bytes, Pages::kSmall});
   return taken;
 }
 
-// Whether all `missing_bytes` of huge pages were there.
-bool ParkedBlocks::take_huge_pages(int64_t missing_bytes, std::vector<Piece>& taken) {
-  for (size_t index = blocks_.size(); index-- > 0 && missing_bytes > 0;) {
-    Block& block = blocks_[index];
-    const int64_t usable_bytes = std::min(missing_bytes, whole_huge_pages(block.nbytes()));
-    if (usable_bytes == 0 || taken.size() + block.sizes.size() > kMaxPieces) continue;
-    cut_front(block, usable_bytes, taken);
-    missing_bytes -= usable_bytes;
-    drop_if_small(index);
+// Moves up to `missing_bytes` to the end of `taken`, and returns how many: from the smallest block
+// that has them all, the last parked of several; or else all of the largest, and so on.
+int64_t ParkedBlocks::take_from(Blocks& blocks, Pages pages, int64_t missing_bytes,
+                                std::vector<Piece>& taken) {
+  int64_t taken_bytes = 0;
+  while (missing_bytes > 0 && !blocks.empty() && taken.size() < kMaxPieces) {
+    if (missing_bytes < kLeastPieceBytes && !taken.empty()) break;
+    const auto is_better = [&](const Block& one, const Block& other) {
+      const bool has_all = one.nbytes >= missing_bytes;
+      if (has_all != (other.nbytes >= missing_bytes)) return has_all;
+      return has_all ? one.nbytes < other.nbytes : one.nbytes > other.nbytes;
+    };
+    const auto best = std::prev(std::min_element(blocks.rbegin(), blocks.rend(), is_better).base());
+    const int64_t part_bytes = std::min(best->nbytes, missing_bytes);
+    if (part_bytes < missing_bytes && part_bytes < kLeastPieceBytes) break;
+    taken.push_back(Piece{best->address, part_bytes, pages});
+    taken_bytes += part_bytes;
+    missing_bytes -= part_bytes;
+    best->address += part_bytes;
+    best->nbytes -= part_bytes;
+    if (best->nbytes >= kLeastPieceBytes) continue;
+    if (best->nbytes > 0) {
+      pages::discard(best->address, best->nbytes);
+      ledger_.drop_parked(best->nbytes);
+    }
+    blocks.erase(best);
   }
-  return missing_bytes == 0;
+  return taken_bytes;
 }
 
-// Takes what lies behind the huge pages of a window from behind those of a block: the block where
-// least is left over. No huge page is split for it.
-void ParkedBlocks::take_tail(int64_t nbytes, std::vector<Piece>& taken) {
-  if (nbytes == 0) return;
-  size_t best = blocks_.size();
-  int64_t least_bytes = kHugePageBytes;
-  for (size_t index = 0; index < blocks_.size(); ++index) {
-    const int64_t tail_bytes = blocks_[index].nbytes() % kHugePageBytes;
-    if (tail_bytes < nbytes || tail_bytes >= least_bytes) continue;
-    best = index;
-    least_bytes = tail_bytes;
-  }
-  if (best == blocks_.size()) return;
-  Block& block = blocks_[best];
-  if (taken.size() + block.sizes.size() > kMaxPieces) return;
-  cut_back(block, nbytes, taken);
-  drop_if_small(best);
+// Makes the last huge page of the smallest block of them a block of small ones.
+void ParkedBlocks::split_huge_page() {
+  const auto block =
+      std::min_element(huge_.begin(), huge_.end(),
+                       [](const Block& a, const Block& b) { return a.nbytes < b.nbytes; });
+  block->nbytes -= kHugePageBytes;
+  small_.push_back(Block{block->address + block->nbytes, kHugePageBytes});
+  if (block->nbytes == 0) huge_.erase(block);
 }
 
-// Removes a block that is used up, or is too small to be worth a mapping.
-void ParkedBlocks::drop_if_small(size_t index) noexcept {
-  const Block& block = blocks_[index];
-  const int64_t rest_bytes = block.nbytes();
-  if (rest_bytes >= kLeastRestBytes) return;
-  if (rest_bytes > 0) {
-    pages::discard(block.address, rest_bytes);  // what was taken must not be lost
-    ledger_.drop_parked(rest_bytes);
-  }
-  blocks_.erase(blocks_.begin() + static_cast<std::ptrdiff_t>(index));
-}
-
-// Moves the first `nbytes` of a block to the end of `taken`.
-void ParkedBlocks::cut_front(Block& block, int64_t nbytes, std::vector<Piece>& taken) {
-  taken.reserve(taken.size() + block.sizes.size());
-  size_t num_used = 0;
-  while (nbytes > 0) {
-    int64_t& size = block.sizes[num_used];
-    const int64_t part_bytes = std::min(size, nbytes);
-    taken.push_back(Piece{block.address, part_bytes});
-    block.address += part_bytes;
+void ParkedBlocks::drop(int64_t nbytes) {
+  while (nbytes > 0 && !(huge_.empty() && small_.empty())) {
+    const bool is_huge = small_.empty() || (nbytes >= kHugePageBytes && !huge_.empty());
+    Blocks& blocks = is_huge ? huge_ : small_;
+    const int64_t wanted_bytes =
+        is_huge ? std::max(whole_huge_pages(nbytes), kHugePageBytes) : round_up(nbytes, kPageBytes);
+    const int64_t part_bytes = std::min(blocks.front().nbytes, wanted_bytes);
+    drop_front(blocks, part_bytes);
     nbytes -= part_bytes;
-    size -= part_bytes;
-    if (size == 0) ++num_used;
-  }
-  block.sizes.erase(block.sizes.begin(),
-                    block.sizes.begin() + static_cast<std::ptrdiff_t>(num_used));
-}
-
-// Moves the last `nbytes` of a block to the end of `taken`.
-void ParkedBlocks::cut_back(Block& block, int64_t nbytes, std::vector<Piece>& taken) {
-  taken.reserve(taken.size() + block.sizes.size());
-  char* end = block.address + block.nbytes();
-  while (nbytes > 0) {
-    int64_t& size = block.sizes.back();
-    const int64_t part_bytes = std::min(size, nbytes);
-    end -= part_bytes;
-    taken.push_back(Piece{end, part_bytes});
-    nbytes -= part_bytes;
-    size -= part_bytes;
-    if (size == 0) block.sizes.pop_back();
   }
 }
 
-void ParkedBlocks::drop_oldest() {
-  const Block& block = blocks_.front();
-  const int64_t nbytes = block.nbytes();
+// Returns the first part of the oldest block to the system.
+void ParkedBlocks::drop_front(Blocks& blocks, int64_t nbytes) {
+  Block& block = blocks.front();
   pages::release(block.address, nbytes);
   ledger_.drop_parked(nbytes);
-  blocks_.erase(blocks_.begin());
+  block.address += nbytes;
+  block.nbytes -= nbytes;
+  if (block.nbytes == 0) blocks.erase(blocks.begin());
 }
 
 void ParkedBlocks::drop_all() noexcept {
-  for (const Block& block : blocks_) {
-    pages::discard(block.address, block.nbytes());
-    ledger_.drop_parked(block.nbytes());
+  for (Blocks* blocks : {&huge_, &small_}) {
+    for (const Block& block : *blocks) {
+      pages::discard(block.address, block.nbytes);
+      ledger_.drop_parked(block.nbytes);
+    }
+    blocks->clear();
   }
-  blocks_.clear();
 }
 
 }  // namespace gemini

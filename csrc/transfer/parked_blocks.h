@@ -8,10 +8,13 @@
 
 namespace gemini {
 
-// A range of pages that one call of the kernel moves.
+enum class Pages : bool { kSmall, kHuge };  // huge: of 2 MiB, and whole
+
+// A part of a window that one call of the kernel moves.
 struct Piece {
-  char* address;
+  char* address;  // where its pages are; nullptr: they are to be fresh
   int64_t nbytes;
+  Pages pages;
 };
 
 // The parked blocks of an arena, which serializes the calls. Its ledger counts them: what is added
@@ -24,38 +27,41 @@ class ParkedBlocks {
   ParkedBlocks(const ParkedBlocks&) = delete;
   ParkedBlocks& operator=(const ParkedBlocks&) = delete;
 
-  // Makes room for one more block, so that add() cannot fail.
-  void reserve() { blocks_.reserve(blocks_.size() + 1); }
-  // Takes over a range, which starts at a multiple of 2 MiB if it is that large, and consists of
-  // pieces of these sizes.
-  void add(char* address, std::vector<int64_t> sizes) noexcept;
+  // Makes room for the pieces of one more window, so that add() cannot fail.
+  void reserve(size_t num_pieces);
+  // Takes over the pieces of a window, which lie one behind the other from `address` on, huge ones
+  // at multiples of 2 MiB. Pieces that nobody would take go back to the system.
+  void add(char* address, const std::vector<Piece>& pieces) noexcept;
 
-  // Hands over memory for a window of `span_bytes`, at most that much, in the order in which it is
-  // to lie there: the block of that size that was parked last; or else whole huge pages of blocks
-  // of other sizes, and if these fill all huge pages of the window, its tail of what lies behind
-  // those of a block.
+  // Returns the pieces of a window of `span_bytes`, in the order in which they are to lie there.
+  // Those that nothing parked serves are fresh.
+  //
+  // Huge pages serve what is huge in the window, small ones its tail. Where huge pages are short
+  // and there are enough small ones, these serve instead, and where small ones are short, a huge
+  // page is split: to give some back to the system and have others zeroed would cost far more.
   [[nodiscard]] std::vector<Piece> take(int64_t span_bytes);
 
-  // Returns the block that was parked first to the system; there must be one.
-  void drop_oldest();
+  // Returns at least `nbytes` to the system, or all there is, oldest first: whole huge pages, and
+  // small ones for the rest.
+  void drop(int64_t nbytes);
   // Returns everything.
   void drop_all() noexcept;
 
  private:
+  // A range that one call of the kernel moves.
   struct Block {
     char* address;
-    std::vector<int64_t> sizes;  // of its pieces
-    [[nodiscard]] int64_t nbytes() const noexcept;
+    int64_t nbytes;
   };
+  using Blocks = std::vector<Block>;  // oldest first
 
-  bool take_huge_pages(int64_t missing_bytes, std::vector<Piece>& taken);
-  void take_tail(int64_t nbytes, std::vector<Piece>& taken);
-  void cut_front(Block& block, int64_t nbytes, std::vector<Piece>& taken);
-  void cut_back(Block& block, int64_t nbytes, std::vector<Piece>& taken);
-  void drop_if_small(size_t index) noexcept;
+  int64_t take_from(Blocks& blocks, Pages pages, int64_t missing_bytes, std::vector<Piece>& taken);
+  void split_huge_page();
+  void drop_front(Blocks& blocks, int64_t nbytes);
 
   ArenaLedger& ledger_;
-  std::vector<Block> blocks_;  // oldest first
+  Blocks huge_;   // of whole huge pages
+  Blocks small_;  // of any others
 };
 
 }  // namespace gemini

@@ -3,23 +3,20 @@
 namespace gemini {
 
 void Window::map(std::vector<Piece>& pieces, pages::Mover mover) {
-  sizes_.clear();
-  sizes_.reserve(pieces.size() + 1);
+  pieces_.clear();
+  pieces_.reserve(pieces.size());
   const Lock lock(lock_);
   int64_t at = 0;
   try {
     for (Piece& piece : pieces) {
-      if (mover(piece.address, address_ + at, piece.nbytes, pages::Source::kGivenUp)) {
+      char* const place = address_ + at;
+      if (piece.address && mover(piece.address, place, piece.nbytes, pages::Source::kGivenUp)) {
         piece.address = nullptr;
       } else {
-        pages::commit_at(address_ + at, piece.nbytes);
+        pages::commit_at(place, piece.nbytes);
       }
-      sizes_.push_back(piece.nbytes);
+      pieces_.push_back(Piece{place, piece.nbytes, piece.pages});
       at += piece.nbytes;
-    }
-    if (at < span_bytes_) {
-      pages::commit_at(address_ + at, span_bytes_ - at);
-      sizes_.push_back(span_bytes_ - at);
     }
   } catch (...) {
     pages::reserve_at(address_, span_bytes_);
@@ -33,10 +30,9 @@ bool Window::unmap_to(char* slot, pages::Mover mover) {
   const Lock lock(lock_);
   // The source is kept, then replaced: leaving a hole for an instant would let another thread's
   // mmap take these addresses.
-  int64_t at = 0;
-  for (const int64_t size : sizes_) {
-    if (!mover(address_ + at, slot + at, size, pages::Source::kKept)) return false;
-    at += size;
+  for (const Piece& piece : pieces_) {
+    char* const place = slot + (piece.address - address_);
+    if (!mover(piece.address, place, piece.nbytes, pages::Source::kKept)) return false;
   }
   pages::reserve_at(address_, span_bytes_);
   mapped_ = false;

@@ -38,9 +38,9 @@ class Window {
   // Transitions. Each happens under the space's lock, so that a fault on another thread is
   // answered before or after it, never in between: poison cannot land in a mapped window.
 
-  // Moves `pieces` under it, fresh pages where `mover` refuses one and behind the last. A piece
-  // that has moved gets no address. Throws Error when the system refuses fresh pages: then the
-  // window is not mapped, and what had moved is gone.
+  // Moves `pieces`, which are all of it, under it; fresh pages where one is to be fresh or `mover`
+  // refuses it. A piece that has moved gets no address. Throws Error when the system refuses fresh
+  // pages: then the window is not mapped, and what had moved is gone.
   void map(std::vector<Piece>& pieces, pages::Mover mover);
   // Moves its pages to `slot`. False where `mover` refuses, Error when the system does: it is
   // mapped then, its content gone.
@@ -53,7 +53,7 @@ class Window {
   SpinLock& lock_;                                  // the space's
   std::atomic<bool> mapped_{false};                 // written under lock_
   bool poisoned_ GEMINI_GUARDED_BY(lock_) = false;  // poison pages lie in the unmapped window
-  std::vector<int64_t> sizes_;           // of the pieces that are mapped; guarded by the arena
+  std::vector<Piece> pieces_;            // as they are mapped, in order; guarded by the arena
   std::shared_ptr<ArenaLedger> ledger_;  // whose memory it is; written by Arena
 };
 
