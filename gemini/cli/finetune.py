@@ -27,13 +27,13 @@ from gemini.cli.train import (
     with_options,
 )
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
-from gemini.forecast.forecast import Outlook, Settings, look, time_step
+from gemini.forecast.forecast import Outlook, Settings, look, look_at_rank, time_step
 from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapting, adapts_experts
 from gemini.jobs.finetune.config import NO, PARTS, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import LOSS_ON
-from gemini.jobs.finetune.engine import is_quantized, quantization_of
-from gemini.jobs.finetune.layouts import plan_of, refuse_unread
+from gemini.jobs.finetune.engine import is_quantized, quantization_of, stored_quantization
+from gemini.jobs.finetune.layouts import plan_of, refuse_unread, trains_parts
 from gemini.jobs.finetune.preferences import DPO, OBJECTIVES
 from gemini.jobs.finetune.record_kinds import DATA_FORMATS
 from gemini.jobs.finetune.samples import DOCUMENTS
@@ -41,8 +41,10 @@ from gemini.jobs.run.managed import PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.kernels import STATE_DTYPES
 from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
+from gemini.runtime.config import GeminiConfig
 from gemini.runtime.storage.experts import expert_sets
 from gemini.system.config import format_bytes
+from gemini.system.device import default_budget_bytes
 from gemini.system.process import keep_few_kernels
 
 COMMAND = "gemini finetune"
@@ -498,13 +500,10 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
     It asks nothing and refuses nothing: where it cannot say anything, it says why.
     """
-    if config.num_ranks > 1:
-        yield _line_over_ranks(config)
+    if trains_parts(config) or (config.plan is not None and config.num_ranks > 1):
+        yield _line_of_layout(config)
         return
-    if is_quantized(config):
-        yield "plan: none of a base that is quantized already; the first step is measured"
-        return
-    if config.quantize != NO and config.dora:
+    if config.dora and (config.quantize != NO or is_quantized(config)):
         yield "plan: none of DoRA on a quantized base; the first step is measured"
         return
     if config.lora and adapts_experts(adapted(config)):
@@ -514,12 +513,12 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
         )
         return
     try:
-        yield from _lines(config, seq)
+        yield from _lines_of_rank(config, seq) if config.num_ranks > 1 else _lines(config, seq)
     except GeminiError as error:
         yield f"plan: none ({error})"
 
 
-def _line_over_ranks(config: FineTuneConfig) -> str:
+def _line_of_layout(config: FineTuneConfig) -> str:
     """Return what the plan of a run over ranks says, or what would say it."""
     plan = plan_of(config)
     if plan is None:
@@ -535,37 +534,28 @@ def _line_over_ranks(config: FineTuneConfig) -> str:
     )
 
 
+def _lines_of_rank(config: FineTuneConfig, seq: int) -> Iterator[str]:
+    """Yield what planning says of each rank of a run in which they share whole models in chunks."""
+    _refuse_devices(config)
+    ranks, options = config.num_ranks, config.managed_options()
+    del options["device"]
+    if config.device_bytes is None:
+        options["device_bytes"] = default_budget_bytes() // ranks
+    rows, passes = config.rows_of_rank(ranks)
+    if config.objective == DPO:
+        rows *= 2  # of a pair
+    settings = GeminiConfig.from_options(**options)
+    outlook = look_at_rank(forecast_source(config, seq), settings, rows, ranks, accumulation=passes)
+    yield from _verdict(config, outlook, where=f" on each of {ranks} ranks", refused=_misfits(outlook))
+
+
 def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     source, settings = forecast_source(config, seq), _settings(config)
     rows = 2 if config.objective == DPO else 1  # of a pair
     outlook = look(source, settings, config.batch * rows)
-    size = outlook.blueprint.context.size.total_bytes
-    needs = (
-        f"{format_bytes(size)} of model data, at most {format_bytes(outlook.non_model_bytes)} of activations "
-        "and temporaries at one moment"
-    )
-    smaller = (
-        "" if config.state_dtype == "fp32" else f"; planned with fp32 states, {config.state_dtype} take less"
-    )
-    if _is_refused(outlook, settings):
-        if expert_sets(outlook.source.example(1).module):
-            yield (
-                "plan: none of a mixture within these budgets: it counts all experts of a layer at once, and "
-                "the run moves them one by one; the first step is measured"
-            )
-            return
-        yield f"plan: it {'may' if smaller else 'does'} not fit: {needs}{smaller}"
-        if not smaller:
-            return  # loading says why
-    elif outlook.obstacles and config.activations == "keep":
-        yield f"plan: activations will exceed the budget: {needs}{smaller}"
-    elif outlook.obstacles:
-        yield f"plan: activations are too large to stay, so --activations {config.activations} acts: {needs}"
+    yield from _verdict(config, outlook, where="", refused=_is_refused(outlook, settings))
     if outlook.obstacles:
-        for obstacle in outlook.obstacles:
-            yield f"plan: {with_options(obstacle).replace('--checkpointing', '--activation-checkpointing')}"
         return
-    yield f"plan: it fits: {needs}{smaller}"
     step = time_step(outlook, settings)
     simulation, capacity = step.plan.simulation, outlook.blueprint.context.capacity
     budgets = (capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes)
@@ -583,21 +573,65 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     )
 
 
+def _verdict(config: FineTuneConfig, outlook: Outlook, *, where: str, refused: bool) -> Iterator[str]:
+    """Yield whether a step fits, and if not why. ``refused``: loading will say the same; ``where``: of which
+    processes that is said."""
+    size = outlook.blueprint.context.size.total_bytes
+    needs = (
+        f"{format_bytes(size)} of model data, at most {format_bytes(outlook.non_model_bytes)} of activations "
+        "and temporaries at one moment"
+    )
+    smaller = (
+        "" if config.state_dtype == "fp32" else f"; planned with fp32 states, {config.state_dtype} take less"
+    )
+    if refused:
+        if expert_sets(outlook.source.example(1).module):
+            yield (
+                "plan: none of a mixture within these budgets: it counts all experts of a layer at once, and "
+                "the run moves them one by one; the first step is measured"
+            )
+            return
+        yield f"plan: it {'may' if smaller else 'does'} not fit{where}: {needs}{smaller}"
+        if not smaller:
+            return  # loading says why
+    elif outlook.obstacles and config.activations == "keep":
+        yield f"plan: activations will exceed the budget{where}: {needs}{smaller}"
+    elif outlook.obstacles:
+        yield (
+            f"plan: activations are too large to stay, so --activations {config.activations} acts{where}: "
+            f"{needs}"
+        )
+    if outlook.obstacles:
+        for obstacle in outlook.obstacles:
+            yield f"plan: {with_options(obstacle).replace('--checkpointing', '--activation-checkpointing')}"
+        return
+    yield f"plan: it fits{where}: {needs}{smaller}"
+
+
 def _is_refused(outlook: Outlook, settings: Settings) -> bool:
     """Return whether the model data does not fit, so that nothing will be loaded."""
     blueprint = outlook.blueprint
-    try:
-        blueprint.refuse_misfit()
-    except OutOfBudgetError:
+    if _misfits(outlook):
         return True
     if not settings.disk_is_here:
         return False
     return lacking_space(blueprint.budgets, blueprint.context.size.total_bytes) is not None
 
 
+def _misfits(outlook: Outlook) -> bool:
+    """Return whether the budgets cannot hold the model data."""
+    try:
+        outlook.blueprint.refuse_misfit()
+    except OutOfBudgetError:
+        return True
+    return False
+
+
 def forecast_source(config: FineTuneConfig, seq: int) -> ModelSource:
     """Return the model that a run trains, with rows of ``seq`` tokens, on ``meta``. Raises ConfigError."""
-    change = adapting(adapter_of(config), quantization_of(config), Path(config.model))
+    directory = Path(config.model)
+    quantization = quantization_of(config) or stored_quantization(directory)
+    change = adapting(adapter_of(config), quantization, directory)
 
     def prepared(module: nn.Module) -> nn.Module:
         with adapter_errors(config):
@@ -626,8 +660,13 @@ def _settings(config: FineTuneConfig) -> Settings:
         accumulation=config.accumulate,
         no_clipping=not config.clip,
     )
-    if config.device_kind != "cpu":
-        raise ConfigError(f"steps on {config.device} are not planned ahead: the first one is measured")
+    _refuse_devices(config)
     settings: Settings = settings_from(options)
     tiled = replace(settings.config, tiled_loss=TILED_LOSS[config.tiled_loss])
     return replace(settings, sample_seconds=_SAMPLE_SECONDS, config=tiled)
+
+
+def _refuse_devices(config: FineTuneConfig) -> None:
+    """Raise ConfigError for a device that has no forecast."""
+    if config.device_kind != "cpu":
+        raise ConfigError(f"steps on {config.device} are not planned ahead: the first one is measured")

@@ -15,13 +15,24 @@ from torch import nn
 
 from gemini.cli.console import Console, print_json
 from gemini.errors import ConfigError
-from gemini.forecast.rehearsal import Example, LossFunction, ModelSource
+from gemini.forecast.rehearsal import Example, LossFunction, ModelSource, Recipe, rehearse
 from gemini.parallel.layout import Layout
-from gemini.parallel.layout_plan import LayoutChoices, LayoutPlan, Run, plan_layout
+from gemini.parallel.layout_plan import (
+    DataCut,
+    LayoutChoices,
+    LayoutPlan,
+    RankPlan,
+    Run,
+    model_bytes,
+    plan_layout,
+)
 from gemini.parallel.pipeline.orders import SCHEDULES
 from gemini.parallel.sequence.outline import SequenceOutline
+from gemini.runtime.build import draw_blueprint
+from gemini.runtime.config import GeminiConfig
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
-from gemini.system.config import format_bytes
+from gemini.runtime.intercept.precision import BYTES, is_quantized
+from gemini.system.config import MOST_BYTES, format_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NEED_MACHINE = ("host_bytes", "disk_dir", "disk_bytes", "machine", "save_machine", "measure_ranks")
@@ -71,10 +82,46 @@ def _choices(options: argparse.Namespace) -> LayoutChoices:
 def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: LayoutChoices) -> LayoutPlan:
     """Plan ``choices`` for a model, whose micro-batches have ``batch`` samples. Raises as plan_layout."""
     example = source.example(batch)
+    if any(map(is_quantized, example.module.parameters())):
+        return _plan_quantized(example, source, dtype, choices)
     if dtype is not torch.float32:
         example.module.to(dtype)
     inputs = map_tensors(example.inputs, lambda tensor: cast_floating(tensor, dtype))
     return plan_layout(example.model, run_on(example, inputs, source.loss), choices)
+
+
+def _plan_quantized(
+    example: Example, source: ModelSource, dtype: torch.dtype, choices: LayoutChoices
+) -> LayoutPlan:
+    """Plan ranks that divide the data alone, of a model with quantized weights: only chunks hold these.
+    Activations are those of the fullest moment, with what operators need then.
+
+    Raises:
+        ConfigError: ``choices`` have no chunks, or the model cannot be rehearsed.
+    """
+    if choices.zero_stage < 3:
+        raise ConfigError(
+            f"--zero-stage {choices.zero_stage}: quantized weights are divided in chunks alone; give "
+            "--zero-stage 3"
+        )
+    module = example.module
+    precision = None if dtype is torch.float32 else dtype
+    config = GeminiConfig.from_options(mixed_precision=precision, device_bytes=MOST_BYTES)
+    wide = dtype.itemsize if precision is not None else None  # of what is not quantized
+    sizes = [
+        (param.numel(), wide or param.element_size(), param.requires_grad)
+        for param in module.parameters()
+        if not is_quantized(param)
+    ]
+    blueprint = draw_blueprint(module, config)
+    quantized = sum(spec.layout.used_numel for spec in blueprint.groups if spec.dtype is BYTES)
+    cut = DataCut(choices.layout.dp, 3, choices.num_micro_batches)
+    parameters, gradients, states = model_bytes([*sizes, (quantized, 1, False)], cut)
+    recipe = Recipe(source.loss, choices.num_micro_batches)
+    trace = rehearse(module, example.inputs, recipe, config, blueprint).trace
+    activations = max(trace.non_model_bytes, default=0)
+    rank = RankPlan(0, (0,), (), parameters, gradients, states, activations, 0, 0.0)
+    return LayoutPlan(choices, (rank,))
 
 
 def run_on(example: Example, inputs: tuple[Any, ...], loss: LossFunction) -> Run:

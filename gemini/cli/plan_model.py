@@ -411,7 +411,8 @@ def _with_batch(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
     return changed
 
 
-_ONE_PROCESS = ("tp", "pp", "sp", "dp", "search", "space", "operators")
+_NO_ADAPTERS = ("space", "operators")
+_NOT_QUANTIZED = ("tp", "pp", "sp", "search")  # what needs weights that can be cut
 
 
 def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]:
@@ -427,15 +428,22 @@ def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]
         raise ConfigError(
             f"{given} is for a model of transformers; give its directory, not {options.model!r}"
         )
-    if others := [f"--{name}" for name in _ONE_PROCESS if getattr(options, name)]:
-        raise ConfigError(f"{given} is planned for one process; leave out {', '.join(others)}")
     if not options.lora:
         raise ConfigError("--quantize freezes the base, so adapters train; add --lora 16")
     from gemini.jobs.finetune.adapters import adapting, require_peft
-    from gemini.jobs.finetune.engine import quantization_named
+    from gemini.jobs.finetune.engine import quantization_named, stored_quantization
 
     peft = require_peft()
     precision = None if options.dtype == "fp32" else options.dtype
     compute = GeminiConfig.from_options(mixed_precision=precision).precision or torch.float32
-    quantization = None if options.quantize is None else quantization_named(options.quantize, compute)
+    quantization = stored_quantization(directory)
+    if options.quantize is not None:
+        quantization = quantization_named(options.quantize, compute)
+    refused = _NO_ADAPTERS if quantization is None else (*_NO_ADAPTERS, *_NOT_QUANTIZED)
+    if others := [f"--{name}" for name in refused if getattr(options, name)]:
+        what = "adapters are" if quantization is None else "adapters on quantized weights are"
+        raise ConfigError(
+            f"{what} not planned with {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out"
+            + ("" if quantization is None else ", or divide the data alone (--dp)")
+        )
     return adapting(peft.LoraConfig(r=options.lora, target_modules="all-linear"), quantization, directory)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gemini.chunk.manager import lacking_space
+from gemini.comm.peers import Share
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import OperationCosts, TooManyCalls
@@ -91,6 +92,25 @@ def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
     source, blueprint, rehearsal, stretch = _rehearsed_in_bounds(source, settings, batch)
     obstacles = [*_lacking_space(blueprint, settings), *_obstacles(blueprint, rehearsal.trace, batch)]
     return Outlook(source, batch, rehearsal, blueprint, tuple(obstacles), stretch)
+
+
+def look_at_rank(
+    source: ModelSource, config: GeminiConfig, batch: int, copies: int, *, accumulation: int = 1
+) -> Outlook:
+    """Rehearse a step with ``batch`` on one of ``copies`` ranks of this machine that cut all chunks among
+    them (ZeRO 3), and see whether it fits its budgets. What it computes is what one process would; chunks
+    that operators use are whole there.
+
+    Raises:
+        ConfigError: the model cannot be managed.
+    """
+    example = source.example(batch)
+    blueprint = draw_blueprint(example.module, config, Share(0, copies), ranks_here=copies)
+    whole = draw_blueprint(example.module, config)
+    recipe = Recipe(source.loss, accumulation)
+    rehearsal = rehearse(example.module, example.inputs, recipe, config, whole)
+    obstacles = _obstacles(blueprint, rehearsal.trace, batch)
+    return Outlook(source, batch, rehearsal, blueprint, tuple(obstacles))
 
 
 def _rehearsed_in_bounds(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
-from finetune_runs import small_run
+from finetune_runs import LLAMA, small_run
 
 import gemini
 from gemini.cli.finetune import forecast_source
@@ -16,6 +17,7 @@ from gemini.cli.main import main
 from gemini.forecast.forecast import Settings, look
 from gemini.forecast.machine import MachineSpeeds
 from gemini.jobs.finetune.config import FineTuneConfig
+from gemini.jobs.finetune.engine import quantization_of
 from gemini.jobs.finetune.work import FineTuneWork
 from gemini.memstats import Trace
 from gemini.runtime.config import GeminiConfig
@@ -33,14 +35,30 @@ def config(tmp_path: Path) -> FineTuneConfig:
     return dataclasses.replace(small_run(tmp_path), documents="joined")
 
 
+def store_quantized(config: FineTuneConfig, kind: str) -> None:
+    """Replace the model of a run by the same with quantized weights."""
+    asked = dataclasses.replace(config, lora=4, quantize=kind, precision="fp32")
+    model = LLAMA.from_pretrained(config.model, quantization_config=quantization_of(asked))
+    model.save_pretrained(config.model)
+
+
 @pytest.mark.parametrize(
     "changes",
-    [{"quantize": "nf4"}, {"quantize": "int8"}, {"quantize": "nf4", "activation_checkpointing": True}],
-    ids=["nf4", "int8", "checkpointing"],
+    [
+        {"quantize": "nf4"},
+        {"quantize": "int8"},
+        {"quantize": "nf4", "activation_checkpointing": True},
+        {"stored": "nf4"},
+        {"stored": "int8"},
+    ],
+    ids=["nf4", "int8", "checkpointing", "stored nf4", "stored int8"],
 )
 def test_the_forecast_of_a_quantized_base_is_of_the_step_that_runs(
     changes: dict[str, Any], config: FineTuneConfig
 ) -> None:
+    if "stored" in changes:
+        store_quantized(config, changes["stored"])
+        changes = {}
     config = dataclasses.replace(config, lora=4, **changes)
     options = config.managed_options()
     del options["device"]
@@ -70,9 +88,35 @@ def test_plan_takes_adapters_on_a_quantized_base(
     assert '"fits": true' in capsys.readouterr().out
     for wrong, said in (
         (["--quantize", "nf4"], "add --lora 16"),
-        (["--lora", "4", "--dp", "2"], "leave out --dp"),
+        (["--lora", "4", "--quantize", "nf4", "--tp", "2"], "not planned with --tp: leave it out, or divide"),
+        (["--lora", "4", "--operators"], "adapters are not planned with --operators"),
     ):
         assert main(["plan", config.model, *wrong, *budgets]) == 2
         assert said in capsys.readouterr().err
     assert main(["plan", "gpt2", "--lora", "4", *budgets]) == 2
     assert "give its directory" in capsys.readouterr().err
+
+
+def test_plan_divides_adapters_and_quantized_weights_over_ranks(
+    config: FineTuneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rank(*options: str) -> dict[str, Any]:
+        given = ["plan", config.model, "--lora", "4", "--seq", "16", *options, "--json"]
+        assert main(given) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["ranks"][0]
+        return found
+
+    one, two = (rank("--quantize", "nf4", "--dp", ranks) for ranks in ("1", "2"))
+    plain = rank("--dp", "1")
+    assert one["parameter_bytes"] < 0.5 * plain["parameter_bytes"]
+    assert one["state_bytes"] == plain["state_bytes"], "of the adapters"
+    for name in ("parameter_bytes", "state_bytes"):
+        assert two[name] == pytest.approx(one[name] / 2, rel=0.01)
+    assert two["activation_bytes"] == one["activation_bytes"]
+    cut = rank("--tp", "2", "--pp", "2")
+    assert cut["parameter_bytes"] < 0.5 * plain["parameter_bytes"]
+    assert (
+        main(["plan", config.model, "--lora", "4", "--quantize", "nf4", "--dp", "2", "--zero-stage", "1"])
+        == 2
+    )
+    assert "give --zero-stage 3" in capsys.readouterr().err

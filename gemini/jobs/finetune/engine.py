@@ -259,9 +259,15 @@ class PretrainedEngine(TuningEngine):
 
 def is_quantized(config: FineTuneConfig) -> bool:
     """Say whether the directory of the model has quantized weights. Raises InputError."""
-    if not (Path(config.model) / CONFIG).is_file():
-        return False
-    return "quantization_config" in InputDirectory(Path(config.model)).json(CONFIG, MAX_CONFIG_BYTES)
+    return stored_quantization(Path(config.model)) is not None
+
+
+def stored_quantization(directory: Path) -> Any:
+    """Return how the weights of a directory are quantized, as its config says; None: they are not. Raises
+    InputError."""
+    if not (directory / CONFIG).is_file():
+        return None
+    return InputDirectory(directory).json(CONFIG, MAX_CONFIG_BYTES).get("quantization_config")
 
 
 def refuse_quantized(config: FineTuneConfig) -> None:
