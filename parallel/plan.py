@@ -66,6 +66,11 @@ class PlanBudgets(_Checked):
         for name in _hints(PlanBudgets):
             parse_bytes(getattr(self, name), name=name)  # what no machine has, none can run
 
+    @property
+    def lower_bytes(self) -> int:
+        """What fits below DEVICE."""
+        return self.host_bytes + self.disk_bytes
+
 
 @dataclass(frozen=True)
 class RankPrediction(_Checked):
@@ -127,10 +132,11 @@ class ParallelPlan(_Checked):
     but the first. ``microbatch_size`` is in samples. ``recompute``: the names of the blocks that compute
     their activations again in backward; ``groups``: of those that do so in groups, which keep the input of
     their first block alone: lists of names and of groups within. ``stage_budgets``: of each rank along ``pp``
-    where they differ, instead of ``budgets``. ``dtype``: ``fp32`` (parameters keep their type), ``bf16`` or
-    ``fp16``. ``model``: the :func:`fingerprint`. ``machine``: of the speeds that were planned with.
-    ``version``: of the gemini-runtime that planned. ``measured_seconds``: of a step, where some were run
-    before the plan was chosen.
+    where they differ, instead of ``budgets``. ``activation_offload``: ``"auto"`` where activations lie below
+    DEVICE, too, as far as they must; on ranks that have such tiers. ``dtype``: ``fp32`` (parameters keep
+    their type), ``bf16`` or ``fp16``. ``model``: the :func:`fingerprint`. ``machine``: of the speeds that
+    were planned with. ``version``: of the gemini-runtime that planned. ``measured_seconds``: of a step, where
+    some were run before the plan was chosen.
 
     Raises:
         ConfigError: a field that no plan can have, or fields that contradict each other.
@@ -156,6 +162,7 @@ class ParallelPlan(_Checked):
     measured_seconds: float | None = None
     groups: tuple[Any, ...] | None = None
     stage_budgets: tuple[PlanBudgets, ...] | None = None
+    activation_offload: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -164,7 +171,12 @@ class ParallelPlan(_Checked):
             raise ConfigError(f"layout has more than {_MOST_RANKS} ranks")
         if self.layout != Layout(**sizes):
             raise ConfigError(f"layout cuts tensors in mode {self.layout.mode!r}; a plan has mode 1d alone")
-        for name, choices in (("sp_mode", METHODS), ("dtype", DTYPES), ("zero_stage", (0, 1, 2, 3))):
+        for name, choices in (
+            ("sp_mode", METHODS),
+            ("dtype", DTYPES),
+            ("zero_stage", (0, 1, 2, 3)),
+            ("activation_offload", (None, "auto")),
+        ):
             if getattr(self, name) not in choices:
                 said = ", ".join(map(str, choices))
                 raise ConfigError(f"{name} is {_repr(getattr(self, name))}; it must be one of {said}")
@@ -244,7 +256,8 @@ class ParallelPlan(_Checked):
         """Return it as JSON has it, without the format."""
         document = asdict(self)
         document["layout"] = {name: getattr(self.layout, name) for name in _AXES}
-        for name in ("groups", "stage_budgets"):  # releases before 0.2 read plans without them
+        # Releases before 0.2 read plans without them.
+        for name in ("groups", "stage_budgets", "activation_offload"):
             if document[name] is None:
                 del document[name]
         return document
@@ -309,11 +322,15 @@ class ParallelPlan(_Checked):
         return options | self.budget_options()
 
     def budget_options(self, rank: int | None = None) -> dict[str, Any]:
-        """Return the budgets, of a ``rank`` along ``pp`` those that it has, as keywords of GeminiDDP: none
-        below ZeRO 3, which has no chunks to place."""
+        """Return the budgets, of a ``rank`` along ``pp`` those that it has, and what may leave DEVICE, as
+        keywords of GeminiDDP: none below ZeRO 3, which has no chunks to place."""
+        if self.zero_stage < 3:
+            return {}
         own = self.budgets if rank is None else self.budgets_of(rank)
-        budgets = {name: nbytes for name, nbytes in asdict(own).items() if nbytes is not None}
-        return budgets if self.zero_stage == 3 else {}
+        options: dict[str, Any] = {name: nbytes for name, nbytes in asdict(own).items() if nbytes is not None}
+        if self.activation_offload is not None:
+            options["activation_offload"] = self.activation_offload if own.lower_bytes else False
+        return options
 
     def managed_options(self, called: str) -> dict[str, Any]:
         """Return the keywords of :func:`gemini.manage` that say the same, for what divides the data alone. On
@@ -414,7 +431,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             _refuse(where, value, "an object")
         inner = get_args(kind)[1]
         return {_text(key, where): _read(inner, each, f"{where}.{key:.80}") for key, each in value.items()}
-    if kind is str:
+    if kind is str or (kind == str | None and value is not None):
         return _text(value, where)
     if kind is float or (kind == float | None and value is not None):
         if type(value) not in (int, float) or not 0 <= value <= _MOST_SECONDS:

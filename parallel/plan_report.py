@@ -84,6 +84,8 @@ def _settings(plan: Document) -> Iterator[str]:
     yield f"  computed again in backward: {_named(plan['recompute']) or 'nothing'}"
     if groups := plan.get("groups"):
         yield f"  in groups that keep one input: {_named([_grouped(each) for each in groups])}"
+    if plan.get("activation_offload"):
+        yield "  activations below DEVICE: as far as they must"
     if plan.get("stage_budgets") is None:
         yield f"  budgets of each rank: {_budgets(budgets)}"
     for rank, own in enumerate(plan.get("stage_budgets") or ()):

@@ -178,7 +178,7 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
         action="append",
         metavar="NAME=VALUE",
         help="what must be, such as tp=2, pp=1, zero=3, microbatches=4, schedule=1f1b, sp_mode=ring, "
-        "recompute=none, fit, rotor, half or all, tiers=device; give it several times",
+        "recompute=none, fit, rotor, half or all, tiers=device, activations=device; give it several times",
     )
     group.add_argument(
         "--measure",

@@ -37,6 +37,7 @@ from gemini.system.durable import write_text
 from gemini.system.threads import usable_processors
 
 STEPS = 3  # that count
+_SETTLING = 4  # first steps in which activation_offload="auto" finds out what stays on DEVICE
 _PLAN, _JOB, _SECONDS = "plan.json", "job.json", "seconds"
 
 
@@ -144,7 +145,7 @@ def run_on_ranks(plan: ParallelPlan, job: Job) -> float:
 
 
 def seconds_of_steps(plan: ParallelPlan, job: Job) -> list[float]:
-    """Train as this rank of a plan; return how long each step took, except for the first one."""
+    """Train as this rank of a plan; return how long each step took, except for the first ones."""
     source, samples = job.source(), plan.num_microbatches * plan.microbatch_size
     # Chunks get their first values where they lie; below ZeRO 3 the whole model has them before it is cut.
     example = source.example(samples) if plan.zero_stage == 3 else source.build(samples)
@@ -159,14 +160,15 @@ def seconds_of_steps(plan: ParallelPlan, job: Job) -> list[float]:
     booster, model = Booster(plugin=HybridParallelPlugin(plan=plan, **options)), example.model
     model, optimizer, *_ = booster.boost(model, CPUAdam(model.parameters()), loss_of)
     seconds, ranks = [], Ranks()
-    for _ in range(1 + STEPS):
+    first = 1 if plan.activation_offload is None else _SETTLING
+    for _ in range(first + STEPS):
         optimizer.zero_grad()
         ranks.agree(None)  # all are here
         begin = time.perf_counter()
         booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
         optimizer.step()
         seconds.append(time.perf_counter() - begin)
-    return seconds[1:]
+    return seconds[first:]
 
 
 def _batch(example: Example) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:

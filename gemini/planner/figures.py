@@ -10,6 +10,7 @@ from typing import NamedTuple
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import OperationCosts
 from gemini.planner.records import Messages, ParameterSize, Record, Segment, Use
+from gemini.runtime.activation.activations import SMALLEST_BYTES
 
 # A collective by the name that a rank gives to it, where machine files have another.
 _KIND_OF = {"pass_on": "send", "broadcast": "all_gather", "reduce": "reduce_scatter"}
@@ -45,6 +46,12 @@ class Figures:
     uses: tuple[Moment, ...] = field(repr=False, default=())
     gradients: tuple[Moment, ...] = field(repr=False, default=())
     forward_peak_bytes: float = 0.0
+    saved_bytes: tuple[float, ...] = ()
+
+    @property
+    def storable_bytes(self) -> float:
+        """What may lie in chunks of what forward leaves: tensors that are large enough."""
+        return min(sum(each for each in self.saved_bytes if each >= SMALLEST_BYTES), self.kept_bytes)
 
     @property
     def num_moments(self) -> tuple[int, int]:
@@ -103,6 +110,7 @@ class Speeds:
             uses,
             gradients,
             segment.forward.peak_bytes,
+            segment.saved_bytes,
         )
 
     def _moments(self, uses: Sequence[Use], known: dict[int, float]) -> tuple[Moment, ...]:
@@ -161,4 +169,12 @@ def _between(one: Figures, two: Figures, steps: int) -> Figures:
         one.uses,
         one.gradients,
         number("forward_peak_bytes"),
+        _saved_of(one.saved_bytes, two.saved_bytes, steps),
     )
+
+
+def _saved_of(one: Sequence[float], two: Sequence[float], steps: int) -> tuple[float, ...]:
+    """Return the sizes of saved tensors; none where not as many are saved."""
+    if len(one) != len(two):
+        return ()
+    return tuple(max(first + steps * (second - first), 0.0) for first, second in zip(one, two, strict=True))

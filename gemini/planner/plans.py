@@ -73,6 +73,7 @@ def plan_of(
         machine=machine_fingerprint(question.machine),
         groups=tuple(_named(each, blocks) for each in best.groups) or None,
         stage_budgets=_stage_budgets(best, capacity),
+        activation_offload="auto" if choice.offloads else None,
     )
 
 

@@ -430,7 +430,7 @@ class _Pricing:
         chunks = self._chunks(rank)
         needed = least = activations + chunks.total_bytes
         if choice.uses_lower and needed > capacity.device_bytes:
-            least = activations + chunks.working_bytes
+            least = chunks.working_bytes + (self._working(rank) if choice.offloads else activations)
             if chunks.table is not None and self._copies == 1:
                 least = least_device_bytes(self._trace(rank, chunks.table))
         if least > capacity.device_bytes:
@@ -479,6 +479,20 @@ class _Pricing:
                 for at, counts in under_way(self._order_of, rank)
             )
         )
+
+    def _working(self, rank: int) -> int:
+        """Return the most non-model data where what segments store may be anywhere: of one that runs, beside
+        what all others keep on DEVICE in any case."""
+        peaks = (max(each.peak_bytes, each.forward_peak_bytes) for _, each in self._segments(rank))
+        stay = sum(each.kept_bytes - each.storable_bytes for _, each in self._segments(rank))
+        most = max(sum(counts) for _, counts in under_way(self._order_of, rank)) + 1
+        return ceil(max(peaks) + most * stay)
+
+    def _stored(self, rank: int) -> dict[int, int]:
+        """Return by segment the bytes of activations that may lie below DEVICE."""
+        if not self._choice.offloads:
+            return {}
+        return {at: size for at, each in self._segments(rank) if (size := int(each.storable_bytes))}
 
     # -- seconds ---------------------------------------------------------------------------------
 
@@ -554,7 +568,7 @@ class _Pricing:
                 continue
             trace = self._trace(rank, table)
             try:
-                transfers[rank] = Transfers(trace, machine, capacity)
+                transfers[rank] = Transfers(trace, machine, capacity, self._copying(rank, each))
             except OutOfBudgetError:  # chunks may have no place though their bytes have
                 given = capacity.lower_bytes
                 return Misfit(self._choice, rank, "HOST and DISK", given + max(trace.chunk_bytes), given)
@@ -566,6 +580,13 @@ class _Pricing:
             transfers[last].plan()
             waits[last] = transfers[last].waits
 
+    def _copying(self, rank: int, price: RankPrice) -> float:
+        """Return how long it takes in a step to copy activations into chunks: those that leave DEVICE, of
+        which there are no more than what lies below it."""
+        stored = sum(self._stored(rank).values()) * self._choice.num_microbatches
+        share = min(1.0, price.lower_bytes / max(price.activation_bytes, 1))
+        return self._pricer.pass_seconds(ceil(share * stored) // 4)
+
     def _update(self, rank: int) -> float:
         return self._pricer.update(*self._own(rank), self._copies, self._choice.zero_stage)
 
@@ -573,15 +594,18 @@ class _Pricing:
         """Return the step of a rank as its chunks see it."""
         if rank in self._traces:
             return self._traces[rank]
+        stored = self._stored(rank)
         stages = StagePasses(
             self._figures,
             self._ranges,
             frozenset(self._held.times),
-            self._held.kept_of,
+            lambda at: self._held.kept_of(at) - stored.get(at, 0),
             self._pricer.takes(*self._passes_of),
             self._pricer.clock(*self._passes_of),
+            stored,
         )
-        self._traces[rank] = trace_of(stages.of_rank(self._order, rank), self._update(rank), table)
+        passes = stages.of_rank(self._order, rank)
+        self._traces[rank] = trace_of(passes, self._update(rank), table, stored)
         return self._traces[rank]
 
     def _sent(self, rank: int) -> dict[str, int]:

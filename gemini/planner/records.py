@@ -6,6 +6,7 @@ Segments are the blocks between which a model is cut into stages, what runs befo
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,7 +86,8 @@ class Use:
 class Segment:
     """Some layers. ``name``: of the block, empty for what runs before and behind all blocks. ``kept_bytes``:
     what forward leaves for backward; ``input_bytes``: of the tensor that it begins with. ``uses`` of its
-    ``parameters`` in forward, and ``gradients``, in the order in which they are complete."""
+    ``parameters`` in forward, and ``gradients``, in the order in which they are complete. ``saved_bytes``: of
+    each tensor that autograd saves."""
 
     name: str
     forward: Pass
@@ -95,6 +97,7 @@ class Segment:
     parameters: tuple[ParameterSize, ...]
     uses: tuple[Use, ...] = ()
     gradients: tuple[Use, ...] = ()
+    saved_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,8 @@ class _SegmentWatch:
         self._backward = [_Stretch() for _ in range(self._count)]
         self._entered_bytes = [0] * (self._count + 1)
         self._input_bytes = [0] * self._count
+        self._saved_bytes: list[list[int]] = [[] for _ in range(self._count)]
+        self._saved: set[int] = set()  # storages: those of weights, and those that a segment saved
         self._now = self._forward[0]
         self._entered = 0
 
@@ -248,13 +253,25 @@ class _SegmentWatch:
         self._now.left_bytes[len(self._now.periods) - 1] = self._meter.live_bytes
         self._begin(self._now)
 
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note what autograd saves; each storage counts in the segment that saves it first."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._saved:
+            self._saved.add(key)
+            weakref.finalize(storage, self._saved.discard, key)  # another one may have its address
+            self._saved_bytes[self._entered].append(storage.nbytes())
+        return tensor.detach()
+
     def run(self, model: nn.Module, run: Run, sequences: SequenceOutline | None) -> None:
         """Run forward and backward."""
+        self._saved |= {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
         backward = torch.autograd.Variable._execution_engine.run_backward
         with torch.random.fork_rng(devices=[]), torch.device("meta"), AttentionOfCpu(), self._meter:
             self._begin(self._forward[0])
             try:
-                loss = run(model, sequences)
+                with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):
+                    loss = run(model, sequences)
                 if self._entered != self._count - 1:
                     raise _NotInARow(f"{self._entered} of {self._count - 2} blocks ran; stages run each once")
                 self._entered_bytes[self._count] = self._meter.live_bytes
@@ -295,6 +312,7 @@ class _SegmentWatch:
             owned[at],
             _named_as(owned[at], owned[seen], forward.uses(before)),
             _named_as(owned[at], owned[seen], backward.uses(before)),
+            tuple(self._saved_bytes[seen]),
         )
 
 

@@ -19,7 +19,7 @@ from gemini.parallel.layout_plan import Run
 from gemini.planner.chunks import ChunkSizes, StageCapacity, chunk_sizes
 from gemini.planner.figures import Figures, Speeds, scaled
 from gemini.planner.price import Pricer
-from gemini.planner.prices import Misfit, Price
+from gemini.planner.prices import Misfit, Price, is_better
 from gemini.planner.records import CutModel, Part, Record
 from gemini.planner.space import (
     AS_NEEDED,
@@ -32,6 +32,7 @@ from gemini.planner.space import (
     combinations,
     layouts,
     named,
+    offloading,
 )
 
 # Makes the function that runs a model on a micro-batch of so many samples.
@@ -267,9 +268,14 @@ class Search:
         """Return the price, or why it does not fit."""
         priced = pricer.price(choice)
         lower = below(choice, self._question.pins)
-        if isinstance(priced, Misfit) and self._capacity.lower_bytes and lower is not None:
-            return pricer.price(lower)
-        return priced
+        if isinstance(priced, Price) or not self._capacity.lower_bytes or lower is None:
+            return priced
+        priced = pricer.price(lower)
+        both = offloading(lower, self._question.pins)
+        if both is None or not _waits(priced):
+            return priced
+        offloaded = pricer.price(both)
+        return offloaded if is_better(offloaded, priced) else priced
 
     def _leave_out(self, what: str, why: str) -> None:
         self._found.left_out.setdefault(what, why)
@@ -318,6 +324,11 @@ _MOST_TRIES = 32  # to find out how much would do: chunks grow with DEVICE
 # From two samples on, what a micro-batch takes grows evenly; so many are looked at. One sample is something
 # else: what is transposed is still in order then, and is not copied.
 _LARGE = 3
+
+
+def _waits(priced: Price | Misfit) -> bool:
+    """Say whether less on DEVICE could help."""
+    return isinstance(priced, Misfit) or "transfers" in priced.seconds
 
 
 def _with(capacity: StageCapacity, misfit: Misfit) -> StageCapacity:

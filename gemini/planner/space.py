@@ -39,7 +39,8 @@ def named(layout: Layout) -> str:
 @dataclass(frozen=True)
 class Combination:
     """One way to train. ``microbatch_size``: samples; ``recompute``: how many of the blocks compute their
-    forward again in backward; ``uses_lower``: chunks may lie on HOST and DISK."""
+    forward again in backward; ``uses_lower``: chunks may lie on HOST and DISK; ``offloads``: activations,
+    too."""
 
     layout: Layout
     sp_mode: str
@@ -50,6 +51,7 @@ class Combination:
     zero_stage: int
     recompute: str
     uses_lower: bool = False
+    offloads: bool = False
 
     @property
     def part(self) -> Part:
@@ -68,7 +70,7 @@ class Combination:
         if self.recompute != NONE:
             parts.append(_SAID[self.recompute])
         if self.uses_lower:
-            parts.append("tiers below DEVICE")
+            parts.append("tiers below DEVICE" + (", for activations too" if self.offloads else ""))
         return ", ".join(parts)
 
 
@@ -105,6 +107,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": SCHEDULES,
     "recompute": RECOMPUTES,
     "tiers": ("device", "lower"),
+    "activations": ("device", "lower"),
 }
 _PINNED = (*AXES, "zero", "microbatches", *_CHOICES)
 
@@ -168,6 +171,14 @@ def below(choice: Combination, pins: Pins) -> Combination | None:
     if choice.zero_stage != 3 or choice.recompute in AS_NEEDED or not pins.allow("tiers", "lower"):
         return None
     return replace(choice, uses_lower=True)
+
+
+def offloading(choice: Combination, pins: Pins) -> Combination | None:
+    """Return the same with activations below DEVICE beside chunks. None: the blocks that recompute have none
+    to store, or pins forbid it."""
+    if not choice.uses_lower or choice.recompute != NONE or not pins.allow("activations", "lower"):
+        return None
+    return replace(choice, offloads=True)
 
 
 def _divisors(number: int) -> list[int]:

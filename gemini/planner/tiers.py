@@ -4,6 +4,8 @@ The moments of a step follow from the order of the pipeline, from where a record
 used, and from the chunks that the runtime would lay out. Their times are those of the price, so what the
 simulated step takes longer is waiting for transfers. Over several ranks chunks are whole only for a while:
 those with the furthest next use are given up where there is no room (Belady's rule, as the runtime's).
+Activations that may leave DEVICE are chunks, too: one for what a segment leaves of a micro-batch, written
+behind its forward pass and freed behind its backward pass.
 """
 
 from __future__ import annotations
@@ -14,8 +16,12 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, inf
+from types import MappingProxyType
+
+import torch
 
 from gemini.chunk import ChunkKind, ChunkSpec
+from gemini.chunk.layout import round_up
 from gemini.forecast.machine import MachineSpeeds
 from gemini.memstats.trace import BACKWARD, FORWARD, MODIFIED, OPTIMIZER, READ, WRITTEN, Trace
 from gemini.parallel.pipeline.orders import Kind, Order, Simulated
@@ -29,17 +35,20 @@ from gemini.runtime.storage.data_sizes import GroupPlan
 
 _STATES = STATES_OF_RULES["adam"]
 _WORTH_IT = 1e-3  # of a step; for less the planner changes nothing
+_BLOCK_BYTES = 4096  # of memory; a chunk has whole ones
 
 
 @dataclass(frozen=True)
 class Touch:
     """A moment of a pass: an operator reads parameters, or, ``completes``, their gradients are there.
-    ``seconds``: until the next one; ``reserve_bytes``: the most non-model data until then."""
+    ``seconds``: until the next one; ``reserve_bytes``: the most non-model data until then; ``stored``: the
+    segments whose activations are chunks and which it makes, in forward, or needs, in backward."""
 
     keys: tuple[str, ...]
     completes: bool
     seconds: float
     reserve_bytes: int
+    stored: tuple[int, ...] = ()
 
     def joined(self, other: Touch) -> Touch:
         """Return one for both; only one of them has parameters."""
@@ -48,28 +57,34 @@ class Touch:
             self.completes or other.completes,
             self.seconds + other.seconds,
             max(self.reserve_bytes, other.reserve_bytes),
+            tuple(dict.fromkeys((*self.stored, *other.stored))),
         )
 
 
 _NOTHING = Touch((), False, 0.0, 0)
+_EMPTY: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class RankPass:
     """A forward or backward pass of a stage with one micro-batch. ``base_bytes``: what the rank holds of
-    others meanwhile; ``idle_seconds``: until its next pass."""
+    others meanwhile; ``idle_seconds``: until its next pass; ``ends``: nothing needs the activations behind
+    it."""
 
     phase: str
     touches: tuple[Touch, ...]
     base_bytes: int
     idle_seconds: float = 0.0
+    micro_batch: int = 0
+    ends: bool = False
 
 
 @dataclass(frozen=True)
 class StagePasses:
     """What a rank of the pipeline does in a step. ``ranges``: the segments of each stage; ``again``: those
-    that recompute; ``kept_of``: what one leaves of a micro-batch; ``takes``: how long an action of a kind and
-    stage takes; ``clock``: the orders of all ranks, simulated."""
+    that recompute; ``kept_of``: what one leaves of a micro-batch on DEVICE; ``takes``: how long an action of
+    a kind and stage takes; ``clock``: the orders of all ranks, simulated; ``stored``: what a segment leaves
+    in a chunk, by segment."""
 
     figures: Sequence[Figures]
     ranges: Sequence[tuple[int, int]]
@@ -77,6 +92,7 @@ class StagePasses:
     kept_of: Callable[[int], float]
     takes: Mapping[tuple[Kind, int], float]
     clock: Simulated
+    stored: Mapping[int, int] = field(default_factory=dict)
 
     def of_rank(self, order: Order, rank: int) -> list[RankPass]:
         """Return the passes of a rank, in their order."""
@@ -93,7 +109,12 @@ class StagePasses:
             held[action.stage] -= 0 if forward else 1
             base = ceil(sum(count * kept[stage] for stage, count in held.items()))
             touches = touches_of(action.kind, action.stage)
-            passes.append(RankPass(FORWARD if forward else BACKWARD, touches, base, idle[place]))
+            ends = action.kind in (Kind.BACKWARD, Kind.WEIGHT)
+            passes.append(
+                RankPass(
+                    FORWARD if forward else BACKWARD, touches, base, idle[place], action.micro_batch, ends
+                )
+            )
             held[action.stage] += 1 if action.kind in (Kind.FORWARD, Kind.INPUT) else 0
         return passes
 
@@ -121,11 +142,24 @@ class StagePasses:
         segments = range(first, last) if kind is Kind.FORWARD else range(last - 1, first - 1, -1)
         for at in segments:
             base = self._kept(first, at)
+            touches: list[Touch] = []
             if kind is Kind.FORWARD or at in self.again:
-                for use in self.figures[at].uses:
-                    yield Touch(use.keys, False, use.seconds, ceil(base + use.peak_bytes))
+                touches += (
+                    Touch(use.keys, False, use.seconds, ceil(base + use.peak_bytes))
+                    for use in self.figures[at].uses
+                )
             if kind is not Kind.FORWARD:
-                yield from _backward(self.figures[at], base, kind)
+                touches += _backward(self.figures[at], base, kind)
+            if at in self.stored and touches:
+                # Forward stores behind its last operator; all of backward needs what was stored.
+                begin = len(touches) - 1 if kind is Kind.FORWARD else 0
+                touches[begin:] = (self._with_stored(each, at) for each in touches[begin:])
+            yield from touches
+
+    def _with_stored(self, touch: Touch, at: int) -> Touch:
+        """Return a touch of a segment whose activations are a chunk by then, and no longer non-model data."""
+        reserve = max(touch.reserve_bytes - self.stored[at], 0)
+        return replace(touch, reserve_bytes=reserve, stored=(at,))
 
 
 def _backward(figures: Figures, base: float, kind: Kind) -> Iterator[Touch]:
@@ -147,9 +181,12 @@ def _backward(figures: Figures, base: float, kind: Kind) -> Iterator[Touch]:
         yield Touch(each.keys, True, each.seconds, ceil(base + each.left_bytes))
 
 
-def trace_of(passes: Sequence[RankPass], update_seconds: float, table: ChunkTable) -> Trace:
-    """Return the trace of a rank that runs ``passes`` and updates its weights."""
-    return _Writer(table).written(passes, update_seconds)
+def trace_of(
+    passes: Sequence[RankPass], update_seconds: float, table: ChunkTable, stored: Mapping[int, int] = _EMPTY
+) -> Trace:
+    """Return the trace of a rank that runs ``passes`` and updates its weights. ``stored`` as
+    :class:`StagePasses` has it."""
+    return _Writer(table, stored).written(passes, update_seconds)
 
 
 def least_device_bytes(trace: Trace) -> int:
@@ -162,13 +199,15 @@ def least_device_bytes(trace: Trace) -> int:
 
 class Transfers:
     """The transfers of a rank in a step. ``waits``: how long it waits for them, at most: as the order alone
-    has it until :meth:`plan` has placed chunks better.
+    has it until :meth:`plan` has placed chunks better; ``copying``: seconds of copies in memory, in it.
 
     Raises:
         OutOfBudgetError: a moment's chunks do not fit.
     """
 
-    def __init__(self, trace: Trace, machine: MachineSpeeds, capacity: StageCapacity) -> None:
+    def __init__(
+        self, trace: Trace, machine: MachineSpeeds, capacity: StageCapacity, copying: float = 0.0
+    ) -> None:
         self._budgets = Machine(
             capacity.device_bytes,
             capacity.host_bytes,
@@ -177,14 +216,15 @@ class Transfers:
             transfers_take=machine.transfers_take,
         )
         self._iteration, self._computing = Iteration.of_trace(trace, overlap=True), sum(trace.seconds)
+        self._copying = copying
         seconds = simulate(self._iteration, self._budgets).step_seconds
-        self.waits = max(seconds - self._computing, 0.0)
-        self.is_planned = self.waits <= _WORTH_IT * seconds
+        self.waits = max(seconds - self._computing, 0.0) + copying
+        self.is_planned = seconds - self._computing <= _WORTH_IT * seconds
 
     def plan(self) -> None:
         """Place chunks as the planner would."""
         seconds = choose_plan(self._iteration, self._budgets).simulation.step_seconds
-        self.waits, self.is_planned = max(seconds - self._computing, 0.0), True
+        self.waits, self.is_planned = max(seconds - self._computing, 0.0) + self._copying, True
 
 
 def least_busy_seconds(below_bytes: int, machine: MachineSpeeds, capacity: StageCapacity) -> float:
@@ -226,13 +266,14 @@ class _PlannedMoment:
 class _Writer:
     """Writes the trace of a step over the chunks of a ``table``."""
 
-    def __init__(self, table: ChunkTable) -> None:
+    def __init__(self, table: ChunkTable, stored: Mapping[int, int]) -> None:
         self._table = table
         self._specs: list[ChunkSpec] = []
         self._groups = [self._numbered(plan) for plan in table.groups]
         self._exchange = self._number_exchange()
         self._moments: list[_PlannedMoment] = []
         self._has_content: set[int] = set()
+        self._parcels = _Parcels(stored, self._number)
 
     def written(self, passes: Sequence[RankPass], update_seconds: float) -> Trace:
         """Return the trace of these passes and the update behind them."""
@@ -248,8 +289,10 @@ class _Writer:
                 if whole is not None and not touch.completes:
                     whole.gather(number, places, self._moments)
                 modes = self._modes(touch, places, () if whole is None else whole.arriving)
+                modes |= self._parcels.modes(each, touch)
                 reserve = each.base_bytes + touch.reserve_bytes
-                self._moments.append(_PlannedMoment(each.phase, modes, touch.seconds, reserve))
+                freed = self._parcels.freed_behind(each, touch)
+                self._moments.append(_PlannedMoment(each.phase, modes, touch.seconds, reserve, freed))
                 if whole is not None and touch.completes:
                     self._exchange_complete(missing, touch.keys)
             self._moments[-1].seconds += each.idle_seconds
@@ -400,6 +443,41 @@ def _uses_of(
             for place in () if touch.completes else places:
                 found[place].append(number)
     return found
+
+
+class _Parcels:
+    """The chunks of what segments leave of micro-batches. ``number`` gives a chunk its id; what is freed is
+    used again, as the runtime's pool does."""
+
+    def __init__(self, stored: Mapping[int, int], number: Callable[[ChunkSpec], int]) -> None:
+        self._stored, self._number = stored, number
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # by segment
+        self._held: dict[tuple[int, int], int] = {}  # by segment and micro-batch
+
+    def modes(self, each: RankPass, touch: Touch) -> dict[int, str]:
+        """Return the chunks that a touch needs, and how."""
+        forward = each.phase == FORWARD
+        chunks = (self._chunk((at, each.micro_batch)) for at in touch.stored)
+        return dict.fromkeys(chunks, WRITTEN if forward else READ)
+
+    def freed_behind(self, each: RankPass, touch: Touch) -> set[int]:
+        """Return the chunks that nothing needs behind a touch: the last one of a segment in its last pass."""
+        freed = set[int]()
+        for at in touch.stored if each.ends else ():
+            last = next(other for other in reversed(each.touches) if at in other.stored)
+            if touch is last:
+                chunk = self._held.pop((at, each.micro_batch))
+                self._free[at].append(chunk)
+                freed.add(chunk)
+        return freed
+
+    def _chunk(self, parcel: tuple[int, int]) -> int:
+        """Return the chunk of a segment and a micro-batch."""
+        if parcel not in self._held:
+            at = parcel[0]
+            spec = ChunkSpec(ChunkKind.ACTIVATION, round_up(self._stored[at], _BLOCK_BYTES), torch.uint8)
+            self._held[parcel] = self._free[at].pop(0) if self._free[at] else self._number(spec)
+        return self._held[parcel]
 
 
 class _WholeGroups:

@@ -145,6 +145,11 @@ def test_a_plan_over_ranks_says_how_many_and_the_rows_of_all(base: Path) -> None
     assert config.rows_of_rank(2) == (2, 2), "those of the plan"
 
 
+def test_a_plan_that_offloads_activations_is_the_option_that_does(base: Path) -> None:
+    plan = plan_of(base, activation_offload="auto")
+    assert with_plan({"plan": plan, "model": "m", "data": "d", "output": "o"})["activations"] == "offload"
+
+
 def test_a_plan_that_was_searched_for_is_of_the_model_that_is_trained(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,12 +166,13 @@ def test_a_field_that_no_plan_can_have_is_named(tmp_path: Path, changed: dict[st
 
 def test_groups_and_budgets_of_stages_are_kept_and_files_without_them_are_read(tmp_path: Path) -> None:
     plain = plan_for(layout=Layout(pp=2), begins=("2",), recompute=("0",))
-    assert not {"groups", "stage_budgets"} & plain.to_json().keys()
+    assert not {"groups", "stage_budgets", "activation_offload"} & plain.to_json().keys()
     assert ParallelPlan.from_json(plain.to_json()) == plain
     more = replace(
         plain,
         groups=(("1", ("2", "3")), (("4", "5"), "6")),
         stage_budgets=(PlanBudgets(64, 32), PlanBudgets(None)),
+        activation_offload="auto",
     )
     more.save(tmp_path / "plan.json")
     found = ParallelPlan.load(tmp_path / "plan.json")
@@ -179,6 +180,9 @@ def test_groups_and_budgets_of_stages_are_kept_and_files_without_them_are_read(t
     assert found.plugin_options()["recompute"] == ("0", ("1", ("2", "3")), (("4", "5"), "6"))
     assert found.budgets_of(0) == PlanBudgets(64, 32)
     assert "(1 (2 3))" in found.explain()
+    assert "activations below DEVICE: as far as they must" in found.explain()
+    offloads = [replace(found, zero_stage=3).budget_options(rank)["activation_offload"] for rank in (0, 1)]
+    assert offloads == ["auto", False]
     assert "budgets of rank 0 along pp: DEVICE 64 B, HOST 32 B" in found.explain()
 
 
@@ -189,6 +193,7 @@ def test_groups_and_budgets_of_stages_are_kept_and_files_without_them_are_read(t
         ({"groups": [["1", 2]]}, "groups[0][1] is 2"),
         ({"groups": [[]]}, "groups[0] is []"),
         ({"groups": [["0", "1"]]}, "recompute names a block twice"),
+        ({"activation_offload": "all"}, "activation_offload is 'all'; it must be one of None, auto"),
         ({"stage_budgets": [{"device_bytes": 1, "host_bytes": 0, "disk_bytes": 0}]}, "stage_budgets are 1"),
     ],
 )

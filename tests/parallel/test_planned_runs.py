@@ -24,7 +24,7 @@ from tensor_harness import LANGUAGE_PLAN, WIDTH
 from torch import Tensor, nn
 
 import gemini
-from gemini import ConfigError, CPUAdam
+from gemini import ConfigError, CPUAdam, handle_of
 from gemini.parallel import Booster, HybridParallelPlugin, Layout, ParallelPlan, PlanBudgets
 from gemini.runtime.activation.recomputed import recompute_blocks
 
@@ -100,17 +100,21 @@ def test_groups_that_a_plan_recomputes_change_no_bit(layout: str, zero_stage: in
     assert equal(found, run_on_ranks(train, 2, replace(plan, groups=None)))
 
 
-def _budgets_of_rank(plan: ParallelPlan) -> tuple[int, int]:
+def _budgets_of_rank(plan: ParallelPlan) -> tuple[int, int, bool]:
     plugin, model = HybridParallelPlugin(plan=plan, tp_plan=LANGUAGE_PLAN), language()
     boosted, *_ = Booster(plugin=plugin).boost(model)
     stats = boosted.stats()
-    return stats["device"]["budget_bytes"], stats["host"]["budget_bytes"]
+    return (
+        stats["device"]["budget_bytes"],
+        stats["host"]["budget_bytes"],
+        handle_of(boosted).manager.activations is not None,
+    )
 
 
 def test_each_rank_of_a_pipeline_has_the_budgets_of_its_stage() -> None:
     own = (PlanBudgets(3 * 2**24, 2**24), PlanBudgets(2**26))
-    plan = settings("pp", budgets=PlanBudgets(2**26, 2**24), stage_budgets=own)
-    assert run_on_ranks(_budgets_of_rank, 2, plan) == [(3 * 2**24, 2**24), (2**26, 0)]
+    plan = settings("pp", budgets=PlanBudgets(2**26, 2**24), stage_budgets=own, activation_offload="auto")
+    assert run_on_ranks(_budgets_of_rank, 2, plan) == [(3 * 2**24, 2**24, True), (2**26, 0, False)]
 
 
 @pytest.mark.dear("two ranks start, and each imports what it runs")

@@ -100,6 +100,17 @@ def test_what_does_not_fit_on_device_is_trained_from_disk(tmp_path: Path) -> Non
     assert losses == pytest.approx(trained_alone(STEPS), rel=1e-5)
 
 
+def test_activations_that_do_not_fit_on_device_go_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "BATCH", 512)
+    pins = ("zero=3", "recompute=none", "microbatches=1")
+    plan, losses = train(pins, STEPS, device_bytes="3MiB", disk_dir=str(tmp_path))
+    assert plan["activation_offload"] == "auto"
+    assert plan["predicted"]["ranks"][0]["activation_bytes"] > 2**22
+    assert losses == trained_alone(STEPS)
+
+
 @pytest.mark.parametrize("pins", [(), ("pp=2",)])
 def test_ranks_train_by_one_plan_as_one_process(pins: tuple[str, ...]) -> None:
     (plan, losses), (other, others) = run_on_ranks(train, 2, pins, STEPS)

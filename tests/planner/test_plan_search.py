@@ -20,8 +20,8 @@ from gemini.planner.figures import Figures, Speeds
 from gemini.planner.price import Pricer
 from gemini.planner.prices import Misfit, Price
 from gemini.planner.records import CutModel, Part
-from gemini.planner.search import Question, search, search_each
-from gemini.planner.space import Combination, Pins, below, combinations, layouts
+from gemini.planner.search import Found, Question, search, search_each
+from gemini.planner.space import Combination, Pins, below, combinations, layouts, offloading
 
 pytestmark = pytest.mark.usefixtures("kept_records")
 
@@ -47,12 +47,12 @@ def exhaustive(inner: tuple[int, ...], asked: Question) -> list[Price]:
         if layout.tp > 1 or asked.batch % layout.dp or layout.pp > len(inner):
             continue  # the net has no plan for tp
         for choice in combinations(layout, asked.batch, asked.pins, blocks=len(inner)):
-            priced = pricer.price(choice)
+            prices = [pricer.price(choice)]
             lower = below(choice, asked.pins)
-            if isinstance(priced, Misfit) and lower is not None and asked.capacity.lower_bytes:
-                priced = pricer.price(lower)
-            if isinstance(priced, Price):
-                found.append(priced)
+            if isinstance(prices[0], Misfit) and lower is not None and asked.capacity.lower_bytes:
+                both = offloading(lower, asked.pins)
+                prices = [pricer.price(each) for each in (lower, both) if each is not None]
+            found += [each for each in prices if isinstance(each, Price)]
     return found
 
 
@@ -120,6 +120,22 @@ def priced(pins: str, capacity: StageCapacity) -> Price | None:
     asked = question(4, 16, capacity=capacity, pins=Pins.parse(pins.split()))
     found = search(net(*(64,) * 8), run_of, asked)
     return found.prices[0] if found.prices else None
+
+
+def test_activations_go_below_device_where_they_do_not_fit() -> None:
+    def found(pins: str, capacity: StageCapacity) -> Found:
+        pinned = Pins.parse(f"tp=1 pp=1 dp=4 zero=3 microbatches=1 {pins}".split())
+        return search(net(*(64,) * 8), run_of, question(4, 1024, capacity=capacity, pins=pinned))
+
+    enough = found("recompute=none activations=device", StageCapacity(2**14, 0, 2**26)).enough
+    assert enough is not None
+    capacity = replace(enough, device_bytes=enough.device_bytes // 2)
+    best = found("recompute=none", capacity).prices[0]
+    assert best.combination.offloads
+    assert "for activations too" in str(best.combination)
+    assert best.ranks[0].device_bytes <= capacity.device_bytes
+    assert not found("recompute=none activations=device", capacity).prices
+    assert found("", capacity).prices[0].step_seconds <= best.step_seconds
 
 
 def test_as_few_blocks_recompute_as_memory_asks_for_and_more_on_early_stages() -> None:

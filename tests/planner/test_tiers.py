@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -51,14 +52,32 @@ class Case:
         assert found is not None
         return found
 
-    def trace(self, again: frozenset[int] = frozenset()) -> Trace:
-        """Return the step of the rank."""
+    @property
+    def kept(self) -> dict[int, int]:
+        """What the rank's segments leave of a micro-batch, by segment."""
+        own = (self.ranges[stage] for stage in self.order.stages_of(self.rank))
+        return {
+            at: round(self.figures[at].kept_bytes)
+            for first, last in own
+            for at in range(first, last)
+            if self.figures[at].kept_bytes
+        }
+
+    def trace(self, again: frozenset[int] = frozenset(), stored: Mapping[int, int] | None = None) -> Trace:
+        """Return the step of the rank; what ``stored`` names is in chunks."""
+        stored = stored or {}
         takes = {(kind, stage): 1.0 + stage for kind in Kind for stage in range(self.order.num_stages)}
         clock = simulate_actions(self.order, lambda action: takes[action.kind, action.stage])
         passes = StagePasses(
-            self.figures, self.ranges, again, lambda at: self.figures[at].kept_bytes, takes, clock
+            self.figures,
+            self.ranges,
+            again,
+            lambda at: self.figures[at].kept_bytes - stored.get(at, 0),
+            takes,
+            clock,
+            stored,
         ).of_rank(self.order, self.rank)
-        trace = trace_of(passes, 2.0, self.table)
+        trace = trace_of(passes, 2.0, self.table, stored)
         assert sum(trace.seconds) == pytest.approx(clock.seconds + 2.0)
         return trace
 
@@ -69,7 +88,7 @@ def contents_of(trace: Trace) -> set[int]:
     content = {
         chunk
         for chunk, kind in enumerate(trace.chunk_kinds)
-        if kind not in ("grad", "grad_shard", "exchange")
+        if kind not in ("grad", "grad_shard", "exchange", "activation")
         and not (kind == "param" and "shard" in trace.chunk_kinds)
     }
     before = set(content)
@@ -95,6 +114,40 @@ def test_chunks_are_written_before_they_are_read_and_given_up_once(
     for rank in range(pp):
         again = frozenset(at for at in range(1, len(_INNER) + 1) if draw.random() < 0.5)
         contents_of(Case(schedule, pp, rank, copies).trace(again))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp"), [("1f1b", 1), ("1f1b", 2), ("gpipe", 2), ("zero_bubble", 2), ("zbv", 2)]
+)
+def test_stored_activations_are_chunks_of_each_micro_batch_until_its_backward_pass(
+    schedule: str, pp: int
+) -> None:
+    for rank in range(pp):
+        case = Case(schedule, pp, rank, 1)
+        plain, stored = case.trace(), case.trace(stored=case.kept)
+        contents_of(stored)
+        kinds = stored.chunk_kinds
+        written = sum(
+            stored.chunk_bytes[chunk]
+            for chunks, modes in zip(stored.accesses, stored.modes, strict=True)
+            for chunk, mode in zip(chunks, modes, strict=True)
+            if kinds[chunk] == "activation" and mode == WRITTEN
+        )
+        block = 4096
+        assert written == 4 * sum(-(-nbytes // block) * block for nbytes in case.kept.values())
+        assert max(plain.non_model_bytes) > max(stored.non_model_bytes)
+
+
+def test_what_chunks_do_not_take_stays_on_device() -> None:
+    case = Case("1f1b", 1, 0, 1)
+    assert not any(each.storable_bytes for each in case.figures), "all of its tensors are small"
+    wide = Speeds(machine(1), OperationCosts(machine(1))).figures(case.cut.record(run_of(2048)))
+    assert all(0 < each.storable_bytes <= each.kept_bytes for each in wide[1:-1])
+
+
+def test_activations_in_chunks_need_less_of_device() -> None:
+    case = Case("gpipe", 1, 0, 1)
+    assert least_device_bytes(case.trace(stored=case.kept)) < least_device_bytes(case.trace())
 
 
 @pytest.mark.parametrize("copies", [2, 4])

@@ -434,6 +434,8 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     whole = plan.layout.world_size == 1  # then every ZeRO stage is the same
     said: dict[str, Any] = replace(plan, zero_stage=3 if whole else plan.zero_stage).budget_options()
+    if said.pop("activation_offload", False):
+        said["activations"] = "offload"
     said |= {name: getattr(plan.layout, name) for name in PARTS}
     # Each data rank takes the plan's batches; ours are those of all together.
     accumulate = plan.num_microbatches * plan.layout.dp

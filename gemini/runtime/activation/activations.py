@@ -39,7 +39,7 @@ from gemini.runtime.intercept.tensors import MANAGED
 
 # Below this a tensor stays where it is: its PreOps cost more than it is worth. So does one that takes less
 # than half of a GPU's block.
-_SMALLEST_BYTES = 64 * 1024
+SMALLEST_BYTES = 64 * 1024
 
 # How many times what a tensor with gaps spans may be stored for others that lie in them.
 _MOST_FOR_WHOLE = 1.25
@@ -164,7 +164,7 @@ class ActivationOffload:
         self._buffers: set[int] = set()  # ids of storages that stay anyway
         device = gate.chunks.device
         self._device = device.torch_device
-        self._smallest_bytes = max(_SMALLEST_BYTES, device.block_bytes // 2 if device.has_own_memory else 0)
+        self._smallest_bytes = max(SMALLEST_BYTES, device.block_bytes // 2 if device.has_own_memory else 0)
         self._trims = not device.has_own_memory  # torch gives a GPU's memory away by blocks
         self._slack_bytes = gate.chunks.budgets.device_bytes // _SLACK_SHARE
         self._untrimmed_bytes = 0  # stored or used up since the allocator returned what it had free
