@@ -129,6 +129,36 @@ def test_tied_weights_and_buffers_are_the_first_ranks(tmp_path: Path) -> None:
     assert all(run_on_ranks(save_tied, 2, str(tmp_path)))
 
 
+def train_on(adagrad: bool, steps_before: int) -> list[float]:
+    """Return the losses of an optimizer that has states when it is boosted."""
+    model = Blocks()
+    make_optimizer = torch.optim.Adagrad if adagrad else torch.optim.Adam
+    optimizer = make_optimizer(model.parameters(), lr=0.1)
+    for batch in BATCHES[:steps_before]:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    booster = Booster(plugin=TorchFSDPPlugin())
+    wrapped, optim, *_ = booster.boost(model, optimizer)
+    losses = []
+    for batch in BATCHES[steps_before:]:
+        loss = wrapped(batch).square().mean()
+        booster.backward(loss, optim)
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("adagrad", "steps_before"), [(True, 0), (False, 2)])
+def test_states_that_an_optimizer_has_before_are_sharded_with_the_parameters(
+    adagrad: bool, steps_before: int
+) -> None:
+    wanted = train_on(adagrad, steps_before)
+    for losses in run_on_ranks(train_on, 2, adagrad, steps_before):
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
 def refusals() -> list[str]:
     said = []
     attempts: list[Callable[[], object]] = [

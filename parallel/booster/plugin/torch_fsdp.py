@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from gemini.parallel.booster.data_parallel import (
     ShardedData,
     ShardedOptimizer,
     SingleProcess,
+    like,
 )
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.optimizer import BoostedOptimizer
@@ -76,8 +77,7 @@ class TorchFSDPPlugin(Plugin):
         names = {param: name for name, param in model.named_parameters()}
         self._shard(model, device, dtype)
         if optimizer is not None:
-            for group in optimizer.param_groups:
-                group["params"] = [model.get_parameter(names[param]) for param in group["params"]]
+            _follow(optimizer, {param: model.get_parameter(name) for param, name in names.items()})
         sharded = None if optimizer is None else ShardedOptimizer(optimizer)
         return Boosted(ShardedData(model, device, dtype), sharded, criterion)
 
@@ -109,6 +109,17 @@ class TorchFSDPPlugin(Plugin):
         for block in _apart(model):
             fully_shard(block, mp_policy=inside, **options)
         fully_shard(model, mp_policy=around, **options)
+
+
+@torch.no_grad()
+def _follow(optimizer: torch.optim.Optimizer, cut: Mapping[torch.Tensor, nn.Parameter]) -> None:
+    """Give ``optimizer`` the parameters that ``cut`` has instead of its own, and this rank's part of their
+    states: torch's Adagrad has some before its first step."""
+    for group in optimizer.param_groups:
+        group["params"] = [cut[param] for param in group["params"]]
+    for param in [param for param in optimizer.state if param in cut]:
+        states, own = optimizer.state.pop(param), cut[param]
+        optimizer.state[own] = {name: like(own, value) for name, value in states.items()}
 
 
 def _apart(model: nn.Module) -> Sequence[nn.Module]:
@@ -153,11 +164,6 @@ def _check_model(
         raise ConfigError(
             f"{type(optimizer).__name__} updates plain tensors, and fully_shard makes DTensors: make the "
             "optimizer torch.optim.AdamW(model.parameters(), ...), or use GeminiPlugin"
-        )
-    if optimizer.state:
-        raise ConfigError(
-            "the optimizer has states of whole parameters; boost it before its first step, then load them "
-            "with Booster.load_optimizer"
         )
     known = {id(param) for param in model.parameters()}
     if any(id(param) not in known for group in optimizer.param_groups for param in group["params"]):
