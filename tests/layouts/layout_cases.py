@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from layout_models import SUBJECTS, Subject
 
 STEPS = 4
 SAVED_AT = 2  # where a case goes on in another layout, it does so before this step
+_FLAGS = (
+    *("no_sync", "skewed", "ignores", "counted", "tied", "lora", "evaluates", "generates"),
+    *("grouped", "scheduled"),
+)
 _FILES_OF_THEIR_OWN = ("wrapper", "trainer")
 _PROGRAMS = ("hybrid", "gemini", "zero", "ddp", *_FILES_OF_THEIR_OWN)
 _OF_ONE_SEQUENCE = ("causal", "masked", "own")  # which sequence parallelism cuts
@@ -20,9 +24,9 @@ _MANY_STAGES = ("interleaved", "zero_bubble", "zbv", "dualpipev")
 @dataclass(frozen=True)
 class Layout:
     """How some steps are trained. ``program``: ``"hybrid"`` (HybridParallelPlugin), ``"gemini"``
-    (GeminiPlugin), ``"zero"`` (LowLevelZeroPlugin), ``"ddp"`` (TorchDDPPlugin), ``"wrapper"`` (GeminiDDP
-    without a booster) or ``"trainer"`` (GeminiTrainer). ``device``: what DEVICE gets of the data that this
-    rank trains; 0: no limit."""
+    (GeminiPlugin), ``"zero"`` (LowLevelZeroPlugin), ``"ddp"`` (TorchDDPPlugin), ``"fsdp"`` (TorchFSDPPlugin),
+    ``"wrapper"`` (GeminiDDP without a booster) or ``"trainer"`` (GeminiTrainer). ``device``: what DEVICE gets
+    of the data that this rank trains; 0: no limit."""
 
     program: str
     dp: int
@@ -64,15 +68,13 @@ class Case:
     evaluates: bool
     generates: bool
     shard: bool  # files of the save are a directory
+    grouped: bool = False  # vectors have other settings than matrices
+    scheduled: bool = False  # learning rates fall from step to step
 
     def __str__(self) -> str:
         """Return the case in a line."""
         how = " then ".join(_said(layout) for layout in self.layouts)
-        flags = [
-            name
-            for name in ("no_sync", "skewed", "ignores", "counted", "tied", "lora", "evaluates", "generates")
-            if getattr(self, name)
-        ]
+        flags = [name for name in _FLAGS if getattr(self, name)]
         more = [
             f"{name} {value}" for name in ("padding", "frozen", "precision") if (value := getattr(self, name))
         ]
@@ -115,7 +117,7 @@ def draw(seed: int) -> Case:
     if not any(dict(layout.options).get("zero_stage") == 3 for layout in layouts) or dice.random() < 0.03:
         rules += ["AdamW", "AdamW", "SGD", "Adagrad", "RMSprop"]
     loops = all(layout.program != "hybrid" for layout in layouts)
-    return Case(
+    case = Case(
         seed=seed,
         subject=name,
         world=world,
@@ -138,6 +140,21 @@ def draw(seed: int) -> Case:
         generates=subject.inputs == "causal" and dice.random() < 0.25,
         shard=dice.random() < 0.5,
     )
+    if any(layout.program == "trainer" for layout in layouts):
+        return case
+    layouts = [_varied(dice, layout, case.rule) for layout in layouts]
+    return replace(case, layouts=tuple(layouts), grouped=dice.random() < 0.4, scheduled=dice.random() < 0.4)
+
+
+def _varied(dice: random.Random, layout: Layout, rule: str) -> Layout:
+    """Return a layout that sometimes shards by torch, or keeps two copies of chunks that are cut."""
+    chance = dice.random()
+    if layout.program == "ddp" and chance < 0.5 and rule not in ("HybridAdam", "CPUAdam"):
+        return replace(layout, program="fsdp")
+    is_plain = layout.program in ("wrapper", "gemini") and "ep_size" not in dict(layout.options)
+    if is_plain and layout.dp == 4 and chance < 0.4:
+        return replace(layout, options=(*layout.options, ("copies", 2)))
+    return layout
 
 
 def _frozen(dice: random.Random, subject: Subject) -> str:

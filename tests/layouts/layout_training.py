@@ -23,10 +23,18 @@ from layout_models import (
 )
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini import GeminiDDP, GeminiError, GeminiOptimizer, checkpoint
-from gemini.parallel import Booster, GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gemini.parallel import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
 
 Batch = dict[str, Tensor]
 _EVALUATED = 900  # the number of the batch that is evaluated
@@ -81,7 +89,18 @@ def _shares(case: Case, layout: Layout, step: int, part: int = 0) -> list[list[B
 
 def _optimizer(case: Case, model: nn.Module, rule: str) -> torch.optim.Optimizer:
     make, options = _RULES[rule]
-    return make([param for param in model.parameters() if param.requires_grad], **options)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if not case.grouped:
+        return make(trained, **options)
+    vectors = {"params": [param for param in trained if param.dim() < 2], "lr": options["lr"] / 2}
+    if "weight_decay" in options:
+        vectors["weight_decay"] = 0.0
+    matrices = {"params": [param for param in trained if param.dim() > 1]}
+    return make([group for group in (matrices, vectors) if group["params"]], **options)
+
+
+def _scheduler(case: Case, optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7) if case.scheduled else None
 
 
 def model_of(case: Case, seed: int = 13) -> nn.Module:
@@ -112,6 +131,7 @@ def train_plain(case: Case, dtype: torch.dtype = torch.float32) -> Trained:
     model, found = model_of(case).to(dtype), Trained()
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = _optimizer(case, model, _PLAIN.get(case.rule, case.rule))
+    scheduler = _scheduler(case, optimizer)
     for step in range(STEPS):
         layout, losses = layout_of(case, step), []
         for part in range(case.accumulate):
@@ -121,6 +141,8 @@ def train_plain(case: Case, dtype: torch.dtype = torch.float32) -> Trained:
         found.norms.append(float(nn.utils.clip_grad_norm_(trained, case.max_norm)))
         optimizer.step()
         optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
         if step % 2 == 0:
             model.eval()
             if case.evaluates:
@@ -186,7 +208,11 @@ class _Run:
         model = model_of(case, seed=13 + number)
         recompute = _recomputed(model, layout)
         optimizer = _optimizer(case, model, case.rule)
+        self._scheduler = _scheduler(case, optimizer)
         options = {**budgets(case, layout, place), **dict(layout.options)}
+        if copies := options.pop("copies", 0):
+            shape = (copies, dist.get_world_size() // copies)
+            options["process_group"] = init_device_mesh("cpu", shape, mesh_dim_names=("copy", "part"))
         if layout.program == "wrapper":
             self.model: Any = GeminiDDP(model, mixed_precision=case.precision or None, **options)
             closing.callback(self.model.close)
@@ -196,7 +222,8 @@ class _Run:
         plugin = _plugin(case, layout, options, recompute)
         self._booster = Booster(case.precision or None, plugin)
         closing.callback(_leave, plugin)
-        self.model, self.optimizer, *_ = self._booster.boost(model, optimizer)
+        boosted = self._booster.boost(model, optimizer, lr_scheduler=self._scheduler)
+        self.model, self.optimizer, _, _, self._scheduler = boosted
         if isinstance(self.model, GeminiDDP):
             closing.callback(self.model.close)
         self.number = plugin.data_ranks.number
@@ -207,10 +234,12 @@ class _Run:
             waits = case.no_sync and part + 1 < case.accumulate
             with self._no_sync() if waits else nullcontext():
                 loss = self._pass(step, part, trains=True)
-        if self._layout.program == "ddp":
+        if self._layout.program in ("ddp", "fsdp"):
             self.optimizer.clip_grad_by_norm(case.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self._scheduler is not None:
+            self._scheduler.step()
         found.losses.append(loss)
         found.norms.append(float(self.optimizer.get_grad_norm()))
         if step % 2 == 0:
@@ -257,19 +286,23 @@ class _Run:
     def save(self, *, last: bool) -> None:
         where = self._place / ("last" if last else "saved")
         if self._booster is None:
-            checkpoint.save(where, self.model, self.optimizer)
+            checkpoint.save(where, self.model, self.optimizer, scheduler=self._scheduler)
             return
         where.mkdir(exist_ok=True)
         self._booster.save_model(self.model, where / "model", shard=not last and self._case.shard)
         self._booster.save_optimizer(self.optimizer, where / "optimizer", shard=self._case.shard)
+        if self._scheduler is not None:
+            self._booster.save_lr_scheduler(self._scheduler, where / "scheduler")
 
     def load(self) -> None:
         where = self._place / "saved"
         if self._booster is None:
-            checkpoint.load(where, self.model, self.optimizer)
+            checkpoint.load(where, self.model, self.optimizer, scheduler=self._scheduler)
             return
         self._booster.load_model(self.model, where / "model")
         self._booster.load_optimizer(self.optimizer, where / "optimizer")
+        if self._scheduler is not None:
+            self._booster.load_lr_scheduler(self._scheduler, where / "scheduler")
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights on the first rank."""
@@ -285,6 +318,8 @@ class _Run:
 def _plugin(case: Case, layout: Layout, options: dict[str, Any], recompute: list[Any]) -> Any:
     if layout.program == "ddp":
         return TorchDDPPlugin()
+    if layout.program == "fsdp":
+        return TorchFSDPPlugin()
     options["max_norm"] = case.max_norm
     if layout.program == "gemini":
         return GeminiPlugin(**options)
@@ -307,7 +342,7 @@ def _leave(plugin: Any) -> None:
 def budgets(case: Case, layout: Layout, place: Path) -> dict[str, Any]:
     """Return the options of chunks: small ones, and what DEVICE and HOST may hold of this rank's part."""
     stage = dict(layout.options).get("zero_stage", 3)
-    if layout.program in ("zero", "ddp") or stage != 3:
+    if layout.program in ("zero", "ddp", "fsdp") or stage != 3:
         return {}
     options: dict[str, Any] = dict(_CHUNKS)
     if layout.device:

@@ -24,6 +24,8 @@ from processes import close_workers
 
 from gemini.parallel.pipeline.orders import SCHEDULES
 
+PROGRAMS = {"hybrid", "gemini", "zero", "ddp", "fsdp", "wrapper", "trainer"}
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _workers_end() -> Iterator[None]:
@@ -43,7 +45,7 @@ def test_campaigns_draw_every_model_program_and_schedule_and_a_seed_draws_one_ca
     layouts = [layout for case in cases for layout in case.layouts]
     assert cases == [draw(seed) for seed in range(500)]
     assert {case.subject for case in cases} == SUBJECTS.keys()
-    assert {layout.program for layout in layouts} == {"hybrid", "gemini", "zero", "ddp", "wrapper", "trainer"}
+    assert {layout.program for layout in layouts} == PROGRAMS
     assert {dict(layout.options).get("pp_style") for layout in layouts} - {None} == set(SCHEDULES)
     assert {1, 2, 3, 4} == {case.world for case in cases}
 
