@@ -44,10 +44,10 @@ def refuse_unread(config: FineTuneConfig) -> None:
                     f"--{name.replace('_', '-')} is for chunks, and the plan {config.plan} says ZeRO "
                     f"{stage}, which has none: leave it out, or search with --pin zero=3"
                 )
-    if config.tiled_loss == "yes" and config.tp * config.pp > 1:
+    if config.tiled_loss == "yes" and config.tp > 1:
         raise ConfigError(
-            "--tiled-loss does not go with --tp and --pp: one process computes the head and the loss, and "
-            "has both whole; leave it out, or cut sequences (--sp)"
+            "--tiled-loss does not go with --tp: one process computes the head and the loss, and has both "
+            "whole; leave it out, or use --pp or --sp"
         )
 
 

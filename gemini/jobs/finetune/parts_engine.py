@@ -289,8 +289,8 @@ def _plugin_options(config: FineTuneConfig, rows: int, passes: int) -> dict[str,
     """Return the keywords of HybridParallelPlugin that say the same as ``config``."""
     plan = plan_of(config)
     given = {name: value for name, value in config.managed_options().items() if value is not None}
-    if config.tp * config.pp > 1:
-        given["tiled_loss"] = False  # the head is cut, or elsewhere
+    if config.tp > 1:
+        given["tiled_loss"] = False  # the head is cut
     if plan is None:
         sizes = {f"{name}_size": getattr(config, name) for name in PARTS}
         cut = {"num_microbatches": passes, "microbatch_size": rows, "recompute": config.recomputed_blocks}
