@@ -29,6 +29,7 @@ from gemini.integrations.model_directory import (
 )
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
+from gemini.runtime.activation.recomputed import recompute_layers
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.system.config import did_you_mean
@@ -58,8 +59,7 @@ class HuggingFaceModel:
                 else self.architecture._from_config(self.config)
             )
             if self.checkpointing:
-                options = {"use_reentrant": False}
-                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+                recompute_layers(module)
         except Exception as error:  # of as many classes as there are models
             raise ConfigError(
                 f"transformers cannot build the model of {self.path}: {in_words(error)}; correct the config"

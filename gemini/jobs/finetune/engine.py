@@ -26,7 +26,7 @@ from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.parallel.plan import ParallelPlan
-from gemini.runtime.activation.recomputed import recompute_blocks
+from gemini.runtime.activation.recomputed import recompute_blocks, recompute_layers
 from gemini.runtime.build import refuse_unfit
 from gemini.runtime.config import GeminiConfig
 from gemini.system.input_files import InputDirectory, errors_of
@@ -71,7 +71,7 @@ class PretrainedEngine(TuningEngine):
                 max_norm=config.clip,
             )
             if config.activation_checkpointing:
-                self.module.gradient_checkpointing_enable({"use_reentrant": False})
+                recompute_layers(self.module)
             recompute_blocks(self.module, config.recomputed_blocks)
             if config.plan is not None:
                 # Ranks divide the data alone, so all are the first one along pp.

@@ -32,6 +32,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim import HybridAdam
 from gemini.parallel.booster import Booster, HybridParallelPlugin
+from gemini.runtime.activation.recomputed import recompute_layers
 from gemini.system.durable import temporary_of
 from gemini.system.input_files import errors_of
 
@@ -66,7 +67,7 @@ class PartsEngine(TuningEngine):
             logits_of = partial(_logits, module)
             rank.together(lambda: None if rank.index else refuse_mixed_documents(module, logits_of))
         if config.activation_checkpointing:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(module)
         module.train()
         adam = HybridAdam(
             [param for param in module.parameters() if param.requires_grad],

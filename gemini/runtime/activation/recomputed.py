@@ -183,6 +183,16 @@ class GroupedBlock(RecomputedBlock):
         return self._group.forward(self._member, run, args, kwargs)
 
 
+def recompute_layers(model: nn.Module) -> None:
+    """Have every layer of a model of transformers compute its activations again, as the model's own option
+    does. Raises ValueError where the model has none. Newer releases of transformers call the option by
+    another name."""
+    enable: Callable[..., None] = (
+        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})
+
+
 def recompute_blocks(model: nn.Module, names: Iterable[Names]) -> None:
     """Have the modules ``names`` of ``model`` compute their activations again in backward. A tuple of names
     is a group of blocks that run one after another, and may have groups within it: it keeps the input of its
