@@ -159,6 +159,33 @@ def test_states_that_an_optimizer_has_before_are_sharded_with_the_parameters(
         assert losses == pytest.approx(wanted, rel=1e-5)
 
 
+class Around(nn.Module):
+    """Generates by the model within, as PEFT's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(x)
+        return out
+
+    def generate(self, x: Tensor) -> Tensor:
+        out: Tensor = self.model(x)
+        return out
+
+
+def generate() -> Tensor:
+    _, model, _ = make(TorchFSDPPlugin(), Around())
+    with torch.no_grad():
+        return model.generate(BATCHES[0])
+
+
+def test_a_model_around_a_model_generates() -> None:
+    for made in run_on_ranks(generate, 2):
+        torch.testing.assert_close(made, Blocks()(BATCHES[0]).detach(), rtol=1e-5, atol=1e-6)
+
+
 def refusals() -> list[str]:
     said = []
     attempts: list[Callable[[], object]] = [

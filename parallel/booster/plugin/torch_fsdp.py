@@ -11,7 +11,13 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import CPUAdam
@@ -109,6 +115,8 @@ class TorchFSDPPlugin(Plugin):
         for block in _apart(model):
             fully_shard(block, mp_policy=inside, **options)
         fully_shard(model, mp_policy=around, **options)
+        if hasattr(model, "generate"):  # PEFT's calls the model within, around which nothing is gathered
+            register_fsdp_forward_method(model, "generate")
 
 
 @torch.no_grad()
