@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_SHARE = 0.25  # of the free memory
 _ALIGNMENT = 64
+_MUCH = 0.3  # of the time, in which this thread did not run though it had something to compute
 
 
 class Arena:
@@ -62,9 +63,9 @@ def sample(
     """Time operations on this machine, those first that a step spends most on; return the median of each.
 
     They take turns until the time is over, so that a moment in which the machine is busy with something else
-    spoils no single one. One that would need too much memory or time, or that values of our own making do not
-    suit, is left out. ``most_bytes``: what their arguments may take together, and one operator with
-    its result; by default a quarter of the free memory.
+    spoils no single one; a warning says so where it was busy for much of the time. One that would need too
+    much memory or time, or that values of our own making do not suit, is left out. ``most_bytes``: what their
+    arguments may take together, and one operator with its result; by default a quarter of the free memory.
     """
     calls: Counter[Operation] = Counter()
     for period in periods:
@@ -93,6 +94,7 @@ def sample(
             others_room -= others_bytes
             turns.append((operation, call))
             times[operation] = []
+    began, ran = time.perf_counter(), time.thread_time()
     while turns and time.perf_counter() < end:
         for operation, call in turns:
             start = time.perf_counter()
@@ -100,7 +102,18 @@ def sample(
             times[operation].append(time.perf_counter() - start)
             if time.perf_counter() >= end:
                 break
+    _warn_of_others(time.perf_counter() - began, time.thread_time() - ran)
     return {operation: median(each) for operation, each in times.items() if each}
+
+
+def _warn_of_others(seconds: float, ran_seconds: float) -> None:
+    """Warn if this thread ran for much less than the ``seconds`` in which it was computing."""
+    if ran_seconds < (1 - _MUCH) * seconds:
+        logger.warning(
+            "while operators were timed, other programs had the processor for %.0f%% of the time: the times "
+            "are those of a busy machine; plan again when it is quiet",
+            100 * (1 - ran_seconds / seconds),
+        )
 
 
 def prepare(operation: Operation, arena: Arena) -> Callable[[], object] | None:

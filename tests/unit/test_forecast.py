@@ -171,9 +171,28 @@ def test_values_to_time_with_are_rows_that_a_table_of_one_row_has_and_masks_that
 
 def test_what_a_step_spends_most_on_is_timed_first() -> None:
     large, small = (Period(Counter({_addition(numel): 1})) for numel in (1 << 20, 1 << 4))
-    samples = timing.sample([small, large], machine(), limit_seconds=0.05)
+    samples = timing.sample([small, large], machine(), limit_seconds=0.5)  # the machine may be busy
     assert next(iter(samples)) == next(iter(large.operations))
     assert all(seconds > 0 for seconds in samples.values())
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.9, False), (0.5, True)])
+def test_a_machine_that_is_busy_with_something_else_is_told(
+    share: float, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+
+    def compute() -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr(timing, "prepare", lambda *_: compute)
+    clocks = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: share * now)
+    monkeypatch.setattr(timing, "time", clocks)
+    timing.sample([Period(Counter({_addition(16): 1}))], machine(), limit_seconds=5.0)
+    assert ["other programs had the processor for 50% of the time" in each for each in caplog.messages] == (
+        [True] if warns else []
+    )
 
 
 def test_slow_first_calls_leave_time_for_those_that_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +207,8 @@ def test_slow_first_calls_leave_time_for_those_that_count(monkeypatch: pytest.Mo
         return lambda: pass_time(0.25)
 
     monkeypatch.setattr(timing, "prepare", prepared)
-    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    clocks = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now)
+    monkeypatch.setattr(timing, "time", clocks)
     operations = [_addition(1 << power) for power in range(4, 12)]
     samples = timing.sample([Period(Counter(operations))], machine(), limit_seconds=5.0)
     assert list(samples.items()) == [(each, 0.25) for each in operations[:-4:-1]]
