@@ -1,4 +1,4 @@
-"""``gemini bench inference``: what answering with weights below DEVICE moves and takes, beside accelerate."""
+"""``gemini bench inference``: bytes and time of answers with weights below DEVICE, beside other programs."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from gemini_bench.inference_experts import experts
 from gemini_bench.inference_experts import measure as measure_experts
 from gemini_bench.inference_kv import kv
 from gemini_bench.inference_kv import measure as measure_kv
+from gemini_bench.inference_llama import llama, make_files, measure_ours, measure_peer
 from gemini_bench.inference_models import cpu_seconds, opt, resident_bytes, weight_bytes
 from gemini_bench.paired import Spread, spread_row
 from gemini_bench.record import Row
@@ -120,6 +121,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = {
     "experts": experts,
     "engine": engine,
     "kv": kv,
+    "llama": llama,
 }
 
 
@@ -266,4 +268,7 @@ TASKS = {
     "experts": measure_experts,
     "engine": measure_engine,
     "kv": measure_kv,
+    "llama_files": make_files,
+    "llama_ours": measure_ours,
+    "llama_peer": measure_peer,
 }

@@ -10,7 +10,8 @@ import pytest
 from pairs import first
 
 from gemini.cli.main import main
-from gemini_bench import inference, inference_engine, inference_experts
+from gemini_bench import inference, inference_engine, inference_experts, inference_llama
+from gemini_bench.session import Session
 
 
 @pytest.mark.dear("one real run of a case: two programs, each of which imports transformers")
@@ -24,7 +25,7 @@ def test_a_quick_run_measures_every_row_of_a_case(
     assert main(["bench", "inference", "--quick", "--only", case, "--json", "--out", str(out)]) == 0
     rows = json.loads(capsys.readouterr().out)["cases"][case]["rows"]
     assert rows
-    assert all(row["value"] is not None for row in rows)
+    assert all(row["value"] is not None or row["not_measured"] for row in rows)
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -89,3 +90,38 @@ def test_verdicts_follow_from_bytes_and_processor_time() -> None:
     assert rows[f"GeminiDDP(model).module: {added}"].met is False
     ratio = rows["batch 1: beyond the resident pass, manage() / accelerate"]
     assert (ratio.value, ratio.met) == (pytest.approx(0.1), True)
+
+
+def test_verdicts_of_llama_follow_from_the_bytes_of_both() -> None:
+    def run(read: int, seconds: float) -> dict[str, Any]:
+        return {"read_bytes": [read, read], "seconds": [seconds] * 2, "cpu_seconds": [seconds] * 2}
+
+    files = {"weight_bytes": 300}
+    ours = {"ours 1": run(210, 0.2), "ours 8": run(210, 0.4)}
+    peer = {"16-bit 1": run(300, 0.8), "16-bit 8": run(300, 0.8)}
+    small = {"4-bit 1": run(0, 0.1), "4-bit 8": run(30, 0.2)}
+    found = {"files": files, **ours, **peer, **small}
+    rows = {row.what: row for row in inference_llama.rows_of(found, (1, 8))}
+    what = "bytes read by a pass, ours / llama.cpp"
+    assert [rows[f"batch {batch}: {what}"].value for batch in (1, 8)] == [0.7, 0.7]
+    assert [rows[f"batch {batch}: {what}"].met for batch in (1, 8)] == [True, False]
+    assert rows["batch 1: seconds, llama.cpp / ours"].value == pytest.approx(4)
+    assert rows["batch 8: seconds, llama.cpp in 4 bits / ours"].value == pytest.approx(0.5)
+    assert rows["batch 8: bytes read by a pass / weights, llama.cpp in 4 bits"].value == 0.1
+
+
+def test_llama_is_not_measured_without_the_package_or_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference_llama, "PACKAGE", "no_such_package")
+    record = inference.run(Session(disk_dir=tmp_path), ["llama"], ["gemini"])
+    assert len(record["not_measured"]) == 2
+    assert all("pip install 'llama-cpp-python" in what for what in record["not_measured"])
+    monkeypatch.setattr(inference_llama, "PACKAGE", "gguf")
+    monkeypatch.setattr(inference_llama, "MEMBERSHIP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").write_text("0::/somewhere\n")
+    pytest.importorskip("gguf")
+    assert "no memory cgroup of version 1" in str(inference_llama.lacking())
+    (tmp_path / "cgroup").write_text("4:memory:/somewhere\n")
+    monkeypatch.setattr(inference_llama, "MOUNTS", tmp_path / "absent")
+    assert "run as root" in str(inference_llama.lacking())

@@ -22,9 +22,13 @@ cases:
               and to generate(), and what a thousand requests leave behind
   kv          8 texts of 640 tokens grow, a third of the weights and of the keys and values on DEVICE: bytes
               that a pass reads and writes, and its processor time beside keys and values in memory
+  llama       a Llama of 310 MiB in bf16, a third of it in memory, beside llama.cpp over mmap with the same
+              weights and in 4 bits: bytes that a pass reads, and its time. Needs llama-cpp-python, gguf and
+              a memory cgroup (version 1, root), which limits the page cache; else its targets are not
+              measured
 
-All contenders must give the same tokens. Figures are bytes and processor time, which other programs on the
-machine disturb less than wall clock.
+All contenders must give the same tokens, llama.cpp the same first token. Figures are bytes and processor
+time, which other programs on the machine disturb less than wall clock.
 
 examples:
   gemini bench inference --out benchmarks/results/inference.json
@@ -40,7 +44,7 @@ def add_inference(kinds: Any) -> None:
     """Add ``gemini bench inference`` to ``kinds``."""
     parser = kinds.add_parser(
         "inference",
-        help="answering with weights below DEVICE: bytes and processor time, beside accelerate",
+        help="answering with weights below DEVICE: bytes and processor time, beside accelerate and llama.cpp",
         description="Measure what generation with weights below DEVICE moves and takes.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
