@@ -6,6 +6,7 @@ gives names to what it writes, so that after a loss of power there is the old co
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ from pathlib import Path
 from gemini.system.files import DirectoryLock, io_errors
 
 _RANDOM = "[a-z0-9_]{8}"  # what tempfile adds
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2 of Linux
 
 
 def sync(path: Path) -> None:
@@ -104,15 +106,28 @@ def scratch_directory(target: Path) -> Iterator[Path]:
 
 def put_in_place(made: Path, target: Path) -> None:
     """Give a file or directory that was written the name ``target``, once all of it is on disk; what is
-    there, a file or a directory, is removed. A kill in between leaves that beside it, for :func:`restore`.
-    Raises OSError."""
+    there, a file or a directory, is removed. Where the system can exchange names, one of both has the name at
+    any moment, and a kill may leave the older one under the name of ``made``. Elsewhere a kill in between
+    leaves it beside ``target``, for :func:`restore`. Raises OSError."""
     sync_tree(made)
     restore(target)
     older = _set_aside(target)
     if _is_there(target) and (made.is_dir() or target.is_dir()):
+        if _exchange(made, target):
+            sync(target.parent)
+            _remove(made)
+            return
         target.rename(older)
     rename(made, target)
     _remove(older)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Give each of two paths what the other one names, both at the same moment. Return False where the system
+    cannot do that: the kernel, the C library or the file system."""
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return call is not None and call(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
 
 
 def restore(target: Path) -> None:

@@ -18,6 +18,7 @@ from gemini.forecast.machine import MachineSpeeds
 from gemini.jobs.run.run_directory import RunDirectory
 from gemini.parallel import Booster, TorchDDPPlugin
 from gemini.parallel.engine.whole_file import save_checkpoint
+from gemini.system import durable
 from gemini.system.durable import put_in_place, restore, set_aside_in, write_text
 
 
@@ -38,6 +39,7 @@ class Disk:
         monkeypatch.setattr(os, "fsync", note)
         for name in ("rename", "replace"):
             monkeypatch.setattr(Path, name, self._noting(getattr(Path, name)))
+        monkeypatch.setattr(durable, "_exchange", self._noting(durable._exchange))
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Path, target: Path) -> Any:
@@ -145,8 +147,9 @@ def test_directory_is_replaced_whole(tmp_path: Path, disk: Disk) -> None:
 
 
 @pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize("exchanges", [True, False])
 def test_a_kill_while_a_directory_is_replaced_loses_none_of_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool, call: int
 ) -> None:
     """Whatever call that changes names or removes is the first that does not come."""
     target, made = write(tmp_path / "target", "older"), write(tmp_path / "made", "newer")
@@ -163,14 +166,17 @@ def test_a_kill_while_a_directory_is_replaced_loses_none_of_both(
         return run
 
     with monkeypatch.context() as patched:
+        exchange = until_killed(durable._exchange) if exchanges else lambda *_: False
+        patched.setattr(durable, "_exchange", exchange)
         patched.setattr(Path, "rename", until_killed(Path.rename))
         patched.setattr(Path, "replace", until_killed(Path.replace))
         patched.setattr("shutil.rmtree", until_killed(lambda *args, **options: None))
         with suppress(KeyboardInterrupt):
             put_in_place(made, target)
+    assert target.exists() or not exchanges, "no reader may find the name gone"
     for each in set_aside_in(tmp_path):
         restore(each)
-    assert read(target) == ("newer" if call >= 2 else "older")
+    assert read(target) == ("newer" if call >= (1 if exchanges else 2) else "older")
     assert not list(tmp_path.glob(".*"))
 
 
