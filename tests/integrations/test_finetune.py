@@ -158,6 +158,14 @@ def test_a_resumed_run_takes_the_tokens_of_the_first_where_nothing_changed(
     assert kept.read_bytes() != data, "it is of the tokenizer that is there now"
 
 
+def test_a_pad_token_that_the_model_has_no_embedding_for_fills_no_row(config: FineTuneConfig) -> None:
+    """A tokenizer may have got one after the model was trained."""
+    config = dataclasses.replace(config, packing=False, steps=2)
+    want = run(config).losses
+    save_tokenizer(Path(config.model), pad_token="<pad>")
+    assert run(config, output=f"{config.output}2").losses == want
+
+
 def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTuneConfig) -> None:
     want = files_of(run(config))
     (Path(config.output) / "model" / "model.safetensors").unlink()

@@ -71,7 +71,8 @@ class ModelDirectory:
             )
         with errors_of(f"transformers cannot read the config of {self.path}"):
             text = self.config.get_text_config()
-            self._vocabulary = int(text.vocab_size)
+            # How many tokens have embeddings.
+            self.vocabulary = int(text.vocab_size)
             found = getattr(text, "max_position_embeddings", None)
         # How many tokens a sequence may have; None: any number.
         self.limit = found if type(found) is int and found > 0 else None
@@ -131,7 +132,7 @@ class ModelDirectory:
     def encoder(self, tokenizer: Any) -> Encoder:
         """Return what makes tokens of documents, as the options say."""
         return Encoder(
-            tokenizer, loss_on=self._options.loss_on, vocabulary=self._vocabulary, model=str(self.path)
+            tokenizer, loss_on=self._options.loss_on, vocabulary=self.vocabulary, model=str(self.path)
         )
 
     def layout(self) -> str:

@@ -96,7 +96,7 @@ class FineTuneWork:
         refuse({**config.identity(), "seq": self.seq, "model": self._fingerprint})
         files = find_data(config.data)
         held_out = self._find_eval_data(files)
-        self._tokenizer = model.tokenizer()
+        self._tokenizer, self._vocabulary = model.tokenizer(), model.vocabulary
         self._encoder = model.encoder(self._tokenizer)
         self._is_dpo = config.objective == DPO
         self._tell = tell
@@ -149,7 +149,7 @@ class FineTuneWork:
             Samples,
             seq=self.seq,
             layout=layout,
-            pad=filler(self._tokenizer),
+            pad=filler(self._tokenizer, self._vocabulary),
             directory=scratch,
             option=files.option,
         )
@@ -391,9 +391,10 @@ class FineTuneWork:
         return self.samples.rows(self._order[first + row] for row in range(rows))
 
 
-def filler(tokenizer: Any) -> int:
-    """Return the token that fills rows up. No loss and no attention looks at it."""
+def filler(tokenizer: Any, vocabulary: int) -> int:
+    """Return the token that fills rows up, one that the model has an embedding for: many tokenizers got their
+    pad token after the model was trained. No loss and no attention looks at it."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
+        if token is not None and token < vocabulary:
             return int(token)
     return 0
