@@ -72,6 +72,7 @@ def test_a_resumed_run_exports_the_same_best_weights(
     assert best not in eval_losses(dataclasses.replace(config, output=there))
     resumed = run(config, output=there)
     assert resumed.losses == want.losses
+    assert eval_losses(dataclasses.replace(config, output=there)) == losses
     assert (resumed.summary.best_step, resumed.summary.best_eval_loss) == (best, losses[best])
     assert files_of(resumed) == files_of(want)
     assert f"of step {best}, which had the lowest loss" in files_of(want)["README.md"].decode()

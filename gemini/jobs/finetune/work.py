@@ -345,7 +345,6 @@ class FineTuneWork:
 
     def step(self, engine: TuningEngine, step: int) -> tuple[float, int]:
         """Train on the rows of a step; every token counts the same, on each rank."""
-        self._catch_up(engine, step)
         loss, tokens = engine.train([self._batch(step, micro) for micro in range(self._passes)])
         self._rewards = engine.rewards
         return loss, tokens
@@ -364,19 +363,12 @@ class FineTuneWork:
             self._best.offer(step + 1, loss, lambda target: engine.keep(target, self._tokenizer))
         return loss
 
-    def _catch_up(self, engine: TuningEngine, done: int) -> None:
-        """Evaluate after ``done`` steps where the run was told to stop before it could; the best weights
-        are then those of a run that was not."""
-        if self._best is not None and self._best.evaluated < done:
-            self.evaluate(engine, done - 1)
-
     def check_history(self, horizons: list[int], devices: list[str]) -> None:
         """Go on with any."""
 
     def finish(self, engine: TuningEngine) -> None:
         """Export what was trained."""
         is_adapter = bool(self.config.lora) and not self.config.merge
-        self._catch_up(engine, self.options.steps)
         card = ""  # of other ranks nothing is kept
         if not self._rank.index:
             card = tuned_card(self.target.parent, is_adapter=is_adapter, best=self.best)

@@ -362,8 +362,19 @@ class RunDirectory:
                 raise self._bad_line(number, "it has no loss, a number")
             if record["step"] <= before_step:
                 records.append(record)
-        _write(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
+        self._write_metrics(records)
         return records
+
+    def add_to_metrics(self, step: int, found: Mapping[str, Any]) -> None:
+        """Add values to the record of ``step``, the last one, if there is one. Raises as
+        :meth:`read_metrics`."""
+        records = self.read_metrics(step)
+        if records and records[-1]["step"] == step:
+            records[-1].update(found)
+            self._write_metrics(records)
+
+    def _write_metrics(self, records: Sequence[Mapping[str, Any]]) -> None:
+        _write(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def _check_metrics(self) -> None:
         """Raise CheckpointError for what is no file: a FIFO keeps its reader, and a link leads elsewhere."""

@@ -24,6 +24,7 @@ _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow"
 TRACKERS = tuple(_MODULES)
 _INSTALLED_BY = {"tensorboard": "'gemini-runtime[tensorboard]'"}  # others: by their own name
 _FLUSH_SECONDS = 10
+_EVAL_LOSS = "eval/loss"
 _PROJECT = "gemini"
 _MOST_PARAMETERS, _MOST_LETTERS = 100, 500  # that MLflow takes in one call, and in one value
 
@@ -93,7 +94,7 @@ def metrics_of(report: StepReport) -> dict[str, float]:
         "train/tokens_per_second": report.tokens_per_second,
         "train/seconds": report.seconds,
         "train/stall_share": report.stall_share,
-        "eval/loss": report.eval_loss,
+        _EVAL_LOSS: report.eval_loss,
         **{f"memory/{name}_bytes": use.nbytes for name, use in report.tiers.items()},
         **{f"train/{name}": value for name, value in report.extra.items()},
     }
@@ -125,9 +126,15 @@ class Trackers:
 
     def log(self, report: StepReport) -> None:
         """Hand the values of a step to each tracker."""
-        metrics = metrics_of(report)
+        self._log(metrics_of(report), report.step)
+
+    def log_evaluation(self, loss: float, step: int) -> None:
+        """Hand the loss on what is held out to each tracker, where it came after the other values."""
+        self._log({_EVAL_LOSS: loss} if math.isfinite(loss) else {}, step)
+
+    def _log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, tracker in list(self._open.items()):
-            self._attempt(name, partial(tracker.log, metrics, report.step))
+            self._attempt(name, partial(tracker.log, metrics, step))
 
     def close(self, *, failed: bool) -> None:
         """End the run in each tracker."""

@@ -31,6 +31,7 @@ EngineT = TypeVar("EngineT", bound=Tiered)
 
 
 _FLOOR = 0.1
+_OWED = "evaluation_owed"  # the key in a checkpoint
 _MAX_WARMUP_STEPS = 100
 
 
@@ -206,6 +207,7 @@ class Training(Generic[EngineT]):
         self._saved_step: int | None = None
         self._stall_seconds = 0.0
         self._told_of_metrics = False
+        self._owes_evaluation = False  # of the last step: the run was told to stop before
         self._trackers = Trackers(work.options.trackers, self._note)
 
     def run(self) -> Progress:
@@ -226,6 +228,7 @@ class Training(Generic[EngineT]):
                 self._restore(engine, scheduler)
             self._stall_seconds = float(engine.stats()["stall_seconds"])
             self._track()
+            self._make_up_evaluation(engine)
             self._loop(engine, scheduler)
             self._save(engine, scheduler)
             self._progress.stats, self._progress.timeline = engine.stats(), engine.timeline()
@@ -311,17 +314,37 @@ class Training(Generic[EngineT]):
 
     def _evaluated(self, engine: EngineT, report: StepReport) -> StepReport:
         """Return the report with the loss on what is held out, where it is due; that is no time of a step."""
-        loss = None if self._stop.requested else self._work.evaluate(engine, report.step - 1)
+        self._owes_evaluation = self._stop.requested
+        loss = None if self._owes_evaluation else self._work.evaluate(engine, report.step - 1)
         if loss is None:
             return report
         self._stall_seconds = float(engine.stats()["stall_seconds"])
         return replace(report, eval_loss=loss)
 
+    def _make_up_evaluation(self, engine: EngineT) -> None:
+        """Evaluate after the step that a resumed run goes on from, where it was told to stop before it could:
+        metrics and best weights are then those of a run that was not."""
+        step = self._progress.last_step
+        if not self._owes_evaluation:
+            return
+        loss = self._work.evaluate(engine, step - 1)
+        self._owes_evaluation = False
+        if loss is None or self._directory is None:
+            return
+        self._directory.add_to_metrics(step, {"eval_loss": loss})
+        self._trackers.log_evaluation(loss, step)
+        self._display.note(f"held out, after step {step}: loss {loss:.4f}")
+
     def _save(self, engine: EngineT, scheduler: Any) -> None:
         step = self._progress.last_step
         if self._directory is None or self._saved_step == step:
             return
-        extra = {"step": step, "horizons": self._horizons, "devices": self._devices}
+        extra = {
+            "step": step,
+            "horizons": self._horizons,
+            "devices": self._devices,
+            _OWED: self._owes_evaluation,
+        }
         engine.save(self._directory.checkpoint, scheduler, extra)
         self._saved_step = step
         if self._stop.requested:
@@ -336,6 +359,7 @@ class Training(Generic[EngineT]):
         if not (is_step and _is_list_of(horizons, int) and _is_list_of(devices, str)):
             raise CheckpointError(f"{self._directory.checkpoint} was not written by {self._work.command}")
         refuse_past(self._directory.path, step, self._options.steps)
+        self._owes_evaluation = extra.get(_OWED) is True
         self._horizons = _followed_by(list(horizons), self._options.steps)
         self._devices = _followed_by(list(devices), self._options.device_kind)
         self._work.check_history(self._horizons, self._devices)
