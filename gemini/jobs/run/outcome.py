@@ -303,7 +303,9 @@ def summarize(
 
 def written(summary: Summary, progress: Progress, directory: RunDirectory | None) -> Summary:
     """Write the summary into the run's directory; return it, with a note where that failed."""
-    if directory is None or not progress.reports:  # then there is that of the steps that were trained
+    if directory is None:
+        return summary
+    if not progress.reports and directory.summary.exists():  # that of the steps that were trained
         return summary
     try:
         directory.write_summary(summary.to_dict())
