@@ -1,12 +1,14 @@
 """This process as the system runs it: the memory that control groups leave it, the kernels that its libraries
-keep, Python's garbage collector, and the ranges that torch.profiler shows.
+keep, the process that it ends with, Python's garbage collector, and the ranges that torch.profiler shows.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+_PR_SET_PDEATHSIG = 1  # of Linux
 MOUNTS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -86,6 +89,16 @@ def _left(group: Path, files: _Files) -> int | None:
         return None  # "max"
     words = dict(line.partition(" ")[::2] for line in stat.splitlines())
     return max(0, int(limit) - int(usage) + int(words.get(files.reclaimable, 0)))
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process once ``parent``, the process that has started it, has ended in
+    whatever way; at once if it has already. Called in the first lines of a child."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        signal.raise_signal(signal.SIGKILL)
 
 
 @contextmanager

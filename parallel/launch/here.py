@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,13 @@ import torch.distributed as dist
 
 from gemini.errors import ConfigError, StateError, in_words
 from gemini.parallel.launch.launching import free_port
-from gemini.parallel.launch.torchrun import Node, Program, run_ranks
+from gemini.parallel.launch.torchrun import Node, Program, directory_of_ranks, run_ranks
 from gemini.system.durable import write_text
+from gemini.system.process import end_with_parent
 from gemini.system.threads import usable_processors
 
 _ERROR = "error"
+_STARTER = "GEMINI_STARTER_OF_RANKS"  # the process
 
 
 @contextmanager
@@ -29,8 +30,8 @@ def directory_of_job() -> Iterator[Path]:
     """Yield a directory for what a job is told and finds. It is gone before a signal that has ended the ranks
     is raised in this process."""
     try:
-        with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory:
-            yield Path(directory)
+        with directory_of_ranks() as directory:
+            yield directory
     except _Signalled as ended:
         signal.raise_signal(ended.number)
         raise StateError(f"{signal.Signals(ended.number).name} has ended the ranks") from None
@@ -54,7 +55,8 @@ def run_here(module: str, directory: Path, ranks: int) -> None:
         ConfigError: a rank was refused something. StateError: it has failed otherwise. The message has the
             words of the first one, where it has written any.
     """
-    with environment({"OMP_NUM_THREADS": threads_per_rank(ranks)}), quiet_torchrun():
+    variables = {"OMP_NUM_THREADS": threads_per_rank(ranks), **named_starter()}
+    with environment(variables), quiet_torchrun():
         program = Program(module, (str(directory),), module=True, is_quiet=True)
         ended = run_ranks(Node(str(ranks), port=free_port()), program)
     if not ended.code:
@@ -68,10 +70,25 @@ def run_here(module: str, directory: Path, ranks: int) -> None:
     raise (ConfigError if kind == ConfigError.__name__ else StateError)(why)
 
 
+def named_starter() -> dict[str, str]:
+    """Return a variable for the environment of ranks that this process starts: :func:`end_with_starter` reads
+    it."""
+    return {_STARTER: str(os.getpid())}
+
+
+def end_with_starter() -> None:
+    """On a rank: end once the process that has started it was killed. Nobody would read what the rank finds,
+    and it would keep others out of the directory of its run. A process that is no such rank goes on."""
+    starter = os.environ.pop(_STARTER, "")  # processes that the rank starts have another parent
+    if starter.isdecimal():
+        end_with_parent(int(starter))
+
+
 @contextmanager
 def as_rank(directory: Path) -> Iterator[None]:
     """On a rank of :func:`run_here`: leave in the directory what it fails with, and the process group at the
     end."""
+    end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:

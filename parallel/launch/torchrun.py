@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from gemini.errors import ConfigError
 from gemini.parallel.launch.launching import free_port
+from gemini.system.durable import scratch_directory
 
 DEFAULT_PORT = 29500
 COUNTED = ("auto", "cpu", "gpu")
@@ -69,6 +72,13 @@ class Node:
             raise ConfigError(f"--master-port is {self.port}; ports are 1 to 65535")
 
 
+@contextmanager
+def directory_of_ranks() -> Iterator[Path]:
+    """Yield a temporary directory. Those of processes that were killed are removed first."""
+    with scratch_directory(Path(tempfile.gettempdir(), "ranks")) as directory:
+        yield directory
+
+
 def run_ranks(node: Node, program: Program) -> Ended:
     """Run the ranks of this machine until all have ended. The code is that of the first that failed, 128 and
     the number of a signal that ended it or this process, or 0. Once one has failed, the others are ended.
@@ -81,7 +91,7 @@ def run_ranks(node: Node, program: Program) -> Ended:
     if node.index == 0:
         require_free(node.port)
     handlers = {number: signal.getsignal(number) for number in _HANDLED}
-    with tempfile.TemporaryDirectory(prefix="gemini-run-") as directory:
+    with directory_of_ranks() as directory:
         try:
             torch_run.run(torch_run.parse_args(_arguments(node, program, directory)))
         except ChildFailedError as error:
@@ -130,7 +140,7 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def _arguments(node: Node, program: Program, directory: str) -> list[str]:
+def _arguments(node: Node, program: Program, directory: Path) -> list[str]:
     return [
         *(f"--nnodes={node.count}", f"--node-rank={node.index}", f"--nproc-per-node={node.ranks}"),
         *(f"--master-addr={node.address}", f"--master-port={node.port}", f"--log-dir={directory}"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +14,15 @@ from gemini.comm.ranks import Rank, make_peers
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.launch import launch_from_torch, shutdown
 from gemini.parallel.launch.here import (
+    end_with_starter,
     environment,
     first_error,
     leave_error,
+    named_starter,
     quiet_torchrun,
     threads_per_rank,
 )
-from gemini.parallel.launch.torchrun import Node, Program, chosen_port, run_ranks
+from gemini.parallel.launch.torchrun import Node, Program, chosen_port, directory_of_ranks, run_ranks
 
 _ERRORS = "GEMINI_RANK_ERRORS"  # a directory in which a rank leaves what it has failed with
 _RESUME = "The last complete checkpoint is as it was: the same command with --resume auto goes on from there"
@@ -69,11 +70,11 @@ def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -
 
     before = signal.signal(signal.SIGUSR1, tell)
     try:
-        with tempfile.TemporaryDirectory(prefix="gemini-ranks-") as directory, quiet_torchrun():
+        with directory_of_ranks() as directory, quiet_torchrun():
             with environment(_variables(directory, ranks)):
                 program = Program("gemini", tuple(arguments), module=True)
                 ended = run_ranks(Node(str(ranks), port=chosen_port(None)), program)
-            error = _first_error(Path(directory))
+            error = _first_error(directory)
     finally:
         signal.signal(signal.SIGUSR1, before)
     if not ended.code or (ended.code > 128 and not ended.reason):
@@ -86,7 +87,8 @@ def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -
 @contextmanager
 def errors_of_rank() -> Iterator[None]:
     """On a rank of :func:`run_on_ranks`: leave what it fails with to the process that has started it, which
-    says it once, and end with code 2."""
+    says it once, and end with code 2. The rank ends when that process does."""
+    end_with_starter()
     try:
         yield
     except GeminiError as error:
@@ -97,10 +99,14 @@ def errors_of_rank() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-def _variables(directory: str, ranks: int) -> dict[str, str]:
-    said = {"OMP_NUM_THREADS": threads_per_rank(ranks), "GLOO_SOCKET_IFNAME": "lo", _ERRORS: directory}
-    said["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(_ENDING_SECONDS)
-    return {name: value for name, value in said.items() if name == _ERRORS or name not in os.environ}
+def _variables(directory: Path, ranks: int) -> dict[str, str]:
+    said = {
+        "OMP_NUM_THREADS": threads_per_rank(ranks),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_ENDING_SECONDS),
+    }
+    open_yet = {name: value for name, value in said.items() if name not in os.environ}
+    return {**open_yet, _ERRORS: str(directory), **named_starter()}
 
 
 def _first_error(directory: Path) -> GeminiError | None:
