@@ -66,6 +66,7 @@ class GeminiTrainerMixin:
     model: Any
     args: Any
     state: Any
+    control: Any
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
@@ -243,6 +244,14 @@ class GeminiTrainerMixin:
 
             resume_from_checkpoint = rank.agree(choose) or True
         return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
+
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """Train for an epoch; not where a run that was killed after its last save goes on: transformers looks
+        for the last step only after a further one."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **options)  # type: ignore[misc]
 
     def _get_output_dir(self, trial: Any) -> str:
         """Return the directory of checkpoints, or where one of them is being written."""

@@ -192,6 +192,19 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     trainer_files.check(run / "checkpoint-4")
 
 
+def test_a_run_that_was_killed_after_its_last_save_trains_no_further_step(tmp_path: Path) -> None:
+    """Its epoch is not over."""
+    args = arguments(tmp_path / "run", max_steps=4, save_strategy="steps", save_steps=2)
+    first = ours(args)
+    (tmp_path / "run" / ".checkpoint-2.partial").mkdir()
+    second = ours(args, resume=True)
+    assert second.state.global_step == 4
+    assert not list((tmp_path / "run").glob(".checkpoint-*"))
+    want, got = first.model.state_dict(), second.model.state_dict()
+    assert [name for name in want if not torch.equal(want[name], got[name])] == []
+    assert figures(second)[:4] == figures(first)[:4]
+
+
 def test_no_whole_checkpoint_is_an_error_that_names_the_newest(run: Path) -> None:
     for path in run.glob("checkpoint-*"):
         shutil.rmtree(path / "gemini")
