@@ -382,6 +382,19 @@ def _remove_leftovers(root: Path) -> None:
         _remove(partial)
 
 
+def remove_unfinished(root: Path) -> None:
+    """Remove what killed saves have left in ``root``, which need not be there.
+
+    Raises:
+        IoError: the directory cannot be read.
+        CheckpointError: another process is saving there.
+    """
+    if not root.is_dir():
+        return
+    with saving_in(root), _exclusive(root):
+        _remove_leftovers(root)
+
+
 def only_unfinished(root: Path) -> bool:
     """Return whether ``root`` holds nothing but saves that were killed: none of them can be loaded."""
     return len(_own_directories(root, partial=True)) == len(list(root.iterdir()))

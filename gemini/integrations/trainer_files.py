@@ -44,10 +44,6 @@ def clear(run: Path) -> None:
     for path in run.iterdir():
         if _PARTIAL.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-    _restore(run)
-
-
-def _restore(run: Path) -> None:
     for target in set_aside_in(run):
         if _NAME.fullmatch(target.name):
             restore(target)
@@ -81,7 +77,7 @@ def newest(run: Path) -> Path | None:
     if not run.is_dir():
         return None
     with io_errors("look for checkpoints", run):
-        _restore(run)
+        clear(run)  # nothing else would, where no step is left to train
         found = sorted(_checkpoints(run), key=_step, reverse=True)
     first: CheckpointError | None = None
     for path in found:

@@ -170,10 +170,12 @@ def test_a_run_that_ended_is_exported_again_by_the_same_command(config: FineTune
     want = files_of(run(config))
     (Path(config.output) / "model" / "model.safetensors").unlink()
     (Path(config.output) / "summary.json").unlink()  # as of a run that was killed after its last save
+    Path(config.output, "checkpoint", "step-00000003.partial").mkdir()
     with pytest.raises(ConfigError, match="already holds a run"):
         run(config)
     assert files_of(run(config, resume="auto")) == want
     assert json.loads((Path(config.output) / "summary.json").read_text())["last_step"] == config.steps
+    assert not list(Path(config.output).rglob("*.partial"))
     with pytest.raises(ConfigError, match=r"lr = 0\.01; this one lr = 0\.02"):
         run(config, resume="auto", lr=0.02)
     with pytest.raises(CheckpointError, match="nothing to resume; check the path, or give --resume auto"):

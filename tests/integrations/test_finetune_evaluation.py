@@ -91,7 +91,9 @@ def test_best_weights_of_a_checkpoint_stay_until_the_next_one_is_whole(tmp_path:
     resumed = BestWeights(tmp_path / "best")  # as after a kill
     resumed.restore(state)
     assert (resumed.step, resumed.loss, resumed.evaluated) == (1, 3.0, 1)
-    best.saved()
+    assert [entry.name for entry in (tmp_path / "best").iterdir()] == ["step-1"]
+    resumed.offer(3, 1.0, Path.mkdir)
+    resumed.saved()
     assert [entry.name for entry in (tmp_path / "best").iterdir()] == ["step-3"]
     with pytest.raises(CheckpointError, match=r"step-1 is gone.* --no-keep-best"):
         BestWeights(tmp_path / "best").restore(state)

@@ -98,6 +98,7 @@ class BestWeights:
                 f"{self.weights} is gone: it has the weights with the lowest loss so far, of step {step}; "
                 "put it back, or give --no-keep-best to go on without it"
             )
+        self._remove_others()
 
     def saved(self) -> None:
         """Remove what no run needs any more, after a checkpoint with :meth:`state` is whole."""

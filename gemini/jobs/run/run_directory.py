@@ -16,7 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from gemini.checkpoint.directory import latest, only_unfinished, read_manifest
+from gemini.checkpoint.directory import latest, only_unfinished, read_manifest, remove_unfinished
 from gemini.errors import CheckpointError, ConfigError
 from gemini.system.durable import replacing, restore, temporary_of
 from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
@@ -309,9 +309,11 @@ class RunDirectory:
         )
 
     def keep_options(self, options: Mapping[str, Any]) -> None:
-        """Have the run go on with ``options`` when it is resumed once more."""
+        """Have the run go on with ``options`` when it is resumed once more. What a kill has left in
+        part goes: a run that is at its end saves nothing more, which would remove it."""
         with io_errors("remove what a killed run left", self.path):
             self._remove_temporaries()
+        remove_unfinished(self.checkpoint)
         _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
 
     def tracker_identities(self) -> dict[str, str]:
