@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from gemini_bench import programs_import, programs_load, programs_loop, programs_resume
+from gemini_bench import programs_import, programs_kills, programs_load, programs_loop, programs_resume
 from gemini_bench.cases import choose, run_cases
 from gemini_bench.session import CaseResult, Session
 
@@ -16,6 +17,7 @@ CASES: Mapping[str, Callable[[Session], CaseResult]] = MappingProxyType(
         "resume": programs_resume.run,
         "load": programs_load.run,
         "import": programs_import.run,
+        "kills": programs_kills.run,
     }
 )
 
@@ -25,6 +27,14 @@ def chosen(names: Sequence[str] | None) -> list[str]:
     return choose(CASES, names)
 
 
-def run(session: Session, names: Sequence[str], command: Sequence[str]) -> dict[str, Any]:
-    """Run the named cases and return one plain dict; a case that fails leaves its error, the others go on."""
-    return run_cases("programs", session, {name: CASES[name] for name in names}, command)
+def run(
+    session: Session, names: Sequence[str], command: Sequence[str], *, kills: int | None = None
+) -> dict[str, Any]:
+    """Run the named cases and return one plain dict; a case that fails leaves its error, the others go on.
+
+    ``kills``: how often the case of that name kills; None: its default.
+    """
+    cases = {name: CASES[name] for name in names}
+    if "kills" in cases:
+        cases["kills"] = partial(programs_kills.run, kills=kills)
+    return run_cases("programs", session, cases, command)

@@ -49,8 +49,9 @@ def add_session_options(
     add_common(parser)
 
 
-def run_session(benchmark: Any, options: argparse.Namespace) -> int:
-    """Run the cases of ``benchmark``, a module, print the record, and return the exit code."""
+def run_session(benchmark: Any, options: argparse.Namespace, **own: Any) -> int:
+    """Run the cases of ``benchmark``, a module, print the record, and return the exit code. ``own``: further
+    options of its ``run``."""
     from gemini_bench.session import Session
 
     names = benchmark.chosen(options.only)
@@ -58,7 +59,7 @@ def run_session(benchmark: Any, options: argparse.Namespace) -> int:
     session = Session(
         disk_dir=options.disk_dir.resolve(), quick=options.quick, progress=progress(), record=options.out
     )
-    return publish(benchmark.run(session, names, command()), options)
+    return publish(benchmark.run(session, names, command(), **own), options)
 
 
 def check_paths(directory: Path, out: Path | None, *, option: str = "--disk-dir") -> None:
