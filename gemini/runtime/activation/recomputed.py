@@ -187,9 +187,8 @@ def recompute_layers(model: nn.Module) -> None:
     """Have every layer of a model of transformers compute its activations again, as the model's own option
     does. Raises ValueError where the model has none. Newer releases of transformers call the option by
     another name."""
-    enable: Callable[..., None] = (
-        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )
+    own: Any = model
+    enable = getattr(own, "activation_checkpointing_enable", None) or own.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
