@@ -21,6 +21,7 @@ from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
 from gemini.comm.attendance import PATIENCE_VARIABLE, Attendance, Sign
+from gemini.jobs.run.ranks import meet_at_start
 from gemini.parallel import Layout, Mesh
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
@@ -478,6 +479,27 @@ def test_a_collective_that_ends_while_its_wait_is_given_up_has_not_failed() -> N
     run_on_ranks(_wait_for, 1, "")
     with pytest.raises(RanksFailed, match="a wire was cut"):
         run_on_ranks(_wait_for, 1, "a wire was cut")
+
+
+def _begin(is_late: bool) -> str:
+    if dist.get_rank() and is_late:
+        time.sleep(2 * PATIENCE)
+        return ""
+    _set_patience(PATIENCE)
+    try:
+        meet_at_start()
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_is_gone_before_ranks_see_each_other_is_waited_for_as_long_as_the_patience() -> None:
+    assert run_on_ranks(_begin, 2, False) == ["", ""]
+    begun = time.monotonic()
+    found = run_on_ranks(_begin, 2, True)
+    assert "a rank has joined and is gone" in found[0]
+    assert "Rank 1 failed" in found[0]
+    assert time.monotonic() - begun < SOON
 
 
 def test_a_sign_says_what_a_rank_did_last() -> None:
