@@ -20,6 +20,7 @@ pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
 from finetune_runs import LLAMA, Signalling, run, small_run
+from hf_models import SIZES, saved
 from processes import close_workers, run_on_ranks
 
 from gemini.cli.main import main
@@ -180,6 +181,18 @@ def test_a_model_that_does_not_go_over_the_ranks_is_refused_without_its_weights(
 
     with pytest.raises(ConfigError, match=said):
         check()
+
+
+def test_parts_of_rows_with_documents_in_windows_are_refused_before_data_is_read(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 8}
+    kind = transformers.Gemma3TextConfig(**{**SIZES, **windows})
+    saved(kind, transformers.Gemma3ForCausalLM, tmp_path / "base")
+    given = FineTuneConfig(model=str(tmp_path / "base"), data="nothing", output=str(tmp_path), sp=2)
+    with pytest.raises(ConfigError, match="give --no-packing"):
+        refuse_unfit_parts(given, adapted(given))
+    for changes in ({"packing": False}, {"documents": "joined"}, {"sp": 1, "tp": 2}):
+        refuse_unfit_parts(dataclasses.replace(given, **changes), adapted(given))
 
 
 @pytest.mark.dear("a search, and a run of its plan by two processes that import transformers")

@@ -8,6 +8,8 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import PARTS, FineTuneConfig
+from gemini.jobs.finetune.samples import JOINED
+from gemini.parallel.families import family_of
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, refuse_uncuttable
 from gemini.parallel.plan import ParallelPlan
@@ -73,3 +75,17 @@ def refuse_unfit_parts(config: FineTuneConfig, model: nn.Module) -> None:
             split=plan.begins or "bytes",
         )
     refuse_uncuttable(model, choices)
+    _refuse_packed_windows(config, model)
+
+
+def _refuse_packed_windows(config: FineTuneConfig, model: nn.Module) -> None:
+    """Raise ConfigError where ranks would have parts of rows in which documents are to be told apart, and
+    layers of ``model`` look back over a window: a mask of documents has no windows there."""
+    if config.sp == 1 or not config.packing or config.documents == JOINED:
+        return
+    if family_of(model).has_windows:
+        raise ConfigError(
+            "documents in a row are not kept apart over --sp in layers with windows, which this model has; "
+            "give --no-packing (a document in each row), --documents joined (each may see those before it), "
+            "or --tp or --pp"
+        )
