@@ -14,20 +14,29 @@ from gemini.errors import CheckpointError, IoError
 from gemini.jobs.finetune import parts_checkpoint
 from gemini.jobs.run.run_directory import RunDirectory
 
+TWO_STAGES = {"tp": 1, "pp": 2, "sp": 1}
+
 
 def save(directory: Path, step: int, text: str = "weights") -> None:
     extra = {"step": step, "horizons": [9]}
-    parts_checkpoint.save(directory, Rank(), step, extra, lambda made: _write(made / "model", text))
+
+    def write(made: Path) -> None:
+        _write(made / "model", text)
+
+    parts_checkpoint.save(directory, Rank(), step, extra, write, sizes=TWO_STAGES)
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def load(directory: Path) -> tuple[dict[str, Any], str]:
+def load(directory: Path, **sizes: int) -> tuple[dict[str, Any], str]:
     found: list[str] = []
-    extra = parts_checkpoint.load(directory, Rank(), lambda path: found.append((path / "model").read_text()))
-    return extra, found[0]
+
+    def read(path: Path) -> None:
+        found.append((path / "model").read_text())
+
+    return parts_checkpoint.load(directory, Rank(), read, sizes=TWO_STAGES | sizes), found[0]
 
 
 def test_the_newest_checkpoint_is_loaded_and_two_stay(tmp_path: Path) -> None:
@@ -39,6 +48,18 @@ def test_the_newest_checkpoint_is_loaded_and_two_stay(tmp_path: Path) -> None:
     assert torch.equal(torch.rand(3), drawn), "random numbers go on where they were"
 
 
+def test_ranks_with_other_parts_keep_their_own_random_numbers(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    state = torch.get_rng_state()
+    drawn = torch.rand(3)
+    torch.set_rng_state(state)
+    torch.rand(1)
+    load(tmp_path, tp=2, pp=1)
+    assert not torch.equal(torch.rand(3), drawn)
+    load(tmp_path)
+    assert torch.equal(torch.rand(3), drawn)
+
+
 def test_what_fails_while_it_is_written_is_no_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1)
 
@@ -47,7 +68,7 @@ def test_what_fails_while_it_is_written_is_no_checkpoint(tmp_path: Path) -> None
         raise IoError(28, "no space", "model")
 
     with pytest.raises(IoError):
-        parts_checkpoint.save(tmp_path, Rank(), 2, {"step": 2}, fail)
+        parts_checkpoint.save(tmp_path, Rank(), 2, {"step": 2}, fail, sizes=TWO_STAGES)
     assert load(tmp_path)[1] == "weights"
     save(tmp_path, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]

@@ -266,6 +266,11 @@ class FineTuneConfig(MemoryOptions):
         self._check_held_out()
 
     @property
+    def part_sizes(self) -> dict[str, int]:
+        """Into how many parts a copy of the model is cut, by ``tp``, ``pp`` and ``sp``."""
+        return {name: getattr(self, name) for name in PARTS}
+
+    @property
     def num_parts(self) -> int:
         """How many ranks share a copy of the model: each has a part of it, and they take the same rows."""
         return self.tp * self.pp * self.sp

@@ -14,7 +14,7 @@ from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError, printable
 from gemini.jobs.finetune import parts_checkpoint
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
-from gemini.jobs.finetune.config import PARTS, FineTuneConfig
+from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.engine import refuse_quantized
 from gemini.jobs.finetune.layouts import trains_parts
@@ -142,8 +142,7 @@ def _extra_of(directory: Path) -> Mapping[str, Any]:
 
 def _on_ranks(config: FineTuneConfig, ranks: int) -> str:
     """Return what to say of a run over several ranks."""
-    sizes = {name: getattr(config, name) for name in PARTS}
-    cut = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    cut = [f"{name} {size}" for name, size in config.part_sizes.items() if size > 1]
     how = f" ({', '.join([*cut, f'dp {config.data_ranks(ranks)}'])})" if cut else ""
     return f"trained on {ranks} ranks{how}; bytes and budgets are those of one"
 

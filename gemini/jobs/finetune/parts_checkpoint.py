@@ -36,9 +36,12 @@ def save(
     step: int,
     extra: Mapping[str, Any],
     write: Callable[[Path], None],
+    *,
+    sizes: Mapping[str, int],
 ) -> None:
     """Make the checkpoint of a ``step`` in ``directory``. All ranks call this, and ``write`` the files of the
-    model to the directory that it is given.
+    model to the directory that it is given. ``sizes``: into how many parts a copy of the model is cut, and by
+    what.
 
     Raises:
         IoError: it cannot be written; CheckpointError on the other ranks.
@@ -55,8 +58,9 @@ def save(
 
     def end() -> None:
         record = {KEY: str(_FORMAT), "step": step, "extra": plain_data.encode(dict(extra), "extra")}
+        record |= {"sizes": dict(sizes), "rng": states}
         with saving_in(directory):
-            write_text(made / _RECORD, json.dumps({**record, "rng": states}), "save a checkpoint")
+            write_text(made / _RECORD, json.dumps(record), "save a checkpoint")
             put_in_place(made, target)
             for _, older in _found(directory)[_KEPT:]:
                 leftover = older.with_name(f"{older.name}.partial")  # half removed it is no checkpoint
@@ -69,9 +73,12 @@ def save(
     rank.together(lambda: None if rank.index else end())
 
 
-def load(directory: Path, rank: Rank, read: Callable[[Path], None]) -> dict[str, Any]:
-    """Have ``read`` read the newest checkpoint in ``directory``; return its ``extra``. As many ranks as have
-    saved it draw the random numbers that they would have drawn. All ranks call this.
+def load(
+    directory: Path, rank: Rank, read: Callable[[Path], None], *, sizes: Mapping[str, int]
+) -> dict[str, Any]:
+    """Have ``read`` read the newest checkpoint in ``directory``; return its ``extra``. Ranks that have the
+    same parts as those that saved it draw the random numbers that those would have drawn. For other parts
+    these do not do: ranks along tp must draw the same ones. All ranks call this.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -80,7 +87,8 @@ def load(directory: Path, rank: Rank, read: Callable[[Path], None]) -> dict[str,
     states = record["rng"]
     if not isinstance(states, list):
         raise CheckpointError(f"{found / _RECORD} is damaged: it has no states of random generators")
-    parsed = rank.together(lambda: rng.parse(states[rank.index]) if len(states) == rank.count else None)
+    is_same = len(states) == rank.count and record.get("sizes") == dict(sizes)
+    parsed = rank.together(lambda: rng.parse(states[rank.index]) if is_same else None)
     read(found)
     if parsed is not None:
         rng.restore(parsed)

@@ -21,7 +21,7 @@ from gemini.integrations.transformers_loading import one_at_a_time
 from gemini.jobs.after_training.adapter_merge import merge
 from gemini.jobs.finetune import parts_checkpoint
 from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of
-from gemini.jobs.finetune.config import PARTS, FineTuneConfig
+from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.held_out import BestWeights
 from gemini.jobs.finetune.layouts import plan_of
 from gemini.jobs.finetune.samples import IGNORED, Batch
@@ -189,7 +189,8 @@ class PartsEngine(TuningEngine):
             self._booster.save_optimizer(self._optimizer, made / "optimizer", shard=True)
             self._booster.save_lr_scheduler(scheduler, made / "scheduler.json")
 
-        parts_checkpoint.save(directory, self.rank, extra["step"], extra, write)
+        sizes = self._config.part_sizes
+        parts_checkpoint.save(directory, self.rank, extra["step"], extra, write, sizes=sizes)
 
     def _load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
         def read(found: Path) -> None:
@@ -197,7 +198,7 @@ class PartsEngine(TuningEngine):
             self._booster.load_optimizer(self._optimizer, found / "optimizer")
             self._booster.load_lr_scheduler(scheduler, found / "scheduler.json")
 
-        return parts_checkpoint.load(directory, self.rank, read)
+        return parts_checkpoint.load(directory, self.rank, read, sizes=self._config.part_sizes)
 
     def _write_trained(self, made: Path, tokenizer: Any) -> None:
         state = self._gathered()
@@ -293,7 +294,7 @@ def _plugin_options(config: FineTuneConfig, rows: int, passes: int) -> dict[str,
     if config.tp > 1:
         given["tiled_loss"] = False  # the head is cut
     if plan is None:
-        sizes = {f"{name}_size": getattr(config, name) for name in PARTS}
+        sizes = {f"{name}_size": size for name, size in config.part_sizes.items()}
         cut = {"num_microbatches": passes, "microbatch_size": rows, "recompute": config.recomputed_blocks}
         return {**sizes, **cut, **given, "max_norm": config.clip}
     if plan.zero_stage < 3:
