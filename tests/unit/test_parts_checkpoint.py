@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from gemini.cli.main import main
 from gemini.comm.ranks import Rank
 from gemini.errors import CheckpointError, IoError
 from gemini.jobs.finetune import parts_checkpoint
@@ -102,3 +103,15 @@ def test_a_damaged_record_is_a_checkpoint_error_in_one_line(text: str, tmp_path:
     with pytest.raises(CheckpointError) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
+@pytest.mark.parametrize("place", ["", "checkpoint", "checkpoint/step-00000001"])
+def test_gemini_ckpt_says_what_it_is(
+    command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "checkpoint", 1)
+    target = [str(tmp_path / "target"), "--to", "hf"] if command == "convert" else []
+    assert main(["ckpt", command, str(tmp_path / place), *target]) == 2
+    assert "whose ranks have parts of the model" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()

@@ -104,6 +104,11 @@ def is_complete(directory: Path) -> bool:
     return True
 
 
+def lies_in(path: Path) -> bool:
+    """Say whether ``path`` is such a checkpoint, whole or damaged, or a directory of some."""
+    return bool(_found(path)) or any(own == path for _, own in _found(path.parent))
+
+
 def extra_of(directory: Path) -> dict[str, Any]:
     """Return the ``extra`` of the newest checkpoint. Raises CheckpointError."""
     found, record = _newest(directory)
