@@ -17,6 +17,7 @@ from gemini.parallel.mesh import Axis
 from gemini.parallel.sequence.batch import Order, filled
 from gemini.parallel.sequence.masks import AttentionMask
 from gemini.parallel.sequence.ring import ring_attention
+from gemini.parallel.sequence.scores import Scoring, attend_by_scores
 from gemini.parallel.sequence.ulysses import ulysses_attention
 from gemini.parallel.tensor.cut_outline import OutlineAxis
 
@@ -65,7 +66,7 @@ class SequenceAttention:
         Raises:
             ConfigError: the tensors are not (batch, heads, length, features), or the mask says too little.
         """
-        if query.is_meta and not isinstance(self.axis, OutlineAxis):
+        if self._asks_nobody(query):
             return query.new_empty(*query.shape[:-1], value.size(-1))
         if self.axis is None:
             return functional.scaled_dot_product_attention(
@@ -85,22 +86,50 @@ class SequenceAttention:
             raise ConfigError(
                 f"attention has {query.size(1)} heads of queries and {key.size(1)} of keys; say enable_gqa"
             )
+        scoring = Scoring(query.size(-1) ** -0.5 if scale is None else scale, dropout=dropout_p)
+        return self.attend(query, key, value, attn_mask, scoring, causal=is_causal)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        scoring: Scoring,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        """Attend as a call does to tensors of 4 dimensions, with scores as ``scoring`` says. Heads of keys
+        may be fewer than those of queries.
+
+        Raises:
+            ConfigError: the mask says too little; sinks are not one for each head; or a ring is to drop
+                weights.
+        """
+        if self._asks_nobody(query):
+            return query.new_empty(*query.shape[:-1], value.size(-1))
+        scoring.require_heads(query.size(1))
+        if self.axis is None:
+            return attend_by_scores(query, key, value, attn_mask, scoring, causal=causal)
         mask = AttentionMask(
             attn_mask,
-            is_causal,
+            causal,
             (query.size(2), key.size(2)),
             (self.length_of(query.size(2)), self.length_of(key.size(2))),
             self.axis,
             self.order,
         )
         if self.method == "ring":
-            if dropout_p > 0:
+            if scoring.dropout > 0:
                 raise ConfigError(
                     "ring attention has no dropout; set it to 0, or take Ulysses (sp_mode='ulysses' of the "
                     "plugin, method='ulysses' of parallelize_sequence)"
                 )
-            return ring_attention(query, key, value, mask, scale=scale)
-        return ulysses_attention(query, key, value, mask, dropout=dropout_p, scale=scale)
+            return ring_attention(query, key, value, mask, scoring)
+        return ulysses_attention(query, key, value, mask, scoring)
+
+    def _asks_nobody(self, query: torch.Tensor) -> bool:
+        return query.is_meta and not isinstance(self.axis, OutlineAxis)
 
     @contextmanager
     def in_place_of_torch(self) -> Iterator[None]:

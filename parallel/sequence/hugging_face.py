@@ -18,10 +18,11 @@ from gemini.errors import ConfigError
 from gemini.parallel.families import Family, Loss, Positions, family_of
 from gemini.parallel.sequence.attention import SequenceAttention
 from gemini.parallel.sequence.inner_models import Complete, complete_calls
+from gemini.parallel.sequence.scores import Scoring
 
 _NUMBERS = itertools.count()
 _WITHOUT = "train it with whole sequences (sp_size=1), over tp_size or pp_size"
-_UNKNOWN = ("position_bias", "softcap", "s_aux")  # arguments of attention that change its scores
+_UNKNOWN = ("position_bias",)  # arguments of attention that change its scores
 
 
 def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
@@ -109,7 +110,8 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend across the ranks, with the arguments of transformers' ``sdpa_attention_forward``."""
+    """Attend across the ranks, with the arguments of transformers' ``sdpa_attention_forward``, and the soft
+    cap (``softcap``) and sinks (``s_aux``, one for each query head) of its other attention functions."""
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ConfigError(
@@ -118,6 +120,11 @@ def _attend(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     causal = bool(is_causal) and attention_mask is None
+    scale = query.size(-1) ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, others.get("softcap"), others.get("s_aux"), dropout)
+    if not scoring.is_plain:
+        out = attention.attend(query, key, value, attention_mask, scoring, causal=causal)
+        return out.transpose(1, 2).contiguous(), None
     with attention.in_place_of_torch():
         out = functional.scaled_dot_product_attention(
             query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=True

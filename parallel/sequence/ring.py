@@ -5,7 +5,7 @@ with some keys is added to what it has, with a log-sum-exp of each query.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Arrival
 from gemini.parallel.sequence.masks import AttentionMask
+from gemini.parallel.sequence.scores import Scoring
 
 # Shapes: query (batch, heads, rows, features), key and value (batch, heads, keys, features), lse (batch,
 # heads, rows). What is computed step by step is fp32, or fp64 where the inputs are.
@@ -23,17 +24,22 @@ _FLASH = "_scaled_dot_product_flash_attention_for_cpu"  # torch's own kernel, wh
 
 
 def attend_block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of the queries to these keys alone, and the logarithm of the sum of the
     exponentials of their scores: -inf, beside zeros, for a query that sees none of them. ``mask`` is boolean
-    or added; ``causal``: query i sees keys 0 to i."""
-    if mask is None and _has_kernel(q, v):
-        out, lse = getattr(torch.ops.aten, _FLASH)(q, k, v, 0.0, causal, scale=scale)
+    or added; ``causal``: query i sees keys 0 to i. Sinks are no keys of a block: they come in at the end."""
+    if mask is None and scoring.softcap is None and _has_kernel(q, v):
+        out, lse = getattr(torch.ops.aten, _FLASH)(q, k, v, 0.0, causal, scale=scoring.scale)
         return out.to(lse.dtype), lse
     outs, sums = [], []
     for rows in _tiles(q):
-        scores = _scores(q, k, mask, scale, causal, rows)
+        scores = _hidden(_scores(q, k, scoring, rows), mask, causal, rows)
         lse = scores.logsumexp(-1)
         outs.append(_weights(scores, lse) @ v.to(scores.dtype))
         sums.append(lse)
@@ -48,25 +54,27 @@ def block_gradients(
     out: torch.Tensor,
     lse: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
+    scoring: Scoring,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what these keys add to the gradients of query, key and value. ``out`` and ``lse`` are those of
     attention to all keys, ``grad`` is the gradient of ``out``, of its type."""
-    if mask is None and _has_kernel(q, v):
+    if mask is None and scoring.softcap is None and _has_kernel(q, v):
         backward: Any = getattr(torch.ops.aten, f"{_FLASH}_backward")
-        grads = backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+        grads = backward(grad, q, k, v, out, lse, 0.0, causal, scale=scoring.scale)
         return tuple(x.to(lse.dtype) for x in grads)
     kind = lse.dtype
     of_q = []
     of_k, of_v = torch.zeros_like(k, dtype=kind), torch.zeros_like(v, dtype=kind)
     for rows in _tiles(q):
-        scores = _scores(q, k, mask, scale, causal, rows)
-        weights = _weights(scores, lse[:, :, rows])
+        scores = _scores(q, k, scoring, rows)
+        weights = _weights(_hidden(scores, mask, causal, rows), lse[:, :, rows])
         own = grad[:, :, rows].to(kind)
         of_v += weights.mT @ own
         mean = (own * out[:, :, rows].to(kind)).sum(-1, keepdim=True)
-        of_scores = weights * (own @ v.to(kind).mT - mean) * scale
+        of_scores = weights * (own @ v.to(kind).mT - mean) * scoring.scale
+        if scoring.softcap is not None:
+            of_scores *= 1 - (scores / scoring.softcap).square()
         of_q.append(of_scores @ k.to(kind))
         of_k += of_scores.mT @ q[:, :, rows].to(kind)
     return torch.cat(of_q, 2), of_k, of_v
@@ -94,18 +102,20 @@ def _tiles(q: torch.Tensor) -> list[slice]:
     return [slice(start, start + _TILE_ROWS) for start in range(0, q.size(2), _TILE_ROWS)]
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, rows: slice
-) -> torch.Tensor:
-    """Return the scores of some rows (batch, heads, rows, keys), -inf for what is not seen."""
+def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, rows: slice) -> torch.Tensor:
+    """Return the scores of some rows (batch, heads, rows, keys), seen or not."""
     kind = torch.promote_types(q.dtype, torch.float32)
-    scores = (q[:, :, rows].to(kind) * scale) @ k.to(kind).mT
+    return scoring.capped((q[:, :, rows].to(kind) * scoring.scale) @ k.to(kind).mT)
+
+
+def _hidden(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, rows: slice) -> torch.Tensor:
+    """Return the scores of some rows with -inf for what is not seen."""
     if mask is not None:
         here = mask if mask.size(2) == 1 else mask[:, :, rows]
         scores = scores.masked_fill(~here, -torch.inf) if here.dtype == torch.bool else scores + here
     if causal:
-        first = torch.arange(rows.start, rows.start + scores.size(2), device=q.device)
-        later = torch.arange(k.size(2), device=q.device) > first.unsqueeze(1)
+        first = torch.arange(rows.start, rows.start + scores.size(2), device=scores.device)
+        later = torch.arange(scores.size(3), device=scores.device) > first.unsqueeze(1)
         scores = scores.masked_fill(later, -torch.inf)
     return scores
 
@@ -136,8 +146,9 @@ class _Seen:
 class _Ring:
     """What a pass forward and the one backward have in common; ``mask``: of this rank's queries."""
 
-    def __init__(self, mask: AttentionMask, scale: float, device: torch.device) -> None:
-        self.axis, self.order, self.scale = mask.axis, mask.order, scale
+    def __init__(self, mask: AttentionMask, scoring: Scoring, device: torch.device) -> None:
+        self.axis, self.order = mask.axis, mask.order
+        self.scoring = replace(scoring, sinks=None)  # autograd's, who must see them as an argument
         self._causal, (self._rows, self._keys) = mask.causal, mask.here
         self._mask = mask.of_own_queries(device)
 
@@ -178,7 +189,9 @@ class _Ring:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Ring) -> torch.Tensor:
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, ring: _Ring
+    ) -> torch.Tensor:
         kind = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(*q.shape[:3], v.size(3), dtype=kind)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=kind)
@@ -189,17 +202,24 @@ class _Attention(torch.autograd.Function):
                 continue
             keys, values = (_repeated(x[:, :, seen.keys], group) for x in (visit.keys, visit.values))
             mask, rows = ring.mask_of(visit.source, seen), seen.rows
-            more = attend_block(q[:, :, rows], keys, values, mask, ring.scale, seen.diagonal)
+            more = attend_block(q[:, :, rows], keys, values, mask, ring.scoring, seen.diagonal)
             out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *more)
+        share = None  # of the sinks in each softmax
+        if sinks is not None:
+            of_keys, own = lse, sinks.to(kind).unsqueeze(1)
+            lse = torch.logaddexp(of_keys, own)
+            out *= _share(of_keys, lse)
+            share = (own - lse).exp()
         found = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, found, lse)
+        ctx.save_for_backward(q, k, v, found, lse, share)
+        ctx.sinks_type = None if sinks is None else sinks.dtype
         ctx.ring = ring
         return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        q, k, v, out, lse = ctx.saved_tensors
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse, share = ctx.saved_tensors
         ring: _Ring = ctx.ring
         group = q.size(1) // k.size(1)
         of_q = torch.zeros_like(q, dtype=lse.dtype)
@@ -218,7 +238,7 @@ class _Attention(torch.autograd.Function):
                     out[:, :, rows],
                     lse[:, :, rows],
                     ring.mask_of(visit.source, seen),
-                    ring.scale,
+                    ring.scoring,
                     seen.diagonal,
                 )
                 of_q[:, :, rows] += more_q
@@ -230,7 +250,12 @@ class _Attention(torch.autograd.Function):
             arrival = ring.axis.pass_on(flat)
         assert arrival is not None
         of_k, of_v = arrival.wait().split([k.numel(), v.numel()])
-        return of_q.to(q.dtype), of_k.view(k.shape).to(k.dtype), of_v.view(v.shape).to(v.dtype), None
+        of_sinks = None
+        if share is not None:  # the value of a sink is zero, so what is left is what it takes from the keys
+            mean = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            of_sinks = -(share * mean).sum((0, 2)).to(ctx.sinks_type)
+        of_keys = of_k.view(k.shape).to(k.dtype), of_v.view(v.shape).to(v.dtype)
+        return of_q.to(q.dtype), *of_keys, of_sinks, None
 
 
 def ring_attention(
@@ -238,11 +263,11 @@ def ring_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: AttentionMask,
-    *,
-    scale: float | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
-    all ranks: as torch's ``scaled_dot_product_attention``, to rounding. No rank has more than two ranks' keys
+    all ranks: as torch's ``scaled_dot_product_attention``, to rounding. Sinks join each softmax
+    once, after the last keys. The dropout of ``scoring`` is left out. No rank has more than two ranks' keys
     and values at a time; backward sends them round again, with their gradients behind them.
 
     Raises:
@@ -260,8 +285,8 @@ def ring_attention(
             f"attention has {query.size(1)} heads of queries and {key.size(1)} of keys; the first must be a "
             "multiple of the second"
         )
-    ring = _Ring(mask, query.size(3) ** -0.5 if scale is None else scale, query.device)
-    found: torch.Tensor = _Attention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+    ring = _Ring(mask, scoring, query.device)
+    found: torch.Tensor = _Attention.apply(query, key, value, scoring.sinks, ring)  # type: ignore[no-untyped-call]
     return found
 
 

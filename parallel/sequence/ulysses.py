@@ -14,6 +14,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 from gemini.parallel.sequence.masks import AttentionMask
+from gemini.parallel.sequence.scores import Scoring, attend_by_scores
 
 
 @dataclass(frozen=True)
@@ -160,20 +161,24 @@ def ulysses_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: AttentionMask,
-    *,
-    dropout: float = 0.0,
-    scale: float | None = None,
+    scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
-    all ranks: torch's ``scaled_dot_product_attention`` of some heads on each rank. Gradients come back the
-    same way: four all-to-alls together. Heads of keys may be fewer than those of queries, and than ranks."""
+    all ranks: torch's ``scaled_dot_product_attention`` of some heads on each rank, or scores written out
+    where that function has no soft cap or sinks. Gradients come back the same way: four all-to-alls together.
+    A sink has its gradient on the rank with its head. Heads of keys may be fewer than those of queries, and
+    than ranks."""
     axis = mask.axis
     exchange = _Exchange(axis, Heads(query.size(1), key.size(1), axis.size))
     q, k, v = _ToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
     length = q.size(_DIM)
     q, k, v = (x[:, :, :n] for x, n in zip((q, k, v), (*mask.whole, mask.whole[1]), strict=True))
-    allowed = mask.of_all_queries(exchange.heads.of_queries(axis.rank))
-    if q.size(1) == 0:
+    mine = exchange.heads.of_queries(axis.rank)
+    allowed = mask.of_all_queries(mine)
+    if not scoring.is_plain:
+        k, v = (exchange.heads.matching(x, axis.rank) for x in (k, v))
+        out = attend_by_scores(q, k, v, allowed, scoring.of_heads(mine), causal=mask.causal)
+    elif q.size(1) == 0:
         out = q @ (k.mT @ v)  # nothing, in the shape of the rest: backward calls the other ranks
     else:
         k, v = (exchange.heads.matching(x, axis.rank) for x in (k, v))
@@ -181,7 +186,7 @@ def ulysses_attention(
         if group > 1 and allowed is not None:  # under a mask torch's fast kernels take equal heads alone
             k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
         out = functional.scaled_dot_product_attention(
-            q, k, v, allowed, dropout, mask.causal, scale=scale, enable_gqa=group > 1
+            q, k, v, allowed, scoring.dropout, mask.causal, scale=scoring.scale, enable_gqa=group > 1
         )
     if out.size(_DIM) < length:
         out = functional.pad(out, (0, 0, 0, length - out.size(_DIM)))

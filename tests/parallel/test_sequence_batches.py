@@ -17,6 +17,7 @@ from gemini.parallel import Layout, SequenceParallel, parallelize_sequence
 from gemini.parallel.mesh import counted
 from gemini.parallel.sequence import Order, cut_batch
 from gemini.parallel.sequence.ring import attend_block, block_gradients, merge
+from gemini.parallel.sequence.scores import Scoring, attend_by_scores
 from gemini.parallel.sequence.ulysses import Heads, count
 
 
@@ -89,12 +90,12 @@ def test_blocks_of_keys_make_the_whole_attention(masked: bool, dtype: torch.dtyp
     with torch.no_grad():
         masks = [None if mask is None else mask[..., half] for half in halves]
         blocks = [
-            attend_block(q, k[:, :, half], v[:, :, half], own, 8**-0.5, False)
+            attend_block(q, k[:, :, half], v[:, :, half], own, Scoring(8**-0.5), False)
             for half, own in zip(halves, masks, strict=True)
         ]
         out, lse = merge(*blocks[0], *blocks[1])
         parts = [
-            block_gradients(grad, q, k[:, :, half], v[:, :, half], out, lse, own, 8**-0.5, False)
+            block_gradients(grad, q, k[:, :, half], v[:, :, half], out, lse, own, Scoring(8**-0.5), False)
             for half, own in zip(halves, masks, strict=True)
         ]
     got = (parts[0][0] + parts[1][0], *(torch.cat(pair, 2) for pair in list(zip(*parts, strict=True))[1:]))
@@ -112,6 +113,19 @@ def sent(method: str, key_heads: int) -> tuple[dict[str, int], dict[str, int]]:
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out.sum().backward()
     return dict(calls), dict(nbytes)
+
+
+def test_a_row_that_sees_nothing_is_zeros_under_a_cap() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 5, 8, generator=generator).requires_grad_() for _ in range(3)]
+    seen = torch.ones(5, 5, dtype=torch.bool).tril(-1)  # the first sees nothing
+    out = attend_by_scores(*inputs, seen, Scoring(8**-0.5, softcap=1.0), causal=False)
+    out.sum().backward()
+    assert not out[:, :, 0].any()
+    assert all(x.grad is not None and bool(x.grad.isfinite().all()) for x in inputs)
+    wide = attend_by_scores(*inputs, seen, Scoring(8**-0.5, softcap=1e4), causal=False)
+    plain = functional.scaled_dot_product_attention(*inputs, seen)
+    torch.testing.assert_close(wide, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_ulysses_sends_four_messages_and_the_ring_keys_alone() -> None:

@@ -68,6 +68,33 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_cache": False,
         },
     ),
+    # Scores reach a cap this low, and a sink counts as much as a key.
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            **LLAMA,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 0.2,
+            "sliding_window": 3,
+            "attn_implementation": "eager",  # the others of transformers leave the cap out
+        },
+    ),
+    "gpt-oss": (  # with fewer heads than ranks, if they are three
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **LLAMA,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "sliding_window": 3,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attn_implementation": "eager",
+        },
+    ),
     "vit": ("ViTForImageClassification", "ViTConfig", VIT),
     "bert, classes": ("BertForSequenceClassification", "BertConfig", {**BERT, "num_labels": 5}),
     "llama, classes": (
@@ -78,7 +105,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bloom": ("BloomForCausalLM", "BloomConfig", {"hidden_size": 32, "n_layer": 1, "n_head": 4}),
     "t5": ("T5ForConditionalGeneration", "T5Config", {"d_model": 32, "num_layers": 1, "num_heads": 4}),
 }
-TOKENS = ["llama", "llama, one key head", "qwen3", "mistral", "gpt2", "bert", "roberta", "opt"]
+TOKENS = [
+    "llama",
+    "llama, one key head",
+    "qwen3",
+    "mistral",
+    "gpt2",
+    "bert",
+    "roberta",
+    "opt",
+    "gemma2",
+    "gpt-oss",
+]
 WHOLE_BATCHES = ["vit", "bert, classes", "llama, classes"]
 
 
@@ -118,6 +156,9 @@ def batch_of(name: str, padding: str | None) -> dict[str, Tensor]:
         batch["attention_mask"] = mask
         if "classes" not in name:
             batch["labels"][1, places] = -100
+        if name == "gemma2" and padding == "before":
+            # Padding predicts this one. It sees nothing: eager functions take the mean of all values.
+            batch["labels"][1, places.stop] = -100
     if name == "roberta":
         batch["position_ids"] = (torch.arange(LENGTH) + 2).unsqueeze(0)
     return batch
@@ -170,7 +211,7 @@ def test_models_on_parts_compute_what_whole_ones_do(method: str, padding: str | 
 
 
 def compare_recomputed(method: str) -> dict[str, dict[str, float]]:
-    names = ["llama, one key head", "bert", "vit"]
+    names = ["llama, one key head", "bert", "vit", "gemma2", "gpt-oss"]
     return {name: compare(name, method, "behind", recomputes=True) for name in names}
 
 
@@ -216,10 +257,17 @@ def compare_cut(name: str, method: str) -> dict[str, float]:
     return {"loss": relative(got.detach(), wanted.detach())} | errors_of(grads, gradients(whole))
 
 
-@pytest.mark.parametrize(("name", "method"), [("llama, one key head", "ulysses"), ("gpt2", "ring")])
-def test_parts_of_layers_and_of_sequences_go_together(name: str, method: str) -> None:
-    for errors in on_ranks(compare_cut, 4, name, method):
-        assert max(errors.values()) <= TOLERANCE, errors
+def compare_all_cut(names: list[str], method: str) -> dict[str, dict[str, float]]:
+    return {name: compare_cut(name, method) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("names", "method"), [(["llama, one key head", "gemma2"], "ulysses"), (["gpt2"], "ring")]
+)
+def test_parts_of_layers_and_of_sequences_go_together(names: list[str], method: str) -> None:
+    for found in on_ranks(compare_all_cut, 4, names, method):
+        for name, errors in found.items():
+            assert max(errors.values()) <= TOLERANCE, (name, errors)
 
 
 def train(method: str, device_bytes: str) -> tuple[list[float], list[float], int]:
