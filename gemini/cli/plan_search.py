@@ -134,8 +134,23 @@ def _render(plan: ParallelPlan, found: Found, options: argparse.Namespace, conso
         runs = "one process runs" if plan.world_size == 1 else f"{plan.world_size} processes run"
         said = f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r}) in a program that {runs}"
         if Path(options.model).is_dir():
-            said += f", or gemini finetune --model {options.model} --plan {options.save_plan} --data PATH"
+            said += f", or {_finetune_command(plan, options)}"
         console.print(f"{said}.", highlight=False)
+
+
+def _finetune_command(plan: ParallelPlan, options: argparse.Namespace) -> str:
+    """Return the ``gemini finetune`` that runs the plan: with what it was asked for and does not say."""
+    has_disk = any(plan.budgets_of(rank).disk_bytes for rank in range(plan.layout.pp))
+    asked = {
+        "--model": options.model,
+        "--plan": options.save_plan,
+        "--seq": options.seq,
+        "--lora": options.lora,
+        "--quantize": options.quantize,
+        "--disk-dir": (options.disk_dir or "DIR") if has_disk else None,
+    }
+    given = [f"{name} {value}" for name, value in asked.items() if value is not None]
+    return " ".join(["gemini finetune", *given, "--data PATH --output DIR"])
 
 
 def _render_left_out(found: Found, console: Console) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from hf_models import SIZES, saved
 from processes import close_workers, run_on_ranks
 
 from gemini.cli.main import main
+from gemini.cli.plan_search import _finetune_command
 from gemini.comm.ranks import Rank, make_peers
 from gemini.errors import ConfigError
 from gemini.forecast.machine import MachineSpeeds
@@ -32,6 +34,7 @@ from gemini.jobs.finetune.adapters import adapted
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.layouts import refuse_unfit_parts, refuse_unread
 from gemini.parallel import Layout, ParallelPlan
+from gemini.parallel.plan import PlanBudgets
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -195,6 +198,20 @@ def test_parts_of_rows_with_documents_in_windows_are_refused_before_data_is_read
         refuse_unfit_parts(dataclasses.replace(given, **changes), adapted(given))
 
 
+def test_the_command_that_a_search_prints_has_what_its_plan_does_not_say(config: FineTuneConfig) -> None:
+    asked = {"model": config.model, "save_plan": "p.json", "seq": 24, "disk_dir": "disk"}
+    adapters = {"lora": 4, "quantize": "nf4"}
+    model = LLAMA.from_pretrained(config.model)
+    for nbytes, said in ((0, ""), (2**20, "--disk-dir disk ")):
+        plan = dataclasses.replace(
+            plan_for(model, layout=Layout(dp=2)), budgets=PlanBudgets(2**20, 0, nbytes)
+        )
+        command = _finetune_command(plan, Namespace(**asked, **adapters))
+        assert command.endswith(
+            f" --plan p.json --seq 24 --lora 4 --quantize nf4 {said}--data PATH --output DIR"
+        )
+
+
 @pytest.mark.dear("a search, and a run of its plan by two processes that import transformers")
 def test_a_plan_that_was_searched_for_two_ranks_runs(
     config: FineTuneConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -210,7 +227,8 @@ def test_a_plan_that_was_searched_for_two_ranks_runs(
     asked = ["plan", config.model, "--ranks", "2", "--search", "--batch", "4", "--seq", "24"]
     asked += ["--machine", str(tmp_path / "machine.json"), "--pin", "tp=2", "--save-plan", plan]
     assert main(asked) == 0
-    assert "gemini finetune --model" in capfd.readouterr().out
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"gemini finetune --model {config.model} --plan {plan} --seq 24 --data PATH --output DIR" in said
     options = ["--data", config.data, "--seq", "24", "--steps", "2", "--lr", "1e-2", "--json"]
     given = ["finetune", "--model", config.model, "--plan", plan, "--output", config.output, *options]
     assert main(given) == 0
