@@ -45,6 +45,8 @@ _FULL_SHARE = 0.1  # of processes may write small files only
 _LEAST_BYTES = 4096  # of such a limit
 _MOST_TRIES = 3  # to be done, once nothing ends it any more
 _TRACES = ("Traceback (most recent call last)", "Exception ignored", "Fatal Python error")
+_IMPORTS = "importlib._bootstrap"  # in the traceback of a program that was importing
+
 _SAVED = re.compile(r"saved step (\d+)")
 
 
@@ -250,12 +252,15 @@ def _problems(run: Run, lived: Lived, setting: Setting, kill: Kill | None, *, is
         yield f"ran longer than {setting.most_seconds} s"
         return
     signum = None if kill is None or not lived.killed else kill.signum
+    if signum == signal.SIGINT and _IMPORTS in lived.said:
+        return  # Python's own end of a program that was importing: no handler is there yet
     shows_none = run.is_command or (
         signum is None and not setting.file_bytes
     )  # errors of a script are its user's
     if shows_none and (trace := next((each for each in _TRACES if each in lived.said), None)):
         yield f"shows {trace!r}"
-    allowed = {0} if is_only else {0, 2, 143, -signal.SIGTERM}
+    # Other ranks are ended when one has failed, or stop with it.
+    allowed = {0} if is_only else {0, 2, 130, 143, -signal.SIGTERM}
     if setting.file_bytes:
         allowed |= {2} if run.is_command else {1, 2}
     if signum is not None:
