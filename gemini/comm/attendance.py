@@ -372,6 +372,24 @@ def patience_seconds() -> float:
     return seconds
 
 
+def meet_at_start() -> None:
+    """Wait for all ranks of the default group, which have joined it. From here on they see each other's
+    signs; until here one that is gone would be waited for as long as torch waits.
+
+    Raises:
+        StateError: a rank has not come within the patience.
+    """
+    if dist.get_backend() != dist.Backend.GLOO:
+        return  # its timeout ends the wait
+    try:
+        dist.monitored_barrier(timeout=timedelta(seconds=patience_seconds()))
+    except RuntimeError as error:
+        raise StateError(
+            f"a rank has joined and is gone, or took longer than {patience_seconds():g} s to begin "
+            f"({PATIENCE_VARIABLE}): {str(error).partition(chr(10))[0]}. Start all ranks again"
+        ) from error
+
+
 def _own_clock() -> int:
     return time.pthread_getcpuclockid(threading.get_ident())
 

@@ -20,8 +20,7 @@ from sharded_harness import WIDTH, Recipe, mlp, wrap
 from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
-from gemini.comm.attendance import PATIENCE_VARIABLE, Attendance, Sign
-from gemini.jobs.run.ranks import meet_at_start
+from gemini.comm.attendance import PATIENCE_VARIABLE, Attendance, Sign, meet_at_start
 from gemini.parallel import Layout, Mesh
 from gemini.parallel.zero import LowLevelZeroOptimizer
 

@@ -6,14 +6,11 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
-
 from gemini import errors
-from gemini.comm.attendance import PATIENCE_VARIABLE, patience_seconds
+from gemini.comm.attendance import meet_at_start
 from gemini.comm.ranks import Rank, make_peers
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.launch import launch_from_torch, shutdown
@@ -57,24 +54,6 @@ def place_among_ranks() -> Iterator[Rank]:
     else:
         peers.leave("ended the job")
         shutdown()
-
-
-def meet_at_start() -> None:
-    """Wait for all ranks of the default group, which have joined it. From here on they see each other's
-    signs; until here one that is gone would be waited for as long as torch waits.
-
-    Raises:
-        StateError: a rank has not come within the patience.
-    """
-    if dist.get_backend() != dist.Backend.GLOO:
-        return  # its timeout ends the wait
-    try:
-        dist.monitored_barrier(timeout=timedelta(seconds=patience_seconds()))
-    except RuntimeError as error:
-        raise StateError(
-            f"a rank has joined and is gone, or took longer than {patience_seconds():g} s to begin "
-            f"({PATIENCE_VARIABLE}): {str(error).partition(chr(10))[0]}. Start all ranks again"
-        ) from error
 
 
 def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -> int:
