@@ -62,21 +62,22 @@ class Touch:
 
 
 _NOTHING = Touch((), False, 0.0, 0)
+_LAST = (Kind.BACKWARD, Kind.WEIGHT)  # that of a micro-batch on a stage
 _EMPTY: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class RankPass:
     """A forward or backward pass of a stage with one micro-batch. ``base_bytes``: what the rank holds of
-    others meanwhile; ``idle_seconds``: until its next pass; ``ends``: nothing needs the activations behind
-    it."""
+    others meanwhile; ``idle_seconds``: until its next pass; ``ends``: the segments whose activations nothing
+    needs behind it."""
 
     phase: str
     touches: tuple[Touch, ...]
     base_bytes: int
     idle_seconds: float = 0.0
     micro_batch: int = 0
-    ends: bool = False
+    ends: range = range(0)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class StagePasses:
             held[action.stage] -= 0 if forward else 1
             base = ceil(sum(count * kept[stage] for stage, count in held.items()))
             touches = touches_of(action.kind, action.stage)
-            ends = action.kind in (Kind.BACKWARD, Kind.WEIGHT)
+            ends = range(*self.ranges[action.stage]) if action.kind in _LAST else range(0)
             passes.append(
                 RankPass(
                     FORWARD if forward else BACKWARD, touches, base, idle[place], action.micro_batch, ends
@@ -150,6 +151,8 @@ class StagePasses:
                 )
             if kind is not Kind.FORWARD:
                 touches += _backward(self.figures[at], base, kind)
+            if at in self.stored and not touches and kind is not Kind.WEIGHT:  # it has no parameters
+                touches = [Touch((), False, 0.0, ceil(base + self.figures[at].peak_bytes))]
             if at in self.stored and touches:
                 # Forward stores behind its last operator; all of backward needs what was stored.
                 begin = len(touches) - 1 if kind is Kind.FORWARD else 0
@@ -461,12 +464,21 @@ class _Parcels:
         return dict.fromkeys(chunks, WRITTEN if forward else READ)
 
     def freed_behind(self, each: RankPass, touch: Touch) -> set[int]:
-        """Return the chunks that nothing needs behind a touch: the last one of a segment in its last pass."""
+        """Return the chunks that nothing needs behind a touch: the last one of a segment in its last pass,
+        or of that pass where it needs none, as of frozen weights in the half for gradients of weights."""
+        if not each.ends:
+            return set()
+        done = [
+            at
+            for at in touch.stored
+            if touch is next(other for other in reversed(each.touches) if at in other.stored)
+        ]
+        if touch is each.touches[-1]:
+            done += (at for at in each.ends if at not in touch.stored)
         freed = set[int]()
-        for at in touch.stored if each.ends else ():
-            last = next(other for other in reversed(each.touches) if at in other.stored)
-            if touch is last:
-                chunk = self._held.pop((at, each.micro_batch))
+        for at in done:
+            chunk = self._held.pop((at, each.micro_batch), None)
+            if chunk is not None:
                 self._free[at].append(chunk)
                 freed.add(chunk)
         return freed

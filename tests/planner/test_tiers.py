@@ -12,7 +12,7 @@ from planner_models import machine, net, run_of
 
 from gemini.forecast.meter import OperationCosts
 from gemini.memstats import LinkSpeed
-from gemini.memstats.trace import OPTIMIZER, WRITTEN, Trace
+from gemini.memstats.trace import BACKWARD, OPTIMIZER, WRITTEN, Trace
 from gemini.parallel.pipeline.orders import Kind, Order, make_order, simulate_actions
 from gemini.planner.chunks import ChunkTable, StageCapacity, chunk_sizes
 from gemini.planner.figures import Figures, Speeds
@@ -29,7 +29,7 @@ class Case:
     def __init__(self, schedule: str, pp: int, rank: int, copies: int, microbatches: int = 4) -> None:
         self.cut = CutModel(net(*_INNER), Part())
         speeds = Speeds(machine(1), OperationCosts(machine(1)))
-        self.figures = speeds.figures(self.cut.record(run_of(2)))
+        self.figures = list(speeds.figures(self.cut.record(run_of(2))))
         stages = 2 if schedule in ("interleaved", "zero_bubble", "zbv") else 1
         self.order: Order = make_order(schedule, pp, microbatches, stages)
         ends = [
@@ -136,6 +136,30 @@ def test_stored_activations_are_chunks_of_each_micro_batch_until_its_backward_pa
         block = 4096
         assert written == 4 * sum(-(-nbytes // block) * block for nbytes in case.kept.values())
         assert max(plain.non_model_bytes) > max(stored.non_model_bytes)
+
+
+@pytest.mark.parametrize(("schedule", "pp"), [("1f1b", 1), ("zbv", 2)])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_activations_of_what_has_no_gradients_are_read_and_freed(
+    schedule: str, pp: int, frozen: bool
+) -> None:
+    for rank in range(pp):
+        case = Case(schedule, pp, rank, 1)
+        for at, each in enumerate(case.figures):
+            if at % 2:  # its weights are frozen, or it has none
+                uses = each.uses if frozen else tuple(use._replace(keys=()) for use in each.uses)
+                case.figures[at] = replace(each, uses=uses, gradients=())
+        trace = case.trace(stored=case.kept)
+        chunks = {at for at, kind in enumerate(trace.chunk_kinds) if kind == "activation"}
+        held, read = set[int](), set[int]()
+        for number, accesses in enumerate(trace.accesses):
+            held |= chunks.intersection(accesses)
+            if trace.phases[number] == BACKWARD:
+                read |= chunks.intersection(accesses)
+            held -= set(trace.frees[number])
+        assert not held
+        assert read == chunks
+        assert len(chunks) >= len(case.kept) > 0
 
 
 def test_what_chunks_do_not_take_stays_on_device() -> None:
