@@ -485,6 +485,8 @@ class _Pricing:
         what all others keep on DEVICE in any case."""
         peaks = (max(each.peak_bytes, each.forward_peak_bytes) for _, each in self._segments(rank))
         stay = sum(each.kept_bytes - each.storable_bytes for _, each in self._segments(rank))
+        firsts = (self._ranges[stage][0] for stage in self._order.stages_of(rank))
+        stay += sum(self._figures[first].input_bytes for first in firsts if first)  # from another rank
         most = max(sum(counts) for _, counts in under_way(self._order_of, rank)) + 1
         return ceil(max(peaks) + most * stay)
 
@@ -531,6 +533,7 @@ class _Pricing:
             self._sent(busiest),
             tuple(group[0] - 1 for group in groups if len(group) == 1 and isinstance(group[0], int)),
             tuple(groups_of((group for group in groups if len(blocks_of(group)) > 1), -1)),
+            max(waits),
         )
 
     def _messages(self, axis: str, rank: int) -> float:

@@ -25,7 +25,8 @@ class RankPrice:
 class Price:
     """A step of ``step_seconds``. ``seconds``: of the busiest rank, by resource: computing, Adam, idle, each
     axis, transfers. ``begins``: blocks with which stages begin, but the first; ``recompute``: blocks that
-    do; ``groups``: those of several blocks, in groups that keep one input each."""
+    do; ``groups``: those of several blocks, in groups that keep one input each; ``most_waiting``: seconds
+    for which a rank waits for transfers at most."""
 
     combination: Combination
     step_seconds: float
@@ -35,6 +36,7 @@ class Price:
     sent_bytes: dict[str, int]
     recompute: tuple[int, ...] = ()
     groups: tuple[Item, ...] = ()
+    most_waiting: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,7 @@ _LARGE = 3
 
 def _waits(priced: Price | Misfit) -> bool:
     """Say whether less on DEVICE could help."""
-    return isinstance(priced, Misfit) or "transfers" in priced.seconds
+    return isinstance(priced, Misfit) or priced.most_waiting > 0
 
 
 def _with(capacity: StageCapacity, misfit: Misfit) -> StageCapacity:

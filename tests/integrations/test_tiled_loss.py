@@ -124,7 +124,7 @@ def test_a_trainer_prints_nearly_what_it_does_without_tiles(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(activations, "_SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     more = {**more, "eval_strategy": "steps", "eval_steps": 3}
     want = unmanaged(arguments(tmp_path / "want", **more))
     budget = {**tight(str(tmp_path / "got")), **options, "tiled_loss": True}

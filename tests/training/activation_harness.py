@@ -32,7 +32,7 @@ from gemini.runtime.activation import activations
 @pytest.fixture
 def store_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """The models here are tiny: have everything go into chunks."""
-    monkeypatch.setattr(activations, "_SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
 
 
 def offloaded(tmp_path: Path, device_bytes: int = 80 * KIB, **options: Any) -> dict[str, Any]:

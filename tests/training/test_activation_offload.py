@@ -193,7 +193,7 @@ class Writes(nn.Module):
 def test_a_saved_tensor_that_is_written_is_refused_as_by_autograd(
     what: str, smallest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_SMALLEST_BYTES", smallest)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", smallest)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         Writes(what)(random_batch(0, 4, 32)).sum().backward()
     with GeminiDDP(Writes(what), **offloaded(tmp_path)) as model:

@@ -74,7 +74,7 @@ EVERY = [*KINDS, "own thread"]
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[ComputeDevice]:
     """Yield a GPU of each kind, with its operators running late, or backward on a thread of its own, where
     that is its kind."""
-    monkeypatch.setattr(activations, "_SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
     gpu = make_gpu(request.param)
     if isinstance(gpu, LateDevice):
         running: AbstractContextManager[None] = gpu.running(monkeypatch)
