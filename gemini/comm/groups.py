@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gemini.errors import StateError
+
 # By default group.
 _connections: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
@@ -48,13 +50,19 @@ def _num_groups() -> int:
 
 
 def _most_groups(ranks: list[int]) -> int:
-    """Return how many groups that one of ``ranks`` is in that is in most."""
+    """Return how many groups that one of ``ranks`` is in that is in most. Raises StateError where the rank
+    that keeps the store is gone."""
     members = f"gemini-groups/{'_'.join(map(str, ranks))}"
     store: Any = dist.PrefixStore(members, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-    # None of them comes again before all have come.
-    turn = (store.add("arrivals", 1) - 1) // len(ranks)
-    store.set(f"{turn}/{dist.get_rank()}", str(_num_groups()))
-    return max(map(int, store.multi_get([f"{turn}/{rank}" for rank in ranks])))  # waits for all
+    try:
+        # None of them comes again before all have come.
+        turn = (store.add("arrivals", 1) - 1) // len(ranks)
+        store.set(f"{turn}/{dist.get_rank()}", str(_num_groups()))
+        return max(map(int, store.multi_get([f"{turn}/{rank}" for rank in ranks])))  # waits for all
+    except dist.DistNetworkError as error:
+        raise StateError(
+            "the rank that keeps the store is gone: another rank has failed or was stopped. Start all again"
+        ) from error
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

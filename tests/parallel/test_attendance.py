@@ -21,6 +21,7 @@ from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
 from gemini.comm.attendance import PATIENCE_VARIABLE, Attendance, Sign, meet_at_start
+from gemini.comm.groups import new_group
 from gemini.parallel import Layout, Mesh
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
@@ -499,6 +500,25 @@ def test_a_rank_that_is_gone_before_ranks_see_each_other_is_waited_for_as_long_a
     assert "a rank has joined and is gone" in found[0]
     assert "Rank 1 failed" in found[0]
     assert time.monotonic() - begun < SOON
+
+
+def _without_its_store() -> str:
+    class Gone:
+        def add(self, _key: str, _number: int) -> int:
+            raise dist.DistNetworkError("Failed to recv")
+
+    before, dist.PrefixStore = dist.PrefixStore, lambda *_: Gone()  # type: ignore[assignment, misc]
+    try:
+        new_group([0], None)
+    except StateError as error:
+        return str(error)
+    finally:
+        dist.PrefixStore = before  # type: ignore[misc]
+    return ""
+
+
+def test_a_store_that_went_with_its_rank_is_named() -> None:
+    assert "the rank that keeps the store is gone" in run_on_ranks(_without_its_store, 1)[0]
 
 
 def test_a_sign_says_what_a_rank_did_last() -> None:
