@@ -584,8 +584,8 @@ class _Pricing:
             waits[last] = transfers[last].waits
 
     def _copying(self, rank: int, price: RankPrice) -> float:
-        """Return how long it takes in a step to copy activations into chunks: those that leave DEVICE, of
-        which there are no more than what lies below it."""
+        """Return how long a step copies activations into chunks. Only those that leave DEVICE are copied, so
+        no more than the tiers below it hold."""
         stored = sum(self._stored(rank).values()) * self._choice.num_microbatches
         share = min(1.0, price.lower_bytes / max(price.activation_bytes, 1))
         return self._pricer.pass_seconds(ceil(share * stored) // 4)

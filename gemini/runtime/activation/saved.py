@@ -1,4 +1,4 @@
-"""Tensors that autograd saved. The last step tells which of them stay where they are; chunks keep the others.
+"""Tensors that autograd saved: some stay where they are, as the last step showed; chunks hold the rest.
 This file has the chunks for sizes that show only while a model runs, what autograd holds instead of a saved
 tensor, and tensors over windows that may outlive their operator.
 """
