@@ -1,1 +1,1 @@
-"""A managed model: what wraps or manages a module, its weights, steps repeated."""
+"""Wrappers and handles of managed modules, their state dicts, and the retry of a step."""

@@ -1,5 +1,7 @@
-"""GeminiDDP: a module whose model data lives in chunks on DEVICE, HOST and DISK. It wraps a module and hides
-nothing of it, also as a part of a larger one: what torch loads has the names of what is wrapped.
+"""GeminiDDP: wraps a module and keeps its model data in chunks on DEVICE, HOST and DISK.
+
+The wrapper shows all attributes of the module. torch saves and loads the wrapper, also inside a larger
+module, under the names of the wrapped module's state.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ _HELPER = "torch.distributed.checkpoint.state_dict"
 
 
 class Wrapper(nn.Module):
-    """Wraps :attr:`module`: an attribute that the wrapper itself does not have is the module's, to read and,
-    where the module has it, to set."""
+    """Wraps :attr:`module`. Attributes that the wrapper lacks are read from the module, and set on the module
+    if it has them."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -79,23 +81,26 @@ class Wrapper(nn.Module):
 
 
 class NamedAsWrapped(Wrapper):
-    """A wrapper whose state has the names of the module that it wraps, its ``module``."""
+    """A wrapper whose state dict keys are those of its ``module``, without a prefix."""
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell torch.distributed.checkpoint that ``module`` is no part of names; where each begins there."""
+        """Tell torch.distributed.checkpoint that names omit ``module``. Returns the first part of each name,
+        mapped to the attribute to step through."""
         inner = cast("nn.Module", self.module)
         return dict.fromkeys(("", *inner._modules, *inner._parameters, *inner._buffers), "module")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As a module's. To torch.distributed.checkpoint without ``module``, which it takes off for torch's
-        own wrapper only: it looks for the states of an optimizer under the names of weights."""
+        """Yield named parameters like ``nn.Module``, but without the ``module.`` prefix if
+        torch.distributed.checkpoint asks: it looks up optimizer states by these names and strips the prefix
+        of torch's own wrapper only."""
         if torchs_checkpoint_asks():
             return cast("nn.Module", self.module).named_parameters(*args, **kwargs)
         return super().named_parameters(*args, **kwargs)
 
 
 class LoadsAsPart(NamedAsWrapped):
-    """A wrapper whose state has the names of the module that it wraps, and is loaded under them."""
+    """A wrapper that also loads its state under the names of its ``module`` if it is part of a larger
+    module."""
 
     _gemini: ManagedModel
 
@@ -113,25 +118,26 @@ class LoadsAsPart(NamedAsWrapped):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Have all of the wrapped module loaded, as ``load_state_dict`` of the wrapper does; what an outer
-        module's ``load_state_dict`` calls."""
+        """Load the whole wrapped module, like the wrapper's own ``load_state_dict``. torch calls this from
+        ``load_state_dict`` of an outer module."""
         for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         refuse_assign(bool(local_metadata.get("assign_to_params_buffers")))
-        _end_load(self)  # of one that was interrupted
+        _end_load(self)  # of a load that was interrupted
         own: Any = OrderedDict(
             (key[len(prefix) :], state_dict[key]) for key in state_dict if key.startswith(prefix)
         )
         own._metadata = {"": local_metadata}
-        # torch goes on with our parts, under names that begin with theirs, and tells only those what version
-        # of each the state is of. So they note it, and the hook that comes after them loads.
+        # torch visits our submodules next, and passes the version metadata of each to that submodule only.
+        # The listeners record it; _load_part runs after them and loads.
         self.__dict__["_part_load"] = _PartLoad(own, prefix, strict, self._modules)
         self._modules = _Listener(self._gemini.module, prefix, own._metadata)._modules
 
 
 @dataclass(frozen=True)
 class _PartLoad:
-    """A load of a wrapper that has begun, and what is in the wrapper."""
+    """A load of a wrapper in progress: the state under its own names, and the wrapper's real ``modules``,
+    which listeners replace meanwhile."""
 
     state: Mapping[str, Any]
     prefix: str
@@ -140,7 +146,8 @@ class _PartLoad:
 
 
 class _Listener(nn.Module):
-    """Stands for a module while torch loads what it is in; notes ``metadata`` by name below ``prefix``."""
+    """Replaces a module while torch loads an outer module; records torch's ``metadata`` by name below
+    ``prefix``."""
 
     def __init__(self, module: nn.Module, prefix: str, metadata: dict[str, Any]) -> None:
         super().__init__()
@@ -171,7 +178,7 @@ def _load_part(wrapper: LoadsAsPart, keys: Any) -> None:
 
 
 def torchs_checkpoint_asks() -> bool:
-    """Say whether the caller of the function that asks is torch.distributed.checkpoint's own."""
+    """Say whether the caller's caller is torch.distributed.checkpoint."""
     return sys._getframe(2).f_globals.get("__name__") == _HELPER
 
 
@@ -192,53 +199,55 @@ class GeminiDDP(LoadsAsPart):
     Args:
         module: the model, on ``cpu``, on the computing device, or on ``meta`` (see :func:`gemini.init_on`).
         device: the computing device: ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or a GPU's index. ``None``: the
-            current GPU, or the CPU where there is none.
+            current GPU, or the CPU if there is no GPU.
         placement_policy: ``"auto"``, ``"cpu"``, ``"cuda"``, ``"const"`` or an object with the same two
             methods.
-        pin_memory: whether HOST memory of a GPU is page-locked, which its copies need to run beside
-            computing; ``None``: yes. Without a GPU ``True`` only logs that there is none.
-        search_range_mb, hidden_dim, min_chunk_size_mb: the chunk-size search; the minimum is lowered where
-            ``device_bytes`` could not hold the chunks of one update.
+        pin_memory: whether HOST memory beside a GPU is page-locked, which copies need to overlap with
+            computing; ``None``: yes. Without a GPU ``True`` has no effect, and a log message says so.
+        search_range_mb, hidden_dim, min_chunk_size_mb: options of the chunk-size search. The minimum is
+            lowered if ``device_bytes`` cannot hold the chunks of one update.
         mixed_precision: ``None`` (parameters keep their dtype), ``"bf16"`` or ``"fp16"`` (fp32 masters are
             kept). Buffers keep their type (docs/notes/precision.md).
         device_bytes, host_bytes, disk_bytes: hard budgets, an int or text such as ``"512MiB"``.
         disk_dir: directory of the DISK tier's file; ``None`` means no DISK tier.
         non_model_bytes: DEVICE bytes to keep free of model data; ``None`` measures them in the first step.
         force_outputs_fp32: cast floating-point outputs to fp32 under mixed precision.
-        activation_offload: True puts what autograd saves in forward into chunks, which leave DEVICE where it
-            is short; ``"auto"`` only what would not stay there (docs/notes/activations.md).
-        activation_recompute: blocks (members of the module's lists) may compute their activations again in
-            backward where a simulated step is faster; needs ``activation_offload="auto"``.
-        tiled_loss: True computes the loss of a language model's head by tiles of rows, so that its logits
-            never exist at once; ``"auto"`` only where they would take more than a sixteenth of DEVICE
+        activation_offload: True keeps the tensors that autograd saves in forward in chunks, which are evicted
+            if DEVICE is short; ``"auto"`` keeps only those in chunks that would not stay on DEVICE
+            (docs/notes/activations.md).
+        activation_recompute: blocks (members of the module's lists) may recompute their activations in
+            backward if a simulated step is faster; needs ``activation_offload="auto"``.
+        tiled_loss: True computes the loss of a language model's head by tiles of rows, so that all logits
+            never exist at once; ``"auto"`` does so only if they would take more than a sixteenth of DEVICE
             (docs/tiled-loss.md).
-        strict_ddp_mode: every rank runs the same operators in the same order; where one does not, StateError
-            is raised on all. Without it ranks may differ.
-        process_group: the ranks among which every chunk is cut (ZeRO-3): a ProcessGroup, a DeviceMesh of one
-            dimension, or ``None`` for all ranks where torch.distributed is initialized, else this process
-            alone. On a DeviceMesh of two dimensions the ranks of each row hold a copy of the model (hybrid
-            sharding: a row per node, say). The first rank's weights and buffers are taken.
-        model_ranks: those that hold the other parts of a model whose parameters were cut before
+        strict_ddp_mode: require that every rank runs the same operators in the same order; if one does not,
+            all ranks raise StateError. Without it ranks may differ.
+        process_group: the ranks that share every chunk (ZeRO-3): a ProcessGroup, a DeviceMesh of one
+            dimension, or ``None`` for all ranks if torch.distributed is initialized, else this process alone.
+            On a DeviceMesh of two dimensions the ranks of each row hold a copy of the model (hybrid sharding:
+            a row per node, say). The first rank's weights and buffers are taken.
+        model_ranks: the ranks that hold the other parts of a model with parameters that were cut before
             (``parallelize(...).model_ranks``, see docs/parallel.md): gradients have one norm over all parts,
-            and a step is skipped on all.
-        experts: which parameters are experts that this rank has and others do not (``ep_size=`` of plugins):
-            their chunks are cut among the ranks with the same ones.
-        gather_bytes: what parameter chunks that are whole for use may take on DEVICE, where no operator needs
-            more; ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
-        reduce_dtype: what gradients are sent in: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for half the
-            bytes. They are accumulated, and added up, in fp32 in any case.
-        keep_fp32: parameters, or modules with them, that stay in fp32 under ``mixed_precision``, by name or
-            a part of it: ``["router", "lm_head.weight"]``. Batch norm, and what the model itself says
-            (``_keep_in_fp32_modules``), need no naming.
+            and all ranks skip a step together.
+        experts: which parameters are experts of this rank that other ranks do not have (``ep_size=`` of
+            plugins): their chunks are cut among the ranks with the same experts.
+        gather_bytes: DEVICE bytes for gathered (whole) parameter chunks, unless an operator needs more;
+            ``None``: a quarter of ``device_bytes`` and at most half of all parameters.
+        reduce_dtype: the dtype in which gradients are sent: ``None`` for fp32, ``"bf16"`` or ``"fp16"`` for
+            half the bytes. They are always accumulated and added up in fp32.
+        keep_fp32: parameters, or modules with their parameters, that stay in fp32 under ``mixed_precision``,
+            by name or part of a name: ``["router", "lm_head.weight"]``. Batch norm, and modules that the
+            model lists in ``_keep_in_fp32_modules``, stay in fp32 without being named.
         memstats: the :class:`gemini.memstats.Trace` of an earlier run: chunks follow its execution order, and
-            warmup is skipped when it was recorded with this layout.
-        optimizer_rule: what will train the model, ``"adam"``, ``"lion"``, ``"sgd"``, ``"muon"``, or
-            ``"none"``: where the budgets cannot hold its gradients and states beside the parameters, wrapping
-            is refused. ``None``: only making the optimizer is, and the model may be evaluated; wrapping warns
-            where Adam would not fit. ``"muon"`` keeps hidden matrices in chunks without other parameters: so
-            :class:`gemini.Muon` has one state of them, and two of the others.
-        config: a :class:`GeminiConfig` in place of all options that it has a field for; those must then be
-            left at their defaults.
+            warmup is skipped if the trace was recorded with this layout.
+        optimizer_rule: the optimizer that will train the model, ``"adam"``, ``"lion"``, ``"sgd"``,
+            ``"muon"``, or ``"none"``: wrapping is refused if the budgets cannot hold its gradients and states
+            beside the parameters. ``None``: only creating the optimizer is refused then, and the model can be
+            evaluated; wrapping warns if Adam would not fit. ``"muon"`` keeps hidden matrices in chunks
+            without other parameters, so that :class:`gemini.Muon` keeps one state for these and two for the
+            others.
+        config: a :class:`GeminiConfig` with all options that it has a field for; these must then be left at
+            their defaults here.
         verbose: print the result of the chunk-size search, which is logged at INFO in any case.
 
     Raises:
@@ -324,17 +333,18 @@ class GeminiDDP(LoadsAsPart):
         device: ComputeDevice,
         parts: tuple[ModelRanks | None, OwnExperts | None],
     ) -> ManagedModel:
-        """Give ``module`` its chunks; a rehearsal (gemini.forecast) gives it chunks without memory."""
+        """Move ``module`` into chunks. A rehearsal (gemini.forecast) overrides this to use chunks without
+        memory."""
         model_ranks, experts = parts
         built = build_runtime(module, config, peers, device, model_ranks, experts=experts)
         return ManagedModel(module, config, device, peers, built)
 
     def _open_device(self, device: torch.device | str | int | None, pin_memory: bool | None) -> ComputeDevice:
-        """Return what operators run on; a rehearsal (gemini.forecast) and tests have others."""
+        """Open the computing device. A rehearsal (gemini.forecast) and tests override this."""
         return open_device(device, pin_memory=pin_memory)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module or, where it has none, a part of the runtime."""
+        """Return an attribute of the module or, if it has none of that name, a part of the runtime."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -348,9 +358,9 @@ class GeminiDDP(LoadsAsPart):
         """Run the module; floating-point inputs are cast to the compute precision first.
 
         Raises:
-            StateError: an update or a load failed half-way, so that weights do not belong together, a
-                parameter is no longer managed, a CUDA graph is captured, an optimizer awaits its step(), or
-                another thread is in a call of this model.
+            StateError: an update or a load failed halfway, so that weights are a mixture; a parameter is no
+                longer managed; a CUDA graph is being captured; an optimizer awaits its step(); or another
+                thread is in a call of this model.
         """
         return self._gemini.forward(self._gemini.plain_call, args, kwargs)
 
@@ -366,15 +376,16 @@ class GeminiDDP(LoadsAsPart):
         self._gemini.backward(loss)
 
     def retry_step(self, step: Callable[[], T]) -> T:
-        """Call ``step``, a whole training step or an evaluation, and return what it does. Where the device
-        runs out of memory in it, call it once more, from the same state and with less model data on DEVICE:
-        see :func:`gemini.model.retry.retry_step`."""
+        """Call ``step``, a whole training step or an evaluation, and return its result. If the device runs
+        out of memory in it, restore the state, give model data less of DEVICE and call it once more: see
+        :func:`gemini.model.retry.retry_step`."""
         return retry_step(self._gemini, step)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
-        exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
-        nothing, except for an optimizer that updates in backward: that waits for the pass which follows."""
+        """Accumulate gradients on each rank, in fp32, without an exchange; the next backward pass outside the
+        block exchanges all of them. Whole gradients stay until then, on any tier. With one process it has no
+        effect, except that an optimizer that updates in backward waits for the next pass outside the
+        block."""
         return self._gemini.no_sync()
 
     def join(
@@ -384,17 +395,18 @@ class GeminiDDP(LoadsAsPart):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """Let ranks train on different numbers of batches within the block, as DistributedDataParallel's: one
-        that comes to its end first serves the others until they do, with no gradients of its own::
+        """Let ranks train on different numbers of batches within the block, like DistributedDataParallel's
+        join. A rank that ends first serves the collectives of the others until they end; it adds no
+        gradients::
 
             with model.join():
                 for batch in loader:
                     optimizer.backward(loss_of(model(batch)))
                     optimizer.step()
 
-        Gradients are divided by the number of all ranks or, without ``divide_by_initial_world_size``, of
-        those that still train. ``throw_on_early_termination``: all raise StateError as soon as one has come
-        to the end. What ranks save or load together comes after the block (docs/notes/zero.md).
+        Gradients are divided by the number of all ranks or, without ``divide_by_initial_world_size``, by the
+        number of ranks that still train. With ``throw_on_early_termination`` all ranks raise StateError as
+        soon as one has ended. Save and load collectively only after the block (docs/notes/zero.md).
         """
         return self._gemini.join(
             divide_by_initial_world_size=divide_by_initial_world_size,
@@ -403,9 +415,9 @@ class GeminiDDP(LoadsAsPart):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
-        that raised, before repeating it. All ranks call it together: each waits until the others' passes are
-        over, so that no gradient of before comes to those of the next."""
+        """Discard all gradients, or fill them with zeros. Also call this after a forward or backward pass
+        that raised, before repeating it. Collective: every rank waits until the passes of all ranks are over,
+        so that no gradient of an old pass reaches the next one."""
         self._gemini.zero_grad(set_to_none)
 
     # -- weights ---------------------------------------------------------------------------------
@@ -416,8 +428,8 @@ class GeminiDDP(LoadsAsPart):
         own names.
 
         Streamed: one parameter at a time is on DEVICE. With a DISK tier the tensors are mapped from a file
-        there, so that the result needs no more memory than the kernel has to spare; otherwise they are copies
-        in memory. ``only_rank_0``: other ranks take part and get ``{}``; the other arguments are those of
+        there, so the result needs no memory of its own beyond the page cache; otherwise they are copies in
+        memory. ``only_rank_0``: the other ranks take part and get ``{}``. All other arguments are those of
         ``nn.Module.state_dict``.
 
         Raises:
@@ -427,21 +439,22 @@ class GeminiDDP(LoadsAsPart):
         return export_weights(self._gemini, *args, **kwargs)
 
     def _ask_before(self, *, keep_vars: bool) -> None:
-        """Run the hooks that torch runs before a state dict is made."""
+        """Run the state dict pre-hooks of the wrapper."""
         for hook in self._state_dict_pre_hooks.values():
             hook(self, "", keep_vars)
 
     def state_dict_shard(
         self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False
     ) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield what is in :meth:`state_dict` in shards of at most so many bytes, each with its bytes; a
-        larger parameter comes alone, all names of a tied one together. Copies in memory, one shard at a time.
+        """Yield the content of :meth:`state_dict` in shards of at most ``max_shard_size`` bytes, each with
+        its size in bytes. A larger parameter is a shard of its own; all names of a tied parameter are in one
+        shard. The values are copies in memory, one shard at a time.
 
-        Over ranks all of them go through it, and with ``only_rank_0`` others get no shard.
+        Collective: all ranks must exhaust the iterator. With ``only_rank_0`` the other ranks get no shard.
 
         Raises:
-            ConfigError: ``max_shard_size`` is none; StateError: as :meth:`state_dict`, or there was a step
-                between two shards.
+            ConfigError: ``max_shard_size`` is not a positive size.
+            StateError: as :meth:`state_dict`, or a step ran between two shards.
         """
         self._ask_before(keep_vars=False)
         return export_shards(self._gemini, max_shard_size, only_rank_0)
@@ -451,13 +464,16 @@ class GeminiDDP(LoadsAsPart):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Copy weights into the chunks, one parameter at a time; fp32 masters take the values before any
-        cast. Hooks of the module and its parts run as in torch. Over ranks all call it, with the same values.
+        cast. Hooks of the module and its submodules run as in torch. Collective: all ranks call it with the
+        same values.
 
         Raises:
             ConfigError: with ``assign=True``, or for a shape that does not match; nothing was changed.
-            RuntimeError: names are missing or unexpected and ``strict``, as in torch. Nothing was changed,
-                unless there are hooks after loading, which run first: weights are a mixture then.
-            OutOfBudgetError, IoError: a chunk could not be had: weights are a mixture until they are loaded.
+            RuntimeError: with ``strict``, names are missing or unexpected, as in torch. Nothing was changed,
+                unless there are hooks that run after loading: these run first, and weights are a mixture
+                then.
+            OutOfBudgetError, IoError: a chunk could not be fetched: weights are a mixture until they are
+                loaded.
             CheckpointError: it failed on another rank.
         """
         refuse_assign(assign)
@@ -466,22 +482,22 @@ class GeminiDDP(LoadsAsPart):
     # -- what happened ---------------------------------------------------------------------------
 
     def stats(self, *, flat: bool = False, since_last: bool = False) -> dict[str, Any]:
-        """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
-        keys). ``flat``: one number per name, ``device/bytes``, as loggers take them. ``since_last``: traffic
-        and stalls since the last call with it, or since the beginning."""
+        """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the keys).
+        ``flat``: one number per name, like ``device/bytes``, for loggers. ``since_last``: count traffic and
+        stalls since the last call with this option, or since construction."""
         return self._gemini.stats(flat=flat, since_last=since_last)
 
     def plan(self) -> PlanReport:
-        """Return what stays where and why; ``print()`` it."""
+        """Return a report of where model data stays and why; ``print()`` it."""
         return self._gemini.plan()
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
-        what is pending of the update, except in another thread than the one that trains."""
+        pending updates first, unless called in a thread that does not train."""
         return self._gemini.timeline()
 
     def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
-        """Return what records everything that happens while it is entered, or for so many ``steps``::
+        """Return a context manager that records all events in its block, or of ``steps`` steps::
 
         with model.record_timeline() as timeline:
             ...  # some training steps, after the first: that one only records the order
@@ -502,12 +518,12 @@ class GeminiDDP(LoadsAsPart):
     def close(self) -> None:
         """Return all memory and the DISK file; the parameters are unusable afterwards. Idempotent.
 
-        Pending updates run first, and an asynchronous save is finished, so that one that fails is not lost in
-        silence.
+        Pending updates run first, and an asynchronous save is finished, so that its failure is reported.
 
         Raises:
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
-            EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
+            EvictedAccessError: raw memory of an evicted chunk was touched since the last operator. Everything
+                has been returned.
         """
         self._gemini.close()
 
@@ -518,17 +534,18 @@ class GeminiDDP(LoadsAsPart):
         self._gemini.leave(kind, error)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> GeminiDDP:
-        """Refuse ``double()``, ``to("meta")`` and the like before anything changes; what would change nothing
-        is allowed."""
+        """Refuse ``double()``, ``to("meta")`` and the like before anything changes; a call that would change
+        nothing is allowed."""
         self._gemini.refuse_move(fn)
-        # A gradient, which may have another type, or be exchanged, changes with its parameter: not at all.
+        # Skip managed tensors. A gradient may have another dtype or be exchanged with other ranks, so fn must
+        # not see it.
         super()._apply(  # type: ignore[no-untyped-call]
             lambda tensor: tensor if isinstance(tensor, ManagedTensor) else fn(tensor), recurse
         )
         return self
 
     def extra_repr(self) -> str:
-        """Say what is where."""
+        """Return the fill of each tier in one line."""
         return f"managed: {self._gemini.summary()}" if "_gemini" in vars(self) else ""
 
     def _repr_html_(self) -> str:

@@ -1,10 +1,11 @@
-"""Entries: the modules of a managed model that callers outside of it may call, and each call is a pass.
+"""Entries: the modules of a managed model that callers may call directly. Each call from outside is a pass.
 
-A program does not always call what it wrapped. ``generate()`` calls the module within a GeminiDDP, PEFT's
-calls the module two wrappers below, and a loss of its own calls the backbone. Wherever a call comes in, it is
-a forward pass of the model: recorded, planned and prefetched. A call from within a pass belongs to that pass.
+A program does not always call the module that it wrapped. ``generate()`` calls the module inside a GeminiDDP,
+PEFT's ``generate()`` calls the module two wrappers below, and a custom loss calls the backbone. Each call
+from outside is a forward pass of the model: recorded, planned and prefetched. A call from within a pass
+belongs to that pass.
 
-A hook would not do: torch runs none of them after Ctrl-C, and the pass would never end.
+Forward hooks cannot do this: torch runs none of them after Ctrl-C, so the pass would never end.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from gemini.errors import StateError
 from gemini.system.mixing import reduced_as
 
 _KEY = "_gemini_entry"
-_SHARE = 0.1  # of a model's parameters that an entry has at least
-# Gone with the last module of a class, as the class itself may be.
+_SHARE = 0.1  # the least share of a model's parameters for an entry
+# Weak values: a generated class goes away with its last module, so that the user's class can, too.
 _CLASSES: WeakValueDictionary[tuple[type[nn.Module], type[nn.Module], bool], type[nn.Module]] = (
     WeakValueDictionary()
 )
 
 
 class PassOwner(Protocol):
-    """What an entry tells that it was called: the handle of its model."""
+    """The interface that an entry calls: the handle of its model."""
 
     module: nn.Module
 
@@ -45,18 +46,18 @@ class PassOwner(Protocol):
         *,
         alone: bool = True,
     ) -> Any:
-        """Run ``call`` as a forward pass; other threads may use the model meanwhile, but with ``alone``."""
+        """Run ``call`` as a forward pass. Without ``alone`` other threads may use the model meanwhile."""
 
 
 class ModuleOfModel(nn.Module):
-    """What a class gets on top while a module of it belongs to a managed model. Copies and pickles of the
-    module are of its own class. ``_held``: the attributes that they do not get."""
+    """Mixin for the class of a module while it belongs to a managed model. Copies and pickles of the module
+    have its original class. ``_held``: attributes that copies and pickles leave out."""
 
     _held: tuple[str, ...] = ()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Return an ordinary module: what the class makes of itself, as a slice of a Sequential, is none that
-        was managed."""
+        """Return an ordinary, unmanaged module: code that constructs ``type(module)``, like slicing a
+        Sequential, must not get a managed one."""
         return plain_class(cls)(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -78,7 +79,7 @@ class ModuleOfModel(nn.Module):
 
 
 class Entry(ModuleOfModel):
-    """What the class of an entry gets on top."""
+    """Mixin for the class of an entry: a call from outside a pass becomes a forward pass of the model."""
 
     _held = (_KEY,)
 
@@ -90,16 +91,17 @@ class Entry(ModuleOfModel):
 
 
 def _belongs_to_pass(owner: PassOwner, module: nn.Module) -> bool:
-    """Say whether a call is a part of what is under way: a pass, a backward pass that computes a block again,
-    or the tracing of a part by torch.compile."""
+    """Say whether a call is part of a pass under way, of a backward pass that recomputes a block, or of
+    torch.compile tracing a submodule."""
     if torch.compiler.is_compiling():
         return module is not owner.module
     return owner.in_pass or torch._C._current_graph_task_id() != -1
 
 
 def class_on_top(mixin: type[nn.Module], plain: type[nn.Module], *, shared: bool = False) -> type[nn.Module]:
-    """Return a subclass of ``plain`` with ``mixin`` that passes for it by name, for all modules of it one,
-    as ``torch.func.stack_module_state`` wants; ``shared``: of a module over ranks."""
+    """Return a subclass of ``plain`` with ``mixin`` and the same name. The class is cached, so all modules of
+    ``plain`` share one, as ``torch.func.stack_module_state`` requires. ``shared``: the module is used over
+    several ranks."""
     known = _CLASSES.get((mixin, plain, shared))
     if known is not None:
         return known
@@ -109,17 +111,17 @@ def class_on_top(mixin: type[nn.Module], plain: type[nn.Module], *, shared: bool
         "__doc__": plain.__doc__,
     }
     if shared:
-        names["_is_accelerate_prepared"] = True  # or Accelerate puts DistributedDataParallel around it
+        names["_is_accelerate_prepared"] = True  # otherwise Accelerate wraps it in DistributedDataParallel
     made: type[nn.Module] = type(plain.__name__, (mixin, plain), names)
     _CLASSES[mixin, plain, shared] = made
     return made
 
 
 def plain_class(managed: type[nn.Module]) -> type[nn.Module]:
-    """Return the class that :func:`class_on_top` made ``managed`` of.
+    """Return the class from which :func:`class_on_top` made ``managed``.
 
     Raises:
-        StateError: somebody has put another class over it since.
+        StateError: the module's class was changed again since.
     """
     bases = managed.__bases__
     if not any(managed is made for made in _CLASSES.values()):
@@ -131,24 +133,24 @@ def plain_class(managed: type[nn.Module]) -> type[nn.Module]:
 
 
 class Entries:
-    """The entries of one model. ``plain_call``: that of its module, which begins no pass."""
+    """The entries of one model. ``plain_call``: calls the module without beginning a pass."""
 
     def __init__(self, owner: PassOwner) -> None:
-        """Make entries of the module and of its large parts."""
+        """Make the module and its large submodules entries."""
         self._modules: list[nn.Module] = []
         self.plain_call: Callable[..., Any] = owner.module
         for module in _entries(owner.module):
             if isinstance(module, ModuleOfModel):
                 continue
-            with suppress(TypeError):  # of a class that may have no subclasses: its calls are not followed
+            with suppress(TypeError):  # the class forbids subclasses: its calls are not followed
                 module.__class__ = class_on_top(Entry, type(module))
                 module.__dict__[_KEY] = owner
                 self._modules.append(module)
         if isinstance(owner.module, Entry):
-            self.plain_call = super(Entry, owner.module).__call__  # as its own class does
+            self.plain_call = super(Entry, owner.module).__call__  # the call of the original class
 
     def release(self) -> None:
-        """Give them their own classes back."""
+        """Restore the original classes."""
         while self._modules:
             module = self._modules.pop()
             kind: type[nn.Module] = type(module)
@@ -158,8 +160,8 @@ class Entries:
 
 
 def _entries(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and, down to the lists of blocks, the parts that have a tenth of its parameters: of a
-    PeftModel the model that it wraps, and the encoder and the decoder of that."""
+    """Yield the module and its submodules with at least a tenth of its parameters, down to the lists of
+    blocks. Examples: the model inside a PeftModel, and the encoder and decoder of that model."""
     sizes: dict[nn.Module, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         least = _measure(module, sizes) * _SHARE
@@ -172,13 +174,13 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_called(part: nn.Module) -> bool:
-    """Say whether a part is more than one layer, and no list."""
+    """Say whether ``part`` has submodules and is not a ModuleList or ModuleDict, which are never called."""
     is_list = isinstance(part, (nn.ModuleList, nn.ModuleDict))
     return not is_list and next(part.children(), None) is not None
 
 
 def _measure(module: nn.Module, sizes: dict[nn.Module, int]) -> int:
-    """Write down how many elements each part has; return those of ``module``."""
+    """Write the number of parameter elements of each submodule to ``sizes``; return that of ``module``."""
     own = sum(param.numel() for param in module._parameters.values() if param is not None)
     sizes[module] = own + sum(_measure(part, sizes) for part in module.children())
     return sizes[module]

@@ -1,8 +1,8 @@
-"""Tensor classes that answer operators themselves: those on managed tensors are the runtime's anyway.
+"""Route operators on managed tensors to the runtime even if another Tensor subclass handles the operator.
 
-Torch asks the classes of an operator's operands in their order, and the first that answers ends it: that of a
-nested tensor left of a weight answers for the weight. So each such class answers through here, as long as
-there are managed tensors. See docs/notes/interception.md.
+torch asks the classes of an operator's operands in order, and the first that handles the operator ends the
+search. A nested tensor left of a weight would handle the operator for the weight, too. So while managed
+tensors exist, ``__torch_function__`` of each Tensor subclass is wrapped. See docs/notes/interception.md.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from gemini.runtime.intercept.functions import METADATA_FUNCTIONS, SPECIAL
 from gemini.runtime.intercept.tensors import MANAGED, ManagedParameter, ManagedTensor, dispatch
 
 _NAME = "__torch_function__"
-_REFUSES = "_refuses_managed"  # of a __new__
+_REFUSES = "_refuses_managed"  # marks a __new__ that refuses managed tensors
 
 
 class _Intercepted(classmethod):  # type: ignore[type-arg]
-    """A class's ``__torch_function__`` that leaves managed tensors to the runtime."""
+    """Wraps a class's ``__torch_function__`` so that managed tensors go to the runtime."""
 
 
 def intercept_foreign_classes() -> None:
-    """Have the tensor classes that answer operators leave managed tensors to the runtime. Called before every
-    forward pass: more may have been defined or imported."""
+    """Wrap ``__torch_function__`` of all Tensor subclasses so that managed tensors go to the runtime. Called
+    before every forward pass, because more classes may have been defined or imported."""
     classes: list[type] = [torch.Tensor]
-    for cls in classes:  # which grows
+    for cls in classes:  # the list grows in the loop
         classes += type.__subclasses__(cls)
     for cls in classes[1:]:
         if issubclass(cls, (ManagedTensor, ManagedParameter)):
@@ -40,15 +40,15 @@ def intercept_foreign_classes() -> None:
             _refuse_within(cls)
         owner = next(part for part in cls.__mro__ if _NAME in part.__dict__)
         answer = owner.__dict__[_NAME]
-        # Tensor's own leaves operands of other classes to them. What is no classmethod (Parameter's) answers
-        # nothing.
+        # Tensor's own defers to the classes of other operands. One that is not a classmethod (Parameter's)
+        # handles no operators.
         if owner is not torch.Tensor and type(answer) is classmethod:
             _replace(owner, _NAME, _Intercepted(_intercepting(answer.__func__)))
 
 
 def _refuse_within(wrapper: Any) -> None:
-    """Refuse managed tensors within tensors of the class ``wrapper``, whose operators would take their memory
-    where it may not be."""
+    """Make the class ``wrapper`` (DTensor) refuse managed tensors as contents: its operators would read their
+    memory while it may be evicted."""
     make = wrapper.__new__
     if hasattr(make, _REFUSES):
         return
@@ -68,8 +68,8 @@ def _refuse_within(wrapper: Any) -> None:
 
 
 def _replace(owner: type, name: str, value: object) -> None:
-    """Set an attribute of ``owner``; put back what it had itself after the last model, unless somebody else
-    has replaced ours by then."""
+    """Set an attribute of ``owner``. After the last managed model is gone, restore the previous value, unless
+    the attribute was replaced again meanwhile."""
     before = owner.__dict__.get(name)
 
     def undo() -> None:
@@ -85,7 +85,8 @@ def _replace(owner: type, name: str, value: object) -> None:
 
 
 def _intercepting(answer: Callable[..., Any]) -> Callable[..., Any]:
-    # The compiler traces this, so it lies where that may look (gemini/runtime/intercept/compiled.py).
+    # torch.compile traces this function, so it lies in a file that it may trace
+    # (gemini/runtime/intercept/compiled.py).
     def intercepted(
         cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -98,7 +99,8 @@ def _intercepting(answer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _operate(answer: Callable[..., Any], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on managed tensors and others, whose class does it by ``answer``."""
+    """Run ``func`` on operands with managed tensors through the runtime; ``answer`` is the foreign class's
+    handler."""
     special = SPECIAL.get(func)
     if special is not None:
         return special(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""ManagedModel: a module under management; what wrappers, optimizers, checkpoints and forecasts work on.
+"""ManagedModel: the handle of a managed module, used by wrappers, optimizers, checkpoints and forecasts.
 
-Beside it what ``stats()`` and ``timeline()`` say, and what goes past a managed model: nothing ends its steps,
-or torch has replaced its parameters.
+Also computes ``stats()`` and ``timeline()``, and detects misuse: steps that no optimizer ends, and parameters
+that torch replaced.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-_STEPS_UNSEEN = 2  # in a row: gradients of one may have been given up after an error
+_STEPS_UNSEEN = 2  # warn after two in a row: one may be an error after which gradients were discarded
 
 
 class Passes:
-    """The forward passes of a model: whether one is under way, and whether steps end that they begin."""
+    """The forward passes of a model: whether one is under way, and whether an optimizer ends the steps."""
 
     def __init__(self) -> None:
         self.is_open = False
-        self._gradients = 0  # that had arrived when the pass before began
+        self._gradients = 0  # number of gradients that had arrived when the previous pass began
         self._unseen = 0
         self._has_warned = False
 
     @contextmanager
     def inside(self, model: ManagedModel, training: bool) -> Iterator[None]:
-        """Be in a forward pass of ``model`` for the block."""
+        """Context of a forward pass of ``model``."""
         if training and model.manager.step == 0:
             self._look_for_steps(model)
         outer, self.is_open = self.is_open, True
@@ -101,17 +101,17 @@ class ManagedParameters:
         self._is_released = False
 
     def release(self) -> None:
-        """They are ordinary parameters again, permanently."""
+        """Note that the parameters are ordinary again, permanently."""
         self._is_released = True
 
     @property
     def params(self) -> Sequence[nn.Parameter]:
-        """All of them, each once."""
+        """All parameters, each once."""
         return self._params
 
     def refuse_exchanged(self, doing: str) -> None:
-        """Raise StateError where one of them is no longer managed: its chunk would keep what nobody uses. Or
-        where two parameters of the module are one in its chunk."""
+        """Raise StateError if a parameter is no longer managed, because its chunk would keep values that
+        nobody uses; or if two parameters of the module share one slot."""
         if self._is_released:
             raise StateError(
                 f"{doing}: the model was released: its parameters are ordinary ones; manage it again, or go "
@@ -133,7 +133,7 @@ class ManagedParameters:
 
     def _refuse_twins(self, doing: str) -> None:
         names: dict[int, str] = {}
-        for name, param in self._module.named_parameters():  # each once
+        for name, param in self._module.named_parameters():  # torch yields each object once
             if type(param) is ManagedParameter:
                 other = names.setdefault(id(param._slot), name)
                 if other != name:
@@ -148,7 +148,8 @@ _LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
 
 def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str, Any]:
-    """Return usage per tier and traffic per link so far as a plain dict. Any thread may call it."""
+    """Return usage per tier and traffic per link since construction, as a plain dict. Any thread may call
+    it."""
     chunks = manager.chunks
     tiers = _usage_of_tiers(chunks.table, manager.loose)
     links = chunks.link_stats()
@@ -173,8 +174,7 @@ def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str
 
 
 def flattened(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Return ``stats`` as loggers take them: one number per name, ``device/bytes`` for what is within
-    ``device``."""
+    """Return nested ``stats`` as one number per name for loggers, like ``device/bytes``."""
     flat: dict[str, float] = {}
     for name, value in stats.items():
         if isinstance(value, Mapping):
@@ -185,13 +185,13 @@ def flattened(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 def counters(stats: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in ``stats`` that only grow, by their names in :func:`flattened`."""
+    """Return the counters in ``stats``, which only grow, by their names in :func:`flattened`."""
     counted = (*_LINKS, "stowed", "stall_seconds")
     return flattened({name: stats[name] for name in counted})
 
 
 def without(stats: Mapping[str, Any], before: Mapping[str, float], prefix: str = "") -> dict[str, Any]:
-    """Return ``stats`` with what of its counters there was ``before`` taken off."""
+    """Return ``stats`` minus the counters in ``before``."""
     return {
         name: without(value, before, f"{prefix}{name}/")
         if isinstance(value, Mapping)
@@ -222,8 +222,8 @@ def moments_of_step(manager: GeminiManager) -> list[dict[str, Any]]:
 
 
 def measured_step(manager: GeminiManager) -> dict[str, float]:
-    """Return what the last step took: ``step_seconds``, and ``device_bytes``, the most that its moments had
-    on DEVICE of model data and, as recorded, of non-model data. Empty before the first step has ended."""
+    """Return ``step_seconds`` and ``device_bytes`` of the last step: its time, and the most bytes of model
+    data plus recorded non-model data on DEVICE at one moment. Empty before the first step has ended."""
     seconds, trace = manager.clock.seconds, manager.trace
     if seconds is None:
         return {}
@@ -235,8 +235,8 @@ def measured_step(manager: GeminiManager) -> dict[str, float]:
 
 
 def _usage_of_tiers(table: _C.ChunkTable, loose: LooseBytes) -> dict[str, dict[str, int]]:
-    """Return what is, was and may be on each tier, at one moment: looked at again while another thread trains
-    that has changed it meanwhile."""
+    """Return current, peak and allowed bytes of each tier at one moment. Reads again if another thread
+    changed the usage in between."""
     while True:
         fill = table.usages(), loose.now
         tiers = {name: _usage(table, tier) for name, tier in _TIERS.items()}
@@ -259,13 +259,13 @@ _SHOWN_BYTES = ("bytes", "peak_bytes", "budget_bytes")
 
 
 class ManagedModel:
-    """A module whose parameters lie in chunks, and all that belongs to it. For one thread at a time.
+    """A module with parameters in chunks, and everything that belongs to it. For one thread at a time.
 
-    ``optimizers``: each GeminiOptimizer of a part of the parameters; ``accumulates``: within
-    :meth:`no_sync`; ``add_up``: see :meth:`add_before_use`.
+    ``optimizers``: the GeminiOptimizers, each of some of the parameters. ``accumulates``: whether a
+    :meth:`no_sync` block is open. ``add_up``: see :meth:`add_before_use`.
     """
 
-    # What a wrapper shows, too, where its module has none of that name.
+    # Attributes that a wrapper exposes if its module has none of that name.
     SHOWN: ClassVar = frozenset(
         ("device", "storage", "manager", "peers", "managed", "compiled", "optimizers", "accumulates")
     )
@@ -278,7 +278,7 @@ class ManagedModel:
         peers: ProcessGroupPeers | None,
         built: Built,
     ) -> None:
-        """Take over ``module``, whose parameters are managed already; place its buffers."""
+        """Take over ``module``, which has managed parameters already; place its buffers on the device."""
         self.module = module
         self.config = config
         self.device = device
@@ -290,7 +290,7 @@ class ManagedModel:
         self.add_up: Callable[[], None] | None = None
         self.times_given_up = 0
         self._counted: dict[str, float] = {}
-        # What a plan expects of this rank, in the keys of measured_step(); None: no plan is run.
+        # The plan's prediction for this rank, with the keys of measured_step(); None: no plan is run.
         self.predicted_step: Mapping[str, float] | None = None
         self.manager.take_types(config.precision, self.storage.slots.values())
         self._first_passes = FirstPasses(module, config.precision)
@@ -298,10 +298,11 @@ class ManagedModel:
         self.compiled = CompiledBlocks(self.manager, module)
         place_buffers(module, device.torch_device, casts=config.precision is not None)
         self.passes = Passes()
-        self._is_first_of_row: bool | None = None  # a pass that comes next; None: passes are single ones
+        # Whether the next pass is the first of several in a row; None: single passes.
+        self._is_first_of_row: bool | None = None
         self.tiled_heads = self._tiled_heads()
         self._entries: Entries | None = None
-        self.plain_call: Callable[..., Any] = module  # what a forward pass is
+        self.plain_call: Callable[..., Any] = module  # runs a forward pass
         intercept_foreign_classes()
         self.search.report(printed=config.verbose)
         _handles.add(self)
@@ -314,25 +315,29 @@ class ManagedModel:
         return TiledHeads(self.module, self.config.tiled_loss, device_bytes, lambda: manager.step)
 
     def expecting_loss(self) -> AbstractContextManager[None]:
-        """Return what tells a model with a tiled loss that the caller takes the loss of passes in its
-        block: their logits are lazy without labels, too."""
+        """Return a context manager in which a model with a tiled loss makes lazy logits also without labels:
+        the caller computes the loss."""
         return nullcontext() if self.tiled_heads is None else self.tiled_heads.expecting_loss()
 
     def shown(self, name: str) -> Any:
-        """Return a part of the model, for inspection; as ``device``, where the parameters are, as for a
+        """Return a part of the model for inspection. ``device`` is a ``torch.device``, as users expect of a
         module."""
         return self.device.torch_device if name == "device" else getattr(self, name)
 
     def rank(self, *, aside: bool = False) -> Rank:
-        """Return this process's place among those that share the model; ``aside``: for a thread of its own,
-        beside which training goes on. The ranks call it together."""
+        """Return this process's rank among the processes that share the model. ``aside``: for use by a second
+        thread beside training. Collective."""
         if self.peers is None:
             return Rank()
         return replace(_rank_among(self.peers, aside=aside), several_hosts=self.peers.on_several_hosts())
 
     def rank_of_parts(self, *, aside: bool = False) -> Rank:
-        """Return what :meth:`rank` does, for what ranks with other parts of the model do together with those
-        that share this one. Raises ConfigError where ranks that share it have experts of their own."""
+        """Return :meth:`rank`, extended by the ranks that hold other parts of the model, for operations of
+        all of them.
+
+        Raises:
+            ConfigError: ranks that share the model have experts of their own.
+        """
         if self.divides_experts:
             raise ConfigError(
                 "gemini.checkpoint writes each parameter once, and each rank has experts of its own "
@@ -344,13 +349,13 @@ class ManagedModel:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether ranks have experts of their own, so that none has the whole model."""
+        """Whether ranks have experts of their own, so that no rank has the whole model."""
         return self.manager.sharding is not None and self.manager.sharding.divides_experts
 
     # -- training --------------------------------------------------------------------------------
 
     def follow_calls(self) -> None:
-        """Have calls of the module, and of its large parts, be forward passes."""
+        """Make calls of the module, and of its large submodules, forward passes."""
         self._entries = Entries(self)
         self.plain_call = self._entries.plain_call
 
@@ -371,9 +376,9 @@ class ManagedModel:
         precision first. Without ``alone`` operators of other threads take turns with those of the pass.
 
         Raises:
-            StateError: an update or a load failed half-way, so that weights do not belong together, a
-                parameter is no longer managed, a CUDA graph is captured, an optimizer awaits its step(), or
-                another thread is in a call of this model.
+            StateError: an update or a load failed halfway, so that weights are a mixture; a parameter is no
+                longer managed; a CUDA graph is being captured; an optimizer awaits its step(); or another
+                thread is in a call of this model.
         """
         if torch.compiler.is_compiling():
             return self.compiled.run_uncompiled(self.compiled, self._forward, (call, args, kwargs, alone), {})
@@ -407,8 +412,8 @@ class ManagedModel:
 
     @contextmanager
     def _forward_pass(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Iterator[None]:
-        """Run a forward pass, ``call``, within the block. One inside another is a part of it: a training step
-        that a trainer calls instead of the module calls the module in turn."""
+        """Context of the forward pass of ``call``. A pass inside another is part of it: a trainer may call a
+        training step that calls the module in turn."""
         manager, training = self.manager, torch.is_grad_enabled()
         if self.passes.is_open and training == manager.in_step:
             yield
@@ -424,7 +429,7 @@ class ManagedModel:
             yield
 
     def _call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Call:
-        """Return which part of the model is called, and with how much."""
+        """Return which module is called, and the number of elements of its first tensor input."""
         entry = getattr(call, "__self__", call)
         tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
         given = next(tensors, None)
@@ -439,20 +444,21 @@ class ManagedModel:
 
     @in_one_thread("backward")
     def run_backward(self, call: Callable[[], T]) -> T:
-        """Return what ``call`` does, a backward pass or a part of one."""
+        """Run ``call``, a backward pass or a part of one, and return its result."""
         with self.manager.shortage.watched():
             return call()
 
     def add_before_use(self, add_up: Callable[[], None]) -> None:
-        """Have ``add_up`` add to gradients what others have made of the same weight (stages of a pipeline),
-        once backward passes are over and before gradients are used."""
+        """Register ``add_up``, which adds the gradients that other pipeline stages computed for a shared
+        weight. It runs after the backward passes and before gradients are used."""
         self.add_up = add_up
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on each rank, in fp32, without an exchange; the backward pass that follows
-        exchanges all of them. Whole gradients stay until then, on any tier. With one process it changes
-        nothing, except for an optimizer that updates in backward: that waits for the pass which follows."""
+        """Accumulate gradients on each rank, in fp32, without an exchange; the next backward pass outside the
+        block exchanges all of them. Whole gradients stay until then, on any tier. With one process it has no
+        effect, except that an optimizer that updates in backward waits for the next pass outside the
+        block."""
         sharding = self.manager.sharding
         before, self.accumulates = self.accumulates, True
         try:
@@ -463,9 +469,10 @@ class ManagedModel:
 
     @contextmanager
     def passes_in_a_row(self) -> Iterator[None]:
-        """Run several forward and backward passes within the block, whose gradients are used behind it alone.
-        Where the whole model stays on DEVICE, operators take its parameters as any others, autograd adds up
-        the gradients without a call for each, and what is asked before a pass is asked before the first."""
+        """Context for several forward and backward passes; their gradients are used only after the block. If
+        the whole model stays on DEVICE, operators use its parameters without interception, autograd
+        accumulates gradients without a hook for each, and the checks before a pass run before the first pass
+        only."""
         if not self._need_no_look():
             yield
             return
@@ -477,7 +484,7 @@ class ManagedModel:
                 self._is_first_of_row = None
 
     def _need_no_look(self) -> bool:
-        """Say whether nobody has to be told of what operators use, nor of single gradients."""
+        """Say whether the runtime needs to see neither single operators nor single gradients."""
         manager = self.manager
         is_whole = manager.resident and not manager.cuts_tensors and manager.snapshot is NO_SNAPSHOT
         is_plain = not manager.mixes_types and not manager.gradient_scale.is_in_use
@@ -492,7 +499,7 @@ class ManagedModel:
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """As :meth:`gemini.GeminiDDP.join`; with one process it changes nothing."""
+        """As :meth:`gemini.GeminiDDP.join`; no effect with one process."""
         sharding = self.manager.sharding
         if sharding is None or not enable:
             yield
@@ -504,18 +511,18 @@ class ManagedModel:
                 sharding.serve(self._give_up_all)
 
     def gradient_state(self) -> tuple[int, int]:
-        """Return how often gradients were given up, and how many arrived; clipping compares them."""
+        """Return how often gradients were discarded and how many arrived; clipping compares these numbers."""
         return self.times_given_up, self.manager.num_gradients
 
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up all gradients, or fill them with zeros; also what to call after a forward or backward pass
-        that raised, before repeating it. All ranks call it together: each waits until the others' passes are
-        over, so that no gradient of before comes to those of the next."""
+        """Discard all gradients, or fill them with zeros. Also call this after a forward or backward pass
+        that raised, before repeating it. Collective: every rank waits until the passes of all ranks are over,
+        so that no gradient of an old pass reaches the next one."""
         self.give_up_passes()
         self._give_up_all(set_to_none=set_to_none)
         for param in self.module.parameters():
-            if not isinstance(param, ManagedParameter) and param.grad is not None:  # came after wrapping
+            if not isinstance(param, ManagedParameter) and param.grad is not None:  # added after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
 
     def _give_up_all(self, *, set_to_none: bool = True) -> None:
@@ -523,27 +530,28 @@ class ManagedModel:
         self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
 
     def give_up_passes(self) -> None:
-        """Wait until the forward and backward passes of all ranks are over, whose gradients nobody wants.
+        """Wait until the forward and backward passes of all ranks are over, to discard their gradients.
 
         Raises:
-            StateError: they are used up (overlap="backward"), or other ranks are about to use them.
+            StateError: the gradients are already used (overlap="backward"), or other ranks are about to use
+                them.
         """
         self.leave_passes()
         if self.manager.sharding is not None:
             self.manager.sharding.give_up_passes()
 
     def leave_passes(self) -> None:
-        """End this rank's forward and backward passes, wherever they raised. Raises StateError as
+        """End this rank's forward and backward passes after an exception. Raises StateError as
         :meth:`give_up_passes`."""
         self.manager.lock.refuse_all()
         self.manager.recover()
 
     def give_up_gradients(self, slots: Collection[ManagedSlot], *, set_to_none: bool = True) -> None:
-        """Discard the gradients of some parameters; over ranks of all. Waits for no other rank."""
+        """Discard the gradients of ``slots``; over ranks, of all parameters. Waits for no other rank."""
         self.manager.recover()
         if self.manager.sharding is not None:
             self.manager.sharding.forget_gradients(keep=not set_to_none)
-        with torch._C.DisableTorchFunctionSubclass():  # a gradient that an exception kept from its chunk
+        with torch._C.DisableTorchFunctionSubclass():  # an exception may have kept a gradient from its chunk
             for param in (*self.managed.params, *second_names):
                 if isinstance(param, ManagedParameter):
                     param.grad = None
@@ -556,14 +564,13 @@ class ManagedModel:
             self.manager.gradient_scale.forget()
 
     def gradients_of_torch(self) -> list[SlotGradient]:
-        """Return those that there are, and those that there would be in plain torch, which keeps them
-        through steps."""
+        """Return the gradients that plain torch would have now: it keeps gradients across steps."""
         found = [slot.grad for slot in self.storage.slots.values() if slot.grad is not None]
         return [grad for grad in found if grad.is_in_torch]
 
     def make_zeros(self) -> None:
-        """Have all gradients be there that ``zero_grad(set_to_none=False)`` has made zeros of ones that a
-        step had taken. Over ranks all call it, after the exchange."""
+        """Materialize the gradients that ``zero_grad(set_to_none=False)`` turned into zeros after a step had
+        taken them. Collective, after the exchange."""
         for grad in self.gradients_of_torch():
             grad.make_zeros()
 
@@ -571,12 +578,12 @@ class ManagedModel:
 
     @in_one_thread("adopt")
     def adopt(self) -> list[str]:
-        """Manage the parameters that came into :attr:`module` since it was wrapped: a new head, adapters;
-        return their names. What left it leaves the optimizers as well; its chunks stay. A GeminiOptimizer
-        that is made of such parameters, or given a group of them, calls this.
+        """Manage the parameters that were added to :attr:`module` since it was wrapped, like a new head or
+        adapters; return their names. Parameters that left the module are removed from the optimizers as well;
+        their chunks stay. A GeminiOptimizer calls this if it gets such parameters.
 
-        The next step is recorded again. Gradients that are there stay. Over ranks all of them call it with
-        the same module; the values of the first one count.
+        The next step is recorded again. Existing gradients stay. Collective: all ranks call it with the same
+        module; the values of the first rank count.
 
         Raises:
             ConfigError: a parameter cannot be managed, or the model was cut before it was wrapped.
@@ -592,7 +599,8 @@ class ManagedModel:
         adopted: Sequence[Adopted] = ()
         if changes is not None:
             manager.together(manager.run_pending)
-            manager.together(lambda: manager.snapshot.close(finish=True))  # it writes what there was
+            # The save covers the old parameters.
+            manager.together(lambda: manager.snapshot.close(finish=True))
             numel = self.search.chunk_numel
             adopted = take_in(self.module, changes, self.config, numel, self.device, storage, manager)
             self._adopted = [*self._adopted, *adopted]
@@ -603,7 +611,7 @@ class ManagedModel:
         return [entry.slot.name for entry in adopted]
 
     def _changes(self) -> Changes | None:
-        """Return what :meth:`adopt` has to do. Raises as that."""
+        """Return the changes that :meth:`adopt` must make; None: no changes. Raises as :meth:`adopt`."""
         changes = find_changes(self.module, self.config, self.storage, self.manager)
         if changes is None:
             return None
@@ -619,7 +627,7 @@ class ManagedModel:
         return changes
 
     def _follow_module(self) -> None:
-        """Know what the module consists of by now."""
+        """Update everything that is derived from the module's parameters, buffers, blocks and heads."""
         manager, compiled = self.manager, self.compiled
         self.managed = ManagedParameters(self.module)
         place_buffers(self.module, self.device.torch_device, casts=self.config.precision is not None)
@@ -635,10 +643,10 @@ class ManagedModel:
     # -- what happened ---------------------------------------------------------------------------
 
     def stats(self, *, flat: bool = False, since_last: bool = False) -> dict[str, Any]:
-        """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the
-        keys). ``flat``: one number per name, ``device/bytes``, as loggers take them. ``since_last``: traffic
-        and stalls since the last call with it, or since the beginning. Where a plan is run, what it has
-        ``"predicted"`` and what was ``"measured"`` in the last step."""
+        """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the keys).
+        ``flat``: one number per name, like ``device/bytes``, for loggers. ``since_last``: count traffic and
+        stalls since the last call with this option, or since construction. If a plan is run: also its
+        ``"predicted"`` values, and the ``"measured"`` values of the last step."""
         stats = usage_and_traffic(self.storage, self.manager)
         if self.predicted_step is not None:
             stats["predicted"] = dict(self.predicted_step)
@@ -650,20 +658,20 @@ class ManagedModel:
         return flattened(stats) if flat else stats
 
     def compare_with(self, predicted: Mapping[str, float]) -> None:
-        """Have :meth:`stats` show what a plan expects of this rank."""
+        """Show the plan's prediction for this rank in :meth:`stats`."""
         self.predicted_step = predicted
 
     def plan(self) -> PlanReport:
-        """Return what stays where and why; ``print()`` it."""
+        """Return a report of where model data stays and why; ``print()`` it."""
         return self.manager.report()
 
     def timeline(self) -> list[dict[str, Any]]:
         """Return the fill of each tier at every moment of the last step: forward, backward, update. Runs
-        what is pending of the update, except in another thread than the one that trains."""
+        pending updates first, unless called in a thread that does not train."""
         return moments_of_step(self.manager)
 
     def record_timeline(self, *, steps: int | None = None) -> TimelineRecorder:
-        """Return what records everything that happens while it is entered, or for so many ``steps``::
+        """Return a context manager that records all events in its block, or of ``steps`` steps::
 
         with model.record_timeline() as timeline:
             ...  # some training steps, after the first: that one only records the order
@@ -686,12 +694,12 @@ class ManagedModel:
     def close(self) -> None:
         """Return all memory and the DISK file; the parameters are unusable afterwards. Idempotent.
 
-        Pending updates run first, and an asynchronous save is finished, so that one that fails is not lost in
-        silence.
+        Pending updates run first, and an asynchronous save is finished, so that its failure is reported.
 
         Raises:
             OutOfBudgetError, IoError: an update, a transfer or a save failed. Everything has been returned.
-            EvictedAccessError: raw memory of an evicted chunk was touched since the last operator; the same.
+            EvictedAccessError: raw memory of an evicted chunk was touched since the last operator. Everything
+                has been returned.
         """
         with self.manager.threads.inside("close"):
             if self.peers is not None:
@@ -701,14 +709,15 @@ class ManagedModel:
 
     @in_one_thread("release")
     def release(self) -> None:
-        """Make :attr:`module` an ordinary one again, its weights in memory of their own: on the device and in
-        the type that they had before, with the values of fp32 masters. Buffers stay where they are, gradients
-        are given up, its optimizer is at its end. Over ranks all call it; each gets the whole model.
+        """Make :attr:`module` an ordinary module again. Its weights get memory of their own, on the device
+        and in the dtype that they had before wrapping, with the values of fp32 masters. Buffers stay where
+        they are. Gradients are discarded, and the optimizers can no longer be used. Collective: each rank
+        gets the whole model.
 
         Raises:
             StateError: a failed load or update left weights a mixture.
-            OutOfBudgetError, IoError: a chunk could not be read, or an update failed. What is managed still
-                stays so, and calling it again goes on.
+            OutOfBudgetError, IoError: a chunk could not be read, or an update failed. Parameters that were
+                not released yet stay managed; call it again to continue.
         """
         self.storage.mixture.refuse("release")
         self.manager.lock.refuse_all()
@@ -730,13 +739,13 @@ class ManagedModel:
         self.close()
 
     def summary(self) -> str:
-        """Return what is on each tier, in one line."""
+        """Return the fill of each tier in one line."""
         stats = self.stats()
         tiers = [(name.upper(), stats[name]["bytes"], stats[name]["budget_bytes"]) for name in TIERS]
         return ", ".join(f"{name} {format_bytes(now)} of {format_bytes(most)}" for name, now, most in tiers)
 
     def _repr_html_(self) -> str:
-        """Return the same for a notebook, as a table."""
+        """Return the fill of each tier as an HTML table for notebooks."""
         stats, kind = self.stats(), html.escape(type(self.module).__name__)
         rows = "".join(
             f"<tr><th>{name.upper()}</th>"
@@ -760,14 +769,14 @@ class ManagedModel:
         )
 
     def leave(self, kind: type[BaseException] | None, error: object) -> None:
-        """Close the model at the end of a ``with`` block. After an exception of ``kind`` the weights are not
-        kept, and errors of closing are not raised."""
+        """Close the model at the end of a ``with`` block. After an exception of type ``kind`` pending updates
+        are dropped, and errors of closing are not raised."""
         if self.peers is not None:
             self.peers.leave("closed the model" if kind is None else f"ended with {kind.__name__}: {error}")
         self.manager.close(run_pending=kind is None)
 
     def refuse_move(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Raise ConfigError where ``fn``, of ``double()``, ``to("meta")`` and the like, would change the type
+        """Raise ConfigError if ``fn``, of ``double()``, ``to("meta")`` and the like, would change the dtype
         or the device of a parameter."""
         for param in self.module.parameters():
             probe = torch.empty(0, dtype=param.dtype, device=param.device)
@@ -779,11 +788,11 @@ class ManagedModel:
 
 
 def handle_of(model: nn.Module | ManagedModel) -> ManagedModel:
-    """Return the handle of a GeminiDDP, or of a module that :func:`gemini.manage` manages; a handle is its
-    own.
+    """Return the handle of a GeminiDDP, or of a module that :func:`gemini.manage` manages. A handle is
+    returned as it is.
 
     Raises:
-        ConfigError: nobody manages ``model``.
+        ConfigError: ``model`` is not managed.
     """
     handle = model if isinstance(model, ManagedModel) else getattr(model, "__dict__", {}).get("_gemini")
     if not isinstance(handle, ManagedModel):
@@ -795,12 +804,14 @@ def handle_of(model: nn.Module | ManagedModel) -> ManagedModel:
 
 
 def handle_around(model: nn.Module | ManagedModel) -> ManagedModel:
-    """Return what :func:`handle_of` does, also for the module within a GeminiDDP. Raises as that."""
+    """Return the handle as :func:`handle_of`, also for the module inside a GeminiDDP. Raises as
+    :func:`handle_of`."""
     return next((each for each in _handles if each.module is model), None) or handle_of(model)
 
 
 def handle_of_parameter(param: torch.Tensor) -> ManagedModel:
-    """Return the handle of the model that a managed parameter is of. Raises ConfigError where none has it."""
+    """Return the handle of the model that owns a managed parameter. Raises ConfigError if no model owns
+    it."""
     slot = slot_of(param)
     for handle in _handles:
         if handle.storage.slots.get(slot.name) is slot:

@@ -1,4 +1,4 @@
-"""``gemini.manage``: a module managed in place, which is used, trained and saved as it was."""
+"""``gemini.manage``: manages a module in place; it is then called, trained and saved as before."""
 
 from __future__ import annotations
 
@@ -52,10 +52,9 @@ def manage(
         print(handle.stats())
         handle.release()  # an ordinary model again, with its weights
 
-    The module's class becomes a subclass of the same name, so that each call of it is a forward pass of a
-    step, no matter who calls it; ``load_state_dict``, ``zero_grad``, ``compile`` and ``to`` are those of a
-    managed model. Copies and pickles of it are of an ordinary module. :func:`gemini.handle_of` finds the
-    handle again.
+    The module's class becomes a subclass of the same name, so that every call of the module is a forward pass
+    of a step. Its ``load_state_dict``, ``zero_grad``, ``compile`` and ``to`` become those of a managed model.
+    Copies and pickles of the module are ordinary modules. :func:`gemini.handle_of` finds the handle again.
 
     Args:
         device, pin_memory, process_group, model_ranks, config, options: as :class:`gemini.GeminiDDP`.
@@ -73,10 +72,10 @@ def manage(
 def manage_without_values(
     module: nn.Module, name: str, *, reads_files: bool = False, **options: Any
 ) -> tuple[Opened, Built]:
-    """Begin what :func:`manage` does with a module on ``meta``: its parameters are managed then and have no
-    values. The caller writes them and the buffers, then calls ``finish``, or closes the manager.
-    ``name``: of the function that the options were given to; ``reads_files``: as :class:`GeminiConfig` has
-    it. Raises as :func:`manage`."""
+    """Begin :func:`manage` for a module on ``meta``: its parameters become managed but have no values. The
+    caller writes them and the buffers, then calls ``finish``, or closes the manager. ``name``: the function
+    that took the options, for error messages; ``reads_files``: as in :class:`GeminiConfig`. Raises as
+    :func:`manage`."""
     refuse_unknown(name, options, _OPTIONS | _OWN_OPTIONS)
     own = {key: options.pop(key, None) for key in sorted(_OWN_OPTIONS)}
     opened = _open(
@@ -94,7 +93,7 @@ def manage_without_values(
 
 @dataclass(frozen=True)
 class Opened:
-    """A module that is about to be managed, and all that was chosen for it."""
+    """A module that is about to be managed, with its configuration, device and ranks."""
 
     module: nn.Module
     config: GeminiConfig
@@ -103,7 +102,7 @@ class Opened:
     model_ranks: ModelRanks | None
 
     def build(self, *, without_values: bool = False) -> Built:
-        """Make its parameters managed. Raises as :func:`manage`."""
+        """Make the parameters managed. Raises as :func:`manage`."""
         return build_runtime(
             self.module,
             self.config,
@@ -114,7 +113,7 @@ class Opened:
         )
 
     def finish(self, built: Built) -> InPlace:
-        """Make the module one that calls its handle, and return that."""
+        """Change the module's class so that its calls go to a new handle; return the handle."""
         handle = InPlace(self.module, self.config, self.computing, self.peers, built)
         kind = class_on_top(ManagedModule, type(self.module), shared=self.peers is not None)
         self.module.__dict__["_gemini"] = handle
@@ -130,7 +129,8 @@ def _open(
     model_ranks: ModelRanks | None,
     config: tuple[GeminiConfig | None, dict[str, Any]],
 ) -> Opened:
-    """Choose what ``module`` is managed with: ``device`` and whether to pin memory, ``config`` or options."""
+    """Resolve the configuration, device and ranks for ``module``. ``device``: the device and whether to pin
+    memory; ``config``: a config or None, and the options."""
     if not isinstance(module, nn.Module):
         raise ConfigError(f"manage() takes an nn.Module, not {type(module).__name__}")
     if "_gemini" in vars(module):
@@ -150,12 +150,12 @@ def _open(
 
 
 class InPlace(ManagedModel):
-    """The handle of a module that is managed in place; it has what a GeminiDDP has beside its module."""
+    """The handle of a module that is managed in place, with the same methods as GeminiDDP."""
 
     @in_one_thread("state_dict")
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return full tensors, fp32 for managed weights; as :meth:`gemini.GeminiDDP.state_dict`. That of the
-        module itself has the managed tensors, in the type that they compute in."""
+        """Return full tensors, fp32 for managed weights; as :meth:`gemini.GeminiDDP.state_dict`. In contrast,
+        ``state_dict()`` of the module returns the managed tensors, in their compute dtype."""
         return export_weights(self, *args, **kwargs)
 
     def state_dict_shard(
@@ -173,11 +173,11 @@ class InPlace(ManagedModel):
         return import_weights(self, state_dict, strict=strict)
 
     def retry_step(self, step: Callable[[], T]) -> T:
-        """Call ``step``, once more where memory runs out; as :meth:`gemini.GeminiDDP.retry_step`."""
+        """Call ``step``, and once more if memory runs out; as :meth:`gemini.GeminiDDP.retry_step`."""
         return retry_step(self, step)
 
     def release(self) -> None:
-        """Make the module an ordinary one of its own class; else as :meth:`ManagedModel.release`."""
+        """Release the model as :meth:`ManagedModel.release`, and give the module its original class back."""
         super().release()
         managed: type[nn.Module] = type(self.module)
         if issubclass(managed, ManagedModule):
@@ -186,7 +186,7 @@ class InPlace(ManagedModel):
 
 
 class ManagedModule(ModuleOfModel):
-    """What a class gets on top while a module of it is managed in place."""
+    """Mixin for the class of a module that is managed in place."""
 
     _gemini: InPlace
     _held = ("_gemini",)
@@ -201,8 +201,8 @@ class ManagedModule(ModuleOfModel):
         return self._gemini.load_state_dict(state_dict, strict, assign)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the managed tensors by name; to torch.distributed.checkpoint what the handle does, where
-        they have masters, or where ranks would have to read all of them together."""
+        """Return the managed tensors by name. torch.distributed.checkpoint gets the handle's full tensors
+        instead if parameters have masters, or if ranks would have to read the tensors together."""
         handle = self._gemini
         partial = handle.config.precision is not None or handle.peers is not None
         if partial and torchs_checkpoint_asks():
@@ -210,7 +210,7 @@ class ManagedModule(ModuleOfModel):
         return super().state_dict(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up all gradients; as :meth:`gemini.GeminiDDP.zero_grad`."""
+        """Discard all gradients; as :meth:`gemini.GeminiDDP.zero_grad`."""
         self._gemini.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -222,7 +222,7 @@ class ManagedModule(ModuleOfModel):
         self._gemini.compiled.compile(*args, **options)
 
     def extra_repr(self) -> str:
-        """Say what is where, below what the module says of itself."""
+        """Return the module's own text and the fill of each tier."""
         own = super().extra_repr()
         return "\n".join(part for part in (own, f"managed: {self._gemini.summary()}") if part)
 

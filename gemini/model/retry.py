@@ -1,4 +1,4 @@
-"""A step that ran out of memory is taken back and repeated once, with less model data on DEVICE.
+"""Undo a step that ran out of memory and repeat it once, with less model data on DEVICE.
 
 See docs/notes/out-of-memory.md.
 """
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def retry_step(model: ManagedModel, step: Callable[[], T]) -> T:
-    """Call ``step`` and return what it returns; where the computing device runs out of memory in it, lower
-    what model data may take of DEVICE, take the step back and call it once more::
+    """Call ``step`` and return its result. If the computing device runs out of memory in it, lower the DEVICE
+    share of model data, undo the step and call it once more::
 
         def step():
             loss = loss_of(model(inputs), targets)
@@ -34,16 +34,17 @@ def retry_step(model: ManagedModel, step: Callable[[], T]) -> T:
 
         loss = model.retry_step(step)
 
-    Gradients, buffers and the global random number generators are as before at the second call, so its
-    numbers are those that the first one would have had. What else ``step`` changes is its own to put right:
-    it must not take its batch from an iterator, for example. Updates that an earlier step left pending run
-    once in any case. Buffers are copied before the first call, on their device.
+    Gradients, buffers and the global random number generators are restored before the second call, so it
+    computes the same numbers as the first would have. ``step`` must undo its other effects itself: it must
+    not take its batch from an iterator, for example. Updates that an earlier step left pending run exactly
+    once. Buffers are copied before the first call, on their device.
 
     Raises:
-        OutOfBudgetError: memory ran out in the second call as well, which is the cause. The step was taken
-            back, and model data takes less from then on: it may be tried again, better with a smaller batch.
-        StateError: the step cannot be taken back: it had begun to update weights, or wrote to them itself,
-            it trained another managed model too, or there were gradients before it.
+        OutOfBudgetError: memory ran out in the second call as well; its cause is the second error. The step
+            was undone, and model data takes less from then on: it may be tried again, better with a smaller
+            batch.
+        StateError: the step cannot be undone: it had begun to update weights, or wrote to them itself, it
+            trained another managed model too, or there were gradients before it.
         ConfigError: an optimizer updates in backward (``overlap="backward"``), or there are several ranks.
     """
     _refuse(model)
@@ -86,9 +87,9 @@ def _refuse(model: ManagedModel) -> None:
 
 
 def _take_back(model: ManagedModel, start: _Start | None, error: BaseException) -> int:
-    """Undo what ran of a step that ``error`` has ended; return what model data takes of DEVICE from now
-    on."""
-    drop_locals(error)  # activations: before anything else needs memory
+    """Undo the part of a step that ran before ``error``; return the DEVICE bytes that model data may take
+    from now on."""
+    drop_locals(error)  # frees activations; first, because the rest may need memory
     model.manager.chunks.device.release_cache()
     if start is not None:
         start.restore(error)
@@ -96,7 +97,7 @@ def _take_back(model: ManagedModel, start: _Start | None, error: BaseException) 
 
 
 class _Start:
-    """What a step begins with, so far as it can be had again."""
+    """The state before a step, as far as it can be restored."""
 
     def __init__(self, model: ManagedModel) -> None:
         self._model = model
@@ -113,7 +114,7 @@ class _Start:
 
     @torch.no_grad()
     def restore(self, error: BaseException) -> None:
-        """Make everything as it was. Raises StateError where it cannot be."""
+        """Restore gradients, generators and buffers. Raises StateError if the step cannot be undone."""
         self._model.manager.recover()
         lost = self._find_lost()
         if lost:
@@ -133,7 +134,7 @@ class _Start:
                     buffer.copy_(copied)
 
     def _find_lost(self) -> str:
-        """Return what the step did that cannot be undone, empty where it did nothing of the kind."""
+        """Describe what the step did that cannot be undone; empty if it can be undone."""
         optimizers = self._model.optimizers
         broken = [optimizer.incomplete for optimizer in optimizers if optimizer.incomplete]
         if broken:
@@ -146,7 +147,7 @@ class _Start:
         return _HAD_GRADIENTS if self._had_gradients else ""
 
     def _find_final(self) -> tuple[object, ...]:
-        """Return what changes where something happens that cannot be undone, in the order of ``_WHAT``."""
+        """Return values that change with each irreversible action, in the order of ``_WHAT``."""
         model, manager = self._model, self._model.manager
         optimizers = model.optimizers
         updates = sorted((id(optimizer), sum(optimizer.steps.values())) for optimizer in optimizers)
@@ -167,17 +168,17 @@ _HAD_GRADIENTS = (
 
 
 def _progress(manager: Gate) -> tuple[int, ...]:
-    """Return what changes where a model is trained, or written to."""
+    """Return values that change if the model is trained or written to."""
     return manager.step, manager.num_gradients, manager.written.times()
 
 
 def _unmanaged(model: ManagedModel) -> list[torch.nn.Parameter]:
-    """Return the parameters that came after wrapping."""
+    """Return the parameters that were added after wrapping."""
     return [param for param in model.module.parameters() if not isinstance(param, ManagedParameter)]
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a copy, None for a view of managed memory, which is no state of its own."""
+    """Return a copy of ``tensor``; None for a view of managed memory, which has no state of its own."""
     if tensor is None or isinstance(tensor, ManagedTensor):
         return None
     return tensor.detach().clone()

@@ -1,7 +1,7 @@
-"""The heads of a language model with a tiled loss: their logits are lazy while a loss may be taken of them.
+"""Tiled loss: make the logits of a language model's heads lazy while a loss may be computed from them.
 
-A head is what ``get_output_embeddings()`` of a module returns. It must be a linear layer: its weight is all
-that the loss needs of it.
+A head is the layer that ``get_output_embeddings()`` of a module returns. It must be a linear layer, because
+the loss uses only its weight and bias.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from gemini.system.config import format_bytes
 
 logger = logging.getLogger(__name__)
 
-# "auto": a plain loss holds about three arrays of logits at once, which is a fifth of DEVICE then.
+# "auto": a plain loss holds about three arrays of logits at once. At this share they take a fifth of DEVICE.
 SHARE_OF_DEVICE = 1 / 16
 _LOSS_INPUTS = ("labels", "shift_labels")
-# Where modules of other stages have their stand-ins.
+# The file that defines the placeholders for modules of other stages.
 _STAND_INS = "gemini.parallel.pipeline.absent"
 
 
 class LazyHead:
-    """Stands in for the ``forward`` of a head."""
+    """Replaces the ``forward`` of a head."""
 
     def __init__(self, owner: TiledHeads, head: nn.Linear) -> None:
         self._owner = owner
-        self._head = weakref.ref(head)  # which holds this
+        self._head = weakref.ref(head)  # weak: the head holds this object
         vars(head)["forward"] = self
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the head's logits, lazy ones where their loss may be tiled."""
+        """Return the head's logits, lazy if their loss may be tiled."""
         head = self._head()
         assert head is not None
         if self._owner.is_lazy(hidden, head):
@@ -46,7 +46,7 @@ class LazyHead:
         return type(head).forward(head, hidden)
 
     def remove(self) -> None:
-        """Have the head compute its own logits again."""
+        """Restore the head's own ``forward``."""
         head = self._head()
         if head is not None and vars(head).get("forward") is self:
             del vars(head)["forward"]
@@ -57,8 +57,8 @@ class LazyHead:
 
 
 class TiledHeads:
-    """The heads of one managed module. ``mode``: True, or ``"auto"`` for logits that are large beside
-    ``device_bytes``. ``step``: returns what differs after an update of weights."""
+    """The heads of one managed module. ``mode``: True, or ``"auto"`` to tile only logits that are large
+    compared with ``device_bytes``. ``step``: returns a value that changes after each update of weights."""
 
     def __init__(
         self, module: nn.Module, mode: bool | str, device_bytes: int, step: Callable[[], object]
@@ -72,20 +72,20 @@ class TiledHeads:
         self.follow(module)
 
     def follow(self, module: nn.Module) -> None:
-        """Stand in for the heads that ``module`` has now."""
+        """Replace the ``forward`` of the heads that ``module`` has now."""
         self.release()
         self._heads = [LazyHead(self, head) for head in fit_heads(module, self._mode)]
 
     def release(self) -> None:
-        """Have all heads compute their own logits again."""
+        """Restore the ``forward`` of all heads."""
         for head in self._heads:
             head.remove()
         self._heads = []
 
     @contextmanager
     def during(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Be in a forward pass with ``inputs`` for the block. Its logits are lazy where somebody may take
-        their loss: with gradients, or with labels."""
+        """Context of a forward pass with ``inputs``. Its logits are lazy if a loss may be computed from them:
+        if gradients are enabled or labels are given."""
         outer = self._is_open
         has_labels = any(inputs.get(name) is not None for name in _LOSS_INPUTS)
         self._is_open = outer or has_labels or torch.is_grad_enabled()
@@ -96,8 +96,7 @@ class TiledHeads:
 
     @contextmanager
     def expecting_loss(self) -> Iterator[None]:
-        """Have logits be lazy in passes of the block that are given no labels, either: the caller takes the
-        loss."""
+        """Context of passes whose loss the caller computes: their logits are lazy also without labels."""
         outer, self._is_open = self._is_open, True
         try:
             yield
@@ -105,7 +104,7 @@ class TiledHeads:
             self._is_open = outer
 
     def is_lazy(self, hidden: torch.Tensor, head: nn.Linear) -> bool:
-        """Say whether logits of ``hidden`` are lazy now."""
+        """Say whether the logits of ``hidden`` are lazy now."""
         if not self._is_open or type(hidden) is not torch.Tensor or torch.compiler.is_compiling():
             return False
         if hidden.dim() < 2 or hidden.shape[-1] != head.weight.shape[1]:
@@ -115,7 +114,7 @@ class TiledHeads:
         return self._mode is True or whole > SHARE_OF_DEVICE * self._device_bytes
 
     def lazy(self, hidden: torch.Tensor, head: nn.Linear) -> LazyLogits:
-        """Return lazy logits."""
+        """Return the lazy logits of ``head(hidden)``."""
         weight, bias, step = head.weight, head.bias, self._step
         trains = [each for each in (weight, bias) if each is not None and each.requires_grad]
 
@@ -125,7 +124,7 @@ class TiledHeads:
         return LazyLogits(HeadCall.of((hidden, weight, bias), state, self._note))
 
     def _note(self, nbytes: int) -> None:
-        """Say once that somebody reads logits."""
+        """Warn once that logits are read as a whole."""
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -136,10 +135,11 @@ class TiledHeads:
 
 
 def fit_heads(module: nn.Module, mode: bool | str) -> list[nn.Linear]:
-    """Return the heads whose loss can be tiled. A stage of a pipeline may have none: another stage has it.
+    """Return the heads that allow a tiled loss. A pipeline stage may have none, because the head is in
+    another stage.
 
     Raises:
-        ConfigError: ``mode`` is True, and there is none, or one is no linear layer.
+        ConfigError: ``mode`` is True, and there is no head, or a head is not a linear layer.
     """
     if not mode:
         return []
@@ -173,7 +173,7 @@ def fit_heads(module: nn.Module, mode: bool | str) -> list[nn.Linear]:
 
 
 def _in_use(head: Any) -> Any:
-    """Return the layer that runs: PEFT trains a copy of a head that is among ``modules_to_save``."""
+    """Return the layer that runs: PEFT trains a copy of a head that is listed in ``modules_to_save``."""
     copies, active = getattr(head, "modules_to_save", None), getattr(head, "active_adapters", None)
     if not isinstance(head, nn.Module) or not isinstance(copies, nn.ModuleDict) or not active:
         return head
@@ -181,7 +181,7 @@ def _in_use(head: Any) -> Any:
 
 
 def _unfit(head: nn.Module) -> str | None:
-    """Return why a head's loss cannot be tiled; None: it can."""
+    """Return why a head's loss cannot be tiled; None if it can."""
     kind = type(head)
     if any(each.__module__.startswith("gemini.parallel") for each in kind.__mro__):
         return f"is cut over ranks ({kind.__name__}): each has a part of the logits"

@@ -1,8 +1,8 @@
-"""A managed model's weights as an ordinary state dict, and back.
+"""A managed model's weights as an ordinary state dict, and loading one.
 
-torch's ``load_state_dict`` is taken in two parts: what it would do, found out by the modules themselves, and
-doing it. Hooks run once, as in torch: those before a module is loaded, and ``_load_from_state_dict``, in the
-first part, which writes no weight; those after it in the second.
+A load has two phases. The first runs torch's own ``_load_from_state_dict`` of every module but only records
+the copies. The second performs the copies. Hooks run once, as in torch: hooks before a module is loaded run
+in the first phase, which writes no weight; hooks after it run in the second.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ IncompatibleKeys = nn.modules.module._IncompatibleKeys
 
 @dataclass(frozen=True)
 class Copy:
-    """One value to be copied into a parameter or buffer of the model; ``read`` returns it."""
+    """A value to copy into a parameter or buffer of the model; ``read`` returns it."""
 
     target: torch.Tensor
     read: Callable[[], torch.Tensor]
@@ -52,7 +52,7 @@ class Copy:
 
 @dataclass
 class ModuleLoad:
-    """What loading one module, without its parts, will do."""
+    """The planned load of one module; ``parts`` are the loads of its submodules."""
 
     module: nn.Module
     copies: list[Copy] = field(default_factory=list)
@@ -62,23 +62,24 @@ class ModuleLoad:
     parts: list[ModuleLoad] = field(default_factory=list)
 
     def everything(self) -> Iterator[ModuleLoad]:
-        """Yield this and all parts, in the order in which torch loads them."""
+        """Yield this load and those of all submodules, in the order in which torch loads them."""
         yield self
         for part in self.parts:
             yield from part.everything()
 
 
 class StateLoad:
-    """A state dict on its way into a module.
+    """A load of a state dict into a module: planned on construction, performed by :meth:`carry_out`.
 
-    ``keep`` takes a tensor that a hook has made and returns one with the same values that may be kept until
-    it is written. A mapping with a method ``outline(name)``, which returns a tensor on ``meta``, is read
-    once: it is asked for that where only shapes are looked at.
+    ``keep`` takes a tensor that a hook created and returns one with the same values that may be kept until it
+    is written. Each value of a mapping that is not a dict is read once, when it is written. If the mapping
+    has a method ``outline(name)``, which returns a tensor on ``meta``, this is called where only shapes are
+    needed.
 
     Raises:
-        ConfigError: a value's shape is not that of its target, or it is no tensor. No weight was changed; nor
-            was one where a hook raises.
-        RuntimeError: a hook, or a module's own way of loading, found an error.
+        ConfigError: a value is not a tensor or has another shape than its target. No weight was changed; the
+            same holds if a hook raises.
+        RuntimeError: a hook, or a module's own ``_load_from_state_dict``, reported an error.
     """
 
     def __init__(self, module: nn.Module, state: Mapping[str, Any], keep: Keep) -> None:
@@ -99,22 +100,22 @@ class StateLoad:
 
     @property
     def keys(self) -> Any:
-        """What is missing and what is not expected, before any hook after loading has had a say."""
+        """The missing and unexpected keys, before hooks that run after loading."""
         return IncompatibleKeys(self._missing, self._unexpected)
 
     @property
     def has_post_hooks(self) -> bool:
-        """Whether a hook after loading may still change :attr:`keys`."""
+        """Whether a hook that runs after loading may change :attr:`keys`."""
         return any(load.module._load_state_dict_post_hooks for load in self.root.everything())
 
     @property
     def targets(self) -> list[torch.Tensor]:
-        """What will be written."""
+        """The tensors that will be written."""
         return [copy.target for load in self.root.everything() for copy in load.copies]
 
     def carry_out(self, write: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
-        """Call ``write`` with each target and value, and the hooks that come after; return the keys that are
-        missing or not expected then."""
+        """Call ``write`` with each target and value, and then the post-hooks; return the missing and
+        unexpected keys that remain."""
         keys = IncompatibleKeys([], [])
         self._carry_out(self.root, write, keys)
         return keys if self.has_post_hooks else self.keys
@@ -124,7 +125,7 @@ class StateLoad:
     ) -> None:
         for copy in load.copies:
             write(copy.target, copy.read())
-        load.copies.clear()  # which hooks made, and which nobody needs any longer
+        load.copies.clear()  # frees the tensors that hooks created
         for state in load.extra_states:
             load.module.set_extra_state(state)
         keys.missing_keys.extend(load.missing)
@@ -179,8 +180,8 @@ class StateLoad:
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes which values of ``state`` are copied into parameters and buffers of one module, instead of
-    copying them."""
+    """Records the copies from ``state`` into parameters and buffers of one module instead of performing
+    them."""
 
     def __init__(self, module: nn.Module, state: Any, prefix: str) -> None:
         super().__init__()
@@ -206,8 +207,8 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _keys_of(self, target: torch.Tensor) -> list[str]:
-        """Return the names of a tensor of the module: several where it is tied to itself."""
-        if target not in self._held:  # a hook may have put in another
+        """Return the names of a tensor of the module: several if it is tied."""
+        if target not in self._held:  # a hook may have replaced a tensor
             self._held = {}
             for name, each in [*self._module._parameters.items(), *self._module._buffers.items()]:
                 if each is not None:
@@ -215,44 +216,44 @@ class _Recorder(TorchFunctionMode):
         return self._held.get(target, [])
 
     def _is_from_state(self, key: str, target: torch.Tensor, value: torch.Tensor) -> bool:
-        """Tell what torch copies from what a hook does, which may look at the result."""
+        """Distinguish torch's copy of a state value from a copy by a hook, which may read the result."""
         if key not in self._state or not isinstance(value, torch.Tensor) or target.shape != value.shape:
             return False
-        if target.dim() == 0:  # it may come from a tensor of one element, and is another object then
+        if target.dim() == 0:  # torch reshapes a one-element value, so it is another object
             return True
         latest = self._state.latest(key) if isinstance(self._state, _LazyState) else self._state[key]
         return latest is value
 
 
 class _LazyState(MutableMapping[str, Any]):
-    """A mapping that hooks may change, over one whose values are read again at each use."""
+    """A mapping that hooks may change, over a mapping whose values are read again at each access."""
 
     def __init__(self, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
-        """``names``: those that there are; the value of one is its own where it is not to be read."""
-        self.outlined = False  # values are not looked at
+        """``names``: the value of each name, or _READ if it is read from ``given``."""
+        self.outlined = False  # return outlines instead of values
         self._given = given
         self._outline = getattr(given, "outline", given.__getitem__)
         self._names = dict(names)
         self._latest: dict[str, weakref.ref[Any]] = {}
 
     def latest(self, key: str) -> Any:
-        """Return what the last look at ``key`` found, None where nobody has it any more."""
+        """Return the value that the last access to ``key`` returned; None if it was freed."""
         value = self._names[key]
         return self._latest[key]() if value is _READ and key in self._latest else value
 
     def is_given(self, key: str) -> bool:
-        """Say whether the value is the one that is read."""
+        """Say whether ``key`` still has its original value, which is read from the mapping."""
         return self._names.get(key) is _READ
 
     def __contains__(self, key: object) -> bool:
-        return key in self._names  # of Mapping, this would read the value
+        return key in self._names  # Mapping's own would read the value
 
     def read(self, key: str) -> Any:
-        """Return a given value."""
+        """Read an original value."""
         return self._given[key]
 
     def under(self, prefix: str) -> _LazyState:
-        """Return one with the names that begin with ``prefix``."""
+        """Return a _LazyState of the names that begin with ``prefix``."""
         return _LazyState(self._given, {k: v for k, v in self._names.items() if k.startswith(prefix)})
 
     def __getitem__(self, key: str) -> Any:
@@ -281,7 +282,7 @@ _READ = object()
 
 
 def _own_copy(state: Mapping[str, Any]) -> Any:
-    """Return what hooks may change instead of ``state``."""
+    """Return a copy of ``state`` that hooks may change."""
     if not isinstance(state, dict):
         return _LazyState(state, dict.fromkeys(state, _READ))
     copy: Any = OrderedDict(state)
@@ -291,8 +292,8 @@ def _own_copy(state: Mapping[str, Any]) -> Any:
 
 
 def _loads_as_torch_does(module: nn.Module) -> bool:
-    """Say whether nothing of the module's own sees the values of a state on their way to where they are
-    copied."""
+    """Say whether torch's default load is used, without pre-hooks: no code of the module sees the values
+    before they are copied."""
     own = "_load_from_state_dict" in vars(module)
     own = own or type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     return not own and not module._load_state_dict_pre_hooks
@@ -305,7 +306,8 @@ def _under(state: Any, prefix: str) -> Any:
 
 
 def _address(value: Any) -> int | None:
-    """Return what tells whether two tensors are parts of one memory; None: they have none of their own."""
+    """Return the address of a tensor's storage, which is equal for views of one storage; None if it has no
+    memory of its own."""
     if type(value) not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided or value.is_meta:
         return None
     return int(value.untyped_storage().data_ptr())
@@ -313,7 +315,7 @@ def _address(value: Any) -> int | None:
 
 @contextmanager
 def _copying_in_place() -> Iterator[None]:
-    """Have torch copy into parameters, not exchange them, for the block."""
+    """Make torch copy into parameters instead of swapping them, for the block."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(False)
     try:
@@ -324,7 +326,8 @@ def _copying_in_place() -> Iterator[None]:
 
 @contextmanager
 def _extra_states_to(load: ModuleLoad) -> Iterator[None]:
-    """Note the extra state that the block sets, which may look at weights that are not there yet."""
+    """Record the extra state that is set in the block, because ``set_extra_state`` may read weights that are
+    not loaded yet."""
     attributes = vars(load.module)
     before = attributes.get("set_extra_state")
     attributes["set_extra_state"] = load.extra_states.append
@@ -337,7 +340,8 @@ def _extra_states_to(load: ModuleLoad) -> Iterator[None]:
 
 
 def _refuse_kind(key: str, target: torch.Tensor, value: torch.Tensor, *, may_be_meta: bool) -> None:
-    """Raise ConfigError where torch cannot copy ``value``, of the right shape, to its parameter or buffer."""
+    """Raise ConfigError if torch cannot copy ``value``, which has the right shape, to its parameter or
+    buffer."""
     kind, way_out = "", "give its values: value.to_dense()"
     if value.layout is not target.layout:
         kind = str(value.layout).removeprefix("torch.")
@@ -350,7 +354,7 @@ def _refuse_kind(key: str, target: torch.Tensor, value: torch.Tensor, *, may_be_
 
 
 def _refuse_misfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Raise ConfigError where a value cannot be that of its parameter or buffer."""
+    """Raise ConfigError if a value is not a tensor or has another shape than its parameter or buffer."""
     for places in (module._parameters, module._buffers):
         for name, target in places.items():
             key = prefix + name
@@ -372,13 +376,13 @@ _UNREAD = object()
 
 
 class LazyState(dict[str, Any]):
-    """A dict whose values are read when they are asked for, and kept from then on. It knows which names were
-    taken out, and which values were put in or changed in place.
+    """A dict that reads a value on first access and then keeps it. It tracks which names were removed, and
+    which values were replaced or changed in place.
 
-    ``read(name)`` returns a value. Pickles and copies are of ordinary dicts, with all values.
+    ``read(name)`` returns a value. Pickles and copies are ordinary dicts with all values.
     """
 
-    # Those of dict would hand out what stands for values that were not read yet.
+    # dict's own methods would return the placeholders of values that were not read yet.
     keys = MutableMapping.keys  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
@@ -394,12 +398,12 @@ class LazyState(dict[str, Any]):
     def __init__(
         self, names: Iterable[str], read: Callable[[str], Any], metadata: Mapping[str, Any] | None = None
     ) -> None:
-        """``metadata``: what torch keeps with a state dict."""
+        """``metadata``: the ``_metadata`` that torch keeps with a state dict."""
         self._metadata = metadata
         dict.__init__(self, dict.fromkeys(names, _UNREAD))
         self._names = tuple(dict.keys(self))
         self._read = read
-        self._versions: dict[str, int] = {}  # of values as they were read
+        self._versions: dict[str, int] = {}  # version counters at the time of reading
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
@@ -440,7 +444,8 @@ class LazyState(dict[str, Any]):
         return f"LazyState({list(self)!r})"
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        return OrderedDict, (), None, None, iter(self.items())  # what a state dict is, and torch.load allows
+        # The type of a state dict, which torch.load accepts.
+        return OrderedDict, (), None, None, iter(self.items())
 
     def copy(self) -> dict[str, Any]:
         """Return an ordinary dict with all values."""
@@ -448,17 +453,17 @@ class LazyState(dict[str, Any]):
 
     @property
     def removed(self) -> list[str]:
-        """The names that were taken out."""
+        """The names that were removed."""
         return [name for name in self._names if name not in self]
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The values that were put in, or changed in place."""
+        """The values that were replaced or changed in place."""
         return {name: value for name, value in dict.items(self) if self._is_changed(name, value)}
 
     @property
     def is_as_read(self) -> bool:
-        """Whether nothing was taken out, put in or changed."""
+        """Whether no value was removed, replaced or changed."""
         return not self.removed and not self.changed
 
     def _is_changed(self, name: str, value: Any) -> bool:
@@ -479,7 +484,7 @@ class LazyState(dict[str, Any]):
 
 
 class Peeking(Mapping[str, Any]):
-    """A LazyState to be read once: values are not kept."""
+    """A view of a LazyState to be read once: it keeps no values."""
 
     def __init__(self, state: LazyState) -> None:
         self._state = state
@@ -498,7 +503,7 @@ class Peeking(Mapping[str, Any]):
 def export_weights(
     model: ManagedModel, *args: Any, only_rank_0: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Return what :meth:`GeminiDDP.state_dict` does; the other arguments are those of
+    """Return the state dict as :meth:`GeminiDDP.state_dict` does; other arguments are those of
     ``nn.Module.state_dict``."""
     state = _state(model, "state_dict", *args, **options)
     keeps = not only_rank_0 or model.rank().index == 0
@@ -514,7 +519,7 @@ def export_weights(
 
 
 def lazy_weights(model: ManagedModel) -> LazyState:
-    """Return what :func:`export_weights` does, each value read when it is asked for, by all ranks."""
+    """Return the weights of :func:`export_weights` as a LazyState. Reading a value is collective."""
     state = _state(model, "state_dict")
 
     def read(name: str) -> Any:
@@ -529,7 +534,7 @@ def lazy_weights(model: ManagedModel) -> LazyState:
 def export_shards(
     model: ManagedModel, max_shard_size: int | str, only_rank_0: bool
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield what :meth:`GeminiDDP.state_dict_shard` does."""
+    """Yield the shards of :meth:`GeminiDDP.state_dict_shard`."""
     most = parse_bytes(max_shard_size, name="max_shard_size")
     if not most or most < 0:
         raise ConfigError(f"max_shard_size is {max_shard_size!r}; give a number of bytes or '1GiB'")
@@ -561,7 +566,7 @@ def _shards(
 
 
 def _state(model: ManagedModel, doing: str, *args: Any, **options: Any) -> dict[str, Any]:
-    """Return the module's state with managed weights as they are; nothing of an update is pending then."""
+    """Return the module's state dict with managed weights as they are; runs pending updates first."""
     model.manager.lock.refuse_all()
     model.storage.mixture.refuse(doing)
     model.managed.refuse_exchanged(doing)
@@ -573,7 +578,7 @@ def _state(model: ManagedModel, doing: str, *args: Any, **options: Any) -> dict[
 def _full_values(
     model: ManagedModel, state: Mapping[str, Any], export: Place
 ) -> Iterator[tuple[list[str], Any]]:
-    """Yield each value of a state, as an ordinary one, with its names, several where it is tied."""
+    """Yield each value of a state as an ordinary one, with its names (several if it is tied)."""
     names: dict[int, list[str]] = {}
     for key, value in state.items():
         names.setdefault(id(value), []).append(key)
@@ -581,7 +586,7 @@ def _full_values(
         value = state[keys[0]]
         if isinstance(value, ManagedParameter):
             value = _full_value(model, value, export)
-        elif isinstance(value, ManagedTensor):  # statistics of a quantized weight
+        elif isinstance(value, ManagedTensor):  # e.g. the scales of a quantized weight
             value = plain_copy(value).cpu()
         elif isinstance(value, torch.Tensor):
             value = value.detach().cpu()
@@ -595,14 +600,14 @@ def import_weights(
     strict: bool,
     fill: Callable[[ManagedSlot, torch.Tensor], None] | None = None,
 ) -> Any:
-    """Do what :meth:`GeminiDDP.load_state_dict` does; ``fill`` writes the values of managed weights, None: as
-    :func:`write_values`."""
+    """Load a state dict as :meth:`GeminiDDP.load_state_dict` does. ``fill`` writes the values of managed
+    weights; None: :func:`write_values` does."""
     model.managed.refuse_exchanged("load_state_dict")
     rank = model.rank()
 
     def found() -> StateLoad:
         load = StateLoad(model.module, state_dict, partial(_kept, model))
-        if not load.has_post_hooks:  # or they may yet forgive
+        if not load.has_post_hooks:  # post-hooks may still remove keys from these lists
             _refuse_keys(load.keys, strict=strict)
         return load
 
@@ -621,16 +626,16 @@ def import_weights(
 
 
 def import_others(model: ManagedModel, others: Mapping[str, Any]) -> bool:
-    """Load ``others``, which are all of the module's state but managed weights; those have their values.
+    """Load ``others``: all of the module's state except managed weights, which keep their values.
 
-    Hooks of loading run as where everything is loaded and see all names, with the weights as they are. What
-    they make of a managed weight is not taken over. Returns whether one wrote to a weight itself, which has
-    other values then.
+    Load hooks run as in a load of everything and see all names, with the current weights. Values that a hook
+    creates for a managed weight are ignored. Returns whether a hook wrote to a managed weight itself, which
+    then has other values.
     """
     written = model.manager.written.times()
     state = model.module.state_dict(keep_vars=True)
     for name, value in list(state.items()):
-        if isinstance(value, ManagedTensor):  # what a quantized weight is made of
+        if isinstance(value, ManagedTensor):  # a part of a quantized weight
             del state[name]
         elif isinstance(value, torch.Tensor):
             state[name] = value.detach()
@@ -651,8 +656,8 @@ def _refuse_keys(keys: Any, *, strict: bool) -> None:
 
 
 def _stored_names(module: nn.Module) -> dict[int, str]:
-    """Return what a load of everything writes, by id: the one name of a parameter, tied ones included, and a
-    buffer's."""
+    """Return the id of each tensor that a full load writes, mapped to its name. Tied parameters share one
+    name."""
     names: dict[int, str] = {}
     for prefix, part in module.named_modules():
         held = dict(part._parameters)
@@ -678,9 +683,10 @@ def _write(
     value: torch.Tensor,
     fill: Callable[[ManagedSlot, torch.Tensor], None] | None = None,
 ) -> None:
-    """Copy a value into chunks, or into a buffer. Over several ranks each writes what it owns."""
-    if isinstance(value, ManagedParameter):  # a hook puts it where a name is missing
-        owner = value._ref.manager  # perhaps another model's
+    """Copy a value into chunks or into a buffer. Over several ranks each rank writes the part that it
+    owns."""
+    if isinstance(value, ManagedParameter):  # a hook may use it for a missing name
+        owner = value._ref.manager  # may be another model's
         assert isinstance(owner, GeminiManager)
         quantized = isinstance(value, QuantizedParameter)
         value = plain_copy(value) if quantized else read_values(slot_of(value), owner)
@@ -700,8 +706,8 @@ def _write(
 
 
 def _kept(model: ManagedModel, value: torch.Tensor) -> torch.Tensor:
-    """Return what is kept of a value that a hook has made, until it is written: in a file where there is a
-    DISK tier, so that a hook that converts all weights needs no memory for them at once."""
+    """Return a copy of a value that a hook created, to keep until it is written. With a DISK tier the copy is
+    in a file, so that a hook that converts all weights needs no memory for all of them at once."""
     directory = model.manager.chunks.budgets.disk_dir
     if directory is None or value.device.type != "cpu":
         return value
@@ -709,7 +715,7 @@ def _kept(model: ManagedModel, value: torch.Tensor) -> torch.Tensor:
 
 
 def _full_value(model: ManagedModel, param: ManagedParameter, export: Place) -> torch.Tensor:
-    """Return a copy of a parameter in fp32, in host memory: of its master where it has one."""
+    """Return a copy of a parameter in fp32, in host memory: of its master if it has one."""
     if isinstance(param, QuantizedParameter):
         return read_quantized(slot_of(param), model.manager, export)
     dtype = torch.float32 if param.dtype.itemsize < 4 else param.dtype
