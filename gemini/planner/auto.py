@@ -1,4 +1,5 @@
-"""autoparallelize(): a plain model goes in; planned for the ranks that run and boosted, it comes out."""
+"""``autoparallelize()``: plan the training of a plain model over the running ranks, and boost it for that
+plan."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ _SAMPLE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Parallelized:
-    """A model that is trained as its ``plan`` says. ``model`` and ``optimizer`` are boosted: ``booster``
-    saves and loads them."""
+    """A model that is wrapped for training by its ``plan``. ``booster`` saves and loads ``model`` and
+    ``optimizer``."""
 
     model: nn.Module
     optimizer: Any
@@ -62,7 +63,8 @@ class Parallelized:
 
     @property
     def num_samples(self) -> int:
-        """How many samples this rank gives to each step; ranks along tp, sp and pp give the same ones."""
+        """Number of samples that this rank gives to each step. Ranks along tp, sp and pp give the same
+        samples."""
         return self.plan.num_microbatches * self.plan.microbatch_size
 
     @property
@@ -88,7 +90,8 @@ class Parallelized:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What :func:`autoparallelize` was asked. ``config``: the budgets; ``machine`` None: to be measured."""
+    """The arguments of :func:`autoparallelize`. ``config`` has the budgets; with ``machine`` None, speeds are
+    measured."""
 
     model: nn.Module
     samples: Any
@@ -100,7 +103,8 @@ class _Asked:
     pins: Pins
 
     def plan(self, world: int, speeds: CollectiveSpeeds) -> ParallelPlan:
-        """Return the fastest plan. ``speeds``: what ``world`` ranks exchange, where that was measured."""
+        """Return the fastest plan for ``world`` ranks. ``speeds`` (of collectives) are used only if
+        ``machine`` is None."""
         machine, seconds = self.machine, 0.0
         if machine is None:
             host = bool(self.config.host_bytes)
@@ -132,8 +136,8 @@ class _Asked:
 
 
 def _plan_of_all(read: Callable[[], _Asked]) -> ParallelPlan:
-    """Return the plan of all ranks, which call this. Rank 0 alone reads what was asked, and searches: what it
-    is refused, all are."""
+    """Return the plan. Collective: every rank calls it and gets the same plan. Only rank 0 calls ``read`` and
+    searches; an error of rank 0 is raised on all ranks."""
     world = Ranks().size
     if world == 1:
         return read().plan(1, CollectiveSpeeds())
@@ -149,7 +153,8 @@ def _plan_of_all(read: Callable[[], _Asked]) -> ParallelPlan:
 
 
 def _capacity(config: GeminiConfig, world: int) -> StageCapacity:
-    """Return what each rank may take; of what is not said, its part of what is free on this machine."""
+    """Return the bytes that each rank may use. The default of a tier is this rank's part of what is free on
+    this machine."""
     here, device_bytes = _ranks_here(world), config.device_bytes
     if device_bytes is None:
         device_bytes = default_budget_bytes() // here
@@ -160,7 +165,7 @@ def _capacity(config: GeminiConfig, world: int) -> StageCapacity:
 
 
 def _ranks_here(world: int) -> int:
-    """Return how many of the ranks are on this machine."""
+    """Return the number of ranks on this machine."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(said) if said.isdecimal() and int(said) else world
 
@@ -188,29 +193,32 @@ def autoparallelize(
     pins: Sequence[str] = (),
     **options: Any,
 ) -> Parallelized:
-    """Find the fastest way to train ``model`` over the ranks that run, and boost it for that. All ranks call
-    this, and all get the same plan; one process alone is a rank, too::
+    """Find the fastest way to train ``model`` over the running ranks, and boost it for that plan. Collective:
+    all ranks call this and get the same plan; a single process counts as one rank::
 
         trained = gemini.autoparallelize(model, batch, torch.optim.AdamW(model.parameters()), batch=32)
         for batch in loader:            # of trained.num_samples samples on each rank that divides the data
             loss = trained.step(batch)
 
     Args:
-        samples: a batch as :meth:`Booster.execute_pipeline` takes it, of one or more samples, on any device:
-            what matters are its shapes and types.
-        batch: the samples of a step of all ranks; None: those in ``samples``.
-        loss: the mean loss of a micro-batch, of ``(outputs, micro_batch)``; by default the model's own.
-        dtype: what operators compute in: ``"fp32"`` (parameters keep their type), ``"bf16"`` or ``"fp16"``.
-        machine: its speeds, or the file of them (docs/plan.md); None: measured now, and what ranks exchange
-            among those that run.
-        device_bytes, host_bytes, disk_dir, disk_bytes: what each rank may take of each tier.
-            ``device_bytes`` None: of what is free on this machine the part of one rank.
-        pins: what must be, such as ``["tp=2", "zero=3"]``: see ``gemini plan --pin``.
-        options: keywords of HybridParallelPlugin that no plan has, such as ``max_norm``.
+        samples: a batch as :meth:`Booster.execute_pipeline` takes it, of one or more samples, on any device.
+            Only its shapes and types matter.
+        batch: number of samples in a step of all ranks; None: the number in ``samples``.
+        loss: called with ``(outputs, micro_batch)``, returns the mean loss of a micro-batch. Default: the
+            model's own loss.
+        dtype: type in which operators compute: ``"fp32"`` (parameters keep their type), ``"bf16"`` or
+            ``"fp16"``.
+        machine: speeds of the machine, or the file that has them (docs/plan.md). None: they are measured now,
+            collectives among the running ranks.
+        device_bytes, host_bytes, disk_dir, disk_bytes: budget of each rank on each tier. ``device_bytes``
+            None: one rank's part of what is free on this machine.
+        pins: settings that the plan must have, such as ``["tp=2", "zero=3"]``: see ``gemini plan --pin``.
+        options: keywords of HybridParallelPlugin that a plan does not set, such as ``max_norm``.
 
     Raises:
-        ConfigError: pins leave nothing, or the model cannot be planned. OutOfBudgetError: nothing fits; the
-            message names budgets that would do. On other ranks than the first one both are ConfigError.
+        ConfigError: the pins exclude every plan, or the model cannot be planned. Ranks other than 0 raise it
+            for every failure.
+        OutOfBudgetError: no plan fits. The message names budgets that are enough. Only rank 0 raises it.
     """
     join_launched_group()
 

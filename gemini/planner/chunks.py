@@ -1,4 +1,4 @@
-"""Chunks: what ZeRO 3 holds of a stage, as the runtime lays it out."""
+"""Sizes and layout of the chunks that a pipeline stage holds under ZeRO 3, computed by the runtime itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gemini.runtime.storage.data_sizes import GroupPlan, plan_groups
 
 @dataclass(frozen=True)
 class StageCapacity:
-    """What each rank may take of every tier, in bytes."""
+    """The budget of each rank on every tier, in bytes."""
 
     device_bytes: int
     host_bytes: int = 0
@@ -25,14 +25,18 @@ class StageCapacity:
 
     @property
     def lower_bytes(self) -> int:
-        """What fits below DEVICE."""
+        """Bytes that fit below DEVICE."""
         return self.host_bytes + self.disk_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """The chunks of a rank. ``place_of`` maps the name of a parameter to its place in ``groups``. Over
-    several ranks the whole chunks take up to ``gather_bytes`` at a time."""
+    """The chunks of a rank.
+
+    Attributes:
+        place_of: index into ``groups``, by parameter name.
+        gather_bytes: limit on the chunks that are whole at the same time; it matters only over several ranks.
+    """
 
     groups: tuple[GroupPlan, ...]
     place_of: Mapping[str, int]
@@ -41,8 +45,12 @@ class ChunkTable:
 
 @dataclass(frozen=True)
 class ChunkSizes:
-    """``total_bytes``: all chunks, and what is whole at times; ``working_bytes``: what must be on DEVICE at
-    once."""
+    """Bytes of a rank's chunks.
+
+    Attributes:
+        total_bytes: all chunks, including those that are whole for a while.
+        working_bytes: the most that must be on DEVICE at once.
+    """
 
     total_bytes: int
     working_bytes: int
@@ -50,10 +58,12 @@ class ChunkSizes:
 
 
 def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: StageCapacity) -> ChunkSizes:
-    """Return what a rank holds of the parameters with ``names``, cut over ``copies`` ranks.
+    """Return the chunk sizes of a rank that holds the parameters ``names``, cut over ``copies`` ranks.
 
     Raises:
-        ConfigError: a parameter cannot be managed. OutOfBudgetError: DEVICE is out of all proportion.
+        ConfigError: a parameter cannot be managed.
+        OutOfBudgetError: the layout would need too many pieces, because DEVICE is far too small for the
+            model.
     """
     narrow = {param.dtype for param in model.parameters() if param.is_floating_point()} - {torch.float32}
     config = GeminiConfig(
@@ -79,7 +89,7 @@ def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: 
 
 @contextmanager
 def _only(model: nn.Module, names: frozenset[str]) -> Iterator[None]:
-    """Take the other parameters out of the model for a while."""
+    """Context manager that temporarily removes all parameters except ``names`` from the model."""
     taken: list[tuple[nn.Module, str, nn.Parameter]] = []
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():

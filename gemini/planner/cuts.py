@@ -1,7 +1,7 @@
-"""Cuts: where stages begin, so that each fits its memory and the step is short.
+"""Cuts a model into pipeline stages such that each stage fits its memory and the step is short.
 
-Stages hold different numbers of micro-batches, so the early ones need more memory for equal work. The table
-of what every stage takes with every range of blocks goes to :func:`gemini.planner.stages.best_cut`.
+Stages hold different numbers of micro-batches, so the early ones need more memory for equal work. A table of
+the time of every stage with every range of blocks goes to :func:`gemini.planner.stages.best_cut`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ Table = NDArray[np.float64]  # [stage, first, last], or [first, last]
 
 @dataclass(frozen=True)
 class StageRooms:
-    """What stages have room for. ``room_bytes``: of each stage; ``others``: how many micro-batches each holds
-    beside the one that runs; ``model_bytes``: of each segment."""
+    """The memory that stages have.
+
+    Attributes:
+        room_bytes: budget of each stage.
+        others: number of micro-batches that each stage holds besides the one that runs.
+        model_bytes: model data of each segment.
+    """
 
     room_bytes: tuple[int, ...]
     others: tuple[int, ...]
@@ -35,9 +40,14 @@ class StageRooms:
 def fitting_ranges(
     figures: Sequence[Figures], again: frozenset[int], how: str, rooms: StageRooms
 ) -> Ranges | None:
-    """Return the segments of each stage such that the step is the shortest of those in which all fit; None:
-    there is no such cut. ``again``: segments that recompute in any case; ``how``: FIT or ROTOR: others do as
-    far as they must. Bytes are close to those of a price, which has the last word."""
+    """Return the segments of each stage for the shortest step in which all stages fit; None: no cut fits.
+
+    Byte counts are close to those of a price, but only the price decides.
+
+    Args:
+        again: segments that are recomputed in any case.
+        how: recomputation mode; with FIT or ROTOR more segments are recomputed as memory requires.
+    """
     if not _may_fit(figures, again, how, rooms):
         return None
     seconds = [
@@ -59,7 +69,7 @@ def fitting_ranges(
 
 
 def _may_fit(figures: Sequence[Figures], again: frozenset[int], how: str, rooms: StageRooms) -> bool:
-    """Say whether all stages together have as much room as they need at least, wherever they begin."""
+    """Return False if the stages together need more than their total room, wherever they begin."""
     kept = 0.0
     for at, each in enumerate(figures):
         is_block = 0 < at < len(figures) - 1
@@ -71,7 +81,7 @@ def _may_fit(figures: Sequence[Figures], again: frozenset[int], how: str, rooms:
 
 
 def _needs(figures: Sequence[Figures], again: frozenset[int], rooms: StageRooms) -> Table:
-    """Return what each stage with each range of segments lacks; what it has to spare is below zero."""
+    """Return the bytes that each stage lacks for each range of segments; negative values are spare bytes."""
     held = Held(figures, alone(again))
     kept = sums_between([held.kept_of(at) for at in range(len(figures))])
     received = np.array([0.0, *(each.input_bytes for each in figures[1:]), 0.0])[:, None]
@@ -88,8 +98,11 @@ def _needs(figures: Sequence[Figures], again: frozenset[int], rooms: StageRooms)
 
 
 def _as_few(figures: Sequence[Figures], takes: Table, rooms: StageRooms, *, by_groups: bool) -> Table:
-    """Return what stages take where as few blocks as need be recompute. ``by_groups``: where all of them are
-    too few, groups may do, with another forward pass."""
+    """Return the seconds of each stage if it recomputes as few blocks as fit; infinite if it does not fit.
+
+    With ``by_groups``, a range that does not fit is counted as if groups of blocks were recomputed, which
+    costs another forward pass.
+    """
     lacks = _needs(figures, frozenset(), rooms)
     blocks = range(1, len(figures) - 1)
     fits = _needs(figures, frozenset(blocks), rooms) <= 0

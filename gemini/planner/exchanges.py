@@ -1,7 +1,8 @@
-"""Exchanges: what data ranks send each other in a step, in the messages in which they send it.
+"""Messages among data-parallel ranks in a step, and the time that they take.
 
-With ZeRO 0 to 2 gradients go in the buckets of the optimizer, and updated weights come back in them. With
-ZeRO 3 chunks go: their gradients once a step, their weights before the operators that use them.
+With ZeRO 0 to 2, ranks exchange gradients in the optimizer's buckets and gather updated weights in the same
+buckets. With ZeRO 3 they exchange chunks: gradients once per step, weights before the operators that use
+them.
 """
 
 from __future__ import annotations
@@ -13,34 +14,40 @@ from gemini.planner.chunks import ChunkTable
 from gemini.planner.figures import Speeds
 from gemini.planner.records import ParameterSize
 
-BUCKET_NUMEL = 2**20  # LowLevelZeroOptimizer's, unless it is told another
-_ROUND_BYTES = 64  # about what ranks tell each other before they gather a chunk
+BUCKET_NUMEL = 2**20  # the default of LowLevelZeroOptimizer
+_ROUND_BYTES = 64  # approximate message with which ranks agree before they gather a chunk
 
 
 class Message(NamedTuple):
-    """Gradients that go at a time: their bytes when they are summed, and those of their weights."""
+    """Gradients that are exchanged together: their bytes in the type in which they are summed, and the bytes
+    of their weights."""
 
     wide_bytes: int
     own_bytes: int
 
 
 class Gathers(NamedTuple):
-    """What passes gather. ``sizes``: the chunks of each stage, in bytes. ``kept_share``: the share of chunks
-    that are whole at the end of a pass; the next pass begins with them."""
+    """The chunks that forward and backward passes gather.
+
+    Attributes:
+        sizes: bytes of the chunks of each stage.
+        kept_share: the share of chunks that are still whole at the end of a pass; the next pass need not
+            gather them.
+    """
 
     copies: int
     sizes: tuple[tuple[int, ...], ...] = ()
     kept_share: float = 0.0
 
     def times(self, num_microbatches: int) -> float:
-        """Return how often a chunk is gathered in a pass, in the mean over a step: the first pass finds none
-        whole, as weights were updated."""
+        """Return how often a chunk is gathered per pass, on average over a step. In the first pass no chunk
+        is whole, because weights were updated."""
         passes = 2 * num_microbatches
         return (1 + (passes - 1) * (1 - self.kept_share)) / passes
 
     def seconds(self, stage: int, num_microbatches: int, speeds: Speeds) -> float:
-        """Return what a pass of a stage loses: each chunk is gathered beside operators, after a round in
-        which ranks agree."""
+        """Return the seconds that a pass of a stage loses to gathering. Each chunk is gathered while
+        operators run, after a round in which ranks agree."""
         if self.copies <= 1 or not self.sizes:
             return 0.0
         agreed = speeds.collective("all_gather", self.copies, _ROUND_BYTES)
@@ -50,7 +57,7 @@ class Gathers(NamedTuple):
 
 
 def buckets_of(parameters: Sequence[ParameterSize]) -> tuple[Message, ...]:
-    """Return the buckets of a rank that has these parameters, the last ones first."""
+    """Return the gradient buckets of a rank with these parameters, those of the last parameters first."""
     found: list[tuple[int, int, int]] = []
     for each in reversed(parameters):
         if not each.trains:
@@ -64,8 +71,8 @@ def buckets_of(parameters: Sequence[ParameterSize]) -> tuple[Message, ...]:
 
 
 def chunks_of(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> tuple[Message, ...]:
-    """Return the chunks of a rank that has these parameters; one of all where nobody has laid them out, so
-    that nothing takes longer than it may."""
+    """Return the gradient chunks of a rank with these parameters. Without a table: one chunk of everything,
+    so that the time is not overestimated."""
     if table is not None:
         trained = [each for each in table.groups if each.trainable]
         return tuple(Message(4 * each.numel, each.numel * each.dtype.itemsize) for each in trained)
@@ -75,7 +82,7 @@ def chunks_of(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> 
 
 
 def whole_sizes(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> tuple[int, ...]:
-    """Return the bytes of the chunks in which these parameters are; one of all as in :func:`chunks_of`."""
+    """Return the bytes of the chunks that hold these parameters; without a table, one chunk of everything."""
     if table is None:
         return (sum(each.numel * each.itemsize for each in parameters),)
     places = dict.fromkeys(table.place_of[each.key] for each in parameters)
@@ -83,7 +90,7 @@ def whole_sizes(parameters: Iterable[ParameterSize], table: ChunkTable | None) -
 
 
 def kept_share(table: ChunkTable | None) -> float:
-    """Return which share of the chunks may stay whole from pass to pass; all where nobody knows."""
+    """Return the share of the chunks that may stay whole from pass to pass; 1.0 without a table."""
     if table is None:
         return 1.0
     total = sum(each.numel * each.dtype.itemsize for each in table.groups)
@@ -91,11 +98,11 @@ def kept_share(table: ChunkTable | None) -> float:
 
 
 def exchange_seconds(messages: Sequence[Message], copies: int, zero_stage: int, speeds: Speeds) -> float:
-    """Return how long gradients, and updated weights, take among data ranks at the end of a step."""
+    """Return the seconds at the end of a step that data ranks spend on gradients and updated weights."""
     if copies == 1 or not messages:
         return 0.0
-    # Gradients go while backward computes more of them, except for the last ones; weights come when nothing
-    # is computed.
+    # Gradients are sent while backward still computes, except for the last message. Nothing is computed
+    # while updated weights arrive.
     total = speeds.collective("all_to_all", copies, messages[-1].wide_bytes)
     total += sum(speeds.beside_computing("all_to_all", copies, each.wide_bytes) for each in messages[:-1])
     if zero_stage < 3:

@@ -1,4 +1,4 @@
-"""Figures: a record in seconds and bytes on one machine, for any number of samples."""
+"""Converts a record into seconds and bytes on one machine, and extrapolates them to any number of samples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gemini.forecast.meter import OperationCosts
 from gemini.planner.records import Messages, ParameterSize, Record, Segment, Use
 from gemini.runtime.activation.activations import SMALLEST_BYTES
 
-# A collective by the name that a rank gives to it, where machine files have another.
+# From the name of a collective in records to its name in machine files, if they differ.
 _KIND_OF = {"pass_on": "send", "broadcast": "all_gather", "reduce": "reduce_scatter"}
 
 
 class Moment(NamedTuple):
-    """A :class:`Use` in seconds."""
+    """A :class:`Use` with its computing time."""
 
     keys: tuple[str, ...]
     seconds: float
@@ -28,11 +28,17 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """A segment for one micro-batch. ``forward`` and ``backward``: seconds of computing; ``*_messages``:
-    seconds by axis; ``kept_bytes`` and the like as :class:`Segment` has them, ``peak_bytes`` of both
-    directions, ``forward_peak_bytes`` of forward; ``sent_bytes`` by axis. ``uses`` and ``gradients``: where
-    the computing lies between uses of parameters, with the times of fewer samples where so many were not
-    looked at."""
+    """The time and memory of a segment for one micro-batch.
+
+    Attributes:
+        forward, backward: seconds of computing.
+        forward_messages, backward_messages: seconds of collectives, by axis.
+        kept_bytes, input_bytes, saved_bytes: as in :class:`Segment`.
+        peak_bytes: the larger peak of the two directions; ``forward_peak_bytes`` is that of forward.
+        sent_bytes: bytes sent, by axis.
+        uses, gradients: computing time between uses of parameters. Extrapolated figures keep the times of
+            fewer samples here.
+    """
 
     forward: float
     backward: float
@@ -50,40 +56,42 @@ class Figures:
 
     @property
     def storable_bytes(self) -> float:
-        """What may lie in chunks of what forward leaves: tensors that are large enough."""
+        """Bytes of saved tensors that are large enough to be stored in chunks."""
         return min(sum(each for each in self.saved_bytes if each >= SMALLEST_BYTES), self.kept_bytes)
 
     @property
     def num_moments(self) -> tuple[int, int]:
-        """How often forward, and backward, touch chunks: backward reads parameters and writes gradients."""
+        """Number of chunk accesses in forward and in backward. Backward reads parameters and writes
+        gradients."""
         uses = [each for each in self.uses if each.keys]
         reads = sum(not each.is_lookup for each in uses)
         return len(uses), reads + sum(bool(each.keys) for each in self.gradients)
 
     @property
     def forward_seconds(self) -> float:
-        """Forward, messages included."""
+        """Seconds of forward, including collectives."""
         return self.forward + sum(self.forward_messages.values())
 
     @property
     def backward_seconds(self) -> float:
-        """Backward, messages included."""
+        """Seconds of backward, including collectives."""
         return self.backward + sum(self.backward_messages.values())
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What turns work into seconds."""
+    """Converts operators and collectives into seconds."""
 
     machine: MachineSpeeds
     costs: OperationCosts
 
     def collective(self, name: str, ranks: int, nbytes: float) -> float:
-        """Return the seconds of a collective to which each rank gives ``nbytes``; none on one rank."""
+        """Return the seconds of a collective to which each of ``ranks`` ranks gives ``nbytes``; 0 on one
+        rank."""
         return self.machine.collectives.seconds(_KIND_OF.get(name, name), ranks, nbytes)
 
     def beside_computing(self, name: str, ranks: int, nbytes: float) -> float:
-        """Return the seconds that a collective takes from a rank that computes meanwhile."""
+        """Return the seconds by which a collective slows down a rank that computes at the same time."""
         if ranks == 1:
             return 0.0
         speed = self.machine.collectives.speed(_KIND_OF.get(name, name), ranks)
@@ -92,7 +100,7 @@ class Speeds:
     def figures(self, record: Record) -> tuple[Figures, ...]:
         """Return the figures of each segment."""
         sizes = {"tp": record.part.tp, "sp": record.part.sp}
-        known: dict[int, float] = {}  # equal blocks have the same operators
+        known: dict[int, float] = {}  # by id of the operators: equal blocks share one Counter
         return tuple(self._segment(each, sizes, known) for each in record.segments)
 
     def _segment(self, segment: Segment, sizes: Mapping[str, int], known: dict[int, float]) -> Figures:
@@ -140,7 +148,8 @@ def _sent(messages: Messages) -> dict[str, float]:
 
 
 def scaled(less: Sequence[Figures], more: Sequence[Figures], samples: int) -> tuple[Figures, ...]:
-    """Return the figures for ``samples`` from those for two and for three: all grow evenly."""
+    """Return the figures for ``samples``, extrapolated linearly from those for two samples (``less``) and
+    three (``more``)."""
     return tuple(_between(a, b, samples - 2) for a, b in zip(less, more, strict=True))
 
 
@@ -174,7 +183,7 @@ def _between(one: Figures, two: Figures, steps: int) -> Figures:
 
 
 def _saved_of(one: Sequence[float], two: Sequence[float], steps: int) -> tuple[float, ...]:
-    """Return the sizes of saved tensors; none where not as many are saved."""
+    """Return the extrapolated sizes of saved tensors; empty if the two lists differ in length."""
     if len(one) != len(two):
         return ()
     return tuple(max(first + steps * (second - first), 0.0) for first, second in zip(one, two, strict=True))

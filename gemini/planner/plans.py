@@ -1,4 +1,4 @@
-"""What a search found as a :class:`ParallelPlan`, which runs and can be kept."""
+"""Converts the result of a search into a :class:`ParallelPlan`, which can run and be saved."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _HASH_DIGITS = 16
 def plan_of(
     found: Found, question: Question, model: nn.Module, dtype: str, *, place: int = 0
 ) -> ParallelPlan:
-    """Return the fastest of what was found, or that in another ``place``.
+    """Return the plan of the fastest result, or of the result at index ``place``.
 
     Raises:
-        OutOfBudgetError: nothing fits; the message has the smallest budget that would do.
+        OutOfBudgetError: nothing fits. The message names the smallest budget that is enough.
     """
     if not found.prices:
         raise OutOfBudgetError(_relaxation(found, question))
@@ -84,7 +84,8 @@ def _named(group: Item, blocks: Sequence[str]) -> Names:
 
 @dataclass(frozen=True)
 class Trial:
-    """How long a step took with a plan; None: it did not run, and ``why``."""
+    """The measured seconds of a step with a plan. ``seconds`` is None if it did not run; ``why`` is the
+    reason."""
 
     predicted_seconds: float
     seconds: float | None
@@ -92,8 +93,14 @@ class Trial:
 
 
 def after_trials(plan: ParallelPlan, settings: str, trials: Mapping[str, Trial]) -> ParallelPlan:
-    """Return a plan, which was run with others by their ``settings``, with what was measured: those are the
-    first of its runners-up, except for those that did not run and are left out."""
+    """Return ``plan`` with measured times added.
+
+    Args:
+        plan: the plan that was chosen.
+        settings: the key of ``plan`` in ``trials``.
+        trials: the measured plans by settings. Those that ran become the first runners-up, fastest first;
+            those that failed are added to ``left_out``.
+    """
     ran = {name: each.seconds for name, each in trials.items() if each.seconds is not None}
     own = ran.pop(settings)
     behind = (
@@ -110,14 +117,14 @@ def after_trials(plan: ParallelPlan, settings: str, trials: Mapping[str, Trial])
 
 
 def machine_fingerprint(machine: MachineSpeeds) -> str:
-    """Return a hash of all that is known of a machine."""
+    """Return a hash of all recorded properties of a machine."""
     document = {**asdict(machine), "collectives": machine.collectives.to_json()}
     text = json.dumps(document, sort_keys=True)
     return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()[:_HASH_DIGITS]
 
 
 def misfit_text(misfit: Misfit) -> str:
-    """Return why a combination does not fit, with the bytes that it lacks."""
+    """Return why a combination does not fit, with the number of missing bytes."""
     return (
         f"rank {misfit.rank} along pp needs {format_bytes(misfit.needed_bytes)} of {misfit.tier}, "
         f"{format_bytes(misfit.missing_bytes)} more than the {format_bytes(misfit.given_bytes)} that it has"
@@ -125,18 +132,20 @@ def misfit_text(misfit: Misfit) -> str:
 
 
 def _budgets(best: Price, capacity: StageCapacity) -> PlanBudgets:
-    """Return the budgets of each rank: those below DEVICE only where chunks lie there."""
+    """Return the budgets of each rank. Tiers below DEVICE get one only if chunks lie there."""
     if not best.combination.uses_lower:
         return PlanBudgets(capacity.device_bytes)
     return PlanBudgets(capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes)
 
 
-_SPARE_SHARE = 16  # of DEVICE; a rank with less to spare may use the tiers below, as the others do
+_SPARE_SHARE = 16  # a rank with less than 1/16 of DEVICE to spare also gets the tiers below
 
 
 def _stage_budgets(best: Price, capacity: StageCapacity) -> tuple[PlanBudgets, ...] | None:
-    """Return the budgets of each rank along pp where they differ: what lies on DEVICE with room to spare
-    needs no file, and no memory of the host. None: they are the same."""
+    """Return the budgets of each rank along pp; None if all are the same.
+
+    A rank that fits on DEVICE with room to spare gets no file and no HOST memory.
+    """
     spare = capacity.device_bytes // _SPARE_SHARE
     needs = [
         bool(each.lower_bytes) or each.device_bytes + spare > capacity.device_bytes for each in best.ranks
@@ -160,7 +169,7 @@ def _rank(rank: RankPrice, capacity: StageCapacity) -> RankPrediction:
 
 
 def _why_slower(other: Price, best: Price) -> str:
-    """Return the resource that takes more than it does in the best."""
+    """Name the resource that costs the most additional seconds compared with the best plan."""
     more = {
         name: other.seconds.get(name, 0.0) - best.seconds.get(name, 0.0)
         for name in {**other.seconds, **best.seconds}
@@ -170,7 +179,7 @@ def _why_slower(other: Price, best: Price) -> str:
 
 
 def _relaxation(found: Found, question: Question) -> str:
-    """Return the smallest step that one budget needs for anything to fit."""
+    """Return the message for a search in which nothing fits, with the budgets that would be enough."""
     nearest = min(found.misfits.values(), key=lambda each: each.missing_bytes, default=None)
     if nearest is None:
         reasons = "; ".join(f"{what}: {why}" for what, why in list(found.left_out.items())[:4])

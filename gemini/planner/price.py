@@ -1,4 +1,4 @@
-"""Price: how long a step of one combination takes, and what each rank holds."""
+"""Prices a combination: the seconds of a step, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -51,14 +51,16 @@ from gemini.planner.tiers import (
     trace_of,
 )
 
-# Of a part and its parameters by name, cut over so many ranks; None: not known yet, and taken for the least.
+# (part, names of parameters, number of ranks that divide them) -> sizes of chunks. None: not known, and a
+# lower bound of the bytes is assumed.
 ChunksOf = Callable[[Part, frozenset[str], int], ChunkSizes | None]
 FiguresOf = Callable[[Part, int], tuple[Figures, ...]]
 Segments = frozenset[int]
 
 
 class Pricer:
-    """Prices combinations of one model on one machine. What several have in common is computed once."""
+    """Prices combinations of one model on one machine. Results that several combinations share are computed
+    once."""
 
     def __init__(
         self,
@@ -73,14 +75,15 @@ class Pricer:
         self.ranges = cache(self._ranges)
         self.parameters, self.update = cache(self._parameters), cache(self._update)
         self.model_bytes, self.buckets = cache(self._model_bytes), cache(self._buckets)
-        self.activations: dict[Hashable, int] = {}  # of a rank, whatever the ZeRO stage
-        self.fitted: dict[tuple[Combination, Ranges], Groups] = {}  # what recomputes as memory asks for
+        self.activations: dict[Hashable, int] = {}  # bytes of a rank; the same for every ZeRO stage
+        self.fitted: dict[tuple[Combination, Ranges], Groups] = {}  # blocks that FIT recomputes
         self.takes, self.clock = cache(self._takes), cache(self._clock)
         self.cuts, self.rotor = cache(self._cuts), cache(self._rotor)
         self.total, self.tail = cache(self._total), cache(self._tail)
 
     def least_seconds(self, choice: Combination) -> float:
-        """Return what a step takes at least: with ranks along pp that are never idle and have equal work."""
+        """Return a lower bound for the seconds of a step: ranks along pp are never idle and have equal
+        work."""
         copies, zero, pp = choice.layout.dp * choice.layout.sp, choice.zero_stage, choice.layout.pp
         again = recomputed(choice.recompute, len(self.figures_of(choice.part, choice.microbatch_size)))
         total = self.total(choice.part, choice.microbatch_size, again, zero == 3)
@@ -88,17 +91,17 @@ class Pricer:
         return (total * choice.num_microbatches + tail) / pp
 
     def price(self, choice: Combination) -> Price | Misfit:
-        """Return what a step takes, or why it does not fit."""
+        """Return the price of a step, or the reason why the combination does not fit."""
         return _Pricing(self, choice).result()
 
     def _total(self, part: Part, samples: int, again: Segments, has_chunks: bool) -> float:
-        """Return how long one micro-batch is computed, on all stages together."""
+        """Return the seconds of computing for one micro-batch, summed over all stages."""
         figures = self.figures_of(part, samples)
         looks = sum(self.look_seconds(figures)) if has_chunks else 0.0
         return looks + sum(_seconds(each, again=at in again) for at, each in enumerate(figures))
 
     def _tail(self, part: Part, samples: int, copies: int, zero_stage: int) -> float:
-        """Return how long gradients are exchanged and weights updated, on all stages together."""
+        """Return the seconds of exchanging gradients and updating weights, summed over all stages."""
         figures = self.figures_of(part, samples)
         whole = ((0, len(figures)),)
         updating = self.update(part, samples, whole, copies, zero_stage)
@@ -106,7 +109,7 @@ class Pricer:
         return exchange_seconds(messages, copies, zero_stage, self.speeds) + updating
 
     def _ranges(self, part: Part, samples: int, again: Segments, num_stages: int) -> Ranges:
-        """Return the segments of each stage such that the longest takes as little as can be."""
+        """Return the segments of each stage such that the slowest stage is as fast as possible."""
         figures = self.figures_of(part, samples)
         if num_stages == 1:
             return ((0, len(figures)),)
@@ -136,7 +139,8 @@ class Pricer:
         order_of: OrderOf,
         gathers: Gathers | None,
     ) -> dict[tuple[Kind, int], float]:
-        """Return how long an action of each stage takes. ``gathers`` None: there are no chunks."""
+        """Return the seconds of an action, by its kind and stage. ``gathers`` is None if there are no
+        chunks."""
         figures, times = self.figures_of(part, samples), again(groups)
         takes: dict[tuple[Kind, int], float] = {}
         for stage, (first, last) in enumerate(ranges):
@@ -146,7 +150,7 @@ class Pricer:
             forward = gathering + looks[0] + sum(each.forward_seconds for each in own)
             backward = gathering + looks[1] + sum(each.backward_seconds for each in own)
             backward += sum(times.get(at, 0) * figures[at].forward_seconds for at in range(first, last))
-            # A chunk takes every gradient; without chunks the first of a step is taken as it is.
+            # Chunks add every gradient; without chunks the first one of a step becomes .grad without an add.
             added = 1.0 if gathers else 1 - 1 / order_of[2]
             backward += added * self.pass_seconds(_trained(own))
             takes[Kind.FORWARD, stage], takes[Kind.BACKWARD, stage] = forward, backward
@@ -162,7 +166,7 @@ class Pricer:
         order_of: OrderOf,
         gathers: Gathers | None,
     ) -> Simulated:
-        """Simulate the micro-batches."""
+        """Simulate the forward and backward passes of all micro-batches in a step."""
         figures = self.figures_of(part, samples)
         takes = self.takes(part, samples, ranges, groups, order_of, gathers)
         passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
@@ -172,11 +176,11 @@ class Pricer:
         )
 
     def pass_seconds(self, numel: int) -> float:
-        """Return how long it takes to copy, or add, fp32 gradients of so many elements."""
+        """Return the seconds to copy or add fp32 gradients of ``numel`` elements."""
         return 3 * 4 * numel / self.speeds.machine.memory_bytes_per_second
 
     def look_seconds(self, figures: Sequence[Figures]) -> tuple[float, float]:
-        """Return what the chunk table costs before operators, in forward and backward."""
+        """Return the seconds of chunk table calls before operators, in forward and in backward."""
         each = self.speeds.machine.moment_seconds
         forward, backward = zip(*(segment.num_moments for segment in figures), strict=True)
         return each * sum(forward), each * sum(backward)
@@ -191,14 +195,14 @@ class Pricer:
         return model_bytes(((each.numel, each.itemsize, each.trains) for each in sizes), cut)
 
     def _update(self, part: Part, samples: int, ranges: Ranges, copies: int, zero_stage: int) -> float:
-        """Return how long Adam takes over the states of a rank that has some ranges of segments."""
+        """Return the seconds of Adam for a rank with the segments of ``ranges``."""
         parts, nbytes, numel = 1 if zero_stage == 0 else copies, 0, 0
         for each in self.parameters(part, samples, ranges):
             if each.trains:
                 weights = each.itemsize * (2 if each.itemsize < 4 else 1)
                 nbytes += ceil(each.numel / parts) * (24 + weights)
                 numel += each.numel
-        # Over ranks chunks hand their gradients over once; buckets are filled, and what comes back is copied.
+        # Over several ranks, gradients of chunks are copied once; those of buckets are copied in and out.
         passes = 0 if copies == 1 else 1 if zero_stage == 3 else 2
         return passes * self.pass_seconds(numel) + nbytes / self.speeds.machine.adam_bytes_per_second
 
@@ -207,7 +211,7 @@ class Pricer:
 
 
 def _trained(figures: Iterable[Figures]) -> int:
-    """Return how many elements of parameters train."""
+    """Return the number of elements of trainable parameters."""
     return sum(each.numel for segment in figures for each in segment.parameters if each.trains)
 
 
@@ -217,16 +221,16 @@ def _seconds(figures: Figures, *, again: bool) -> float:
 
 @cache
 def recomputed(recompute: str, num_segments: int) -> Segments:
-    """Return which segments compute their forward again in any case: every second block for a half."""
+    """Return the segments that are recomputed in any case; HALF means every second block."""
     steps = {NONE: 0, FIT: 0, ROTOR: 0, HALF: 2, ALL: 1}[recompute]
     return frozenset(range(1, num_segments - 1, steps) if steps else ())
 
 
-_MOST_CUTS = 3  # that are priced for their memory, beside that into equally long stages
+_MOST_CUTS = 3  # cuts by memory that are priced after the cut into equally fast stages
 
 
 class _Pricing:
-    """One combination while it is priced."""
+    """The state of pricing one combination."""
 
     def __init__(self, pricer: Pricer, choice: Combination) -> None:
         self._pricer, self._choice = pricer, choice
@@ -239,13 +243,13 @@ class _Pricing:
         self._take(pricer.ranges(*key, self._anyway, self._order.num_stages))
 
     def _take(self, ranges: Ranges) -> None:
-        """Take it that stages have these segments."""
+        """Set the segments of each stage, and reset the groups that are recomputed."""
         self._ranges = ranges
         self.__dict__.pop("_gathers", None)
         self._recompute(alone(self._anyway))
 
     def _recompute(self, groups: Groups) -> None:
-        """Take it that these groups compute their forward again."""
+        """Set the groups that are recomputed."""
         choice = self._choice
         self._held, self._traces = Held(self._figures, groups), dict[int, Trace]()
         stages = choice.part, choice.microbatch_size, self._ranges, groups, self._order_of
@@ -253,7 +257,7 @@ class _Pricing:
 
     @cached_property
     def _gathers(self) -> Gathers | None:
-        """What passes gather; None without chunks."""
+        """The gathers of forward and backward passes; None without chunks."""
         if self._choice.zero_stage < 3:
             return None
         if self._copies == 1:
@@ -273,8 +277,11 @@ class _Pricing:
         return chunks_of(self._parameters(rank), self._table(rank))
 
     def result(self) -> Price | Misfit:
-        """Return the price, or the rank that lacks most. Stages take equally long; where their memory makes
-        those misfit or recompute, they are cut for their memory, if that is better."""
+        """Return the price, or the rank that lacks the most bytes.
+
+        Stages are first cut to take equally long. If these do not fit or recompute, cuts by memory are tried,
+        and the best result is returned.
+        """
         found = last = self._of_ranges()
         lacks = [0] * self._order.num_stages
         for _ in range(_MOST_CUTS):
@@ -292,7 +299,7 @@ class _Pricing:
         return found
 
     def _of_ranges(self) -> Price | Misfit:
-        """Return the price with the stages as they are cut now."""
+        """Return the price with the current cut into stages."""
         if self._choice.recompute in AS_NEEDED:
             self._fit()
         if self._choice.recompute == ROTOR:
@@ -306,14 +313,16 @@ class _Pricing:
     # -- stages ----------------------------------------------------------------------------------
 
     def _may_be_cut(self, found: Price | Misfit) -> bool:
-        """Say whether other stages may be better for their memory: each rank has one, of several blocks."""
+        """Return whether a cut by memory could be better: each rank has one stage, and there are more blocks
+        than stages."""
         stages, blocks = self._order.num_stages, len(self._figures) - 2
         has_one = stages == self._choice.layout.pp and 1 < stages < blocks
         recomputes = self._choice.recompute in AS_NEEDED and bool(self._held.groups)
         return has_one and not self._choice.uses_lower and (isinstance(found, Misfit) or recomputes)
 
     def _cut_for(self, lacks: Sequence[int]) -> Ranges | None:
-        """Return the segments of stages that fit where each has so much less room than its rank."""
+        """Return a cut in which each stage fits with ``lacks`` bytes less room than its rank has; None: there
+        is none."""
         choice, pricer = self._choice, self._pricer
         key = choice.part, choice.microbatch_size
         cut = DataCut(self._copies, choice.zero_stage, choice.num_microbatches)
@@ -331,8 +340,8 @@ class _Pricing:
     # -- recomputation ---------------------------------------------------------------------------
 
     def _fit(self) -> None:
-        """Recompute as few blocks of each rank as its memory asks for, first those that free most for each
-        second that they take."""
+        """Recompute as few blocks of each rank as its memory requires. Blocks that free the most bytes per
+        second of computing come first."""
 
         def freed(at: int) -> float:
             figures = self._figures[at]
@@ -347,7 +356,8 @@ class _Pricing:
         known[key] = self._held.groups
 
     def _fit_rank(self, rank: int, blocks: Sequence[int]) -> None:
-        """Recompute the first of a rank's ``blocks``, as few as make it fit; all where that is too few."""
+        """Recompute the fewest leading ``blocks`` of a rank that make it fit; all of them if it does not
+        fit."""
         others = frozenset(self._held.times)
 
         def fits(count: int) -> bool:
@@ -358,13 +368,16 @@ class _Pricing:
         self._recompute(alone(others | frozenset(blocks[:count])))
 
     def _group(self) -> None:
-        """Recompute blocks in groups where that is faster, or fits at all."""
+        """Recompute blocks in groups on the ranks where that is faster, or where nothing else fits."""
         for rank in range(self._choice.layout.pp):
             self._group_rank(rank)
 
     def _group_rank(self, rank: int) -> None:
-        """Recompute blocks of a rank in groups: those of the least memory say whether it fits at all, so that
-        what is lacking would do."""
+        """Recompute the blocks of a rank in groups.
+
+        If single blocks do not fit, the grouping with the least memory decides whether the rank fits. A
+        misfit then states the bytes that this grouping lacks.
+        """
         figures, blocks = self._figures, self._blocks(rank)
         own = [group for group in self._held.groups if blocks_of(group)[0] in blocks]
         if not own:
@@ -378,7 +391,7 @@ class _Pricing:
             lacks = Held(figures, ()).kept(first, last) - room / (others + 1)
             fastest = min(figures[at].forward_seconds for at in blocks)
             if took - least_again(figures, blocks, lacks) < fastest:
-                return  # one block less is too few
+                return  # grouping cannot save even the fastest block
         else:
             least = partial(held_at_most, figures, (first, last), others)
             self._regroup(rank, min(even_groups(rotor, blocks, first), key=least))
@@ -394,7 +407,7 @@ class _Pricing:
             self._recompute(before)
 
     def _regroup(self, rank: int, groups: Groups) -> None:
-        """Take it that these groups of a rank recompute, and of the others what does."""
+        """Set the recomputed groups of one rank; other ranks keep theirs."""
         blocks = self._blocks(rank)
         rest = (group for group in self._held.groups if blocks_of(group)[0] not in blocks)
         self._recompute(tuple(sorted((*rest, *groups), key=blocks_of)))
@@ -412,18 +425,19 @@ class _Pricing:
                 yield at, self._figures[at]
 
     def _parameters(self, rank: int) -> tuple[ParameterSize, ...]:
-        """Return the parameters of a rank, tied ones once."""
+        """Return the parameters of a rank; a tied parameter appears once."""
         return self._pricer.parameters(*self._own(rank))
 
     def _own(self, rank: int) -> tuple[Part, int, Ranges]:
-        """Return what says which segments a rank has."""
+        """Return the arguments that identify the segments of a rank in calls of the pricer."""
         ranges = tuple(self._ranges[stage] for stage in self._order.stages_of(rank))
         return self._choice.part, self._choice.microbatch_size, ranges
 
     # -- bytes -----------------------------------------------------------------------------------
 
     def _rank(self, rank: int) -> RankPrice | Misfit:
-        """Return what a rank holds. Chunks of ZeRO 3 lie below DEVICE as far as they must and may."""
+        """Return the bytes on a rank. Chunks of ZeRO 3 lie below DEVICE only if DEVICE is too small and the
+        combination permits it."""
         choice, capacity = self._choice, self._pricer.capacity
         parameters, gradients, states = self._model_bytes(rank)
         activations = self._activations(rank)
@@ -446,24 +460,26 @@ class _Pricing:
         return self._pricer.model_bytes(*self._own(rank), cut)
 
     def _chunks(self, rank: int) -> ChunkSizes:
-        """Return what a rank holds of model data: with ZeRO 3 in chunks, some of them whole at times; the
-        least where those are not known, so that nothing that may fit is left out."""
+        """Return the bytes of a rank's model data. With ZeRO 3 these are chunks, some of them whole for a
+        while. If the chunks are not known, return a lower bound, so that no combination that may fit is
+        excluded."""
         return self._laid_out(rank) or ChunkSizes(sum(self._model_bytes(rank)), 0)
 
     def _laid_out(self, rank: int) -> ChunkSizes | None:
-        """Return the chunks of a rank as the runtime lays them out; None: it has none, or nobody knows."""
+        """Return the chunks of a rank as the runtime lays them out; None if it has no chunks or they are not
+        known."""
         if self._choice.zero_stage < 3:
             return None
         names = frozenset(each.key for each in self._parameters(rank))
         return self._pricer.chunks_of(self._choice.part, names, self._copies)
 
     def _table(self, rank: int) -> ChunkTable | None:
-        """Return where the chunks of a rank are; None as of :meth:`_laid_out`."""
+        """Return the chunk table of a rank; None as for :meth:`_laid_out`."""
         laid_out = self._laid_out(rank)
         return None if laid_out is None else laid_out.table
 
     def _activations(self, rank: int) -> int:
-        """Return the most non-model data: of micro-batches under way, and of what runs."""
+        """Return the peak bytes of non-model data: micro-batches under way, and the segment that runs."""
         known, key = self._pricer.activations, (*self._passes_of[:-1], rank)
         if key not in known:
             known[key] = self._most_activations(rank)
@@ -481,8 +497,8 @@ class _Pricing:
         )
 
     def _working(self, rank: int) -> int:
-        """Return the most non-model data where what segments store may be anywhere: of one that runs, beside
-        what all others keep on DEVICE in any case."""
+        """Return the peak bytes of non-model data if all storable activations may be below DEVICE: one
+        running segment, plus the bytes that all micro-batches keep on DEVICE in any case."""
         peaks = (max(each.peak_bytes, each.forward_peak_bytes) for _, each in self._segments(rank))
         stay = sum(each.kept_bytes - each.storable_bytes for _, each in self._segments(rank))
         firsts = (self._ranges[stage][0] for stage in self._order.stages_of(rank))
@@ -491,7 +507,7 @@ class _Pricing:
         return ceil(max(peaks) + most * stay)
 
     def _stored(self, rank: int) -> dict[int, int]:
-        """Return by segment the bytes of activations that may lie below DEVICE."""
+        """Return the bytes of activations that may lie below DEVICE, by segment."""
         if not self._choice.offloads:
             return {}
         return {at: size for at, each in self._segments(rank) if (size := int(each.storable_bytes))}
@@ -537,7 +553,7 @@ class _Pricing:
         )
 
     def _messages(self, axis: str, rank: int) -> float:
-        """Return how long a rank spends on messages of tp or sp in a step."""
+        """Return the seconds of a rank's collectives along ``axis`` (tp or sp) in a step."""
         each = 0.0
         for at, figures in self._segments(rank):
             forward = figures.forward_messages.get(axis, 0.0)
@@ -545,7 +561,7 @@ class _Pricing:
         return each * self._choice.num_microbatches
 
     def _gathering(self, rank: int) -> float:
-        """Return how long a rank gathers chunks in a step: for every forward and backward pass."""
+        """Return the seconds in which a rank gathers chunks in a step: in every forward and backward pass."""
         count, gathers = self._choice.num_microbatches, self._gathers
         if gathers is None:
             return 0.0
@@ -555,9 +571,12 @@ class _Pricing:
     def _waits(
         self, ranks: Sequence[RankPrice], computing: Sequence[float], rests: Sequence[float]
     ) -> list[float] | Misfit:
-        """Return how long each rank waits for transfers in a step beyond the seconds of ``computing``:
-        simulated where its chunks are known, else the least that it can be. Transfers are planned for the
-        ranks that end last with these and the ``rests`` behind all passes."""
+        """Return the seconds that each rank waits for transfers in a step, in addition to ``computing``.
+
+        If the chunks of a rank are known, its transfers are simulated; otherwise a lower bound is returned.
+        Only the ranks that would end last, with their waits and ``rests`` (the seconds behind all passes),
+        get planned transfers.
+        """
         machine, capacity = self._pricer.speeds.machine, self._pricer.capacity
         waits, transfers = [0.0] * len(ranks), {}
         for rank, each in enumerate(ranks):
@@ -572,7 +591,7 @@ class _Pricing:
             trace = self._trace(rank, table)
             try:
                 transfers[rank] = Transfers(trace, machine, capacity, self._copying(rank, each))
-            except OutOfBudgetError:  # chunks may have no place though their bytes have
+            except OutOfBudgetError:  # the bytes fit in total, but some chunk does not
                 given = capacity.lower_bytes
                 return Misfit(self._choice, rank, "HOST and DISK", given + max(trace.chunk_bytes), given)
             waits[rank] = transfers[rank].waits
@@ -584,8 +603,8 @@ class _Pricing:
             waits[last] = transfers[last].waits
 
     def _copying(self, rank: int, price: RankPrice) -> float:
-        """Return how long a step copies activations into chunks. Only those that leave DEVICE are copied, so
-        no more than the tiers below it hold."""
+        """Return the seconds in which a step copies activations into chunks. Only chunks that leave DEVICE
+        are copied, so at most the bytes that lie below it."""
         stored = sum(self._stored(rank).values()) * self._choice.num_microbatches
         share = min(1.0, price.lower_bytes / max(price.activation_bytes, 1))
         return self._pricer.pass_seconds(ceil(share * stored) // 4)
@@ -594,7 +613,7 @@ class _Pricing:
         return self._pricer.update(*self._own(rank), self._copies, self._choice.zero_stage)
 
     def _trace(self, rank: int, table: ChunkTable) -> Trace:
-        """Return the step of a rank as its chunks see it."""
+        """Return the trace of a rank's step: its moments and the chunks that they access."""
         if rank in self._traces:
             return self._traces[rank]
         stored = self._stored(rank)
@@ -612,7 +631,7 @@ class _Pricing:
         return self._traces[rank]
 
     def _sent(self, rank: int) -> dict[str, int]:
-        """Return what a rank sends along tp and sp in a step."""
+        """Return the bytes that a rank sends in a step, by axis (tp and sp)."""
         found: Counter[str] = Counter()
         for _, segment in self._segments(rank):
             found.update({axis: round(nbytes) for axis, nbytes in segment.sent_bytes.items()})

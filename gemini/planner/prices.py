@@ -1,4 +1,4 @@
-"""Prices: how long a step of a combination takes and what each rank holds, or why it does not fit."""
+"""The result of pricing a combination: seconds of a step and memory of each rank, or why it does not fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gemini.planner.space import Combination
 
 @dataclass(frozen=True)
 class RankPrice:
-    """A rank along ``pp``. ``device_bytes``: the most at a time; ``lower_bytes``: of model data below
+    """The memory of a rank along ``pp``. ``device_bytes``: its peak; ``lower_bytes``: model data below
     DEVICE."""
 
     device_bytes: int
@@ -23,10 +23,15 @@ class RankPrice:
 
 @dataclass(frozen=True)
 class Price:
-    """A step of ``step_seconds``. ``seconds``: of the busiest rank, by resource: computing, Adam, idle, each
-    axis, transfers. ``begins``: blocks with which stages begin, but the first; ``recompute``: blocks that
-    do; ``groups``: those of several blocks, in groups that keep one input each; ``most_waiting``: seconds
-    for which a rank waits for transfers at most."""
+    """The time and memory of a step.
+
+    Attributes:
+        seconds: of the busiest rank, by resource: computing, Adam, idle, each axis, transfers.
+        begins: the blocks with which stages begin, except the first stage.
+        recompute: the blocks that are recomputed one by one.
+        groups: recomputed groups of several blocks; each group keeps only its input.
+        most_waiting: the longest time that any rank waits for transfers, in seconds.
+    """
 
     combination: Combination
     step_seconds: float
@@ -51,12 +56,13 @@ class Misfit:
 
     @property
     def missing_bytes(self) -> int:
-        """How much more would do."""
+        """The bytes that the rank lacks."""
         return self.needed_bytes - self.given_bytes
 
 
 def is_better(one: Price | Misfit, other: Price | Misfit) -> bool:
-    """Say whether one is a price, where the other is none or a longer step, or the nearer miss of two."""
+    """Return whether ``one`` is better: a price beats a misfit, then the shorter step or the fewer missing
+    bytes wins."""
     if isinstance(one, Price):
         return isinstance(other, Misfit) or one.step_seconds < other.step_seconds
     return isinstance(other, Misfit) and one.missing_bytes < other.missing_bytes

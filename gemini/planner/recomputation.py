@@ -1,7 +1,7 @@
-"""Recomputation: which segments of a stage run forward again in backward, and what a stage then holds.
+"""Which segments of a stage run forward again in backward, and how much memory the stage then holds.
 
-Segments that are recomputed lie in groups (:mod:`gemini.planner.rotor`): a group keeps its input alone, and
-what is a group within it is computed once more. All others keep what backward needs.
+Recomputed segments lie in groups (:mod:`gemini.planner.rotor`). A group keeps only its input; a group inside
+it is computed once more. All other segments keep everything that backward needs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gemini.planner.figures import Figures
 from gemini.planner.rotor import Chain, ChainBlock, Item, Rotor, blocks_of
 
 Group = tuple[Item, ...]
-Groups = tuple[Group, ...]  # of segments, in their order
+Groups = tuple[Group, ...]  # in the order of their segments
 OrderOf = tuple[str, int, int, int]  # the arguments of make_order
 _SLOTS = 64
 
@@ -28,7 +28,7 @@ def alone(segments: Iterable[int]) -> Groups:
 
 @lru_cache(maxsize=4096)
 def again(groups: Groups) -> dict[int, int]:
-    """Return how often each segment of some groups runs forward again."""
+    """Return how many times each segment of ``groups`` runs forward again, by segment."""
     found: Counter[int] = Counter()
     for group in groups:
         found.update(blocks_of(group))
@@ -39,7 +39,7 @@ def again(groups: Groups) -> dict[int, int]:
 
 
 class Held:
-    """What stages hold of a micro-batch where ``groups`` of segments are recomputed."""
+    """The memory of stages for a micro-batch if ``groups`` of segments are recomputed."""
 
     def __init__(self, figures: Sequence[Figures], groups: Groups) -> None:
         self._figures, self.groups = figures, groups
@@ -47,18 +47,18 @@ class Held:
         self._group_at = {blocks_of(group)[0]: group for group in groups}
 
     def kept_of(self, at: int) -> float:
-        """Return what forward leaves of a segment: of a group its input alone."""
+        """Return the bytes that forward keeps of a segment. A group keeps only its input."""
         if at not in self.times:
             return self._figures[at].kept_bytes
         return self._figures[at].input_bytes if at in self._group_at else 0.0
 
     def kept(self, first: int, last: int) -> float:
-        """Return what a stage leaves of one micro-batch, its input from another rank included."""
+        """Return the bytes that a stage keeps of one micro-batch, including an input from another rank."""
         received = self._figures[first].input_bytes if first else 0
         return received + sum(self.kept_of(at) for at in range(first, last))
 
     def most(self, first: int, last: int) -> float:
-        """Return the most that a stage holds while it runs one micro-batch."""
+        """Return the peak bytes of a stage while it runs one micro-batch."""
         items: list[Item] = []
         for at in range(first, last):
             if at not in self.times:
@@ -69,8 +69,8 @@ class Held:
         return self._most(items, received, 0.0)
 
     def _most(self, items: Sequence[Item], held: float, gradient: float) -> float:
-        """Return the most in a pass over ``items``, forward and backward, beside what is ``held``, with a
-        ``gradient`` that waits."""
+        """Return the peak bytes of forward and backward over ``items``. ``held`` bytes exist before, and a
+        ``gradient`` of that many bytes waits for backward."""
         figures, most, before = self._figures, 0.0, []
         for item in items:
             before.append(held)
@@ -91,12 +91,13 @@ class Held:
         return most
 
     def _output(self, at: int) -> float:
-        """Return the bytes of what a segment passes on, and of its gradient."""
+        """Return the bytes of a segment's output; its gradient has the same size."""
         return self._figures[at + 1].input_bytes if at + 1 < len(self._figures) else 0.0
 
 
 def rotor_of(figures: Sequence[Figures], first: int, last: int) -> Rotor:
-    """Return the schedules of a stage. The segments before and behind all blocks are not recomputed."""
+    """Return the recomputation schedules of a stage. The segments before and behind all blocks are never
+    recomputed."""
     blocks = []
     for at in range(first, last):
         own = figures[at]
@@ -118,15 +119,15 @@ def rotor_of(figures: Sequence[Figures], first: int, last: int) -> Rotor:
 
 
 def groups_of(items: Iterable[Item], first: int) -> Iterator[Group]:
-    """Yield the groups among the items of a stage whose first segment is ``first``."""
+    """Yield the groups among the items of a stage. ``first`` is the stage's first segment."""
     for item in items:
         if not isinstance(item, int):
             yield _moved(item, first)
 
 
 def even_groups(rotor: Rotor, blocks: Sequence[int], first: int) -> Iterator[Groups]:
-    """Yield all ``blocks`` of a stage in groups of equal size, for each size: those that run again as a
-    whole, and those that take the least memory."""
+    """Yield groupings of all ``blocks`` of a stage into groups of equal size, for each size. Every size is
+    tried with groups that run again as a whole, and with groups that recompute for the least memory."""
     for size in range(1, len(blocks) + 1):
         starts = range(0, len(blocks), size)
         yield tuple(tuple(blocks[at : at + size]) for at in starts)
@@ -138,7 +139,7 @@ def even_groups(rotor: Rotor, blocks: Sequence[int], first: int) -> Iterator[Gro
 
 
 def held_at_most(figures: Sequence[Figures], stage: tuple[int, int], others: int, groups: Groups) -> float:
-    """Return the most that a stage holds, beside one micro-batch so many ``others``."""
+    """Return the peak bytes of a stage that holds ``others`` micro-batches besides the one that runs."""
     held = Held(figures, groups)
     return others * held.kept(*stage) + held.most(*stage)
 
@@ -148,8 +149,11 @@ def _moved(items: Group, by: int) -> Group:
 
 
 def least_again(figures: Sequence[Figures], blocks: Iterable[int], freed_bytes: float) -> float:
-    """Return for how many seconds some of ``blocks`` run forward again at least to free so much: as long as
-    they would if their inputs took nothing."""
+    """Return a lower bound for the seconds of recomputation among ``blocks`` that frees ``freed_bytes``.
+
+    The bound assumes that kept inputs take no memory and that a part of a block can be recomputed. It is
+    infinite if all blocks together free too little.
+    """
 
     def value(at: int) -> float:
         return figures[at].kept_bytes / max(figures[at].forward_seconds, 1e-12)
@@ -166,8 +170,8 @@ def least_again(figures: Sequence[Figures], blocks: Iterable[int], freed_bytes: 
 
 @cache
 def under_way(order_of: OrderOf, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return what a rank holds at the moments at which that is most: which of its stages runs, and of how
-    many other micro-batches it holds the activations, by stage."""
+    """Return the moments of a rank with the most activations: (the stage that runs, the number of other
+    micro-batches whose activations it holds by stage)."""
     order = make_order(*order_of)
     stages = order.stages_of(rank)
     counts = [0] * len(stages)

@@ -1,7 +1,7 @@
-"""Records: what one rank computes, keeps and sends of a micro-batch, segment by segment.
+"""Records what one rank computes, keeps and sends for a micro-batch, segment by segment.
 
-One run on ``meta``, forward and backward, of the model as the first rank of ``tp`` and ``sp`` has it.
-Segments are the blocks between which a model is cut into stages, what runs before them, and what runs behind.
+The model is cut as for the first rank of ``tp`` and ``sp``, and runs forward and backward once on ``meta``.
+The segments are the blocks between which a model is cut into stages, one segment before them, and one behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gemini.runtime.intercept.of_cpu import AttentionOfCpu
 
 
 class Message(NamedTuple):
-    """A collective over ``axis``, to which a rank gives ``nbytes``, and sends ``sent_bytes``."""
+    """A collective over ``axis``. A rank contributes ``nbytes`` and sends ``sent_bytes``."""
 
     axis: str
     collective: str
@@ -37,12 +37,12 @@ class Message(NamedTuple):
     sent_bytes: int
 
 
-Messages = Counter[Message]  # by how often
+Messages = Counter[Message]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of every layer and sequence a rank has."""
+    """The share of every layer (``tp``) and sequence (``sp``) that a rank has."""
 
     tp: int = 1
     sp: int = 1
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """A parameter as this rank has it. ``key`` is the same for one that is tied."""
+    """The size of a parameter on this rank. Tied parameters have the same ``key``."""
 
     key: str
     numel: int
@@ -61,8 +61,8 @@ class ParameterSize:
 
 @dataclass(frozen=True)
 class Pass:
-    """What a segment does in one direction. ``peak_bytes``: the most of non-model data, beyond what there was
-    when forward entered the segment."""
+    """The work of a segment in one direction. ``peak_bytes``: peak of non-model data, minus the bytes that
+    existed when forward entered the segment."""
 
     operations: Counter[Operation]
     messages: Messages
@@ -71,9 +71,17 @@ class Pass:
 
 @dataclass(frozen=True)
 class Use:
-    """What runs from one use of parameters to the next: in forward of those of a module, in backward until
-    the gradient of one is there. ``keys``: empty before the first. ``peak_bytes`` as in :class:`Pass`, and
-    ``left_bytes`` at the end. ``is_lookup``: backward does not read them, as of an embedding."""
+    """The operators from one use of parameters to the next.
+
+    In forward, a use begins with a module that has parameters. In backward, it ends when a gradient is
+    complete.
+
+    Attributes:
+        keys: the parameters used; empty for the operators before the first use.
+        peak_bytes: peak of non-model data, relative as in :class:`Pass`.
+        left_bytes: non-model data at the end, relative as in :class:`Pass`.
+        is_lookup: backward does not read the parameters, as of an embedding.
+    """
 
     keys: tuple[str, ...]
     operations: Counter[Operation]
@@ -84,10 +92,16 @@ class Use:
 
 @dataclass(frozen=True)
 class Segment:
-    """Some layers. ``name``: of the block, empty for what runs before and behind all blocks. ``kept_bytes``:
-    what forward leaves for backward; ``input_bytes``: of the tensor that it begins with. ``uses`` of its
-    ``parameters`` in forward, and ``gradients``, in the order in which they are complete. ``saved_bytes``: of
-    each tensor that autograd saves."""
+    """A block of the model, or the layers before or behind all blocks.
+
+    Attributes:
+        name: name of the block; empty for the segments before and behind all blocks.
+        kept_bytes: bytes that forward keeps for backward.
+        input_bytes: size of the segment's input tensor.
+        uses: the uses of its ``parameters`` in forward.
+        gradients: the same in backward, in the order in which gradients are complete.
+        saved_bytes: size of each tensor that autograd saves.
+    """
 
     name: str
     forward: Pass
@@ -102,8 +116,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank does of one micro-batch. ``segments``: what runs before the blocks, each block, what runs
-    behind; ``why_one``: why the model cannot be cut into stages, and has one segment."""
+    """The work of a rank for one micro-batch.
+
+    Attributes:
+        segments: the layers before the blocks, each block, and the layers behind.
+        why_one: why the model cannot be cut into stages; it then has a single segment.
+    """
 
     part: Part
     segments: tuple[Segment, ...]
@@ -112,15 +130,15 @@ class Record:
 
     @property
     def blocks(self) -> tuple[str, ...]:
-        """Between what the model is cut."""
+        """Names of the blocks between which the model can be cut."""
         return tuple(each.name for each in self.segments[1:-1]) if self.units is not None else ()
 
 
 class CutModel:
-    """A copy of a model on ``meta``, cut into ``part``, that can be run with any number of samples.
+    """A copy of a model on ``meta``, cut to ``part``. It can run with any number of samples.
 
     Raises:
-        ConfigError: it cannot be cut so.
+        ConfigError: the model cannot be cut to this part.
     """
 
     def __init__(self, model: nn.Module, part: Part) -> None:
@@ -135,7 +153,7 @@ class CutModel:
         self._axes = {name: axis for name, axis in (("tp", partition.axis), ("sp", sp)) if axis is not None}
 
     def record(self, run: Run) -> Record:
-        """Run forward and backward of one micro-batch. Where blocks do not run one after another, the whole
+        """Run forward and backward of one micro-batch. If blocks do not run one after another, the whole
         model is one segment.
 
         Raises:
@@ -161,7 +179,7 @@ class CutModel:
 
 
 class _NotInARow(ConfigError):
-    """Blocks did not run one after another, once each."""
+    """The blocks did not run one after another, once each."""
 
 
 def _units_of(model: nn.Module) -> tuple[Units | None, str | None]:
@@ -173,18 +191,16 @@ def _units_of(model: nn.Module) -> tuple[Units | None, str | None]:
 
 @dataclass
 class _Stretch:
-    """What a segment does in one direction, while it is watched."""
+    """The periods and messages of a segment in one direction, collected during the run."""
 
     periods: list[Period] = field(default_factory=list)
     messages: Messages = field(default_factory=Counter)
     keys: list[tuple[str, ...]] = field(default_factory=list)  # of parameters, by period
-    left_bytes: dict[int, int] = field(
-        default_factory=dict
-    )  # at the end of a period, where a gradient is there
+    left_bytes: dict[int, int] = field(default_factory=dict)  # by period that ends with a complete gradient
     lookups: set[int] = field(default_factory=set)  # periods whose parameters backward does not read
 
     def uses(self, before: int) -> tuple[Use, ...]:
-        """Return the periods; ``before``: the bytes that there were when forward entered the segment."""
+        """Return one use per period. ``before``: the bytes that existed when forward entered the segment."""
         return tuple(
             Use(
                 keys,
@@ -198,30 +214,29 @@ class _Stretch:
 
 
 class _SegmentWatch:
-    """Tells segments of a run apart: by where blocks begin, and by where gradients of their inputs arrive."""
+    """Assigns the operators of a run to segments. Forward enters a segment when its block begins; backward
+    enters it when the gradient of the next segment's input arrives."""
 
     def __init__(self, units: Units | None) -> None:
         self._meter = Meter()
         self._count = 1 if units is None else len(units.blocks) + 2
-        self.stands_for: dict[
-            int, int
-        ] = {}  # segments that did not run, by which one was seen in their place
+        self.stands_for: dict[int, int] = {}  # by segment that did not run: the equal segment that did
         self._forward = [_Stretch() for _ in range(self._count)]
         self._backward = [_Stretch() for _ in range(self._count)]
         self._entered_bytes = [0] * (self._count + 1)
         self._input_bytes = [0] * self._count
         self._saved_bytes: list[list[int]] = [[] for _ in range(self._count)]
-        self._saved: set[int] = set()  # storages: those of weights, and those that a segment saved
+        self._saved: set[int] = set()  # storages of weights, and storages that a segment saved
         self._now = self._forward[0]
         self._entered = 0
 
     def log(self, axis: str, collective: str, nbytes: int, sent_bytes: int) -> None:
-        """Note a message of the segment that runs."""
+        """Record a message of the segment that runs."""
         self._now.messages[Message(axis, collective, nbytes, sent_bytes)] += 1
 
     def enter(self, segment: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Begin a segment of forward; when the gradient of its input is there, the one before runs
-        backward."""
+        """Begin forward of a segment. The gradient of its input will mark the start of backward in the
+        segment before."""
         if segment != self._entered + 1:
             raise _NotInARow(
                 f"block {segment - 1} ran after block {self._entered - 1}: blocks run one after another, "
@@ -242,24 +257,24 @@ class _SegmentWatch:
         stretch.keys.append(keys)
 
     def use(self, keys: tuple[str, ...], *, is_lookup: bool) -> None:
-        """Begin the operators of a module with parameters of its own."""
+        """Begin a period for the operators of a module that has parameters of its own."""
         self._begin(self._now, keys)
         if is_lookup:
             self._now.lookups.add(len(self._now.periods) - 1)
 
     def complete(self, key: str) -> None:
-        """Note that what ran until now made the gradient of a parameter."""
+        """Record that the operators until now completed the gradient of a parameter."""
         self._now.keys[-1] = (key,)
         self._now.left_bytes[len(self._now.periods) - 1] = self._meter.live_bytes
         self._begin(self._now)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note what autograd saves; each storage counts in the segment that saves it first."""
+        """Record a tensor that autograd saves. Each storage counts in the segment that saves it first."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._saved:
             self._saved.add(key)
-            weakref.finalize(storage, self._saved.discard, key)  # another one may have its address
+            weakref.finalize(storage, self._saved.discard, key)  # a later storage may get the same address
             self._saved_bytes[self._entered].append(storage.nbytes())
         return tensor.detach()
 
@@ -294,7 +309,7 @@ class _SegmentWatch:
                 raise ConfigError(f"the step {what}: {str(error).partition(chr(10))[0]}") from error
 
     def segments(self, model: nn.Module, units: Units | None) -> tuple[Segment, ...]:
-        """Return what was seen."""
+        """Return the recorded segments."""
         owned = _parameters_of(model, units)
         names = ("",) if units is None else ("", *units.blocks, "")
         return tuple(self._segment(at, names[at], owned) for at in range(self._count))
@@ -319,7 +334,8 @@ class _SegmentWatch:
 def _named_as(
     own: Sequence[ParameterSize], seen: Sequence[ParameterSize], uses: tuple[Use, ...]
 ) -> tuple[Use, ...]:
-    """Return the uses of a segment's ``own`` parameters, which were ``seen`` in another one like it."""
+    """Return ``uses``, recorded with the parameters ``seen`` of an equal segment, with the names of ``own``
+    instead."""
     if own is seen:
         return uses
     names = {old.key: new.key for old, new in zip(seen, own, strict=True)}
@@ -336,8 +352,8 @@ def _pass(stretch: _Stretch, before: int) -> Pass:
 
 @contextmanager
 def _watched(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Iterator[None]:
-    """Tell ``watch`` of blocks that begin, of the end of the last one, and of modules with parameters; give
-    gradients of weights back as soon as they are complete, as chunks take them."""
+    """Report to ``watch`` the begin of each block, the end of the last one, and the use of modules with
+    parameters. Gradients of weights are freed as soon as they are complete, as with chunks."""
     hooks: list[Any] = []
     keys: dict[int, str] = {}
     for name, each in model.named_parameters(remove_duplicate=False):
@@ -372,15 +388,15 @@ def _watched(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Ite
             hook.remove()
 
 
-_SEEN = 2  # blocks of a kind that run before others of it stand still
-# Attributes that tell equal blocks apart, and nothing else.
+_SEEN = 2  # blocks of a kind that run; later ones are skipped
+# Attributes that only number the blocks: equal blocks may differ in them.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "block_idx", "idx", "index", "tensor_sublayer")
 
 
 @contextmanager
 def _repeated_stand_still(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Iterator[None]:
-    """Have blocks of a kind that was seen pass on their input: a model of a hundred equal layers takes as
-    long as one of two."""
+    """Skip blocks that are equal to blocks already seen: they pass on their input. A model of a hundred equal
+    layers then takes as long as a model of two."""
     changed: list[nn.Module] = []
     last: dict[Any, _EqualBlocks] = {}
     try:
@@ -396,16 +412,17 @@ def _repeated_stand_still(model: nn.Module, units: Units | None, watch: _Segment
 
 
 class _EqualBlocks:
-    """Blocks of one kind: the first ones run, the others pass on their input where they are called alike."""
+    """Blocks of one kind. The first ones run; later ones pass on their input if they are called with equal
+    shapes."""
 
     def __init__(self, watch: _SegmentWatch) -> None:
         self._watch = watch
         self._runs: dict[
             Any, tuple[int, int, Any, bool]
-        ] = {}  # by arguments: how often, the last one, its output
+        ] = {}  # by shapes of the arguments: (calls, last segment, its output, whether output is like input)
 
     def run(self, forward: Callable[..., Any], at: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the block of segment ``at``, or what stands for it."""
+        """Run the block of segment ``at``, or skip it and record the segment that represents it."""
         key = _shapes_of((args, kwargs))
         count, seen, out, passes = self._runs.get(key, (0, at, None, False))
         if count >= _SEEN and passes:
@@ -422,32 +439,33 @@ class _EqualBlocks:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor without itself."""
+    """The shape and dtype of a tensor, without the tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Shape:
-        """Return the shape of a tensor."""
+        """Return the shape and dtype of a tensor."""
         return cls(tensor.shape, tensor.dtype)
 
 
 def _passed_on(inputs: Any, out: Any) -> Any:
-    """Return an output like ``out`` whose first floating-point tensor is the first of ``inputs``."""
+    """Return an output like ``out`` in which the first floating-point tensor is the first of ``inputs``."""
     waiting = [_tensors(inputs)[0]]
 
     def made(shape: _Shape) -> torch.Tensor:
         if waiting and shape.dtype.is_floating_point:
             tensor = waiting.pop()
-            return tensor.view_as(tensor)  # with a gradient of its own
+            return tensor.view_as(tensor)  # a new tensor, so that it gets its own gradient hook
         return torch.empty(shape.shape, dtype=shape.dtype, device="meta")
 
     return tree_map_only(_Shape, made, out)
 
 
 def _shapes_of(value: Any) -> Any:
-    """Return what makes two calls alike."""
+    """Return a cache key for the arguments of a call: calls with equal keys have equal shapes and plain
+    values."""
     leaves, spec = tree_flatten(value)
     return spec, tuple(
         (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else _plain(each) for each in leaves
@@ -459,7 +477,7 @@ def _plain(value: Any) -> Any:
 
 
 def _kind_of(block: nn.Module) -> Any:
-    """Return what is equal for blocks that do the same: their modules, sizes and settings, except for
+    """Return a key that is equal for blocks that do the same: their modules, sizes and settings, except layer
     numbers."""
     return tuple(
         (
@@ -486,7 +504,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _parameters_of(model: nn.Module, units: Units | None) -> tuple[tuple[ParameterSize, ...], ...]:
-    """Return the parameters of each segment; a tied one is in each that has it."""
+    """Return the parameters of each segment. A tied parameter is in every segment that uses it."""
     keys: dict[int, str] = {}
     count = 1 if units is None else len(units.blocks) + 2
     found: list[dict[str, ParameterSize]] = [{} for _ in range(count)]
@@ -498,13 +516,13 @@ def _parameters_of(model: nn.Module, units: Units | None) -> tuple[tuple[Paramet
 
 
 def _segment_of(name: str, units: Units) -> int:
-    """Return which segment has a parameter."""
+    """Return the segment that contains the parameter ``name``."""
     for at, block in enumerate(units.blocks, 1):
         if name.startswith(f"{block}."):
             return at
     for unit, count in units.between:
         if name == unit or name.startswith(f"{unit}."):
-            return count  # runs behind so many blocks
+            return count  # the unit runs behind this many blocks
     if any(name == unit or name.startswith(f"{unit}.") for unit in units.behind):
         return len(units.blocks) + 1
     return 0

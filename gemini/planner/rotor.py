@@ -1,10 +1,11 @@
-"""Rotor: the fastest order in which a chain of blocks keeps, drops and computes activations again.
+"""Rotor: the fastest schedule in which a chain of blocks keeps, drops and recomputes activations.
 
-The dynamic program of Rotor (INRIA research report 9302) over fronts of memory and time: optimal among the
-schedules that keep what they have stored until backward uses it. A schedule is a list of items, one after
-another along the chain: the number of a block that keeps its activations, or a group, a list of items of its
-own, which keeps its input alone until backward comes to it. Then its blocks run forward again, as its items
-say.
+The dynamic program of Rotor (INRIA research report 9302) over Pareto fronts of memory and time. It is optimal
+among the schedules that keep a stored tensor until backward uses it.
+
+A schedule is a list of items along the chain. An item is either the number of a block that keeps its
+activations, or a group: a list of items that keeps only its input. When backward reaches a group, its blocks
+run forward again as its items say.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 Item: TypeAlias = Union[int, "tuple[Item, ...]"]
-SLOTS = 500  # the most points of memory at which a part of the chain is looked at
-_STEPS = 12  # what forward may leave of a micro-batch is tried in so many
+SLOTS = 500  # the most points in the front of a part of the chain
+_STEPS = 12  # number of sizes tried for what forward keeps of a micro-batch
 
 
 @dataclass(frozen=True)
 class ChainBlock:
-    """A block of a chain. ``output_bytes``: what it passes on, and the gradient of that; ``kept_bytes``: what
-    a forward pass leaves for backward, output included. What passes take at times comes on top: ``extra``
-    beside input and output of a forward pass that keeps nothing, ``keep_extra`` beside ``kept_bytes`` (None:
-    as much), ``backward_extra`` beside ``kept_bytes`` and the gradient of the output. ``stays``: it is in no
-    group."""
+    """The cost of one block of a chain.
+
+    Attributes:
+        output_bytes: size of the output; its gradient has the same size.
+        kept_bytes: bytes that a forward pass keeps for backward, including the output.
+        extra: temporary bytes of a forward pass that keeps nothing, beyond its input and output.
+        keep_extra: temporary bytes of a forward pass that keeps everything, beyond ``kept_bytes``; None:
+            ``extra``.
+        backward_extra: temporary bytes of backward, beyond ``kept_bytes`` and the gradient of the output.
+        stays: the block must not be in a group.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -41,21 +48,21 @@ class ChainBlock:
 
     @property
     def keeping_bytes(self) -> int:
-        """What a forward pass that keeps everything takes at most."""
+        """Peak bytes of a forward pass that keeps everything."""
         return self.kept_bytes + (self.extra if self.keep_extra is None else self.keep_extra)
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks one after another. ``input_bytes``: of what the first one begins with."""
+    """Blocks that run one after another. ``input_bytes``: size of the input of the first block."""
 
     blocks: tuple[ChainBlock, ...]
     input_bytes: int = 0
 
 
 class Act(Enum):
-    """What is done with a block: forward that drops its input, keeps its input, or keeps everything; or
-    backward, which frees all of it."""
+    """What an action does with a block: forward that drops its input, keeps its input, or keeps everything;
+    or backward, which frees all of it."""
 
     DROP = "F"
     CHECKPOINT = "Fck"
@@ -68,19 +75,20 @@ Action = tuple[Act, int]
 
 @dataclass(frozen=True)
 class Schedule:
-    """The fastest order within a budget: ``seconds`` of all passes; ``needed_bytes``: a budget that does."""
+    """The fastest schedule within a budget. ``seconds``: of all passes; ``needed_bytes``: a budget that is
+    enough."""
 
     items: tuple[Item, ...]
     seconds: float
     needed_bytes: int
 
     def actions(self) -> Iterator[Action]:
-        """Yield what is done, in its order."""
+        """Yield the actions in the order in which they run."""
         return _actions(self.items)
 
 
 def blocks_of(item: Item) -> tuple[int, ...]:
-    """Return the blocks of an item, in their order."""
+    """Return the blocks of an item in order."""
     return (item,) if isinstance(item, int) else tuple(at for each in item for at in blocks_of(each))
 
 
@@ -100,19 +108,20 @@ def _actions(items: Sequence[Item]) -> Iterator[Action]:
 
 
 def replay(chain: Chain, actions: Sequence[Action]) -> tuple[float, int]:
-    """Return the seconds of some actions, and the most bytes at a time. The input of the chain and the
-    gradient of its last output are there from the beginning.
+    """Execute the actions in a model of memory. Return their seconds and the peak bytes.
+
+    The input of the chain and the gradient of its last output exist from the beginning.
 
     Raises:
-        ValueError: an action finds something missing, or a block has no backward pass.
+        ValueError: the input of an action is missing, or a block has no backward pass.
     """
     blocks, count = chain.blocks, len(chain.blocks)
-    sizes = [chain.input_bytes, *(each.output_bytes for each in blocks)]  # of what is between blocks
+    sizes = [chain.input_bytes, *(each.output_bytes for each in blocks)]  # of the tensors between blocks
     stored, kept, gradient = {0}, set[int](), count
     seconds, most = 0.0, 0
 
     def has(place: int) -> bool:
-        return place in stored or place - 1 in kept  # what a block keeps has its output in it
+        return place in stored or place - 1 in kept  # kept activations include the block's output
 
     for act, at in actions:
         block = blocks[at]
@@ -144,24 +153,25 @@ def replay(chain: Chain, actions: Sequence[Action]) -> tuple[float, int]:
 
 
 class _Front(NamedTuple):
-    """The least seconds by bytes, ascending. ``choice``: 0: the first block keeps its activations; n: the
-    first n blocks are a group."""
+    """The least seconds for each number of bytes, ascending by bytes. ``choice`` 0: the first block keeps its
+    activations; n: the first n blocks are a group."""
 
     nbytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
     choice: NDArray[np.int64]
 
     def at(self, nbytes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the seconds with budgets of ``nbytes``; infinite where that is too little."""
+        """Return the seconds for budgets of ``nbytes``; infinite if a budget is too small."""
         place = np.searchsorted(self.nbytes, nbytes, "right") - 1
         return np.where(place >= 0, self.seconds[np.maximum(place, 0)], np.inf)
 
 
 class Rotor:
-    """All schedules of a chain, by budget. Parts of equal blocks are looked at once.
+    """All schedules of a chain, by budget. Parts of the chain with equal blocks are computed once.
 
-    A front has at most ``slots`` points, from the least memory that will do on. They do not depend on the
-    budget, so a larger one never gives a slower schedule. Where a front has fewer, it is exact.
+    A front has at most ``slots`` points and begins at the least memory that is enough. The points do not
+    depend on the budget, so a larger budget never gives a slower schedule. A front that needs fewer points is
+    exact.
     """
 
     def __init__(self, chain: Chain, *, slots: int = SLOTS) -> None:
@@ -171,7 +181,7 @@ class Rotor:
         self._fronts: dict[tuple[int, ...], _Front] = {}
 
     def schedule(self, budget_bytes: int) -> Schedule | None:
-        """Return the fastest schedule within a budget, in which the input counts; None: none fits."""
+        """Return the fastest schedule within a budget that includes the input; None: none fits."""
         count, given = len(self.chain.blocks), budget_bytes - self.chain.input_bytes
         front = self._front(0, count)
         place = int(np.searchsorted(front.nbytes, given, "right")) - 1
@@ -182,17 +192,17 @@ class Rotor:
         return Schedule(items, float(front.seconds[place]), needed + self.chain.input_bytes)
 
     def least_bytes(self) -> int:
-        """Return the least budget for which there is a schedule."""
+        """Return the smallest budget for which a schedule exists."""
         return int(self._front(0, len(self.chain.blocks)).nbytes[0]) + self.chain.input_bytes
 
     def least_items(self, first: int, last: int) -> tuple[Item, ...]:
-        """Return the items of the blocks ``[first, last)`` that take the least memory, once their input is
-        there."""
+        """Return the items for the blocks ``[first, last)`` that need the least memory. Their input is not
+        counted."""
         return self._items(first, last, int(self._front(first, last).nbytes[0]))
 
     def _front(self, first: int, last: int) -> _Front:
         if self._kinds[first:last] not in self._fronts:
-            for length in range(1, last - first + 1):  # from the shortest parts on
+            for length in range(1, last - first + 1):  # shortest parts first: _made() needs them
                 for begin in range(first, last - length + 1):
                     key = self._kinds[begin : begin + length]
                     if key not in self._fronts:
@@ -200,7 +210,7 @@ class Rotor:
         return self._fronts[self._kinds[first:last]]
 
     def _made(self, first: int, last: int) -> _Front:
-        """Return the front of the blocks ``[first, last)``, from those of shorter parts."""
+        """Compute the front of the blocks ``[first, last)`` from the fronts of shorter parts."""
         blocks = self.chain.blocks
         own, gradient = blocks[first], blocks[last - 1].output_bytes
         least = max(gradient + own.keeping_bytes, own.output_bytes + own.kept_bytes + own.backward_extra)
@@ -223,7 +233,7 @@ class Rotor:
         return self._thinned(found)
 
     def _thinned(self, found: Sequence[tuple[NDArray[np.int64], NDArray[np.float64]]]) -> _Front:
-        """Return what is best at some number of bytes; ``found``: by choice."""
+        """Return the Pareto front of ``found`` (one entry per choice), reduced to ``slots`` points."""
         nbytes = np.concatenate([each for each, _ in found])
         seconds = np.concatenate([each for _, each in found])
         choice = np.repeat(np.arange(len(found)), [len(each) for each, _ in found])
@@ -255,10 +265,11 @@ class Rotor:
     # -- several micro-batches -------------------------------------------------------------------
 
     def spread(self, budget_bytes: int, others: int) -> Schedule | None:
-        """Return the fastest schedule of a stage that holds, while it runs a micro-batch, what forward has
-        left of ``others`` as well. Its gradient comes when forward is over. None: none fits.
+        """Return the fastest schedule of a stage that holds the kept activations of ``others`` micro-batches
+        while it runs one. None: none fits.
 
-        What forward leaves is tried in even steps, so of several micro-batches this is no exact optimum.
+        The gradient of its output arrives when forward is over. With several micro-batches, the size of what
+        forward keeps is tried in even steps, so the result is not an exact optimum.
         """
         given = budget_bytes - (others + 1) * self.chain.input_bytes
         total = sum(each.kept_bytes for each in self.chain.blocks)
@@ -274,10 +285,10 @@ class Rotor:
         return found
 
     def _spread(self, room: int, left: int, needed: int) -> Schedule | None:
-        """Return the fastest schedule with ``room`` where forward leaves as much of one micro-batch as
-        ``left``."""
+        """Return the fastest schedule within ``room`` in which forward keeps at most ``left`` bytes of one
+        micro-batch."""
         count = len(self.chain.blocks)
-        # By the blocks that have an item: what those leave and take, and each one's last item and label.
+        # By the number of blocks covered: bytes kept, seconds, size of the last item, label before it.
         labels: list[list[tuple[NDArray[np.int64], NDArray[np.float64], int, NDArray[np.int64]]]]
         labels = [[] for _ in range(count + 1)]
         labels[0].append((np.array([0]), np.array([0.0]), 0, np.array([0])))
@@ -309,8 +320,8 @@ class Rotor:
     def _extended(
         self, first: int, room: NDArray[np.int64]
     ) -> Iterator[tuple[int, int, NDArray[np.float64]]]:
-        """Yield the items that may begin with a block, as choices, with what they leave, and what they take
-        where there is so much ``room``."""
+        """Yield each item that may begin with block ``first``: (choice, bytes that it keeps, seconds for each
+        ``room``). The seconds are infinite if the room is too small."""
         blocks = self.chain.blocks
         own = blocks[first]
         least = max(own.keeping_bytes, own.output_bytes + own.kept_bytes + own.backward_extra)
@@ -327,7 +338,7 @@ class Rotor:
 
 
 class _Labels(NamedTuple):
-    """Ways to get so far along the chain: what they leave, ascending, and what they take, descending."""
+    """Ways to cover the first blocks of the chain: bytes kept, ascending, and seconds, descending."""
 
     nbytes: NDArray[np.int64]
     seconds: NDArray[np.float64]
@@ -341,7 +352,7 @@ class _Labels(NamedTuple):
         most: int,
         slots: int,
     ) -> _Labels:
-        """Return the best of some that leave ``most`` bytes or less."""
+        """Return the Pareto front of the ways that keep at most ``most`` bytes, reduced to ``slots``."""
         nbytes = np.concatenate([np.empty(0, np.int64), *(each[0] for each in found)])
         seconds = np.concatenate([np.empty(0), *(each[1] for each in found)])
         size = np.repeat(np.array([each[2] for each in found], np.int64), [len(each[0]) for each in found])

@@ -1,4 +1,4 @@
-"""The search: the fastest combination that fits, with runners-up and why others were left out."""
+"""Searches the space for the fastest combinations that fit, and records why others were excluded."""
 
 from __future__ import annotations
 
@@ -35,19 +35,24 @@ from gemini.planner.space import (
     offloading,
 )
 
-# Makes the function that runs a model on a micro-batch of so many samples.
+# Given a number of samples, returns the function that runs a model on a micro-batch of that size.
 RunOf = Callable[[int], Run]
 
 
 def _say_nothing(_doing: str) -> None:
-    """Nobody waits to hear."""
+    """Ignore progress messages."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: ``num_ranks`` train ``batch`` samples in a step. ``capacity``: of each rank; ``pins``:
-    what must be; ``sample_seconds``: how long operators are timed here. ``tell`` is told what is being
-    done."""
+    """The input of a search: ``num_ranks`` ranks train ``batch`` samples per step.
+
+    Attributes:
+        capacity: budget of each rank.
+        pins: settings that every result must have.
+        sample_seconds: how long operators are timed on this machine; 0: estimate them from ``machine``.
+        tell: called with a description of each phase of the search.
+    """
 
     num_ranks: int
     batch: int
@@ -60,10 +65,17 @@ class Question:
 
 @dataclass
 class Found:
-    """What a search saw. ``prices``: the fastest that fit, the best first; ``left_out``: what cannot be, with
-    the reason; ``misfits``: of what does not fit, the nearest miss of each layout; ``enough``: budgets that
-    would do, where nothing fits; ``blocks`` of the model; ``num_combinations`` in all;
-    ``num_priced`` were priced: the others cannot be faster than the last of ``prices``."""
+    """The result of a search.
+
+    Attributes:
+        prices: the fastest combinations that fit, fastest first.
+        left_out: excluded settings, with the reason.
+        misfits: for each layout without a fit, the combination that lacks the fewest bytes.
+        blocks: names of the model's blocks.
+        enough: budgets that are enough, if nothing fits.
+        num_combinations: size of the space.
+        num_priced: how many were priced. The rest cannot be faster than the last of ``prices``.
+    """
 
     prices: list[Price] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -75,7 +87,7 @@ class Found:
 
 
 def require_speeds(machine: MachineSpeeds, num_ranks: int) -> None:
-    """Raise ConfigError where nothing is known of what ranks of a machine exchange, and there are several."""
+    """Raise ConfigError if there are several ranks and the machine has no speeds of collectives."""
     known = {each.kind for each in machine.collectives.records}
     if num_ranks > 1 and (missing := [kind for kind in KINDS if kind not in known]):
         raise ConfigError(
@@ -88,29 +100,30 @@ def search(model: nn.Module, run_of: RunOf, question: Question) -> Found:
     """Return the fastest combinations.
 
     Raises:
-        ConfigError: pins leave nothing, or a step cannot be rehearsed.
+        ConfigError: the pins exclude everything, or a step cannot be rehearsed.
     """
     return Search(model, run_of, question).run()
 
 
 def search_each(model: nn.Module, run_of: RunOf, question: Question, pins: Sequence[Pins]) -> list[Found]:
-    """Return what :func:`search` finds with each of ``pins`` instead of the question's own. Operators
-    are timed once for all. Raises as :func:`search`."""
+    """Return the result of :func:`search` for each of ``pins``, which replace the question's own. Operators
+    are timed once for all. Raises the errors of :func:`search`."""
     searching = Search(model, run_of, question)
     return [searching.run(each) for each in pins]
 
 
 class Search:
-    """What :func:`search` does, any number of times; what it learns of the model is kept. Raises as it."""
+    """A reusable :func:`search`: records of the model and operator times are kept between runs. Raises the
+    errors of :func:`search`."""
 
     def __init__(self, model: nn.Module, run_of: RunOf, question: Question) -> None:
         self._model, self._question = model, question
-        self._run_of = cache(run_of)  # for all parts
+        self._run_of = cache(run_of)  # shared by all parts
         self._impossible: Mapping[Layout, str] = {}
         self._records: dict[tuple[Part, int], Record] = {}
         self._cut: dict[Part, CutModel] = {}
         self._refused: dict[Part, ConfigError] = {}
-        self._least, self._why_more = 1, ""  # samples of a micro-batch
+        self._least, self._why_more = 1, ""  # smallest micro-batch, and why it is not 1
         self._whole = self._first_record()
         self.speeds = Speeds(question.machine, self._costs())
 
@@ -120,8 +133,8 @@ class Search:
         return self._whole
 
     def _first_record(self) -> Record:
-        """Return the record of the whole model with one sample; with two where one is refused, as batch norm
-        does."""
+        """Return the record of the whole model with one sample; with two if the model refuses one, as batch
+        norm does."""
         try:
             return self._record(Part(), 1)
         except ConfigError as error:
@@ -133,14 +146,18 @@ class Search:
             return whole
 
     def _look(self, capacity: StageCapacity) -> None:
-        """Begin again, with what each rank may take."""
+        """Reset the result and the pricers for a budget."""
         self._capacity, self._found = capacity, Found(blocks=self._whole.blocks)
         self._pricer = Pricer(self.speeds, capacity, self.figures_of)
         self._exact_pricer = Pricer(self.speeds, capacity, self._exact, self._chunks)
 
     def run(self, pins: Pins | None = None, impossible: Mapping[Layout, str] | None = None) -> Found:
-        """Return what was found with other ``pins``, and without layouts that are ``impossible``, for which
-        reasons; where nothing fits, with what would do."""
+        """Run the search, optionally with other ``pins``. If nothing fits, also find budgets that are enough.
+
+        Args:
+            pins: replace the question's pins; None: keep them.
+            impossible: layouts to exclude, with the reason.
+        """
         if pins is not None:
             self._question = replace(self._question, pins=pins)
         self._impossible = impossible or {}
@@ -159,8 +176,8 @@ class Search:
         return found
 
     def _least_capacity(self) -> StageCapacity:
-        """Return the least DEVICE with which anything fits, from one with which something does: stages are
-        cut otherwise with every budget, so less may do than was lacking."""
+        """Return the smallest DEVICE budget found with which anything fits, starting from the current one,
+        which is enough. Each budget gives other stages, so less than the reported misfit may be enough."""
         enough, tried = self._capacity, self._capacity.device_bytes - 1
         for _ in range(_MOST_LESS if not enough.lower_bytes else 0):
             self._look(replace(enough, device_bytes=tried))
@@ -176,11 +193,12 @@ class Search:
         return enough
 
     def _prices(self) -> Found:
-        """Return what was found, the fastest first.
+        """Return the fastest combinations, fastest first.
 
-        Every combination lies in one queue: with its bound, then with a price from figures that grow evenly,
-        then with that from a record of its own. Whichever is first goes one step on. Bounds are below prices,
-        so what arrives at the end comes in the order of its time, and what stays in the queue is slower.
+        All combinations are in one priority queue, at first with a lower bound of their seconds. The first
+        one is taken out and advances one step: from its bound to a price with extrapolated figures, then to a
+        price with a record of its own. Bounds are below prices, so results come out in order of their time,
+        and the combinations that remain in the queue are slower.
         """
         found, pricer = self._found, self._pricer
         queue = [(pricer.least_seconds(each), str(each), _BOUND, each) for each in self._choices()]
@@ -233,7 +251,7 @@ class Search:
         return False
 
     def _part_goes(self, part: Part) -> bool:
-        """Say whether layers and sequences can be cut into a part."""
+        """Return whether layers and sequences can be cut to a part; if not, record the reason."""
         if part not in self._refused:
             try:
                 self._record(part, self._least)
@@ -247,7 +265,8 @@ class Search:
         return False
 
     def _price(self, pricer: Pricer, choice: Combination) -> Price | None:
-        """Return the price, with chunks below DEVICE where they do not fit on it; None: it does not fit."""
+        """Return the price, with chunks below DEVICE if they do not fit on it. None if it does not fit or is
+        a duplicate."""
         priced = self._priced(pricer, choice)
         if isinstance(priced, Price):
             return None if self._is_known(priced) else priced
@@ -257,15 +276,16 @@ class Search:
         return None
 
     def _is_known(self, priced: Price) -> bool:
-        """Say whether another combination recomputes the same: FIT where ROTOR has no group of several
-        blocks, NONE where nothing recomputes."""
+        """Return whether another combination recomputes the same blocks: FIT if ROTOR has no group of several
+        blocks, NONE if nothing is recomputed."""
         allow, how = self._question.pins.allow, priced.combination.recompute
         if how == ROTOR and not priced.groups and allow("recompute", FIT):
             return True
         return how in AS_NEEDED and not priced.recompute and not priced.groups and allow("recompute", NONE)
 
     def _priced(self, pricer: Pricer, choice: Combination) -> Price | Misfit:
-        """Return the price, or why it does not fit."""
+        """Return the price, or why the combination does not fit. Tiers below DEVICE are tried if DEVICE is
+        too small."""
         priced = pricer.price(choice)
         lower = below(choice, self._question.pins)
         if isinstance(priced, Price) or not self._capacity.lower_bytes or lower is None:
@@ -286,12 +306,12 @@ class Search:
     def _chunks(self, part: Part, names: frozenset[str], copies: int) -> ChunkSizes:
         try:
             return chunk_sizes(self._cut[part].model, names, copies, self._capacity)
-        except OutOfBudgetError:  # more pieces than are laid out
+        except OutOfBudgetError:  # the layout would need too many pieces: treat it as a misfit
             return ChunkSizes(2**62, 2**62)
 
     def figures_of(self, part: Part, samples: int) -> tuple[Figures, ...]:
-        """Return the figures of each segment; they grow evenly from three samples on. Raises ConfigError
-        where the model cannot be cut so."""
+        """Return the figures of each segment, extrapolated linearly beyond three samples. Raises ConfigError
+        if the model cannot be cut to ``part``."""
         if samples <= _LARGE:
             return self._exact(part, samples)
         return scaled(self._exact(part, _LARGE - 1), self._exact(part, _LARGE), samples)
@@ -318,21 +338,22 @@ class Search:
 
 
 _RUNNERS_UP = 16
-_BOUND, _EVEN, _EXACT = range(3)  # what is known of a combination
-_MOST_LESS = 8  # tries to find out whether less would do
-_MOST_TRIES = 32  # to find out how much would do: chunks grow with DEVICE
-# From two samples on, what a micro-batch takes grows evenly; so many are looked at. One sample is something
-# else: what is transposed is still in order then, and is not copied.
+_BOUND, _EVEN, _EXACT = range(3)  # what the queue knows: a bound, an extrapolated price, an exact price
+_MOST_LESS = 8  # attempts to find a smaller budget that is enough
+_MOST_TRIES = 32  # attempts to find a budget that is enough: chunks grow with DEVICE, so one may not do
+# Micro-batches up to this size are recorded; larger ones are extrapolated from two and three samples. One
+# sample is no basis: its transposed tensors are still contiguous and are not copied.
 _LARGE = 3
 
 
 def _waits(priced: Price | Misfit) -> bool:
-    """Say whether less on DEVICE could help."""
+    """Return whether moving activations off DEVICE could help: the combination does not fit or waits for
+    transfers."""
     return isinstance(priced, Misfit) or priced.most_waiting > 0
 
 
 def _with(capacity: StageCapacity, misfit: Misfit) -> StageCapacity:
-    """Return what the combination that was nearest would need."""
+    """Return the capacity that the nearest misfit would need."""
     if misfit.tier == "DEVICE":
         return replace(capacity, device_bytes=misfit.needed_bytes)
     if not capacity.disk_bytes:  # the machine may have no disk

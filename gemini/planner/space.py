@@ -1,4 +1,5 @@
-"""The space: every combination of layout, schedule, micro-batches, ZeRO stage, recomputation and tiers."""
+"""The search space: every combination of layout, schedule, micro-batches, ZeRO stage, recomputation and
+tiers."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.pipeline.orders import make_order
 from gemini.planner.records import Part
 
-# Of the blocks recompute; FIT: of each rank as few as its memory asks for; ROTOR: the same in groups, which
+# Which blocks are recomputed. FIT: on each rank as few as its memory requires; ROTOR: the same in groups that
 # keep one input each.
 NONE, FIT, ROTOR, HALF, ALL = "none", "fit", "rotor", "half", "all"
 RECOMPUTES = (NONE, FIT, ROTOR, HALF, ALL)
@@ -31,16 +32,21 @@ _SEVERAL_STAGES = ("interleaved", "zero_bubble", *_TWO_STAGES)
 
 
 def named(layout: Layout) -> str:
-    """Return the sizes of a layout that are above 1."""
+    """Return the sizes of a layout that are above 1, as text."""
     sizes = (f"{name} {size}" for name in AXES if (size := getattr(layout, name)) > 1)
     return " x ".join(sizes) or "one rank"
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One way to train. ``microbatch_size``: samples; ``recompute``: how many of the blocks compute their
-    forward again in backward; ``uses_lower``: chunks may lie on HOST and DISK; ``offloads``: activations,
-    too."""
+    """One way to train.
+
+    Attributes:
+        microbatch_size: number of samples.
+        recompute: which blocks are recomputed in backward: NONE, FIT, ROTOR, HALF or ALL.
+        uses_lower: chunks may lie on HOST and DISK.
+        offloads: activations may lie there too.
+    """
 
     layout: Layout
     sp_mode: str
@@ -55,7 +61,7 @@ class Combination:
 
     @property
     def part(self) -> Part:
-        """Which part of layers and sequences a rank has."""
+        """The share of layers and sequences that a rank has."""
         return Part(self.layout.tp, self.layout.sp, self.sp_mode)
 
     def __str__(self) -> str:
@@ -76,16 +82,16 @@ class Combination:
 
 @dataclass(frozen=True)
 class Pins:
-    """What is given: fields of a combination that may have one value alone, by name."""
+    """Fields of a combination that are fixed to one value, by name."""
 
     values: Mapping[str, int | str]
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Pins:
-        """Read ``name=value`` texts, such as ``tp=2`` or ``schedule=1f1b``.
+        """Parse ``name=value`` texts, such as ``tp=2`` or ``schedule=1f1b``.
 
         Raises:
-            ConfigError: there is no such name or value.
+            ConfigError: the name or the value is unknown.
         """
         found: dict[str, int | str] = {}
         for text in texts:
@@ -98,7 +104,7 @@ class Pins:
         return cls(found)
 
     def allow(self, name: str, value: int | str) -> bool:
-        """Say whether a field may have a value."""
+        """Return whether the pins permit a value of a field."""
         return self.values.get(name, value) == value
 
 
@@ -136,9 +142,14 @@ def layouts(num_ranks: int, pins: Pins) -> Iterator[Layout]:
 
 
 def combinations(layout: Layout, batch: int, pins: Pins, *, blocks: int) -> Iterator[Combination]:
-    """Yield what can be chosen with a layout, for ``batch`` samples in a step of all ranks, on DEVICE alone.
-    ``blocks``: how many a model has that can be recomputed, or be a stage. Groups recompute where each rank
-    has one stage."""
+    """Yield all combinations for a layout, with model data on DEVICE only.
+
+    ROTOR is yielded only if each rank has one stage.
+
+    Args:
+        batch: number of samples in a step of all ranks.
+        blocks: number of blocks of the model; each can be recomputed or be a stage.
+    """
     if batch % layout.dp:
         return
     modes = _SP_MODES if layout.sp > 1 else _SP_MODES[:1]
@@ -166,16 +177,19 @@ def _is_allowed(choice: Combination, pins: Pins) -> bool:
 
 
 def below(choice: Combination, pins: Pins) -> Combination | None:
-    """Return the same with chunks below DEVICE. None: ZeRO 0 to 2 have no chunks to place, pins forbid it, or
-    blocks recompute only as far as DEVICE asks for it: chunks below it leave room at any price."""
+    """Return ``choice`` with chunks below DEVICE; None if that is useless or forbidden.
+
+    ZeRO 0 to 2 have no chunks to place, and pins may forbid it. With FIT or ROTOR, chunks below DEVICE would
+    always leave enough room, so nothing would be recomputed.
+    """
     if choice.zero_stage != 3 or choice.recompute in AS_NEEDED or not pins.allow("tiers", "lower"):
         return None
     return replace(choice, uses_lower=True)
 
 
 def offloading(choice: Combination, pins: Pins) -> Combination | None:
-    """Return the same with activations below DEVICE beside chunks. None: the blocks that recompute have none
-    to store, or pins forbid it."""
+    """Return ``choice`` with activations below DEVICE as well; None if blocks are recomputed (nothing to
+    store) or pins forbid it."""
     if not choice.uses_lower or choice.recompute != NONE or not pins.allow("activations", "lower"):
         return None
     return replace(choice, offloads=True)
@@ -186,7 +200,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _schedules(pp: int, micro_batches: int, blocks: int) -> Iterator[tuple[str, int]]:
-    """Yield schedules with how many stages each rank has."""
+    """Yield each schedule with the number of stages per rank."""
     if pp == 1:
         yield "1f1b", 1
         return
@@ -197,7 +211,7 @@ def _schedules(pp: int, micro_batches: int, blocks: int) -> Iterator[tuple[str, 
 
 
 def _has_order(schedule: str, pp: int, micro_batches: int, stages: int) -> bool:
-    """Say whether a schedule takes so many micro-batches."""
+    """Return whether a schedule supports this number of micro-batches."""
     try:
         make_order(schedule, pp, micro_batches, stages)
     except ConfigError:

@@ -1,8 +1,9 @@
-"""Stages: where a chain of blocks is cut so that a pipeline's step takes least.
+"""Cuts a chain of blocks into the pipeline stages with the shortest step.
 
-Alpa's dynamic program between operators: a step of m micro-batches takes what all stages take for one, and
-m - 1 times what the slowest takes. The slowest is tried from the fastest that can be; with each the least sum
-is found. What does not fit takes infinitely long, so every stage may have its own memory and recomputation.
+Alpa's inter-operator dynamic program: a step of m micro-batches takes the sum of all stages for one
+micro-batch, plus m - 1 times the slowest stage. Limits for the slowest stage are tried in ascending order;
+for each limit the least sum is computed. A range that does not fit takes infinitely long, so every stage may
+have its own memory and recomputation.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Seconds = NDArray[np.float64]  # [stage, first, last]: of one micro-batch in a stage with blocks [first, last)
+Seconds = NDArray[np.float64]  # [stage, first, last]: one micro-batch in a stage with blocks [first, last)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Blocks ``[first, last)`` of each stage, and the seconds of a step."""
+    """The blocks ``[first, last)`` of each stage, and the seconds of a step."""
 
     ranges: tuple[tuple[int, int], ...]
     step_seconds: float
 
 
 def best_cut(seconds: Seconds, num_microbatches: int) -> Cut | None:
-    """Return the cut with the shortest step; each stage has a block or more. None: no cut fits.
+    """Return the cut with the shortest step; each stage has at least one block. None: no cut fits.
 
-    ``seconds[stage, first, last]``: what a stage takes for a micro-batch with blocks ``[first, last)``;
-    infinite where they do not fit.
+    ``seconds[stage, first, last]`` is the time of a stage with blocks ``[first, last)`` for one micro-batch;
+    infinite if they do not fit.
     """
     _, count, _ = seconds.shape
     first, last = np.arange(count)[:, None], np.arange(count)[None, :]
@@ -51,7 +52,7 @@ def best_cut(seconds: Seconds, num_microbatches: int) -> Cut | None:
 
 
 def _fastest(table: Seconds, slowest: NDArray[np.float64]) -> int:
-    """Return the place of the fastest slowest stage with which there is a cut."""
+    """Return the index into ``slowest`` of the smallest limit for which a cut exists."""
     low, high = 0, len(slowest) - 1
     while low < high:
         middle = (low + high) // 2
@@ -63,7 +64,7 @@ def _fastest(table: Seconds, slowest: NDArray[np.float64]) -> int:
 
 
 def _rows(table: Seconds) -> list[NDArray[np.float64]]:
-    """Return for every number of stages the least sum, by the number of blocks that they have."""
+    """Return the least sum for every number of stages, indexed by the number of blocks that they cover."""
     rows = [np.full(table.shape[1], np.inf)]
     rows[0][0] = 0.0
     for own in table:
@@ -86,6 +87,6 @@ def _ranges(table: Seconds) -> tuple[tuple[int, int], ...]:
 
 
 def sums_between(values: Sequence[float]) -> NDArray[np.float64]:
-    """Return ``[first, last]``: the sum of the values ``[first, last)``."""
+    """Return a table with ``[first, last]`` = the sum of ``values[first:last]``."""
     sums = np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=np.float64))))
     return sums[None, :] - sums[:, None]

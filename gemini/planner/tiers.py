@@ -1,11 +1,12 @@
-"""Tiers: a rank's step as the chunk table sees it, for the simulator of transfers.
+"""Writes the trace of a rank's step in a pipeline, for the simulator of transfers between tiers.
 
-The moments of a step follow from the order of the pipeline, from where a record says that parameters are
-used, and from the chunks that the runtime would lay out. Their times are those of the price, so what the
-simulated step takes longer is waiting for transfers. Over several ranks chunks are whole only for a while:
-those with the furthest next use are given up where there is no room (Belady's rule, as the runtime's).
-Activations that may leave DEVICE are chunks, too: one for what a segment leaves of a micro-batch, written
-behind its forward pass and freed behind its backward pass.
+The moments of a step follow from the order of the pipeline, from the uses of parameters in a record, and from
+the chunks that the runtime would lay out. Their times are those of the price, so all additional time of the
+simulated step is waiting for transfers.
+
+Over several ranks, chunks are whole only for a while: if there is no room, those with the furthest next use
+are released (Belady's rule, as in the runtime). Activations that may leave DEVICE are chunks too: one per
+segment and micro-batch, written behind the forward pass and freed behind the backward pass.
 """
 
 from __future__ import annotations
@@ -34,15 +35,19 @@ from gemini.runtime.config import STATES_OF_RULES
 from gemini.runtime.storage.data_sizes import GroupPlan
 
 _STATES = STATES_OF_RULES["adam"]
-_WORTH_IT = 1e-3  # of a step; for less the planner changes nothing
-_BLOCK_BYTES = 4096  # of memory; a chunk has whole ones
+_WORTH_IT = 1e-3  # share of a step; for shorter waits no plan is made
+_BLOCK_BYTES = 4096  # chunk sizes are multiples of this
 
 
 @dataclass(frozen=True)
 class Touch:
-    """A moment of a pass: an operator reads parameters, or, ``completes``, their gradients are there.
-    ``seconds``: until the next one; ``reserve_bytes``: the most non-model data until then; ``stored``: the
-    segments whose activations are chunks and which it makes, in forward, or needs, in backward."""
+    """A moment of a pass: an operator reads parameters, or (``completes``) their gradients are complete.
+
+    Attributes:
+        seconds: time until the next touch.
+        reserve_bytes: peak of non-model data until then.
+        stored: segments with activations in chunks. Forward writes these chunks, backward reads them.
+    """
 
     keys: tuple[str, ...]
     completes: bool
@@ -51,7 +56,7 @@ class Touch:
     stored: tuple[int, ...] = ()
 
     def joined(self, other: Touch) -> Touch:
-        """Return one for both; only one of them has parameters."""
+        """Return one touch for both. At most one of them may have parameters."""
         return Touch(
             self.keys or other.keys,
             self.completes or other.completes,
@@ -62,15 +67,19 @@ class Touch:
 
 
 _NOTHING = Touch((), False, 0.0, 0)
-_LAST = (Kind.BACKWARD, Kind.WEIGHT)  # that of a micro-batch on a stage
+_LAST = (Kind.BACKWARD, Kind.WEIGHT)  # the last action of a micro-batch on a stage
 _EMPTY: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class RankPass:
-    """A forward or backward pass of a stage with one micro-batch. ``base_bytes``: what the rank holds of
-    others meanwhile; ``idle_seconds``: until its next pass; ``ends``: the segments whose activations nothing
-    needs behind it."""
+    """A forward or backward pass of a stage with one micro-batch.
+
+    Attributes:
+        base_bytes: activations of other micro-batches that the rank holds during the pass.
+        idle_seconds: time until the rank's next pass.
+        ends: segments with activations that nothing needs after this pass.
+    """
 
     phase: str
     touches: tuple[Touch, ...]
@@ -82,10 +91,16 @@ class RankPass:
 
 @dataclass(frozen=True)
 class StagePasses:
-    """What a rank of the pipeline does in a step. ``ranges``: the segments of each stage; ``again``: those
-    that recompute; ``kept_of``: what one leaves of a micro-batch on DEVICE; ``takes``: how long an action of
-    a kind and stage takes; ``clock``: the orders of all ranks, simulated; ``stored``: what a segment leaves
-    in a chunk, by segment."""
+    """The passes of a pipeline rank in a step.
+
+    Attributes:
+        ranges: segments of each stage.
+        again: segments that are recomputed.
+        kept_of: returns the bytes that a segment keeps of a micro-batch on DEVICE.
+        takes: seconds of an action, by kind and stage.
+        clock: the simulated orders of all ranks.
+        stored: bytes that a segment keeps in a chunk, by segment.
+    """
 
     figures: Sequence[Figures]
     ranges: Sequence[tuple[int, int]]
@@ -96,13 +111,13 @@ class StagePasses:
     stored: Mapping[int, int] = field(default_factory=dict)
 
     def of_rank(self, order: Order, rank: int) -> list[RankPass]:
-        """Return the passes of a rank, in their order."""
+        """Return the passes of a rank in order."""
         stages, actions = order.stages_of(rank), order.by_rank[rank]
         kept = {stage: self._kept(*self.ranges[stage]) for stage in stages}
         touches_of = cache(self._touches)
         held = dict.fromkeys(stages, 0)  # micro-batches under way
         idle = [self.clock.waits[each] for each in actions]
-        # Behind the last action, and before the first one of the next step.
+        # The idle time behind the last action and before the first action of the next step.
         idle.append(idle[0] + max(self.clock.idle[rank] - sum(idle), 0.0))
         passes: list[RankPass] = []
         for place, action in enumerate(actions, 1):
@@ -124,8 +139,8 @@ class StagePasses:
         return received + sum(map(self.kept_of, range(first, last)))
 
     def _touches(self, kind: Kind, stage: int) -> tuple[Touch, ...]:
-        """Return the touches of an action; what runs without a new use of parameters belongs to the one
-        before. Their times add up to that of the action."""
+        """Return the touches of an action, with times that add up to the action's. Operators without a new
+        use of parameters belong to the touch before."""
         touches: list[Touch] = []
         for each in self._all_touches(kind, stage):
             if touches and not (each.keys and touches[-1].keys):
@@ -160,14 +175,14 @@ class StagePasses:
             yield from touches
 
     def _with_stored(self, touch: Touch, at: int) -> Touch:
-        """Return a touch of a segment whose activations are a chunk by then, and no longer non-model data."""
+        """Return ``touch`` with the activations of segment ``at`` in a chunk instead of in non-model data."""
         reserve = max(touch.reserve_bytes - self.stored[at], 0)
         return replace(touch, reserve_bytes=reserve, stored=(at,))
 
 
 def _backward(figures: Figures, base: float, kind: Kind) -> Iterator[Touch]:
-    """Yield the reads of parameters, last use first, and their gradients as they are complete. Halves of a
-    backward pass have the reads or the gradients."""
+    """Yield the touches of a backward pass: reads of parameters, last use first, and complete gradients. The
+    input half of a split backward pass has only the reads, the weight half only the gradients."""
     arriving = {each.keys[0]: each for each in figures.gradients if each.keys}
     reserve = ceil(base)
     for use in reversed(figures.uses):
@@ -187,13 +202,14 @@ def _backward(figures: Figures, base: float, kind: Kind) -> Iterator[Touch]:
 def trace_of(
     passes: Sequence[RankPass], update_seconds: float, table: ChunkTable, stored: Mapping[int, int] = _EMPTY
 ) -> Trace:
-    """Return the trace of a rank that runs ``passes`` and updates its weights. ``stored`` as
-    :class:`StagePasses` has it."""
+    """Return the trace of a rank that runs ``passes`` and updates its weights. ``stored``: as in
+    :class:`StagePasses`."""
     return _Writer(table, stored).written(passes, update_seconds)
 
 
 def least_device_bytes(trace: Trace) -> int:
-    """Return what DEVICE must hold: the chunks of a moment beside the non-model data of its period."""
+    """Return the bytes that DEVICE must have: the maximum over moments of the accessed chunks plus non-model
+    data."""
     return max(
         sum(trace.chunk_bytes[chunk] for chunk in chunks) + reserve
         for chunks, reserve in zip(trace.accesses, trace.non_model_bytes, strict=True)
@@ -201,11 +217,15 @@ def least_device_bytes(trace: Trace) -> int:
 
 
 class Transfers:
-    """The transfers of a rank in a step. ``waits``: how long it waits for them, at most: as the order alone
-    has it until :meth:`plan` has placed chunks better; ``copying``: seconds of copies in memory, in it.
+    """The simulated transfers of a rank in a step.
+
+    Attributes:
+        waits: upper bound for the seconds that the rank waits, including ``copying``. At first no chunk is
+            placed; :meth:`plan` may lower it.
+        copying: seconds of copies in memory.
 
     Raises:
-        OutOfBudgetError: a moment's chunks do not fit.
+        OutOfBudgetError: the chunks of a moment do not fit.
     """
 
     def __init__(
@@ -225,14 +245,17 @@ class Transfers:
         self.is_planned = seconds - self._computing <= _WORTH_IT * seconds
 
     def plan(self) -> None:
-        """Place chunks as the planner would."""
+        """Place chunks as the placement planner would, and update ``waits``."""
         seconds = choose_plan(self._iteration, self._budgets).simulation.step_seconds
         self.waits, self.is_planned = max(seconds - self._computing, 0.0) + self._copying, True
 
 
 def least_busy_seconds(below_bytes: int, machine: MachineSpeeds, capacity: StageCapacity) -> float:
-    """Return how long the busiest link works in a step at least, if so much of what an update changes has no
-    room on DEVICE: it comes, and goes, once. The directions of a disk share a channel."""
+    """Return a lower bound for the seconds in which the busiest link works in a step.
+
+    ``below_bytes`` of updated data have no room on DEVICE, so they come and go once. Both directions of a
+    disk share a channel.
+    """
     speeds = {each.name: each for each in machine.links}
     on_disk = max(below_bytes - capacity.host_bytes, 0)
     on_host = below_bytes - on_disk
@@ -243,7 +266,7 @@ def least_busy_seconds(below_bytes: int, machine: MachineSpeeds, capacity: Stage
 
 @dataclass
 class _Chunks:
-    """The ids of the chunks of a group."""
+    """The chunk ids of a group."""
 
     whole: int
     shard: int | None = None
@@ -253,7 +276,7 @@ class _Chunks:
 
     @property
     def updated(self) -> int:
-        """The chunk of parameters that an update changes."""
+        """The parameter chunk that an update changes."""
         return self.whole if self.shard is None else self.shard
 
 
@@ -326,7 +349,7 @@ class _Writer:
         return len(self._specs) - 1
 
     def _number_exchange(self) -> int | None:
-        """Return the chunk in which gradients arrive from other ranks; None on one rank."""
+        """Return the chunk that receives gradients from other ranks; None on one rank."""
         grads = [self._specs[each.grad] for each in self._groups if each.grad is not None]
         if all(each.shard is None for each in self._groups) or not grads:
             return None
@@ -343,7 +366,7 @@ class _Writer:
 
     @property
     def gather_bytes(self) -> int:
-        """What chunks that are whole may take."""
+        """Limit on the bytes of whole chunks."""
         return self._table.gather_bytes
 
     def _places(self, keys: Iterable[str]) -> tuple[int, ...]:
@@ -352,7 +375,7 @@ class _Writer:
     # -- moments ---------------------------------------------------------------------------------
 
     def _modes(self, touch: Touch, places: Iterable[int], arriving: Container[int]) -> dict[int, str]:
-        """Return which chunks a touch needs, and how."""
+        """Return the access mode of each chunk that a touch needs."""
         modes: dict[int, str] = {}
         for place in places:
             group = self._groups[place]
@@ -367,13 +390,13 @@ class _Writer:
         return modes
 
     def _written(self, chunk: int) -> str:
-        """Return the mode of a write to a chunk, which may have content."""
+        """Return the mode of a write to a chunk: MODIFIED if it already has content, otherwise WRITTEN."""
         mode = MODIFIED if chunk in self._has_content else WRITTEN
         self._has_content.add(chunk)
         return mode
 
     def _trained_in(self, each: RankPass) -> dict[int, set[str]]:
-        """Return by group the parameters whose gradients come in a pass."""
+        """Return the parameters with gradients in a pass, by group."""
         found: defaultdict[int, set[str]] = defaultdict(set)
         for touch in each.touches:
             for key in touch.keys if touch.completes else ():
@@ -381,7 +404,7 @@ class _Writer:
         return found
 
     def _exchange_complete(self, missing: Mapping[int, set[str]], keys: Iterable[str]) -> None:
-        """Exchange the gradients of groups that are complete with ``keys``."""
+        """Exchange the gradients of groups that ``keys`` complete. ``keys`` are removed from ``missing``."""
         for key in keys:
             place = self._table.place_of[key]
             missing[place].discard(key)
@@ -404,7 +427,7 @@ class _Writer:
         self._moments += [arrived, summed]
 
     def _update(self, seconds: float) -> None:
-        """Add the update of every piece."""
+        """Append the update of every piece."""
         numels = [b - a for plan in self._table.groups if plan.trainable for a, b in plan.pieces]
         each_takes = iter([seconds * numel / max(sum(numels), 1) for numel in numels])
         for group in self._groups:
@@ -437,7 +460,7 @@ class _Writer:
 def _uses_of(
     passes: Iterable[RankPass], places_of: Mapping[int, Sequence[Sequence[int]]]
 ) -> dict[int, list[int]]:
-    """Return by group at which of all touches its parameters are read."""
+    """Return by group the numbers of the touches that read its parameters."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     number = 0
     for each in passes:
@@ -449,8 +472,8 @@ def _uses_of(
 
 
 class _Parcels:
-    """The chunks of what segments leave of micro-batches. ``number`` gives a chunk its id; what is freed is
-    used again, as the runtime's pool does."""
+    """The chunks for activations of segments. ``number`` assigns an id to a new chunk; freed chunks are
+    reused, as in the runtime's pool."""
 
     def __init__(self, stored: Mapping[int, int], number: Callable[[ChunkSpec], int]) -> None:
         self._stored, self._number = stored, number
@@ -458,14 +481,18 @@ class _Parcels:
         self._held: dict[tuple[int, int], int] = {}  # by segment and micro-batch
 
     def modes(self, each: RankPass, touch: Touch) -> dict[int, str]:
-        """Return the chunks that a touch needs, and how."""
+        """Return the access mode of each chunk that a touch needs."""
         forward = each.phase == FORWARD
         chunks = (self._chunk((at, each.micro_batch)) for at in touch.stored)
         return dict.fromkeys(chunks, WRITTEN if forward else READ)
 
     def freed_behind(self, each: RankPass, touch: Touch) -> set[int]:
-        """Return the chunks that nothing needs behind a touch: the last one of a segment in its last pass,
-        or of that pass where it needs none, as of frozen weights in the half for gradients of weights."""
+        """Return the chunks that nothing needs after a touch.
+
+        A chunk is freed after the last touch that needs it in the last pass of its segment. If no touch of
+        that pass needs it (the weight half of a backward with frozen weights), it is freed at the end of the
+        pass.
+        """
         if not each.ends:
             return set()
         done = [
@@ -493,16 +520,16 @@ class _Parcels:
 
 
 class _WholeGroups:
-    """Which groups are whole, over several ranks."""
+    """Tracks which groups are whole while a step runs over several ranks."""
 
     def __init__(self, writer: _Writer, uses: Mapping[int, Sequence[int]]) -> None:
         self._writer, self._uses = writer, uses
         self._places: set[int] = set()
-        self.arriving: frozenset[int] = frozenset()  # with the moment that comes
+        self.arriving: frozenset[int] = frozenset()  # groups that the next moment gathers
 
     def gather(self, number: int, places: Sequence[int], moments: Sequence[_PlannedMoment]) -> None:
-        """Make ``places`` whole for the touch ``number``; give up others, behind the last of ``moments``,
-        where there is no room."""
+        """Make ``places`` whole for the touch ``number``. If there is no room, release other groups behind
+        the last of ``moments``."""
         self.arriving = frozenset(places) - self._places
         room = self._writer.gather_bytes - sum(map(self._nbytes, self._places | self.arriving))
         for victim in sorted(self._places - set(places), key=lambda place: -self._next_use(place, number)):
@@ -514,7 +541,7 @@ class _WholeGroups:
         self._places |= self.arriving
 
     def give_up(self, moments: Sequence[_PlannedMoment]) -> None:
-        """Give all up behind the last pass: weights are updated."""
+        """Release all groups behind the last pass, because weights are updated next."""
         moments[-1].frees |= {self._writer.group(place).whole for place in self._places}
         self._places.clear()
 

@@ -1,1 +1,1 @@
-"""Planning by operators: every operator of a captured step gets layouts of its own."""
+"""Plans every operator of a captured step separately: each one gets its own layouts."""

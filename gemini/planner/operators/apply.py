@@ -1,4 +1,5 @@
-"""Running a plan: the captured graph with conversions between its operators, over parts of parameters."""
+"""Runs an operator plan: the captured graph over this rank's parts of the parameters, with conversions
+inserted between its operators."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ from gemini.planner.operators.rules import Strategy, values_of
 
 
 class MeshRank:
-    """This process on a mesh of operators: its place, and the collectives along each axis."""
+    """This process on a mesh of ranks: its coordinates, and the collectives along each axis."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """All ranks call this. Raises ConfigError where there are more or fewer than the mesh has."""
+        """Join the mesh. Collective. Raises ConfigError if the number of ranks is not that of the mesh."""
         names = AXES[len(AXES) - len(sizes) :]
         self.sizes = tuple(sizes)
         self._mesh: Mesh | None = None
@@ -48,13 +49,13 @@ class MeshRank:
         self.place = tuple(0 if axis is None else axis.rank for axis in self.axes)
 
     def add_up(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        """Return the sum of the tensors of all ranks along these axes."""
+        """Return the sum of ``tensor`` over the ranks along these axes."""
         for number in axes:
             tensor = self.convert(tensor, [Step(ALL_REDUCE, number)])
         return tensor
 
     def convert(self, tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
-        """Return the part of this rank after ``steps``, which all ranks take."""
+        """Return this rank's part after ``steps``. Collective along the axes of the steps."""
         for step in steps:
             axis = self.axes[step.axis]
             if axis is not None:
@@ -62,7 +63,7 @@ class MeshRank:
         return tensor
 
     def leave(self, why: str = "ended") -> None:
-        """Tell the others that this rank takes part in no more."""
+        """Tell the other ranks that this rank takes part in no further collectives."""
         if self._mesh is not None:
             self._mesh.leave(why)
 
@@ -81,14 +82,14 @@ def _converted(tensor: torch.Tensor, step: Step, axis: Axis) -> torch.Tensor:
         return total
     if step.kind == REDUCE_SCATTER:
         return axis.reduce_scatter(list(tensor.chunk(axis.size, step.to)))
-    if step.kind == SHARD:  # a copy: a view would keep all of it
+    if step.kind == SHARD:  # a copy: a view would keep the whole tensor alive
         part = tensor.chunk(axis.size, step.to)[axis.rank]
         return part.clone(memory_format=torch.contiguous_format)
     return tensor if axis.rank == 0 else torch.zeros_like(tensor)
 
 
 class _Conversion:
-    """Conversion as a node of a graph."""
+    """A graph node that converts a tensor to another layout."""
 
     def __init__(self, rank: MeshRank, steps: Sequence[Step]) -> None:
         self._rank, self._steps = rank, steps
@@ -102,7 +103,7 @@ class _Conversion:
 
 
 class _PartNode:
-    """An operator on a part, as a node of a graph."""
+    """A graph node that runs an operator on this rank's parts."""
 
     def __init__(self, rank: MeshRank, call: Any, scale: float) -> None:
         self._rank, self._call, self._scale = rank, call, scale
@@ -121,7 +122,7 @@ class _PartNode:
 
 
 class _GraphBuilder:
-    """Writes the graph that one rank runs."""
+    """Builds the graph that one rank runs."""
 
     def __init__(self, problem: StepProblem, plan: OperatorPlan, rank: MeshRank) -> None:
         self._problem, self._rank = problem, rank
@@ -132,7 +133,8 @@ class _GraphBuilder:
         self._constants: dict[str, Any] = {}
 
     def build(self, *, with_gradients: bool) -> fx.GraphModule:
-        """Return the graph: the loss, gradients where they are asked for, changed buffers, and answers."""
+        """Return the graph. Its outputs are the loss, the gradients if requested, changed buffers, and
+        answers."""
         problem, captured = self._problem, self._problem.captured
         receivers = {node: name for name, node in captured.gradients.items()} if with_gradients else {}
         takers: dict[fx.Node, fx.Node] = {}
@@ -141,7 +143,7 @@ class _GraphBuilder:
             if is_backward and not with_gradients and node.op != "placeholder":
                 continue
             self._made[node] = self._copy(node)
-            if node in receivers:  # at once: the gradient in another layout is not needed any longer
+            if node in receivers:  # convert at once, so that the gradient's old layout is freed
                 layout = self._chosen[problem.parameters[receivers[node]]].outputs[0]
                 assert layout is not None
                 takers[node] = self._in(node, layout, GRADIENT)
@@ -183,7 +185,7 @@ class _GraphBuilder:
         return layout
 
     def _in(self, value: fx.Node, layout: OperatorLayout, phase: int) -> fx.Node:
-        """Return a value in a layout: converted once for all that need it so in a phase."""
+        """Return a value in a layout. All users in a phase that need the same layout share one conversion."""
         steps = [step for step, _ in conversion(self._problem, value, self._layout(value), layout).steps]
         if not steps:
             return self._made[value]
@@ -198,19 +200,21 @@ class _GraphBuilder:
 
 
 class OperatorParallel(nn.Module):
-    """A model whose parameters are this rank's parts, and which computes its loss as a plan says::
+    """A model with this rank's parts of the parameters. It computes its loss as a plan says::
 
-        loss = model(batch)     # the whole batch, the same one on all ranks; the loss is that of all of it
+        loss = model(batch)     # the whole batch, the same on all ranks; the loss of the whole batch
         loss.backward()         # gradients of the parts
-        optimizer.step()        # any optimizer that treats elements alone; of this rank's parts
+        optimizer.step()        # any element-wise optimizer, over this rank's parts
 
-    ``graph`` is what this rank runs: ``print(model.graph.code)``. Under ``no_grad`` it computes the loss
-    alone.
+    ``graph`` is what this rank runs: ``print(model.graph.code)``. Under ``no_grad``, ``forward`` computes
+    only the loss.
     """
 
     def __init__(self, model: nn.Module, problem: StepProblem, plan: OperatorPlan, rank: MeshRank) -> None:
-        """All ranks call this. Parameters and buffers get the values that rank 0 has; ``model`` stays as it
-        is. Raises ConfigError for a model without values."""
+        """Cut the parameters of ``model``, which stays unchanged. Collective.
+
+        Parameters and buffers get rank 0's values. Raises ConfigError if a parameter of ``model`` is on meta.
+        """
         super().__init__()
         self.plan = plan
         self.rank = rank
@@ -244,7 +248,7 @@ class OperatorParallel(nn.Module):
         return value
 
     def forward(self, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch like the one that was captured. Raises ConfigError for another one."""
+        """Return the loss of a batch. Raises ConfigError if its form differs from the captured batch."""
         tensors = self._captured.form.tensors(batch)
         parts = [self._parts[name] for name in self._captured.parameters]
         if not torch.is_grad_enabled():
@@ -259,29 +263,31 @@ class OperatorParallel(nn.Module):
         return [self.get_buffer(name) for name in self._captured.buffers]
 
     def _change(self, values: Sequence[torch.Tensor]) -> None:
-        """Check the answers at the end of ``values``, and let buffers change."""
+        """Check the answers at the end of ``values``, then update the buffers."""
         changed = self._captured.changed
         for answer, found in zip(self._captured.answers, values[len(changed) :], strict=False):
-            answer.check(found)  # those that backward asks for are last, and not there without it
+            answer.check(
+                found
+            )  # answers of backward are last; they are missing if only the loss was computed
         for name, value in zip(changed, values, strict=False):
             self.get_buffer(name).copy_(value)
 
     def run(self, parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
-        """Run forward and backward; return the loss and the gradients of all parameters, None for those that
-        have none. Buffers change."""
+        """Run forward and backward, and update buffers. Return the loss and one gradient per parameter; None
+        for parameters without a gradient."""
         loss, *rest = self.graph(*parts, *self._values(), *tensors)
         grads = dict(zip(self._captured.gradients, rest, strict=False))
         self._change(rest[len(grads) :])
         return loss, [grads.get(name) for name in self._captured.parameters]
 
     def whole_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the name and the whole value of each parameter, one after another; all ranks call this."""
+        """Yield the name and the whole value of each parameter, one at a time. Collective."""
         for name, part in self._parts.items():
             yield name, self.rank.convert(part.detach(), _gathering(self._layouts[name]))
 
     def load_whole(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take parameters from whole values, which every rank has. Raises ConfigError for one of another
-        shape."""
+        """Load parameters from whole values, which every rank has. Raises ConfigError if one is missing or
+        has another shape."""
         for name, part in self._parts.items():
             if name not in values:
                 raise ConfigError(f"{name} is missing among the {len(values)} values to load")
@@ -297,7 +303,7 @@ def _gathering(layout: OperatorLayout) -> list[Step]:
 
 
 def _container(module: nn.Module, name: str) -> nn.Module:
-    """Return the module in which a parameter of this name is, and make it where it is not there."""
+    """Return the submodule that owns the parameter ``name``; create missing submodules."""
     for part in name.split(".")[:-1]:
         child = module._modules.get(part)
         if child is None:
@@ -308,7 +314,8 @@ def _container(module: nn.Module, name: str) -> nn.Module:
 
 
 class _BothPasses(torch.autograd.Function):
-    """Forward runs backward, too: it is one graph. Gradients wait for ``loss.backward()``."""
+    """Autograd function around a graph that computes forward and backward at once. Forward keeps the
+    gradients until ``loss.backward()``."""
 
     @staticmethod
     def forward(ctx: Any, model: OperatorParallel, tensors: Any, *parts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""autoshard(): a plain model goes in; each of its operators gets layouts, and it comes out in parts."""
+"""``autoshard()``: plan layouts for every operator of a plain model, and return the model cut over the
+ranks."""
 
 from __future__ import annotations
 
@@ -37,10 +38,10 @@ _SAMPLE_SECONDS = 2.0
 def make_problem(
     captured: Captured, sizes: Sequence[int], machine: MachineSpeeds, *, sample_seconds: float = 0.0
 ) -> StepProblem:
-    """Return a captured step on a mesh of these ``sizes`` as a problem, whose ``program`` is to be solved.
+    """Return a captured step on a mesh of these ``sizes`` as a problem; its ``program`` is then solved.
 
-    ``sample_seconds``: how long operators are timed here; 0: the machine's speeds say it all. Raises
-    ConfigError where the machine has no speeds between ranks.
+    ``sample_seconds``: how long operators are timed on this machine; 0: use only the machine's speeds. Raises
+    ConfigError if the machine has no speeds of collectives.
     """
     times = OperatorSeconds(machine)
     if sample_seconds:
@@ -62,8 +63,9 @@ def autoshard(
     machine: MachineSpeeds | Path | str | None = None,
     device_bytes: int | str | None = None,
 ) -> OperatorParallel:
-    """Plan every operator of a step over the ranks that run, and return the model in parts. All ranks call
-    this with the same model and samples, and get the same plan; one process alone is a rank, too::
+    """Plan every operator of a step over the running ranks, and return the model cut into parts. Collective:
+    all ranks call this with the same model and samples, and get the same plan; a single process counts as one
+    rank::
 
         sharded = autoshard(model, batch)
         optimizer = torch.optim.AdamW(sharded.parameters())
@@ -73,17 +75,18 @@ def autoshard(
             optimizer.zero_grad()
 
     Args:
-        samples: the batch of a step of all ranks; what matters are its shapes and types.
-        loss: of ``(outputs, batch)``; by default the model's own.
-        mesh: the sizes of the mesh, such as ``(2, 4)``; None: one axis of all ranks.
-        machine: its speeds, or the file of them (docs/plan.md); None: measured now.
-        device_bytes: what each rank may hold: parameters, gradients, two fp32 states of an optimizer, and
-            everything that operators make; None: any number.
+        samples: the batch of a step of all ranks. Only its shapes and types matter.
+        loss: called with ``(outputs, batch)``. Default: the model's own loss.
+        mesh: sizes of the mesh, such as ``(2, 4)``; None: one axis of all ranks.
+        machine: speeds of the machine, or the file that has them (docs/plan.md); None: they are measured now.
+        device_bytes: limit for each rank's parameters, gradients, two fp32 optimizer states, and all results
+            of operators; None: no limit.
 
     Raises:
         CaptureError: the step cannot be captured as one graph; ``gemini.autoparallelize`` plans it by blocks.
-        MisfitError: no way takes so few bytes.
-        ConfigError: the mesh is not of so many ranks, or the machine has no speeds between them.
+        MisfitError: no plan needs so few bytes.
+        ConfigError: the mesh does not have the number of running ranks, or the machine has no speeds of
+            collectives.
     """
     join_launched_group()
     world = Ranks().size
@@ -100,7 +103,7 @@ def autoshard(
 
 @dataclass(frozen=True)
 class _ShardRequest:
-    """What :func:`autoshard` was asked."""
+    """The arguments of :func:`autoshard`."""
 
     captured: Captured
     sizes: tuple[int, ...]
@@ -108,13 +111,13 @@ class _ShardRequest:
     budget: int | None
 
     def alone(self) -> tuple[StepProblem, OperatorPlan]:
-        """Return the plan of one process."""
+        """Return the plan for a single process."""
         machine = self._read() or measure_machine(torch.float32, ())
         return self._plan(machine)
 
     def of_all(self, everyone: Axis) -> tuple[StepProblem, OperatorPlan]:
-        """Return the plan of all ranks: rank 0 reads or measures the machine and plans. The others get
-        its plan and its speeds, by which conversions are chosen."""
+        """Return the plan of all ranks. Collective. Rank 0 reads or measures the machine and plans. The other
+        ranks get its plan and its speeds, because the speeds determine the paths of conversions."""
         is_first = everyone.rank == 0
         machine = everyone.together(lambda: self._read() if is_first else None)
         if everyone.say("" if machine is not None else "measure")[0]:
@@ -133,7 +136,7 @@ class _ShardRequest:
             )
         if made is not None:
             return made
-        known = MachineSpeeds("rank 0", {"fp32": 1.0}, 1.0, 1.0)  # nothing is priced here
+        known = MachineSpeeds("rank 0", {"fp32": 1.0}, 1.0, 1.0)  # computing speeds are not used here
         known = replace(known, collectives=CollectiveSpeeds.from_json(collectives))
         return make_problem(self.captured, self.sizes, known), OperatorPlan.from_json(document)
 

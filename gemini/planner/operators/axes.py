@@ -1,10 +1,9 @@
-"""Programs of meshes with several axes, solved one axis at a time.
+"""Solves integer programs for meshes with several axes, one axis at a time.
 
-Choices multiply with the axes: 2,200 choices of a small LLaMA along one axis are 9,700 along two, with
-260,000 flows between them. So one axis after another is free while the operators keep what they do along
-the others, until that gains nothing more. Bytes above the budget cost seconds, so each turn has choices,
-with fewer such bytes than the turn before. A linear program of all choices then says how far from the best
-this may be.
+The number of choices multiplies with the axes: 2,200 choices of a small LLaMA along one axis are 9,700 along
+two, with 260,000 flows between them. Therefore one axis after another is free, while the layouts along the
+other axes stay fixed, until no axis gains anything. Bytes above the budget cost seconds, so every turn has a
+solution, and each turn reduces these bytes. Finally a linear program over all choices gives a lower bound.
 """
 
 from __future__ import annotations
@@ -30,19 +29,23 @@ from gemini.planner.operators.program import (
 from gemini.planner.operators.rules import Strategy
 from gemini.system.config import format_bytes
 
-_FEW = 4000  # a program of so many choices is solved as it is
+_FEW = 4000  # programs up to this number of choices are solved whole
 _MOST_TURNS = 12
-_ROUGH_GAP, _GAP = 2e-2, 1e-3  # of the first turn of each axis, and of others
-_GAIN = 1e-4  # what a turn must gain for another one
-_ABOVE = 10.0  # what as many bytes again as the budget cost, in seconds of the step without a budget
-_OF_BOUND = 0.4  # of the time: for the bound, or for the whole program where turns found nothing
-_OF_AXIS = 0.4  # of the time that is left: for one axis
+_ROUGH_GAP, _GAP = 2e-2, 1e-3  # solver gap in the first turn of each axis, and in later turns
+_GAIN = 1e-4  # relative gain below which an axis counts as idle
+_ABOVE = 10.0  # cost of exceeding the budget by 100 %, in steps without a budget
+_OF_BOUND = 0.4  # share of the time for the bound, or for the whole program if no turn found a solution
+_OF_AXIS = 0.4  # share of the remaining time for one axis
 
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """What the choices of each node do along each axis of a mesh: ``kinds[node][choice, axis]`` is equal for
-    choices that do the same along an axis. ``whole``: the choice of each node in which every rank has all."""
+    """The effect of each node's choices along each axis of a mesh.
+
+    Attributes:
+        kinds: ``kinds[node][choice, axis]`` is equal for choices that have the same layouts along an axis.
+        whole: the choice of each node in which every rank has all of every tensor.
+    """
 
     sizes: tuple[int, ...]
     kinds: tuple[np.ndarray, ...]
@@ -50,8 +53,8 @@ class Axes:
 
     @classmethod
     def of(cls, sizes: Sequence[int], choices: Sequence[tuple[Strategy, ...]]) -> Axes:
-        """Return them of the strategies of each node."""
-        every = {id(each): each for each in choices}  # nodes of one kind share them
+        """Return the axes for the strategies of each node."""
+        every = {id(each): each for each in choices}  # nodes of one kind share a tuple
         kinds = {number: _kinds(each, len(sizes)) for number, each in every.items()}
         whole = {number: whole_choice(each) for number, each in every.items()}
         numbers = [id(each) for each in choices]
@@ -60,7 +63,7 @@ class Axes:
         )
 
     def free(self, chosen: Sequence[int], axis: int) -> list[np.ndarray]:
-        """Return the choices of each node that do the same as the chosen one along all other axes."""
+        """Return the choices of each node that have the layouts of the chosen one along all other axes."""
         others = [each for each in range(len(self.sizes)) if each != axis]
         return [
             np.flatnonzero((kinds[:, others] == kinds[choice, others]).all(axis=1))
@@ -69,7 +72,7 @@ class Axes:
 
 
 def whole_choice(strategies: Sequence[Strategy]) -> int:
-    """Return the choice in which every rank has all of everything."""
+    """Return the choice in which every rank has all of every tensor."""
     for number, each in enumerate(strategies):
         layouts = [layout for layout in (*each.outputs, *each.inputs) if layout is not None]
         if not any(layout.cut or layout.partial for layout in layouts):
@@ -93,14 +96,14 @@ def _kinds(strategies: Sequence[Strategy], num_axes: int) -> np.ndarray:
 
 
 def _along(layout: OperatorLayout | None, axis: int) -> int:
-    """Return the dimension that an axis cuts; -1: none; -2: ranks along it have summands."""
+    """Return the dimension that an axis cuts; -1: none; -2: no tensor, or partial sums along the axis."""
     if layout is None or axis in layout.partial:
         return -2
     return next((dim for dim, axes in enumerate(layout.dims) if axis in axes), -1)
 
 
 def _restricted(program: IntegerProgram, kept: Sequence[np.ndarray]) -> IntegerProgram:
-    """Return the program with these choices alone."""
+    """Return the program with only the choices in ``kept``."""
 
     def states(node: int, every: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(every[choice] for choice in kept[node])
@@ -127,8 +130,11 @@ def _restricted(program: IntegerProgram, kept: Sequence[np.ndarray]) -> IntegerP
 def solve_on_mesh(
     program: IntegerProgram, axes: Axes, budget: int | None = None, *, limit_seconds: float = 30.0
 ) -> Solution:
-    """Return fast choices that never hold more than ``budget`` bytes, with a bound; for a program of few
-    choices or one axis the fastest, as :func:`solve` does. Raises as it."""
+    """Return fast choices that never hold more than ``budget`` bytes, with a lower bound of the seconds.
+
+    Programs of few choices or one axis are solved exactly, with :func:`solve`. Raises the errors of
+    :func:`solve`.
+    """
     if len(axes.sizes) == 1 or program.num_choices <= _FEW:
         return solve(program, budget, limit_seconds=limit_seconds)
     end = time.monotonic() + limit_seconds
@@ -139,7 +145,7 @@ def solve_on_mesh(
         moments = sorted({*program.likely, moment})
         bound = lower_bound(program, budget, moments, limit_seconds=left)
         return Solution(tuple(found), seconds, peak, moment, min(bound, seconds))
-    try:  # whether there are any choices is for the whole program to say
+    try:  # only the whole program can prove that nothing fits
         return solve(program, budget, limit_seconds=left)
     except StateError as error:
         nearest_bytes = math.ceil(peak)
@@ -157,14 +163,14 @@ class _Turns:
         self._program, self._axes, self._budget, self._end = program, axes, budget, end
         self._chosen: Sequence[int] = axes.whole
         self._moments = sorted(program.likely)
-        self._price = 0.0  # seconds that a byte above the budget costs
+        self._price = 0.0  # cost of a byte above the budget, in seconds
 
     def left(self) -> float:
-        """Return the seconds that are left."""
+        """Return the remaining seconds."""
         return self._end - time.monotonic()
 
     def run(self) -> Sequence[int]:
-        """Return the choices; where no turn found any within the budget, the nearest ones."""
+        """Return the choices of the best turn. If no turn is within the budget, they are the nearest ones."""
         count = len(self._axes.sizes)
         for axis in range(count):
             self._turn(axis, None, gap=_ROUGH_GAP)
@@ -192,7 +198,7 @@ class _Turns:
         return seconds if budget is None else seconds + self._price * max(peak - budget, 0.0)
 
     def _turn(self, axis: int, budget: int | None, *, gap: float) -> None:
-        """Choose along an axis, where something that costs less is found in time."""
+        """Optimize along one axis; keep the result if it costs less and was found in time."""
         kept = self._axes.free(self._chosen, axis)
         program = _restricted(self._program, kept)
         limit = max(self.left() * _OF_AXIS, 1.0)

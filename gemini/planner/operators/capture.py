@@ -1,8 +1,8 @@
-"""Forward, loss and backward of a model as one graph of operators, taken without memory.
+"""Captures forward, loss and backward of a model as one graph of operators, without memory.
 
-``make_fx`` runs the step on FakeTensors and records it. Where it fails, ``torch.export`` reads the model's
-Python first (dynamo), and ``make_fx`` differentiates what it found. In-place operators become others
-(functionalization), so every node is a value, and changed buffers are outputs.
+``make_fx`` runs the step on FakeTensors and records it. If that fails, ``torch.export`` first reads the
+model's Python (dynamo), and ``make_fx`` differentiates its graph. Functionalization replaces in-place
+operators, so every node is a value, and changed buffers are outputs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from gemini.runtime.intercept.of_cpu import GROUPED_MM, grouped_mm
 _aten = torch.ops.aten
 MAKE_FX, EXPORT = "make_fx", "torch.export"
 
-# The loss of outputs and a batch.
-LossOf = Callable[[Any, Any], torch.Tensor]
+LossOf = Callable[[Any, Any], torch.Tensor]  # (outputs, batch) -> loss
 _TENSOR = object()
-_MOST_CAPTURES = 16  # with one more answer of the samples each
-# A path for a mask that is set in part takes a mask that is set everywhere, or nowhere, too.
+_MOST_CAPTURES = 16  # each capture fixes one more answer
+# The path for a partly set mask is also correct for a mask that is set everywhere or nowhere.
 _HOLDS_FOR_ALL: dict[Any, bool] = {_aten.all.default: False, _aten.any.default: True}
 
 
 class CaptureError(ConfigError):
-    """A step cannot be had as one graph."""
+    """The step cannot be captured as one graph."""
 
 
 @dataclass(frozen=True)
 class BatchForm:
-    """How a batch is put together: the graph takes its tensors, everything else is as it was."""
+    """The structure of a batch. The graph takes its tensors; all other leaves are constants."""
 
     spec: TreeSpec
     others: tuple[Any, ...]  # _TENSOR stands for a tensor
@@ -58,7 +57,7 @@ class BatchForm:
         return cls(spec, others, tuple((each.shape, each.dtype) for each in tensors)), tensors
 
     def tensors(self, batch: Any) -> list[torch.Tensor]:
-        """Return the tensors of a batch like this. Raises ConfigError for another one."""
+        """Return the tensors of a batch. Raises ConfigError if the batch has another form."""
         form, tensors = BatchForm.of(batch)
         if form != self:
             found = [f"{tuple(shape)} {dtype}" for shape, dtype in form.shapes]
@@ -70,7 +69,7 @@ class BatchForm:
         return tensors
 
     def batch(self, tensors: Sequence[Any]) -> Any:
-        """Return a batch of these tensors."""
+        """Return a batch that contains these tensors."""
         waiting = iter(tensors)
         leaves = [next(waiting) if each is _TENSOR else each for each in self.others]
         return tree_unflatten(leaves, self.spec)
@@ -78,14 +77,14 @@ class BatchForm:
 
 @dataclass(frozen=True)
 class Answer:
-    """A truth value that the model asked for, mostly: is all of this mask set. The graph is for batches that
-    give the same one."""
+    """A truth value of a tensor on which the model branched, usually whether all of a mask is set. The graph
+    is valid only for batches with the same value."""
 
     node: fx.Node
     value: bool
 
     def check(self, found: torch.Tensor) -> None:
-        """Raise ConfigError where a batch gives another answer, and the graph is not for that."""
+        """Raise ConfigError if a batch gives another answer for which the graph is not valid."""
         if bool(found) != self.value and _HOLDS_FOR_ALL.get(self.node.target) != self.value:
             raise ConfigError(
                 f"this batch takes another path through the model than the captured one: {self.node.name} is "
@@ -96,11 +95,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Captured:
-    """A step as a graph. Its placeholders are ``parameters``, ``buffers`` and the tensors of a batch of
-    ``form``, in this order; ``loss``, ``gradients`` and ``changed`` (buffers) are nodes. Nodes in front of
-    ``backward_begins`` are those of forward.
+    """A step as a graph.
 
-    ``answers``: truth values that the model asked for. ``way``: how the step was captured.
+    Its placeholders are ``parameters``, ``buffers`` and the tensors of a batch of ``form``, in this order.
+    ``loss``, ``gradients`` and ``changed`` (buffers) are nodes.
+
+    Attributes:
+        answers: truth values on which the model branched.
+        way: how the step was captured, ``MAKE_FX`` or ``EXPORT``.
     """
 
     module: fx.GraphModule
@@ -115,16 +117,16 @@ class Captured:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All nodes but the output, in the order in which they run."""
+        """All nodes except the output, in execution order."""
         return [node for node in self.module.graph.nodes if node.op != "output"]
 
     @property
     def backward_begins(self) -> int:
-        """The first node of backward, as an index into ``nodes``."""
+        """Index into ``nodes`` of the first backward node."""
         return self.nodes.index(self.loss) + 1
 
     def placeholders(self) -> tuple[dict[str, fx.Node], dict[str, fx.Node], list[fx.Node]]:
-        """Return the nodes of parameters, buffers, and the tensors of a batch."""
+        """Return the nodes of parameters, of buffers, and of the batch's tensors."""
         found = [node for node in self.module.graph.nodes if node.op == "placeholder"]
         first, second = len(self.parameters), len(self.parameters) + len(self.buffers)
         return (
@@ -135,12 +137,13 @@ class Captured:
 
 
 def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> Captured:
-    """Return a step of ``model``, on any device, with a batch like ``samples``: shapes and types of tensors
-    matter, and the truth values that the model asks for. Where ``samples`` have no values, or an answer
-    depends on parameters, it is taken to be true.
+    """Capture a step of ``model``, on any device, for batches like ``samples``.
+
+    The shapes and types of its tensors matter, and the truth values on which the model branches. A truth
+    value is assumed to be true if ``samples`` have no values or it depends on parameters.
 
     Raises:
-        CaptureError: it cannot be captured, with the reason of each way.
+        CaptureError: the step cannot be captured; the message has the reason of each way.
     """
     form, tensors = BatchForm.of(samples)
     reasons = []
@@ -149,7 +152,7 @@ def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> C
             return _as_answered(model, form, tensors, loss, way)
         except CaptureError:
             raise
-        except Exception as error:  # of as many classes as there are models
+        except Exception as error:  # model code may raise anything
             reasons.append(f"{way}: {in_words(error)}")
     raise CaptureError(
         f"a step of {type(model).__name__} cannot be captured as one graph ({'; '.join(reasons)}): plan "
@@ -160,7 +163,8 @@ def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> C
 def _as_answered(
     model: nn.Module, form: BatchForm, tensors: list[torch.Tensor], loss: LossOf, way: str
 ) -> Captured:
-    """Return the step on the path that the samples take."""
+    """Capture the step on the path that the samples take. Each capture assumes answers; the first wrong one
+    is corrected and the step is captured again."""
     answers: list[bool] = []
     for _ in range(_MOST_CAPTURES):
         captured = _captured(model, form, tensors, loss, way, answers)
@@ -175,7 +179,8 @@ def _as_answered(
 def _first_other(
     captured: Captured, buffers: Mapping[str, torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> int | None:
-    """Return the first answer that is another one for the samples; None where none is known to be."""
+    """Return the index of the first answer that is wrong for the samples; None if none is known to be
+    wrong."""
     _, places, batch = captured.placeholders()
     values = {
         **{places[name]: value for name, value in buffers.items()},
@@ -198,7 +203,7 @@ def _first_other(
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return these nodes and all that they are made of."""
+    """Return these nodes and all nodes on which they depend."""
     found, waiting = set[fx.Node](), list(nodes)
     while waiting:
         node = waiting.pop()
@@ -245,14 +250,14 @@ def _captured(
 
 
 class _LossModule(nn.Module):
-    """A model and its loss as a module that takes the tensors of a batch."""
+    """A module that takes the tensors of a batch and returns the model's loss."""
 
     def __init__(self, model: nn.Module, form: BatchForm, loss: LossOf) -> None:
         super().__init__()
         self.model, self.form, self.loss = model, form, loss
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
+        """Return the loss, a scalar."""
         batch = self.form.batch(tensors)
         args, kwargs = call_arguments(batch)
         loss = self.loss(self.model(*args, **kwargs), batch)
@@ -262,14 +267,14 @@ class _LossModule(nn.Module):
 
 
 def _exported(step: nn.Module, mode: FakeTensorMode, tensors: Sequence[torch.Tensor]) -> nn.Module:
-    """Return the step as dynamo reads it."""
+    """Return the step as ``torch.export`` reads it."""
     real = [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in tensors]
-    del mode, tensors  # export makes FakeTensors of its own
+    del mode, tensors  # export makes its own FakeTensors
     return torch.export.export(step, tuple(real), strict=False).module()
 
 
 class _FakeMode(FakeTensorMode):
-    """FakeTensors that take products of groups in every dtype, as the CPU does."""
+    """FakeTensor mode that supports grouped matrix products in every dtype, as the CPU does."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is GROUPED_MM:
@@ -279,7 +284,8 @@ class _FakeMode(FakeTensorMode):
 
 
 class _TruthValues(TorchDispatchMode):
-    """Answers where a model asks for a truth value, with true after the given answers."""
+    """Answers the model's queries for truth values of tensors: first with the given answers, then with true.
+    Records both."""
 
     def __init__(self, answers: Sequence[bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -297,7 +303,7 @@ class _TruthValues(TorchDispatchMode):
 
 
 def _fakes(mode: FakeTensorMode, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors without memory; what is on ``meta`` is taken to be on the CPU."""
+    """Return FakeTensors for ``tensors``; meta tensors are treated as CPU tensors."""
     found = []
     with mode:
         for each in tensors:
@@ -320,7 +326,7 @@ def _plain(tensor: Any) -> torch.Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave the random numbers of the process as they are."""
+    """Restore the CPU random state of the process afterwards."""
     with torch.random.fork_rng(devices=[]):
         yield
 
@@ -331,7 +337,7 @@ _SAME = (_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.defaul
 
 
 def is_view(node: fx.Node) -> bool:
-    """Say whether a node has no memory of its own: its value lies in that of its first argument."""
+    """Return whether a node has no memory of its own: its value lies in the memory of its first argument."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -371,15 +377,18 @@ def _tidied(
     graph.eliminate_dead_code()
     _views_again(graph, loss)
     graph.eliminate_dead_code()
-    graph.set_codegen(fx.graph.CodeGen())  # of tensors, not of the lists that were passed
+    graph.set_codegen(fx.graph.CodeGen())  # the inputs become flat tensors instead of three lists
     graph.lint()
     made.recompile()
     return Captured(made, parameters, buffers, form, loss, gradients, changed, answers, way)
 
 
 def _views_again(graph: fx.Graph, loss: fx.Node) -> None:
-    """Have backward make the views again that it shares with forward: what is kept in between is then always
-    memory that some operator or parameter has, and a conversion of a view ends with forward."""
+    """Recompute in backward the views that it shares with forward.
+
+    Then only memory of operators and parameters is kept from forward to backward, and a conversion of a view
+    ends with forward.
+    """
     order = {node: at for at, node in enumerate(graph.nodes)}
     boundary, copies = order[loss], dict[fx.Node, fx.Node]()
 

@@ -1,4 +1,4 @@
-"""Layouts of tensors on a mesh of ranks, and the conversion of one layout into another in steps."""
+"""Layouts of tensors on a mesh of ranks, and the cheapest conversion from one layout to another."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ _DIM = re.compile(r"R|S[0-9]+")
 
 @dataclass(frozen=True, order=True)
 class OperatorLayout:
-    """Where the parts of a tensor lie: ``dims`` names for each dimension the mesh axes that cut it, the
-    outermost first; along the axes of ``partial`` ranks hold summands; along all others, copies.
+    """The distribution of a tensor over a mesh.
 
-    Its text is ``S01RR``, ``S0S1R`` or ``R``, one ``R`` or ``S`` with axes per dimension; ``()`` for a tensor
-    without any; ``RR+P0`` where axis 0 has summands.
+    ``dims`` has for each dimension the mesh axes that cut it, outermost first. Along the axes of ``partial``,
+    ranks hold summands; along all other axes, copies.
+
+    As text, each dimension is ``R`` or ``S`` with its axes: ``S01RR``, ``S0S1R`` or ``R``; ``()`` for a
+    tensor without dimensions; ``RR+P0`` with partial sums along axis 0.
     """
 
     dims: tuple[tuple[int, ...], ...]
@@ -37,12 +39,12 @@ class OperatorLayout:
 
     @classmethod
     def whole(cls, ndim: int) -> OperatorLayout:
-        """Return the layout of a tensor that every rank has all of."""
+        """Return the layout of a tensor that every rank has whole."""
         return cls(((),) * ndim)
 
     @classmethod
     def parse(cls, text: str) -> OperatorLayout:
-        """Return the layout that ``text`` describes. Raises ConfigError."""
+        """Parse the text of a layout. Raises ConfigError."""
         found = _TEXT.fullmatch(text)
         if not found:
             raise ConfigError(
@@ -66,7 +68,7 @@ class OperatorLayout:
         return frozenset(axis for each in self.dims for axis in each)
 
     def shards(self, sizes: Sequence[int]) -> int:
-        """Return into how many parts the tensor is cut."""
+        """Return the number of parts into which the tensor is cut."""
         return math.prod(sizes[axis] for axis in self.cut)
 
     def local_shape(self, shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -77,7 +79,7 @@ class OperatorLayout:
         )
 
     def fits(self, shape: Sequence[int], sizes: Sequence[int]) -> bool:
-        """Say whether all parts of a tensor of this shape are equal and none is empty."""
+        """Return whether all parts of a tensor of this shape are equal and none is empty."""
         return all(
             size % (parts := math.prod(sizes[axis] for axis in axes)) == 0 and size >= parts
             for size, axes in zip(shape, self.dims, strict=True)
@@ -88,13 +90,13 @@ class OperatorLayout:
         return OperatorLayout((*self.dims[:dim], axes, *self.dims[dim + 1 :]), self.partial)
 
     def without_partial(self, axis: int) -> OperatorLayout:
-        """Return this layout after the summands along an axis were added up."""
+        """Return this layout after its partial sums along an axis were added up."""
         return OperatorLayout(self.dims, tuple(each for each in self.partial if each != axis))
 
 
 class Step(NamedTuple):
-    """One collective, or one local change, along a mesh ``axis``: what lay along dimension ``dim`` (-1: along
-    none) lies along ``to`` afterwards."""
+    """One collective or local operation along a mesh ``axis``. It moves the axis from dimension ``dim`` to
+    dimension ``to`` (-1: none)."""
 
     kind: str
     axis: int
@@ -113,8 +115,10 @@ def one_step(
     *,
     source: OperatorLayout | None = None,
 ) -> dict[OperatorLayout, Step]:
-    """Return every layout that one step makes of this one, on a mesh of these ``sizes``, except ``source``,
-    where a path began. With the ``shape`` of a tensor, its parts must be equal."""
+    """Return every layout that is one step from ``layout``, on a mesh of these ``sizes``.
+
+    ``source`` is excluded. With a ``shape``, layouts with unequal parts are excluded.
+    """
     found: dict[OperatorLayout, Step] = {}
     for made, step in _changes(layout, len(sizes)):
         if made != source and (shape is None or made.fits(shape, sizes)):
@@ -146,7 +150,8 @@ def _changes(layout: OperatorLayout, num_axes: int) -> Iterator[tuple[OperatorLa
 
 
 def difference(layout: OperatorLayout, target: OperatorLayout) -> int:
-    """Return how far apart two layouts are: what must be gathered counts more than what must be cut."""
+    """Return the distance between two layouts. An axis that must be gathered counts more than one that must
+    be cut."""
     total = 2 * len(set(layout.partial) ^ set(target.partial))
     for own, wanted in zip(layout.dims, target.dims, strict=True):
         common = 0
@@ -162,12 +167,14 @@ def greedy_path(
     sizes: Sequence[int],
     shape: Sequence[int] | None = None,
 ) -> list[tuple[Step, OperatorLayout]]:
-    """Return the steps from ``source`` to ``target``, as the documents find them: each time the layout that
-    differs least from the target. Each step comes with the layout that it makes.
+    """Return the steps from ``source`` to ``target``, each with the layout that it makes.
+
+    The greedy search of the ColossalAI documents: each step goes to the layout that differs least from the
+    target.
 
     Raises:
-        ConfigError: the layouts are of other numbers of dimensions, or ``target`` has partial sums that
-            ``source`` has not.
+        ConfigError: the layouts differ in their number of dimensions, or ``target`` has partial sums along an
+            axis where ``source`` has none.
     """
     _check_pair(source, target)
     if set(target.partial) - set(source.partial):
@@ -176,7 +183,7 @@ def greedy_path(
     layout = source
     while layout != target:
         choices = one_step(layout, sizes, shape)
-        # A partial sum that the target keeps stays: what differs less is always among the others.
+        # A partial sum that the target keeps is never reduced: some other step is always nearer.
         layout = min(choices, key=lambda each: (difference(each, target), str(each)))
         path.append((choices[layout], layout))
     return path
@@ -184,8 +191,8 @@ def greedy_path(
 
 @dataclass(frozen=True)
 class Links:
-    """How long collectives take along each axis of a mesh. ``sizes``: ranks along each axis; ``speeds``: of
-    each axis, or one for all."""
+    """The speed of collectives along each axis of a mesh. ``sizes``: ranks along each axis; ``speeds``: one
+    entry per axis, or one for all."""
 
     sizes: tuple[int, ...]
     speeds: tuple[CollectiveSpeeds, ...] = field(default=(CollectiveSpeeds(),))
@@ -201,7 +208,7 @@ class Links:
 
     @cached_property
     def _lines(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """Latency and seconds per byte, by kind and axis."""
+        """(latency in seconds, seconds per byte) by kind and axis."""
         found = {}
         for axis, size in enumerate(self.sizes):
             for kind in (ALL_GATHER, ALL_TO_ALL, ALL_REDUCE, REDUCE_SCATTER):
@@ -213,19 +220,19 @@ class Links:
         return found
 
     def seconds(self, step: Step, nbytes: float) -> float:
-        """Return how long a step takes to which each rank gives ``nbytes``."""
+        """Return the seconds of a step to which each rank gives ``nbytes``."""
         if step.kind in _LOCAL:
             return 0.0
         latency, per_byte = self._lines[step.kind, step.axis]
         return latency + nbytes * per_byte
 
     def sends(self, step: Step) -> bool:
-        """Say whether ranks exchange anything in a step."""
+        """Return whether ranks exchange data in a step."""
         return step.kind not in _LOCAL and self.sizes[step.axis] > 1
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """Number of ranks of the mesh."""
         return math.prod(self.sizes)
 
 
@@ -237,7 +244,7 @@ class Path(NamedTuple):
 
 
 class Converter:
-    """Finds the cheapest conversions on a mesh, and keeps them."""
+    """Finds the cheapest conversions on a mesh, and caches them."""
 
     def __init__(self, links: Links) -> None:
         self.links = links
@@ -246,8 +253,8 @@ class Converter:
     def path(
         self, source: OperatorLayout, target: OperatorLayout, shape: Sequence[int], element_bytes: int
     ) -> Path | None:
-        """Return the cheapest way from ``source`` to ``target``; None where there is none (a tensor of this
-        shape cannot have the target)."""
+        """Return the cheapest path from ``source`` to ``target``; None if there is none (a tensor of this
+        shape cannot have the target layout)."""
         if source == target:
             return Path(0.0, ())
         extra = tuple(sorted(set(target.partial) - set(source.partial)))
@@ -259,15 +266,15 @@ class Converter:
     def seconds(
         self, source: OperatorLayout, target: OperatorLayout, shape: Sequence[int], element_bytes: int
     ) -> float:
-        """Return how long the cheapest conversion takes; infinity where there is none."""
+        """Return the seconds of the cheapest conversion; infinity if there is none."""
         path = self.path(source, target, shape, element_bytes)
         return math.inf if path is None else path.seconds
 
     def _paths_from(
         self, source: OperatorLayout, masked: tuple[int, ...], shape: tuple[int, ...], element_bytes: int
     ) -> dict[OperatorLayout, Path]:
-        """Return the cheapest path to every layout. ``masked``: axes along which a copy may become a sum of
-        itself and zeros."""
+        """Return the cheapest path to every layout (Dijkstra). ``masked``: axes along which a MASK step may
+        turn copies into a sum of one copy and zeros."""
         sizes = self.links.sizes
         total = math.prod(shape) * element_bytes
         done: dict[OperatorLayout, Path] = {}
@@ -313,14 +320,14 @@ def _check_pair(source: OperatorLayout, target: OperatorLayout) -> None:
 
 
 def coordinates(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the place of each rank on the mesh, the last axis fastest."""
+    """Return the coordinates of each rank on the mesh; the last axis varies fastest."""
     return list(product(*map(range, sizes)))
 
 
 def part_of(
     tensor: torch.Tensor, layout: OperatorLayout, sizes: Sequence[int], place: Sequence[int]
 ) -> torch.Tensor:
-    """Return a view of the part that the rank at ``place`` has of a whole tensor."""
+    """Return a view of the part of a whole tensor that belongs to the rank at ``place``."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
             length = tensor.shape[dim] // sizes[axis]
@@ -331,8 +338,8 @@ def part_of(
 def convert_parts(
     parts: Sequence[torch.Tensor], steps: Sequence[Step], sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return what the ranks of a mesh, in the order of :func:`coordinates`, have after ``steps``: all of them
-    are simulated in this process."""
+    """Simulate ``steps`` in this process: return the parts of all ranks afterwards, in the order of
+    :func:`coordinates`."""
     places = coordinates(sizes)
     now = dict(zip(places, parts, strict=True))
     for step in steps:
@@ -345,12 +352,13 @@ def convert_parts(
 
 
 def _moved(place: tuple[int, ...], axis: int, number: int) -> tuple[int, ...]:
-    """Return the place of another rank along an axis."""
+    """Return the coordinates of another rank along an axis."""
     return (*place[:axis], number, *place[axis + 1 :])
 
 
 def _simulated(step: Step, group: list[torch.Tensor], rank: int) -> torch.Tensor:
-    """Return what one rank has after a step; ``group``: what those along the axis had before."""
+    """Return the part of one rank after a step. ``group``: the parts of all ranks along the axis before
+    it."""
     size, own = len(group), group[rank]
     if step.kind == ALL_GATHER:
         return torch.cat(group, step.dim)

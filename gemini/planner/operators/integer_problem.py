@@ -1,6 +1,5 @@
-"""A captured step as an integer program: which layouts its values may have, what operators, conversions and
-updates take, and what is in memory when.
-"""
+"""Turns a captured step into an integer program: possible layouts, the cost of operators, conversions and
+updates, and the memory at every moment."""
 
 from __future__ import annotations
 
@@ -26,17 +25,17 @@ from gemini.planner.operators.local import tensors_of
 from gemini.planner.operators.program import Group, Hold, IntegerProgram
 from gemini.planner.operators.rules import Rules, Strategy, values_of
 
-# Passes over a parameter that an update makes: it reads weight, gradient and two moments, and writes three.
+# Passes of an update over a parameter: it reads weight, gradient and two moments, and writes three of them.
 _UPDATE_PASSES = 7
-_STATE_BYTES = 8  # of an element: two moments in fp32
-_LINKED_NODES = 2500  # a step of more has equal parts of blocks run alike
-_ROUNDS = 10  # how far nodes are compared with their neighbours'
-_BANDS = 4  # parts of the depth in which equal blocks may run in different ways
-FORWARD, BACKWARD, GRADIENT = range(3)  # when a value is used; a gradient by its parameter
+_STATE_BYTES = 8  # per element: two moments in fp32
+_LINKED_NODES = 2500  # in a step with more nodes, equal blocks get the same choices
+_ROUNDS = 10  # distance in the graph up to which the surroundings of nodes are compared
+_BANDS = 4  # parts of the depth in which equal blocks may have different choices
+FORWARD, BACKWARD, GRADIENT = range(3)  # the phase in which a value is used; GRADIENT: by its parameter
 
 
 class OperatorSeconds:
-    """How long a machine takes for the operators of a graph."""
+    """The seconds of a graph's operators on a machine."""
 
     def __init__(self, machine: MachineSpeeds, costs: OperationCosts | None = None) -> None:
         self.machine = machine
@@ -44,7 +43,7 @@ class OperatorSeconds:
         self._known: dict[Any, Operation | None] = {}
 
     def operation(self, node: fx.Node) -> Operation | None:
-        """Return what a node does; None for one that moves nothing."""
+        """Return the operation of a node; None if it moves no data."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), _without_memory)
         kwargs = {name: "meta" if name == "device" else value for name, value in kwargs.items()}
         key = (node.target, _shapes((args, kwargs)))
@@ -53,7 +52,7 @@ class OperatorSeconds:
         return self._known[key]
 
     def seconds(self, node: fx.Node) -> float:
-        """Return how long a rank that has all of it takes."""
+        """Return the seconds of a node on a rank that has all of its tensors."""
         found = self.operation(node)
         return 0.0 if found is None else self._costs.seconds(found)
 
@@ -85,7 +84,7 @@ def _shapes(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ValueUse:
-    """A tensor argument: the output ``out`` of node ``source`` goes to ``target`` as its input ``at``."""
+    """A tensor argument: output ``out`` of node ``source`` is input ``at`` of node ``target``."""
 
     source: int
     out: int
@@ -94,7 +93,7 @@ class ValueUse:
 
 
 class StepProblem:
-    """The nodes of a captured step, the ways in which each may run, and the program of these."""
+    """The nodes of a captured step, the strategies of each node, and the integer program over them."""
 
     def __init__(
         self, captured: Captured, rules: Rules, converter: Converter, times: OperatorSeconds
@@ -112,7 +111,7 @@ class StepProblem:
         self._whole = self._returned()
 
     def made(self, node: fx.Node) -> tuple[int, int]:
-        """Return the node, and which of its outputs it is, that makes a value."""
+        """Return (index of the node that makes a value, number of its output)."""
         if node.target is operator.getitem:
             source, number = node.args
             assert isinstance(source, fx.Node)
@@ -143,7 +142,8 @@ class StepProblem:
         return strategies
 
     def _returned(self) -> set[int]:
-        """Return the nodes that every rank must have whole at the end: loss, changed buffers and answers."""
+        """Return the nodes that every rank must have whole at the end: loss, changed buffers and answers.
+        Strategies that cannot be converted to whole are removed."""
         captured, whole = self.captured, set()
         answers = (each.node for each in captured.answers)
         for node in (captured.loss, *captured.changed.values(), *answers):
@@ -195,16 +195,16 @@ class StepProblem:
         return found
 
     def position(self, node: fx.Node) -> int:
-        """Return at which moment a node runs."""
+        """Return the moment at which a node runs."""
         return self._position[node]
 
     def phase(self, at: int) -> int:
-        """Return in which part of the step a node runs."""
+        """Return the phase in which a node runs, FORWARD or BACKWARD."""
         is_forward = self._position[self.nodes[at]] < self.captured.backward_begins
         return FORWARD if is_forward else BACKWARD
 
     def _grouped(self) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-        """Return by value and phase the targets and their inputs; -1 for a parameter that takes its
+        """Return the (target, input) pairs by value and phase. Input -1 is a parameter that receives its
         gradient."""
         found: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
         for use in self.uses:
@@ -215,7 +215,7 @@ class StepProblem:
         return found
 
     def _group(self, source: int, out: int, targets: Sequence[tuple[int, int]]) -> tuple[Group, list[Any]]:
-        """Return a group, and the layouts that its states are."""
+        """Return a group of flows, and the layouts that its state numbers stand for."""
         layouts: dict[OperatorLayout, int] = {}
 
         def number(layout: OperatorLayout | None) -> int:
@@ -245,7 +245,7 @@ class StepProblem:
     # -- memory ------------------------------------------------------------------------------------
 
     def _last_uses(self) -> dict[tuple[int, int], int]:
-        """Return when a value is used last, the views of it included."""
+        """Return the moment of the last use of each value, including uses of its views."""
         positions = [self._position[node] for node in self.nodes]
         end = len(self._position)
         last: dict[tuple[int, int], int] = defaultdict(int)
@@ -296,7 +296,8 @@ class StepProblem:
         return begin, max([begin, *(last[target, out] for out in range(len(values_of(node))))])
 
     def _parameter_holds(self, at: int, end: int) -> list[Hold]:
-        """Return what a parameter takes: itself and its states always, its gradient from when it is there."""
+        """Return the memory of a parameter: itself and its states during the whole step, its gradient from
+        its node to the end."""
         value, name = self.nodes[at].meta["val"], self._of_parameters[self.nodes[at]]
         parts = np.array([each.outputs[0].shards(self.sizes) for each in self.choices[at]])  # type: ignore[union-attr]
         gradient = self.captured.gradients.get(name)
@@ -311,7 +312,7 @@ class StepProblem:
 
     @cached_property
     def program(self) -> IntegerProgram:
-        """The step as a program."""
+        """The step as an integer program."""
         grouped = self._grouped()
         made = [self._group(source, out, targets) for (source, out, _), targets in grouped.items()]
         groups = [group for group, _ in made]
@@ -332,12 +333,12 @@ class StepProblem:
 
     @cached_property
     def axes(self) -> Axes:
-        """What the choices do along each axis of the mesh."""
+        """The effect of the choices along each axis of the mesh."""
         return Axes.of(self.sizes, self.choices)
 
     def _alike(self) -> list[int]:
-        """Return a number for each node. In a long step, nodes of equal blocks have equal ones, except in
-        different bands of the depth."""
+        """Return a class number for each node; nodes of one class get the same choice. In a long step,
+        corresponding nodes of equal blocks share a class, within each band of the depth."""
         if len(self.nodes) <= _LINKED_NODES:
             return list(range(len(self.nodes)))
         marks = self._marks()
@@ -354,8 +355,8 @@ class StepProblem:
         return found
 
     def _marks(self) -> list[int]:
-        """Return a number for each node: equal for those that look the same as far as some steps along the
-        graph in both directions."""
+        """Return a hash for each node that is equal for nodes with equal surroundings, up to ``_ROUNDS``
+        edges away in both directions."""
         marks = [
             hash((str(node.target) if node.op == "call_function" else node.op, self.choices[at]))
             for at, node in enumerate(self.nodes)

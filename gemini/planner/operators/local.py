@@ -1,5 +1,7 @@
-"""What one rank runs for an operator when it has parts of the tensors: the operator itself, with the sizes of
-the part among its arguments, or one of a few functions that know where the part lies.
+"""The function that one rank runs for an operator on its parts of the tensors.
+
+It is the operator itself, with the part's size among its arguments if it takes a size, or a function that
+knows where the part lies.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from gemini.planner.operators.conversions import OperatorLayout, part_of
 
 _aten = torch.ops.aten
 
-# Where an operator names the shape of its output.
+# The index of the argument that names the shape of the output.
 SIZE_ARGUMENTS: dict[Any, int] = {
     _aten.view.default: 1,
     _aten._unsafe_view.default: 1,
@@ -40,14 +42,14 @@ RANDOM = (
 
 
 class LocalRank(Protocol):
-    """Where a rank is on the mesh, and what it does with others."""
+    """The coordinates of a rank on the mesh, and its collectives."""
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Its coordinates."""
+        """The rank's coordinates."""
 
     def add_up(self, tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        """Return the sum of the tensors of all ranks along these axes."""
+        """Return the sum of ``tensor`` over the ranks along these axes."""
 
 
 _Layouts = Sequence[OperatorLayout | None]
@@ -56,7 +58,7 @@ LocalCall = Callable[..., Any]
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes of a node's tensor arguments, in order; one that is there twice is in it twice."""
+    """Return the nodes of a node's tensor arguments, in order, with repetitions."""
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda each: found.append(each) or each)  # type: ignore[func-returns-value]
     return found
@@ -69,7 +71,7 @@ def local_call(
     sizes: Sequence[int],
     values: Sequence[torch.Tensor | None],
 ) -> LocalCall:
-    """Return what a rank runs for ``node``; it is called with the rank and the parts of the arguments."""
+    """Return the function that a rank runs for ``node``. It takes the rank and the parts of the arguments."""
     target: Any = node.target
     is_cut = any(each is not None and each.cut for each in (*inputs, *outputs))
     if is_cut and (special := _special(node, inputs, outputs, sizes)) is not None:
@@ -82,7 +84,7 @@ def local_call(
 
 
 class _Unchanged:
-    """The operator as it is."""
+    """The operator with unchanged arguments."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -96,7 +98,7 @@ class _Unchanged:
 
 
 class _Sized(_Unchanged):
-    """The operator with the size of a part for that of the whole."""
+    """The operator with the size of the part instead of the size of the whole tensor."""
 
     def __init__(self, target: Any, at: int, shape: tuple[int, ...]) -> None:
         super().__init__(target)
@@ -128,7 +130,7 @@ def _special(
 
 
 def _first_row(place: Sequence[int], axes: Sequence[int], sizes: Sequence[int], rows: int) -> int:
-    """Return the number of the first row that the rank at ``place`` has, ``rows`` of them."""
+    """Return the number of the first row on the rank at ``place``, if each rank has ``rows`` rows."""
     number = 0
     for axis in axes:
         number = number * sizes[axis] + place[axis]
@@ -137,7 +139,7 @@ def _first_row(place: Sequence[int], axes: Sequence[int], sizes: Sequence[int], 
 
 def _embedding_of_rows(axes: tuple[int, ...], sizes: Sequence[int]) -> LocalCall:
     def embedding(rank: LocalRank, weight: torch.Tensor, ids: torch.Tensor, *_options: Any) -> torch.Tensor:
-        """Look up the ids whose rows are here; others give zeros."""
+        """Look up the ids with rows on this rank; all other ids give zeros."""
         own = ids - _first_row(rank.place, axes, sizes, weight.shape[0])
         elsewhere = (own < 0) | (own >= weight.shape[0])
         found: torch.Tensor = _aten.embedding.default(weight, own.masked_fill(elsewhere, 0))
@@ -152,7 +154,8 @@ def _rows_of_gradient(axes: tuple[int, ...], sizes: Sequence[int]) -> LocalCall:
     def embedding_dense_backward(
         rank: LocalRank, grad: torch.Tensor, ids: torch.Tensor, num_weights: int, padding: int, _scaled: bool
     ) -> torch.Tensor:
-        """Return the gradient of the rows that are here: one more row takes all others."""
+        """Return the gradient of this rank's rows. Gradients of all other ids go to one extra row, which is
+        cut off."""
         rows = num_weights // parts
         first = _first_row(rank.place, axes, sizes, rows)
         own = ids - first
@@ -174,7 +177,7 @@ def _loss_of_parts(target: Any, axes: tuple[int, ...]) -> LocalCall:
         reduction: int,
         ignored: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss over all ranks' samples, and their weight."""
+        """Return the loss over the samples of all ranks, and their total weight."""
         loss, counted = target(scores, classes, weight, 2, ignored)
         loss, counted = rank.add_up(torch.stack((loss, counted)), axes).unbind()
         return (loss / counted if reduction == 1 else loss), counted
@@ -186,7 +189,7 @@ def _squares_of_parts(parts: int) -> LocalCall:
     def mse_loss_backward(
         _rank: LocalRank, grad: torch.Tensor, scores: torch.Tensor, targets: torch.Tensor, reduction: int
     ) -> Any:
-        """Return the gradient of a mean over all parts, or of a sum."""
+        """Return the gradient of this part, for a mean over all parts or for a sum."""
         made = _aten.mse_loss_backward.default(grad, scores, targets, reduction)
         return made / parts if reduction == 1 else made
 
@@ -197,7 +200,7 @@ def _random_of_whole(
     target: Any, layout: OperatorLayout, sizes: Sequence[int], shape: tuple[int, ...]
 ) -> LocalCall:
     def random(rank: LocalRank, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Draw for the whole tensor, as every rank does, and keep the part that is here."""
+        """Draw for the whole tensor, as every rank does, and keep this rank's part."""
         if target is _aten.native_dropout.default:
             kept, mask = target(tensor.new_ones(shape), *args, **kwargs)
             kept = part_of(kept, layout, sizes, rank.place)

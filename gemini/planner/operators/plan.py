@@ -1,4 +1,4 @@
-"""OperatorPlan: what each operator of a step does on a mesh, and why, as data and as text."""
+"""OperatorPlan: the layouts of each operator of a step on a mesh, as data and as text."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ class Row:
 
 @dataclass(frozen=True)
 class OperatorPlan:
-    """How a step runs on a mesh of ``sizes``. ``choices``: of each node of the captured graph. ``seconds``
-    and ``peak_bytes`` of a rank are predicted; no plan takes less than
-    ``bound_seconds``, as far as was proven.
-    ``whole_seconds``: the step where every rank does all of it. ``uncovered``: operators that no rule knows,
-    with their number; they run whole on every rank. ``num_answers``: truth values asked for."""
+    """The plan of a step on a mesh of ``sizes``.
+
+    Attributes:
+        choices: the chosen strategy of each node of the captured graph.
+        seconds: predicted seconds of a step.
+        bound_seconds: proven lower bound for any plan.
+        whole_seconds: seconds of a step in which every rank does everything.
+        peak_bytes: predicted peak memory of a rank.
+        uncovered: operators that no rule covers, with their counts; they run whole on every rank.
+        num_answers: number of truth values on which the model branched.
+    """
 
     sizes: tuple[int, ...]
     choices: tuple[int, ...]
@@ -53,19 +59,19 @@ class OperatorPlan:
     rows: tuple[Row, ...] = field(repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the plan as a JSON document."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> OperatorPlan:
-        """Return the plan that :meth:`to_json` describes."""
+        """Return the plan that :meth:`to_json` wrote."""
         lists = {name: tuple(document[name]) for name in ("sizes", "choices")}
         rows = tuple(Row(**row) for row in document["rows"])
         return cls(**{**document, **lists, "rows": rows})
 
     def explain(self) -> str:
-        """Return in text what was planned: the layouts of parameters, the operators that exchange most, and
-        the operators that no rule knows."""
+        """Return the plan as text: the layouts of parameters, the operators that exchange most, and the
+        operators that no rule covers."""
         mesh = " x ".join(map(str, self.sizes))
         lines = [
             f"{len(self.choices)} operators and tensors on a mesh of {mesh} ranks (captured by {self.way})",
@@ -106,7 +112,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def conversion(problem: StepProblem, value: fx.Node, source: OperatorLayout, target: OperatorLayout) -> Path:
-    """Return how a value goes from one layout to another."""
+    """Return the path of a value from one layout to another."""
     at, out = problem.made(value)
     tensor = values_of(problem.nodes[at])[out]
     assert tensor is not None
@@ -116,7 +122,7 @@ def conversion(problem: StepProblem, value: fx.Node, source: OperatorLayout, tar
 
 
 def plan_of(problem: StepProblem, solution: Solution) -> OperatorPlan:
-    """Return the plan that a solution is."""
+    """Return a solution as a plan."""
     program, messages, rows = problem.program, Counter[str](), []
     chosen = [each[choice] for each, choice in zip(problem.choices, solution.choices, strict=True)]
     known: set[Any] = set()
@@ -177,7 +183,8 @@ def _told(
     said: list[str],
     messages: Counter[str],
 ) -> float:
-    """Note the conversion of a value, once for all that share it; return its seconds."""
+    """Record the conversion of a value, once for all users that share it. Return its seconds; 0 if it is
+    already in ``known``."""
     at, out = problem.made(value)
     source = chosen[at].outputs[out]
     assert source is not None

@@ -1,9 +1,9 @@
-"""The integer program that chooses how each operator runs: least seconds within a budget of bytes.
+"""The integer program that chooses the strategy of each operator: least seconds within a budget of bytes.
 
 Every node has one choice (binary columns). A value flows from a layout of its source to a layout of each
-target (continuous columns), at the cost of the conversion. Targets of one group share conversions. Rows of
-bytes say what is in memory at a moment. The program begins without such rows, and gets those of moments at
-which its solution holds too much.
+target (continuous columns), at the cost of the conversion. Targets in one group share conversions. Memory
+rows limit the bytes at a moment. The program begins without memory rows and adds those of moments at which
+its solution holds too much.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ from scipy.sparse import csr_matrix
 from gemini.errors import OutOfBudgetError, StateError
 from gemini.system.config import format_bytes
 
-_MOST_ROUNDS = 40  # of adding rows of bytes
-_MOST_MOMENTS = 8  # that a round adds
-_SCALE = 1000.0  # what the objective and budgets come to, for tolerances that are absolute
+_MOST_ROUNDS = 40  # rounds of adding memory rows
+_MOST_MOMENTS = 8  # memory rows that a round adds
+_SCALE = 1000.0  # objective and budgets are scaled to this: the solver's tolerances are absolute
 _OPTIMAL, _INFEASIBLE = 0, 2
 _SMALL, _GAP, _LARGE_GAP, _LEAST_GAP = 500, 1e-6, 1e-3, 1e-6
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What conversions of one value share: the value of ``source`` is in state ``states[choice]``, and each
-    of ``targets`` (a node, with a state for each choice) needs it in its own. ``seconds[a, b]``: of the
-    conversion, infinite where there is none."""
+    """The shared conversions of one value.
+
+    Attributes:
+        source: the node that makes the value.
+        states: the state (layout number) of the value for each choice of ``source``.
+        targets: (node, the state that it needs for each of its choices).
+        seconds: ``seconds[a, b]`` is the cost of converting state a to b; infinite if impossible.
+    """
 
     source: int
     states: tuple[int, ...]
@@ -42,8 +47,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Hold:
-    """Memory from one moment to another, both included: of a ``node`` by choice, or, with ``group``, of the
-    converted values of that group by states."""
+    """Memory that is held from moment ``begin`` to ``end``, inclusive. ``nbytes`` is indexed by the choice of
+    ``node``, or by the (source, target) states of the converted values of ``group``."""
 
     nbytes: np.ndarray
     begin: int
@@ -54,9 +59,15 @@ class Hold:
 
 @dataclass(frozen=True, eq=False)
 class IntegerProgram:
-    """``seconds``: of each node by choice. ``holds``: what takes memory when, beside ``constant_bytes``, in
-    ``num_moments`` moments. ``alike``: a number for each node; nodes of one number run alike. ``likely``:
-    moments that may have the most bytes."""
+    """The costs and memory of all choices.
+
+    Attributes:
+        seconds: of each node by choice.
+        holds: memory over time, in addition to ``constant_bytes``.
+        num_moments: number of moments.
+        alike: class number of each node; nodes of one class get the same choice.
+        likely: moments that probably have the most bytes.
+    """
 
     seconds: tuple[np.ndarray, ...]
     groups: tuple[Group, ...]
@@ -68,15 +79,15 @@ class IntegerProgram:
 
     @property
     def num_choices(self) -> int:
-        """How many choices nodes have that do not run alike."""
+        """Total number of choices of all classes."""
         counts = {number: len(each) for number, each in zip(self.alike, self.seconds, strict=True)}
         return sum(counts.values())
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The choice of each node; the seconds of all; the most bytes, and the moment that has them. ``bound``:
-    no choice takes fewer seconds, as far as was proven."""
+    """The choice of each node, with the total seconds and the peak bytes and its moment. ``bound``: proven
+    lower bound of the seconds."""
 
     choices: tuple[int, ...]
     seconds: float
@@ -86,7 +97,7 @@ class Solution:
 
 
 class MisfitError(OutOfBudgetError):
-    """No choice fits the budget; ``least_bytes`` would do."""
+    """No choice fits the budget. ``least_bytes`` is a budget that is enough."""
 
     def __init__(self, budget: int, least_bytes: int) -> None:
         super().__init__(
@@ -104,12 +115,13 @@ def solve(
     limit_seconds: float = 30.0,
     gap: float | None = None,
 ) -> Solution:
-    """Return the fastest choices that never hold more than ``budget`` bytes (None: any number). ``gap``: how
-    far they may be from the bound, as a share; None: 1e-6 for a small program, and 1e-3 for others.
+    """Return the fastest choices that never hold more than ``budget`` bytes (None: no limit).
+
+    ``gap``: accepted relative distance from the bound; None: 1e-6 for small programs, 1e-3 for others.
 
     Raises:
-        MisfitError: there are none.
-        StateError: none was found within ``limit_seconds``.
+        MisfitError: no choices fit.
+        StateError: no choices were found within ``limit_seconds``.
     """
     columns, clock = _Columns(program), time.monotonic
     end = clock() + limit_seconds
@@ -126,14 +138,14 @@ def solve(
         solution = columns.solution(found)
         if solution.peak_bytes <= budget:
             return solution
-        if solution.peak_moment in moments:  # by the tolerance of the solver
+        if solution.peak_moment in moments:  # exceeded by the solver's tolerance: tighten the budget
             slack += solution.peak_bytes - budget + 1
         moments += _worst(program, solution.choices, budget, moments)
     raise StateError(f"no choice within {budget} bytes was found in {_MOST_ROUNDS} rounds: raise the budget")
 
 
 def least_bytes(program: IntegerProgram, *, limit_seconds: float = 30.0) -> int:
-    """Return the smallest budget that does. Raises StateError where the time is over."""
+    """Return the smallest budget that is enough. Raises StateError if the time runs out."""
     columns, moments = _Columns(program), sorted({*program.likely})
     peak = math.inf
     for _ in range(_MOST_ROUNDS):
@@ -157,8 +169,10 @@ def nearest(
     limit_seconds: float,
     gap: float,
 ) -> Solution:
-    """Return choices of few seconds where each byte above the budget costs ``price`` seconds, so there always
-    are some. ``moments`` that have too much are added to it. Raises StateError where time was too short."""
+    """Return fast choices if each byte above the budget costs ``price`` seconds; a solution always exists.
+
+    Moments with too many bytes are appended to ``moments``. Raises StateError if the time was too short.
+    """
     columns, end = _Columns(program), time.monotonic() + limit_seconds
     best, least = None, math.inf
     for _ in range(_MOST_ROUNDS):
@@ -181,8 +195,8 @@ def nearest(
 def lower_bound(
     program: IntegerProgram, budget: int | None, moments: Sequence[int], *, limit_seconds: float
 ) -> float:
-    """Return seconds that no choices within the budget are below: of the linear program, with rows for these
-    moments; where time is over, of the fastest choice of each node."""
+    """Return a lower bound of the seconds within the budget: the optimum of the linear program with memory
+    rows for these moments. If time runs out, the sum of each node's fastest choice."""
     columns = _Columns(program)
     try:
         found = columns.run(moments if budget is not None else (), budget, limit_seconds, 0.0, relaxed=True)
@@ -194,7 +208,8 @@ def lower_bound(
 
 
 def _worst(program: IntegerProgram, choices: Sequence[int], limit: float, known: Sequence[int]) -> list[int]:
-    """Return moments with more than ``limit`` bytes, the worst first: a few that are local maxima."""
+    """Return moments with more than ``limit`` bytes, worst first. Only a few local maxima that are not in
+    ``known``."""
     nbytes = evaluate_moments(program, choices)
     padded = np.concatenate([[-1.0], nbytes, [-1.0]])
     is_top = (nbytes >= padded[:-2]) & (nbytes > padded[2:]) & (nbytes > limit)
@@ -203,7 +218,7 @@ def _worst(program: IntegerProgram, choices: Sequence[int], limit: float, known:
 
 
 def evaluate(program: IntegerProgram, choices: Sequence[int]) -> tuple[float, float, int]:
-    """Return the seconds of these choices, the most bytes, and the moment that has them."""
+    """Return the seconds of these choices, the peak bytes, and the moment of the peak."""
     seconds = sum(float(each[choice]) for each, choice in zip(program.seconds, choices, strict=True))
     for group in program.groups:
         state = group.states[choices[group.source]]
@@ -233,12 +248,12 @@ def evaluate_moments(program: IntegerProgram, choices: Sequence[int]) -> np.ndar
 
 
 class _Columns:
-    """The columns and flow rows of a program. Nodes that run alike have the same columns, and groups of such
-    nodes the same flows."""
+    """The columns and flow rows of a program. Nodes of one class share columns, and groups of such nodes
+    share flows."""
 
     def __init__(self, program: IntegerProgram) -> None:
         self._program = program
-        self._first: dict[int, int] = {}  # the first column of a class of nodes
+        self._first: dict[int, int] = {}  # class of nodes -> its first column
         self._cost: list[float] = []
         self._rows: list[tuple[list[int], list[float], float, float]] = []
         for node, seconds in enumerate(program.seconds):
@@ -273,7 +288,7 @@ class _Columns:
         )
 
     def _flow(self, group: Group) -> dict[tuple[int, int], int]:
-        """Add the columns of a group; return those that have its cost."""
+        """Add the columns of a group. Return the columns that carry its cost, by pair of states."""
         source = self._first[self._program.alike[group.source]]
         every: list[dict[tuple[int, int], int]] = []
         seen = set()
@@ -314,7 +329,8 @@ class _Columns:
     def _balance(
         self, pairs: dict[tuple[int, int], int], side: int, first: int, states: Sequence[int]
     ) -> None:
-        """Add the rows that say: as much flows from (side 0) or into (side 1) a state as is chosen."""
+        """Add rows that equate the flow out of (side 0) or into (side 1) each state with its chosen
+        columns."""
         for state in sorted(set(states)):
             flows = [column for pair, column in pairs.items() if pair[side] == state]
             chosen = [first + choice for choice, each in enumerate(states) if each == state]
@@ -357,9 +373,16 @@ class _Columns:
         price: float | None = None,
         relaxed: bool = False,
     ) -> Any:
-        """Return what the solver finds with rows for these moments; None where nothing fits. ``least``: the
-        fewest bytes at the worst of them, whatever the seconds; ``price``: of a byte above the budget, in
-        seconds, where that is allowed; ``relaxed``: choices may be divided."""
+        """Return the solver's result with memory rows for these moments; None if nothing fits.
+
+        Args:
+            least: minimize the bytes at the worst moment instead of the seconds.
+            price: cost of a byte above the budget in seconds; exceeding the budget is then allowed.
+            relaxed: choices may be fractional.
+
+        Raises:
+            StateError: no solution was found in ``limit_seconds``.
+        """
         cost = np.array(self._cost)
         cost *= _SCALE / (unit_cost := max(float(cost.max()), 1e-30))
         limits, integral = np.ones(len(cost)), np.zeros(len(cost))
@@ -397,11 +420,11 @@ class _Columns:
         return found
 
     def seconds(self, found: Any) -> float:
-        """Return the seconds of what was found."""
+        """Return the seconds of a solver result."""
         return float(np.array(self._cost) @ found.x)
 
     def solution(self, found: Any) -> Solution:
-        """Return what was found as choices."""
+        """Return a solver result as choices."""
         program = self._program
         choices = []
         for node, seconds in enumerate(program.seconds):

@@ -1,8 +1,8 @@
-"""How operators may be cut: the rules of torch's DTensor, and own ones for what those lack.
+"""Which layouts operators support: the rules of torch's DTensor, and our own rules where those are missing.
 
-This is the only file that names DTensor's private rules. They are asked for a mesh of one axis; on a mesh of
-several, each axis follows a rule of its own. What a rule says is tried on ``meta``: a part of a tensor must
-come out with the shape that its layout has.
+This is the only file that uses DTensor's private rules. They are queried for a mesh of one axis; on a mesh of
+several axes, each axis follows its own rule. Every strategy is tried on ``meta``: an output part must have
+the shape that its layout says.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 # A placement along one axis: the dimension that is cut, or one of these.
 WHOLE, SUM, MEAN = -1, -2, -3
-# What private rules raise where they do not take what they are asked.
+# Exceptions of private rules for arguments that they do not support.
 _REFUSALS = (
     RuntimeError,
     ValueError,
@@ -44,7 +44,7 @@ _REFUSALS = (
 _SIZE_NAMES = frozenset(
     ("size", "sizes", "input_sizes", "self_sizes", "output_size", "shape", "N", "C", "HxW", "num_weights")
 )
-# Operators with rules that are wrong for what this planner does with them.
+# Operators with DTensor rules that are wrong in this planner.
 _NEVER_CUT = frozenset(
     (
         _aten.native_batch_norm.default,
@@ -66,9 +66,9 @@ class OperatorRule(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an operator on a mesh: layouts of its outputs (None: no tensor) and of its tensor
-    inputs, in the order of :func:`tensors_of`. ``scale``: what the outputs are multiplied by, because DTensor
-    means averages where sums are added up."""
+    """One way to run an operator on a mesh: the layouts of its outputs (None: no tensor) and of its tensor
+    inputs, in the order of :func:`tensors_of`. ``scale``: factor for the outputs, because some DTensor rules
+    average where we add up."""
 
     outputs: tuple[OperatorLayout | None, ...]
     inputs: tuple[OperatorLayout, ...]
@@ -83,19 +83,19 @@ class Strategy:
         return found
 
     def shards(self, sizes: Sequence[int]) -> int:
-        """Return among how many ranks the work is divided."""
+        """Return the number of ranks that divide the work."""
         return math.prod(sizes[axis] for axis in self.axes)
 
 
 def values_of(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """Return the outputs of a node, as FakeTensors."""
+    """Return the outputs of a node as FakeTensors; None for outputs that are not tensors."""
     value = node.meta.get("val")
     found = value if isinstance(value, (tuple, list)) else (value,)
     return tuple(each if isinstance(each, torch.Tensor) else None for each in found)
 
 
 class Rules:
-    """The strategies of nodes on a mesh of these ``sizes``, found once for each kind of node."""
+    """The strategies of nodes on a mesh of these ``sizes``, computed once for each kind of node."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
@@ -103,8 +103,8 @@ class Rules:
         self._meshes = {size: _mesh(size) for size in set(self.sizes)}
 
     def strategies(self, node: fx.Node) -> tuple[tuple[Strategy, ...], bool]:
-        """Return how a node of ``call_function`` may run, whole on every rank among it; and whether any rule
-        knows it."""
+        """Return the strategies of a ``call_function`` node, including running whole on every rank; and
+        whether any rule covers the operator."""
         key = _signature(node)
         if key not in self._known:
             self._known[key] = self._strategies(node)
@@ -139,7 +139,7 @@ class Rules:
             if (placement is None) != (value is None):
                 return False
             if placement is None or placement < 0:
-                # Sums of whole numbers along an axis would be right, and truth values have none.
+                # Partial sums are used for floating point only: a bool tensor has none.
                 if placement in (SUM, MEAN) and not value.dtype.is_floating_point:
                     return False
             elif placement >= value.ndim or value.shape[placement] % size or not value.shape[placement]:
@@ -147,7 +147,7 @@ class Rules:
         return MEAN not in rule.inputs and _passes_sums(rule)
 
     def _runs(self, node: fx.Node, strategy: Strategy) -> bool:
-        """Say whether the operator takes the parts, and makes parts of the right shapes."""
+        """Return whether the operator accepts the parts, and makes parts of the right shapes."""
         if not strategy.axes:
             return True
         whole = [each.meta["val"] for each in tensors_of(node)]
@@ -175,7 +175,7 @@ class Rules:
 
 
 class _Nowhere:
-    """A rank that has no others to talk to, for a trial on ``meta``."""
+    """A rank without peers, for a trial on ``meta``."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.place = tuple(0 for _ in sizes)
@@ -185,9 +185,12 @@ class _Nowhere:
 
 
 def _passes_sums(rule: OperatorRule) -> bool:
-    """Say whether an operator passes on all summands, or the inputs that have some are added to a sum that it
-    makes (a bias). Others, such as the product of summands and a whole matrix, are right and save no work:
-    without them programs are solved several times as fast."""
+    """Return whether an operator maps all-summand inputs to summands, or adds summand inputs (a bias) to its
+    own partial sum.
+
+    Other rules with summands, such as summands times a whole matrix, are correct but save no work. Programs
+    without them are solved several times faster.
+    """
     if SUM not in rule.inputs:
         return True
     others = {each for each in rule.inputs if each != SUM}
@@ -204,7 +207,7 @@ def _joined(
     inputs: Sequence[torch.Tensor],
     sizes: Sequence[int],
 ) -> Strategy | None:
-    """Return the strategy in which each axis follows a rule; None where parts would be unequal."""
+    """Return the strategy in which each axis follows its rule; None if parts would be unequal."""
     scale = math.prod(1 / size for rule, size in zip(chosen, sizes, strict=True) if MEAN in rule.outputs)
     made = []
     for value, placements in zip(
@@ -235,7 +238,7 @@ def _layout(placements: Sequence[int | None], ndim: int) -> OperatorLayout:
 
 
 def _signature(node: fx.Node) -> Any:
-    """Return what two nodes have in common that may run in the same ways."""
+    """Return a cache key for a node: nodes with equal keys have the same strategies."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -256,12 +259,12 @@ def _signature(node: fx.Node) -> Any:
 
 
 def _mesh(size: int) -> DeviceMesh:
-    """Return a mesh of one axis without any processes."""
+    """Return a mesh of one axis without processes."""
     return DeviceMesh("cpu", torch.arange(size, device="cpu"), _init_backend=False, _rank=0)
 
 
 def _rules_of(node: fx.Node, mesh: DeviceMesh) -> tuple[set[OperatorRule], bool]:
-    """Return the rules of a node along an axis, and whether any were there."""
+    """Return the rules of a node along an axis, and whether any exist for its operator."""
     target = node.target
     if target is operator.getitem:
         raise AssertionError("what getitem takes is decided by the node that makes it")
@@ -291,7 +294,7 @@ def _meta(node: fx.Node) -> TensorMeta:
 
 
 def _of_single_axis(node: fx.Node, info: Any) -> Iterator[OperatorRule]:
-    """Yield the rules of those that are written for one axis; they take shapes alone."""
+    """Yield the rules of operators with single-axis strategies, which need only shapes."""
     args, kwargs = _mapped(node.args, _meta), _mapped(dict(node.kwargs), _meta)
     try:
         found = getattr(info, "func", info)(node.target, args, kwargs)
@@ -305,8 +308,11 @@ def _of_single_axis(node: fx.Node, info: Any) -> Iterator[OperatorRule]:
 
 
 def _of_strategies(node: fx.Node, mesh: DeviceMesh, propagator: Any) -> Iterator[OperatorRule]:
-    """Yield what rules of the older kind say: they give what the placements of the inputs lead to, so all are
-    given; where one of them raises, each of the first input's is asked alone."""
+    """Yield the rules of operators with older strategy functions.
+
+    These map input placements to output placements, so all input placements are passed. If that raises, the
+    first input's placements are passed one at a time.
+    """
     inputs = tensors_of(node)
     function, info = (
         propagator.op_strategy_funcs[node.target],
@@ -354,7 +360,7 @@ def _rules_in(found: Any, num_outputs: int, num_inputs: int) -> Iterator[Operato
 
 
 def _placement(placement: Any) -> Any:
-    """Return a placement of DTensor as this file has it; "?" for one that has no place here."""
+    """Convert a DTensor placement to a placement of this file; "?" if it has no equivalent."""
     if placement is None:
         return None
     if isinstance(placement, _ShardingPlaceholder) or type(placement) is Shard:
@@ -367,7 +373,7 @@ def _placement(placement: Any) -> Any:
 
 
 def _mapped(value: Any, make: Callable[[fx.Node], Any]) -> Any:
-    """Return arguments in plain lists, tuples and dicts with other things for nodes."""
+    """Return arguments (nested lists, tuples and dicts) with ``make`` applied to each node."""
     if isinstance(value, fx.Node):
         return make(value)
     if isinstance(value, tuple):
@@ -383,7 +389,7 @@ def _mapped(value: Any, make: Callable[[fx.Node], Any]) -> Any:
 
 
 def _mask_placements(node: fx.Node, batch: int, heads: int) -> tuple[list[int], list[int]]:
-    """Return what happens to the mask of attention where the batch is cut, and where heads are."""
+    """Return the placements of the attention mask, if there is one, for a cut batch and for cut heads."""
     mask = node.kwargs.get("attn_mask")
     if not isinstance(mask, fx.Node):
         return [], []
@@ -409,7 +415,7 @@ def _attention_backward(node: fx.Node) -> list[OperatorRule]:
 
 
 def _nll_loss(node: fx.Node) -> list[OperatorRule]:
-    """Each rank counts its own samples; sums and weights of all are added up within."""
+    """Each rank counts its own samples; the operator then adds up the sums and weights of all ranks."""
     weighted = [WHOLE] * (len(tensors_of(node)) - 2)
     return [OperatorRule((WHOLE, WHOLE), (0, 0, *weighted))] if node.args[3] in (1, 2) else []
 
@@ -420,7 +426,8 @@ def _nll_loss_backward(node: fx.Node) -> list[OperatorRule]:
 
 
 def _embedding(node: fx.Node) -> list[OperatorRule]:
-    """Rows of ids, columns of the table, or rows of the table: ids of other ranks' rows give zeros."""
+    """Cut the ids, the columns of the table, or its rows. With cut rows, ids of other ranks' rows give
+    zeros."""
     ids = tensors_of(node)[1].meta["val"].ndim
     return [
         *(OperatorRule((dim,), (WHOLE, dim)) for dim in range(ids)),
@@ -477,7 +484,7 @@ def _convolution_backward(node: fx.Node) -> list[OperatorRule]:
 
 
 def _random(node: fx.Node) -> list[OperatorRule]:
-    """Each rank draws the numbers of all and keeps its own."""
+    """Each rank draws the numbers for the whole tensor and keeps its own part."""
     inputs, outputs = tensors_of(node), values_of(node)
     return [
         OperatorRule((dim,) * len(outputs), (dim,) * len(inputs)) for dim in range(inputs[0].meta["val"].ndim)
@@ -485,7 +492,7 @@ def _random(node: fx.Node) -> list[OperatorRule]:
 
 
 def _like_input(node: fx.Node) -> list[OperatorRule]:
-    """An operator on elements, of tensors of one shape."""
+    """An element-wise operator on tensors of one shape."""
     inputs = [each.meta["val"] for each in tensors_of(node)]
     if any(each.shape != inputs[0].shape for each in inputs):
         return []
