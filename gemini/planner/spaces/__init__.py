@@ -1,1 +1,1 @@
-"""Search spaces of other systems, over the layers of a model and the prices of this project."""
+"""Search spaces of other planning systems, with the layers, figures and prices of this project."""

@@ -1,5 +1,5 @@
-"""Alpa's two levels: between operators, which layers are a stage and how many devices it has; within a stage,
-how its devices share every layer."""
+"""Alpa's two-level search: which layers form a stage and how many devices it gets; within a stage, how its
+devices share every layer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class DividedStage:
-    """Layers ``first`` to ``last``, the last one included, on a submesh by its place."""
+    """Layers ``first`` to ``last`` (inclusive) on the submesh with index ``mesh``."""
 
     first: int
     last: int
@@ -30,7 +30,7 @@ class DividedStage:
 
 @dataclass(frozen=True)
 class Division:
-    """Stages in their order, and the seconds of a step."""
+    """The stages in order, and the seconds of a step."""
 
     seconds: float
     stages: tuple[DividedStage, ...]
@@ -43,14 +43,18 @@ def divide(
     microbatches: int,
     successors: npt.ArrayLike | None = None,
 ) -> Division | None:
-    """Return the stages with the shortest step: what all stages take for a micro-batch, and what the slowest
-    takes for each other one. Every device belongs to a stage. None: nothing fits.
+    """Return the stages with the shortest step; None: nothing fits.
 
-    ``costs[i, j, m]``: seconds of layers i to j, j included, on submesh m of ``sizes[m]`` devices; infinite
-    where that cannot be. ``successors[i, j, m]``: with how many stages behind it at most it fits.
+    A step takes the sum of all stages for the first micro-batch, plus the slowest stage for every other one.
+    Every device belongs to a stage.
+
+    Args:
+        costs: ``costs[i, j, m]`` is the seconds of layers i to j (inclusive) on submesh m of ``sizes[m]``
+            devices; infinite if impossible.
+        successors: ``successors[i, j, m]`` is the largest number of later stages with which it fits.
 
     Raises:
-        ConfigError: shapes differ, or there are no whole numbers above 0.
+        ConfigError: shapes differ, or numbers are not whole numbers above 0.
     """
     table = _checked(costs, sizes, devices, microbatches)
     layers = len(table)
@@ -88,14 +92,15 @@ def _checked(costs: Any, sizes: Sequence[int], devices: int, microbatches: int) 
         )
     if np.isnan(table).any() or (table < 0).any():
         raise ConfigError("costs are not all numbers from 0 on")
-    table[np.tril_indices(len(table), -1)] = np.inf  # a stage ends where it begins, or behind that
+    table[np.tril_indices(len(table), -1)] = np.inf  # last < first is not a stage
     return table
 
 
 def _first_feasible(
     table: _Floats, allowed: npt.NDArray[Any], sizes: Sequence[int], devices: int, slowest: _Floats
 ) -> int:
-    """Return the place of the fastest slowest stage with which all layers and devices have one."""
+    """Return the index into ``slowest`` of the smallest limit with which every layer and device gets a
+    stage."""
     low, high = 0, len(slowest)
     while low < high:
         middle = (low + high) // 2
@@ -109,9 +114,11 @@ def _first_feasible(
 def _least(
     table: _Floats, allowed: npt.NDArray[Any], sizes: Sequence[int], devices: int, limit: float
 ) -> tuple[_Floats, npt.NDArray[np.int64]]:
-    """Return the least sum of stages that take ``limit`` at most, by how many stages there are, by their
-    first layer and by how many devices they have; and for each the first stage: where the next one begins,
-    and its submesh."""
+    """Compute the least sum of stages that each take at most ``limit``.
+
+    Return two tables, indexed by the number of stages, their first layer and the number of their devices: the
+    sums, and the first stage as (first layer of the next stage, submesh).
+    """
     layers = len(table)
     most = min(layers, devices // min(sizes))
     least = np.full((most + 1, layers + 1, devices + 1), np.inf)
@@ -152,9 +159,12 @@ def _followed(
 
 
 def best_plan(blocks: Blocks, ranks: int, batch: int) -> Priced | None:
-    """Return the fastest plan that fits; None: none does. Submeshes have powers of two of devices; within a
-    stage all blocks share them in one way, as data or tensor parallelism, whose weights are whole or cut.
-    Raises ConfigError where the model is no row of blocks."""
+    """Return the fastest plan that fits; None: none does.
+
+    The sizes of submeshes are powers of two. Within a stage all blocks are shared in the same way, by data
+    and tensor parallelism, with whole or cut (ZeRO 3) weights. Raises ConfigError if the model is not a row
+    of blocks.
+    """
     blocks.require_row()
     found: list[Priced] = []
     for chunks in (each for each in range(1, batch + 1) if batch % each == 0):
@@ -168,7 +178,7 @@ def best_plan(blocks: Blocks, ranks: int, batch: int) -> Priced | None:
 
 
 def shapes(ranks: int, *, recompute: bool = False) -> tuple[Strategy, ...]:
-    """Return the ways in which submeshes of up to so many ranks share a layer."""
+    """Return the ways in which submeshes of up to ``ranks`` ranks share a layer."""
     sizes = [2**each for each in range(ranks.bit_length())]
     return tuple(
         Strategy(tp, 1, dp, zero, recompute)
@@ -180,7 +190,7 @@ def shapes(ranks: int, *, recompute: bool = False) -> tuple[Strategy, ...]:
 
 
 class _Meshes:
-    """One number of micro-batches."""
+    """The search for one number of micro-batches, with or without recomputation."""
 
     def __init__(self, blocks: Blocks, ranks: int, batch: int, chunks: int, recompute: bool) -> None:
         self._blocks, self._ranks, self._batch, self._chunks = blocks, ranks, batch, chunks
@@ -191,12 +201,12 @@ class _Meshes:
             return False
         try:
             self._unit((1,), strategy)
-        except ConfigError:  # the model cannot be cut so
+        except ConfigError:  # the model cannot be cut this way
             return False
         return True
 
     def _unit(self, unit: Unit, strategy: Strategy) -> UnitPrice:
-        # Embedding and head compute nothing again.
+        # Embedding and head are never recomputed.
         strategy = (
             strategy
             if unit[0] in range(1, len(self._blocks.names) + 1)
@@ -206,7 +216,7 @@ class _Meshes:
         return self._blocks.price(unit, strategy, samples, self._chunks)
 
     def plan(self) -> LayerwisePlan | None:
-        """Return the plan that the two levels find; None: nothing fits."""
+        """Return the plan of the two-level search; None: nothing fits."""
         if not self._shapes:
             return None
         count = len(self._blocks.names)
@@ -232,8 +242,8 @@ class _Meshes:
         return LayerwisePlan(self._batch, self._chunks, tuple(rows), ends, lengths)
 
     def _stage(self, first: int, last: int, strategy: Strategy) -> tuple[float, int]:
-        """Return the seconds of a micro-batch, with its share of exchange and update, and with how many
-        stages behind it a stage fits."""
+        """Return the seconds of a micro-batch, including its share of exchange and update, and the largest
+        number of later stages with which the stage fits."""
         units = self._units(first, last)
         prices = [self._unit(unit, strategy) for unit in units]
         kept = sum(each.kept_bytes for each in prices)

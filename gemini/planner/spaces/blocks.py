@@ -1,5 +1,5 @@
-"""Blocks: what each block of a model costs with each strategy, by the records and prices of this project, and
-what a step of a layerwise plan takes and holds."""
+"""Prices each block of a model under each strategy, and a step of a layerwise plan, with the records and
+prices of this project."""
 
 from __future__ import annotations
 
@@ -26,15 +26,22 @@ from gemini.planner.records import Part
 from gemini.planner.search import Search
 from gemini.planner.spaces.layerwise import LayerwisePlan, Strategy, uneven
 
-Unit = tuple[int, ...]  # segments that have one strategy: a block, or what runs before and behind all blocks
+Unit = tuple[
+    int, ...
+]  # segments that share a strategy: a block, or the segments before and behind all blocks
 
 
 @dataclass(frozen=True)
 class UnitPrice:
-    """A unit on one rank. ``forward`` and ``backward``: seconds of a micro-batch; ``tail``: of the exchange
-    of gradients and the update. ``memory``: of each segment its place, what forward leaves for backward, and
-    the most while it runs, in bytes; ``input_bytes``: what the unit begins with. ``seconds``: of a step, by
-    resource."""
+    """The time and memory of a unit on one rank.
+
+    Attributes:
+        forward, backward: seconds of a micro-batch.
+        tail: seconds of the gradient exchange and the update.
+        memory: (segment, bytes that forward keeps, peak bytes while it runs) of each segment.
+        input_bytes: size of the unit's input.
+        seconds: of a step, by resource.
+    """
 
     forward: float
     backward: float
@@ -48,28 +55,33 @@ class UnitPrice:
 
     @property
     def model_bytes(self) -> int:
-        """Parameters, gradients and states."""
+        """Bytes of parameters, gradients and states."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """What forward leaves for backward."""
+        """Bytes that forward keeps for backward."""
         return sum(kept for _, kept, _ in self.memory)
 
     @property
     def extra_bytes(self) -> int:
-        """What it holds beyond what it keeps, while it runs."""
+        """Peak bytes of a running segment beyond the bytes that it keeps."""
         return max((peak - kept for _, kept, peak in self.memory if peak > kept), default=0)
 
     def step_seconds(self, chunks: int) -> float:
-        """Return what it takes in a step of so many micro-batches."""
+        """Return the seconds of the unit in a step of ``chunks`` micro-batches."""
         return chunks * (self.forward + self.backward) + self.tail
 
 
 @dataclass(frozen=True)
 class PlanPrice:
-    """A step of a plan. ``ranks``: what a rank of each stage holds; ``missing_bytes``: how much more than it
-    has the worst one needs, 0 where all fit. ``seconds``: of the busiest stage, by resource."""
+    """The time and memory of a step of a plan.
+
+    Attributes:
+        seconds: of the busiest stage, by resource.
+        ranks: memory of a rank of each stage.
+        missing_bytes: the bytes that the worst rank lacks; 0 if all fit.
+    """
 
     step_seconds: float
     seconds: Mapping[str, float]
@@ -78,8 +90,8 @@ class PlanPrice:
 
 
 class Blocks:
-    """The blocks of one model on one machine. ``names``: of the blocks; a model that is no row of blocks is
-    one block without a name, and nothing lies outside it."""
+    """The blocks of one model on one machine. ``names`` are the names of the blocks. A model that is not a
+    row of blocks is a single block without a name, and nothing lies outside it."""
 
     def __init__(
         self,
@@ -96,12 +108,12 @@ class Blocks:
 
     @classmethod
     def of(cls, searching: Search, capacity: StageCapacity) -> Blocks:
-        """Return the blocks of the model that a search looks at."""
+        """Return the blocks of the search's model."""
         names = searching.whole.blocks or ("",)
         return cls(searching.speeds, capacity, searching.figures_of, names, searching.whole.why_one)
 
     def require_row(self) -> None:
-        """Raise ConfigError where the model has no blocks that run one after another."""
+        """Raise ConfigError if the model has no blocks that run one after another."""
         if not self.is_row:
             raise ConfigError(f"the model has no row of blocks that could have strategies: {self._why_one}")
 
@@ -111,16 +123,16 @@ class Blocks:
         return self.names != ("",)
 
     def outside(self, pp: int) -> tuple[Unit, Unit]:
-        """Return what runs before the blocks on the first stage, and behind them on the last. On one stage it
-        is one unit, for they may share parameters."""
+        """Return the unit before the blocks on the first stage, and the unit behind them on the last stage.
+        On one stage both are one unit, because they may share parameters."""
         last = len(self.names) + 1
         if not self.is_row:
             return (), ()
         return ((0, last), ()) if pp == 1 else ((0,), (last,))
 
     def _price(self, unit: Unit, strategy: Strategy, samples: int, chunks: int) -> UnitPrice:
-        """Return what a unit takes and holds; a micro-batch has so many samples on a rank, and a step so many
-        micro-batches.
+        """Return the price of a unit with ``samples`` per micro-batch and rank, and ``chunks`` micro-batches
+        per step.
 
         Raises:
             ConfigError: the model cannot be cut as the strategy says.
@@ -160,15 +172,16 @@ class Blocks:
     def _gathers(
         self, own: tuple[Part, int, tuple[tuple[int, int], ...]], strategy: Strategy
     ) -> Gathers | None:
-        """Return what passes gather, each unit as one chunk; None without ZeRO 3."""
+        """Return the gathers of forward and backward, each unit as one chunk; None without ZeRO 3."""
         if strategy.zero < 3:
             return None
         sizes = tuple(whole_sizes(self._pricer.parameters(*own[:2], (each,)), None) for each in own[2])
         return Gathers(strategy.copies, sizes, 0.0)
 
     def switch_seconds(self, one: Strategy, other: Strategy, batch: int, chunks: int, at: int = 1) -> float:
-        """Return what lies in a step between a segment with one strategy and the next, ``at``, with another:
-        ranks that have few samples or tokens gather those of others, in forward or in backward."""
+        """Return the seconds per step between a segment with strategy ``one`` and the next segment, ``at``,
+        with ``other``. Ranks with fewer samples or tokens gather those of other ranks, in forward or in
+        backward."""
         few, many = sorted((one, other), key=lambda each: each.copies, reverse=True)
         if (one.dp, one.sp) == (other.dp, other.sp) or few.copies == 1:
             return 0.0
@@ -179,14 +192,14 @@ class Blocks:
         return chunks * self.speeds.collective(kind, ranks, nbytes)
 
     def priced(self, plan: LayerwisePlan) -> PlanPrice:
-        """Return what a step of a plan takes, and what it holds, whether it fits or not.
+        """Return the price of a step of a plan, whether it fits or not.
 
-        A step takes what all stages take for a micro-batch, and what the slowest takes for each other one;
-        exchange and update are shared out among the micro-batches.
+        A step takes the sum of all stages for one micro-batch, plus the slowest stage for every other one.
+        Exchange and update are divided among the micro-batches.
 
         Raises:
-            ConfigError: the model has another number of blocks, it cannot be cut so, or micro-batches are
-                uneven.
+            ConfigError: the model has another number of blocks, it cannot be cut as the plan says, or
+                micro-batches are uneven.
         """
         if len(plan.strategies) != len(self.names):
             raise ConfigError(
@@ -224,7 +237,8 @@ class Blocks:
         return [self._even(plan, unit, strategy) for unit, strategy in row]
 
     def _between(self, plan: LayerwisePlan, stage: int, units: Sequence[UnitPrice]) -> dict[str, float]:
-        """Return the seconds of a step between the units of a stage, and between it and the one before."""
+        """Return the seconds of a step between the units of a stage, and between the stage and the one
+        before."""
         first, last = plan.ranges[stage]
         row = list(plan.strategies[first:last])
         row = [*plan.outside[: stage == 0], *row, *([plan.outside[1]] if stage == plan.pp - 1 else [])]
@@ -232,7 +246,8 @@ class Blocks:
         return {"switches": switches, "pp": self.send_seconds(units[0], plan.chunks) if stage else 0.0}
 
     def send_seconds(self, unit: UnitPrice, chunks: int) -> float:
-        """Return what the inputs of a stage that begins with a unit take in a step, and their gradients."""
+        """Return the seconds of a step for receiving the inputs of a stage that begins with ``unit``, and
+        sending their gradients."""
         return 2 * chunks * self.speeds.collective("send", 2, unit.input_bytes)
 
     def _even(self, plan: LayerwisePlan, unit: Unit, strategy: Strategy) -> UnitPrice:
@@ -254,10 +269,11 @@ class Blocks:
         return RankPrediction(total, 0, 0, parameters, gradients, states, activations)
 
     def runnable(self, plan: LayerwisePlan, model: nn.Module, dtype: str) -> ParallelPlan:
-        """Return the plan that HybridParallelPlugin runs. ``model``: as the plugin gets it.
+        """Return the plan for HybridParallelPlugin. ``model``: the model that the plugin will get.
 
         Raises:
-            ConfigError: the plan is not uniform, or not of this model; the message has what would have to be.
+            ConfigError: the plan is not uniform, or not for this model; the message says what must be
+                uniform.
         """
         layout, price, one = plan.layout(), self.priced(plan), plan.strategies[0]
         samples = plan.microbatch(one)
@@ -283,12 +299,13 @@ class Blocks:
 
 
 def pipeline_seconds(stages: Sequence[float], chunks: int) -> float:
-    """Return what a step takes whose stages take so many seconds of it, in ``chunks`` micro-batches."""
+    """Return the seconds of a pipeline step of ``chunks`` micro-batches. ``stages``: seconds of each stage
+    for all of them."""
     return (sum(stages) + (chunks - 1) * max(stages)) / chunks
 
 
 def _messages(figures: Sequence[Figures], axis: str, recompute: bool) -> float:
-    """Return how long a micro-batch spends on messages along an axis."""
+    """Return the seconds of a micro-batch's collectives along an axis."""
     return sum(
         each.forward_messages.get(axis, 0.0) * (2 if recompute else 1) + each.backward_messages.get(axis, 0.0)
         for each in figures
@@ -296,15 +313,15 @@ def _messages(figures: Sequence[Figures], axis: str, recompute: bool) -> float:
 
 
 def in_flight(schedule: str, pp: int, stage: int, chunks: int) -> int:
-    """Return of how many micro-batches a stage holds the activations at most."""
+    """Return the largest number of micro-batches with activations on a stage."""
     return chunks if schedule == "gpipe" and pp > 1 else min(pp - stage, chunks)
 
 
 def layerwise_of(plan: ParallelPlan, names: Sequence[str]) -> LayerwisePlan:
-    """Return a plan of this project as one for each of the blocks with these names.
+    """Return a plan of this project as a layerwise plan for the blocks with these names.
 
     Raises:
-        ConfigError: it has several stages on a rank, or blocks of another model.
+        ConfigError: the plan has several stages per rank, or names blocks that are not in ``names``.
     """
     if plan.stages_per_rank > 1 or {*plan.begins, *plan.recompute} - set(names):
         raise ConfigError("the plan has several stages on a rank, or names blocks that the model has not")

@@ -1,4 +1,4 @@
-"""Costs of layers by strategy, which all spaces share, and the cheapest strategies for a row of layers."""
+"""Costs of layers by strategy, shared by all spaces, and the cheapest strategies for a row of layers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import numpy.typing as npt
 
 from gemini.errors import ConfigError
 
-_MOST_CELLS = 2**27  # layers x units x strategies that are looked at: half a gigabyte
+_MOST_CELLS = 2**27  # limit for layers x units x strategies: half a gigabyte
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """What each of L layers takes with each of S strategies.
+    """The cost of each of L layers with each of S strategies.
 
-    ``seconds`` and ``units``: L x S; units are whole numbers of memory. ``transitions``: L x S x S, or S x S
-    for all layers: ``[l, a, b]`` are the seconds between layer l - 1 with strategy a and layer l with b.
-    Seconds may be infinite: such a layer does not take the strategy.
+    Attributes:
+        seconds: L x S; infinite if a layer does not support the strategy.
+        units: L x S whole numbers, memory in units.
+        transitions: L x S x S, or S x S for all layers; ``[l, a, b]`` is the seconds between layer l - 1 with
+            strategy a and layer l with strategy b. May be infinite.
 
     Raises:
-        ConfigError: shapes differ, or a cost is negative or no number.
+        ConfigError: shapes differ, or a cost is negative or not a number.
     """
 
     seconds: npt.NDArray[np.float64]
@@ -55,7 +57,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Cheapest:
-    """The strategies that take the least time within a limit. ``choice``: a strategy for each layer."""
+    """The strategies with the least time within a limit. ``choice``: a strategy for each layer."""
 
     seconds: float
     choice: tuple[int, ...]
@@ -63,22 +65,22 @@ class Cheapest:
 
 
 def cheapest(costs: LayerCosts, limit: int) -> Cheapest | None:
-    """Return the strategies that take the least time of those that need ``limit`` units or fewer; None: none
-    does. Of equal ones the first strategy counts. Raises as :func:`cheapest_each`."""
+    """Return the strategies with the least time among those that need at most ``limit`` units; None: none
+    does. Among equal ones the first strategy wins. Raises the errors of :func:`cheapest_each`."""
     return cheapest_each(costs, [limit])[0]
 
 
 def cheapest_each(costs: LayerCosts, limits: Sequence[int]) -> list[Cheapest | None]:
-    """Return what :func:`cheapest` does for several limits at once.
+    """Return the results of :func:`cheapest` for several limits at once.
 
-    The dynamic program of Galvatron: the least seconds of the first layers, by the units that they may take
-    and by the strategy of the last one.
+    Galvatron's dynamic program: the least seconds of the first layers, by the units that they may take and by
+    the strategy of the last one.
 
     Raises:
-        ConfigError: layers, units and strategies are too many to look at.
+        ConfigError: the table of layers, units and strategies is too large.
     """
     layers, strategies = costs.seconds.shape
-    most = int(costs.units.max(axis=1).sum())  # more than all layers can take is no help
+    most = int(costs.units.max(axis=1).sum())  # no choice needs more units than this
     most = min(most, max(limits, default=0))
     if layers * (most + 1) * strategies > _MOST_CELLS:
         raise ConfigError(
@@ -91,7 +93,7 @@ def cheapest_each(costs: LayerCosts, limits: Sequence[int]) -> list[Cheapest | N
         before = least
         if layer:
             before, came_from[layer] = _best_before(least, costs.transitions[layer])
-        # A row of its own: a layer of 0 units would read what it has just written.
+        # A new array: in place, a layer of 0 units would read the values that it has just written.
         least = np.full(before.shape, np.inf)
         for strategy, units in enumerate(costs.units[layer]):
             if units < len(least):
@@ -103,7 +105,7 @@ def cheapest_each(costs: LayerCosts, limits: Sequence[int]) -> list[Cheapest | N
 def _best_before(
     least: npt.NDArray[np.float64], transitions: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int32]]:
-    """Return, for each strategy of a layer, the least seconds before it and the strategy of the layer
+    """Return for each strategy of a layer the least seconds before it, and the strategy of the layer
     before."""
     best = least[:, :1] + transitions[0]
     which = np.zeros(best.shape, dtype=np.int32)
@@ -117,7 +119,7 @@ def _best_before(
 def _followed(
     costs: LayerCosts, came_from: npt.NDArray[np.int32], least: npt.NDArray[np.float64], limit: int
 ) -> Cheapest | None:
-    """Return the strategies of all layers, from the last one back."""
+    """Follow the table from the last layer back, and return the strategies of all layers."""
     last = int(np.argmin(least[limit]))
     seconds = float(least[limit, last])
     if not np.isfinite(seconds):

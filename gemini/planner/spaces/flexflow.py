@@ -1,7 +1,7 @@
-"""FlexFlow's search: configurations of layers change at random, and an execution simulator prices them.
+"""FlexFlow's search: random changes of the layers' configurations, priced by an execution simulator.
 
-The simulator runs each part of a layer on its rank as soon as its inputs are there. Transfers and exchanges
-of gradients take the link of a rank meanwhile, so they overlap with computing.
+The simulator runs each part of a layer on its rank as soon as its inputs have arrived. Transfers and gradient
+exchanges use the rank's link at the same time, so they overlap with computing.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from gemini.errors import ConfigError
 from gemini.planner.spaces.graph import own_seconds, share
 from gemini.planner.spaces.splits import Chosen, Split, SplitCosts, data_split, one_weird_trick
 
-_ROUNDS = 400  # changes that are tried
-_PATIENCE = 0.05  # of the time at the start: how much slower a change may be and still be taken often
+_ROUNDS = 400  # number of changes to try
+_PATIENCE = 0.05  # temperature of the acceptance, as a share of the starting time
 
 
 def flexflow(costs: SplitCosts, *, seed: int = 0, rounds: int = _ROUNDS) -> Chosen:
-    """Return the fastest configurations of those that were tried. The search begins with the best of data
-    parallelism, one weird trick and one rank alone, and is never slower. The same seed finds the same.
+    """Return the fastest configurations that were tried.
+
+    The search begins with the best of data parallelism, one weird trick and a single rank, so its result is
+    never slower than these. The same seed gives the same result.
 
     Raises:
         ConfigError: the number of rounds is negative.
@@ -46,17 +48,17 @@ def flexflow(costs: SplitCosts, *, seed: int = 0, rounds: int = _ROUNDS) -> Chos
 
 
 def simulated(costs: SplitCosts, splits: Sequence[Split]) -> float:
-    """Return the seconds of a step: forward, backward, exchanges of gradients and updates."""
+    """Return the seconds of a step: forward, backward, gradient exchanges and updates."""
     return _Clock(costs, splits).run()
 
 
 class _Clock:
-    """One step while it is simulated."""
+    """The simulation of one step."""
 
     def __init__(self, costs: SplitCosts, splits: Sequence[Split]) -> None:
         self._costs, self._splits, self._graph = costs, splits, costs.graph
-        self._free = [0.0] * costs.ranks  # when a rank has computed
-        self._link = [0.0] * costs.ranks  # when a rank's link is free
+        self._free = [0.0] * costs.ranks  # time at which a rank finishes computing
+        self._link = [0.0] * costs.ranks  # time at which a rank's link is free
         self._parts = [prod(count for _, count in each) for each in splits]
         self._readers: list[list[int]] = [[] for _ in self._graph]
         for at, layer in enumerate(self._graph):
@@ -64,7 +66,7 @@ class _Clock:
                 self._readers[source].append(at)
 
     def run(self) -> float:
-        """Run all layers, and all in reverse."""
+        """Run all layers forward, then all in reverse, and return the end time."""
         forward: list[list[float]] = []
         for at, layer in enumerate(self._graph):
             ready = [0.0] * self._parts[at]
@@ -87,7 +89,7 @@ class _Clock:
         return self._free[: len(ready)]
 
     def _wait(self, ready: list[float], ends: list[float], source: int, at: int) -> None:
-        """Have each part of a layer wait for its input."""
+        """Delay each part of a layer until its input has arrived."""
         takes = self._costs.transfers(source, at, self._splits[source], self._splits[at])
         last = max(ends)
         for rank, seconds in enumerate(takes):
@@ -98,7 +100,7 @@ class _Clock:
                 ready[rank] = max(ready[rank], ends[rank] if rank < len(ends) else last)
 
     def _back(self, ready: list[float], ends: list[float], source: int, reader: int) -> None:
-        """Have each part of a layer wait for the gradients of its output, which its readers send."""
+        """Delay each part of a layer until its readers have sent the gradients of its output."""
         takes = self._costs.transfers(source, reader, self._splits[source], self._splits[reader])
         arrives = 0.0
         for rank, seconds in enumerate(takes):

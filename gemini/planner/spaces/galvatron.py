@@ -1,7 +1,7 @@
 """Galvatron's search over the blocks of a model, with the records and prices of this project.
 
-For each pipeline degree and number of micro-batches, the layer program chooses for every block one of the
-candidates of the decision tree, such that a stage takes the least time within its memory.
+For each pipeline degree and number of micro-batches, a dynamic program chooses for every block a candidate of
+the decision tree, such that each stage takes the least time within its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gemini.planner.spaces.costs import LayerCosts, cheapest
 from gemini.planner.spaces.layerwise import LayerwisePlan, Strategy
 from gemini.planner.spaces.tree import Candidate, candidates
 
-_SLOTS = 4096  # units of memory in which the blocks of a stage are counted
+_SLOTS = 4096  # memory of a stage's blocks is counted in this many units
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,11 @@ class Priced:
 
 
 def strategies_of(trees: Iterable[Candidate], pp: int) -> tuple[Strategy, ...]:
-    """Return the strategies of the candidates with a pipeline degree. The order of levels makes none of its
-    own: exchanges here depend on how many ranks take part, and not on which. dp with sdp is ZeRO 3 over all
-    copies."""
+    """Return the strategies of the candidates with pipeline degree ``pp``.
+
+    The order of a tree's levels is ignored: here the time of an exchange depends on the number of ranks, not
+    on which ranks take part. dp combined with sdp is ZeRO 3 over all copies.
+    """
     return tuple(sorted({_strategy(each) for each in trees if each.pp == pp}))
 
 
@@ -45,7 +47,7 @@ def best_plan(blocks: Blocks, ranks: int, batch: int) -> Priced | None:
     """Return the fastest plan that fits; None: none does.
 
     Raises:
-        ConfigError: ranks are no power of two, or the model is no row of blocks.
+        ConfigError: the number of ranks is not a power of two, or the model is not a row of blocks.
     """
     blocks.require_row()
     trees = candidates(ranks, recompute=True)
@@ -70,8 +72,13 @@ def best_plan(blocks: Blocks, ranks: int, batch: int) -> Priced | None:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a space looks at at once. ``outside``: the strategy of embedding and head; ``extra``: the most
-    that a block may hold beyond what it keeps; ``bound``: the least seconds that a step can take."""
+    """One subproblem of a space.
+
+    Attributes:
+        outside: strategy of embedding and head.
+        extra: the most bytes that a running block may hold beyond the bytes that it keeps.
+        bound: lower bound for the seconds of a step.
+    """
 
     space: _Space
     outside: Strategy
@@ -80,7 +87,8 @@ class _Case:
 
 
 class _Space:
-    """One pipeline degree and number of micro-batches. Stages have equally many blocks."""
+    """The search for one pipeline degree and number of micro-batches. Stages have equal numbers of blocks;
+    the last one also takes the remainder."""
 
     def __init__(
         self, blocks: Blocks, strategies: Sequence[Strategy], pp: int, batch: int, chunks: int
@@ -100,13 +108,13 @@ class _Space:
             return False
         try:
             self._price((1,), strategy)
-        except ConfigError:  # the model cannot be cut so
+        except ConfigError:  # the model cannot be cut this way
             return False
         return True
 
     def cases(self) -> Iterator[_Case]:
-        """Yield all that is to be looked at. Beside what all blocks keep, the one that runs takes its peak:
-        the less of it is allowed, the fewer strategies there are, and the more blocks fit."""
+        """Yield all subproblems. Besides the bytes that all blocks keep, the running block holds its peak. A
+        smaller allowance for it excludes strategies, but leaves room for more blocks."""
         extras = sorted({self._extra(each) for each in self._strategies})
         for extra in {extras[0], extras[len(extras) // 2], extras[-1]} if extras else ():
             allowed = self._allowed(extra)
@@ -135,10 +143,10 @@ class _Space:
         return LayerwisePlan(self._batch, self._chunks, own, (case.outside,) * 2, self._division)
 
     def _stage(self, stage: int, case: _Case) -> tuple[Strategy, ...] | None:
-        """Return the strategies of a stage's blocks."""
+        """Return the strategies of a stage's blocks; None: none fit."""
         allowed, units = self._allowed(case.extra), self._units(stage)
         held = [[self._held(unit, each, stage) for each in allowed] for unit in units]
-        # The size of a unit of memory follows from the blocks alone, so more memory is never counted coarser.
+        # The unit depends only on the blocks, so a larger budget is never counted more coarsely.
         size = max(sum(map(max, held)) // _SLOTS, 1)
         seconds = np.array([[self._step_seconds(unit, each, stage) for each in allowed] for unit in units])
         if stage == 0:
@@ -159,7 +167,7 @@ class _Space:
         return [(at + 1,) for at in range(first, first + self._division[stage])]
 
     def _held(self, unit: Unit, strategy: Strategy, stage: int) -> int:
-        """Return what a unit holds; the first of a stage also holds its input, which comes from another."""
+        """Return the bytes of a unit. The first unit of a later stage also holds its received input."""
         price = self._price(unit, strategy)
         received = price.input_bytes if stage and unit == self._units(stage)[0] else 0
         flying = in_flight("1f1b", self._pp, stage, self._chunks)
@@ -176,7 +184,7 @@ class _Space:
         return self._blocks.switch_seconds(one, other, self._batch, self._chunks)
 
     def _outside(self, stage: int, strategy: Strategy) -> tuple[float, int]:
-        """Return the seconds and bytes of what lies outside the blocks on a stage."""
+        """Return the seconds and bytes of a stage's segments outside the blocks."""
         before, behind = self._blocks.outside(self._pp)
         units = [before] if stage == 0 else []
         units += [behind] if behind and stage == self._pp - 1 else []

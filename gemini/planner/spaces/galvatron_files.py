@@ -1,4 +1,4 @@
-"""Galvatron's plan files: read, checked, written, and turned into plans of this project and back."""
+"""Reads, checks and writes Galvatron's plan files, and converts them to and from plans of this project."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _DP_TYPES = {"ddp": 0, "zero2": 2, "zero3": 3}  # as a ZeRO stage
 
 @dataclass(frozen=True)
 class GalvatronFile:
-    """A plan as Galvatron writes it, with its names. Lists have an entry for each layer; None: the file does
-    not have the field.
+    """A plan in Galvatron's format, with its field names. Lists have an entry for each layer; None: the file
+    does not have the field.
 
-    ``dp_types_enc``: 1 is ZeRO 3, 0 is ``default_dp_type``. ``use_sp``: 1 cuts sequences (Ulysses) where 0
-    cuts layers, by ``tp_sizes_enc``. ``vtp``, ``vsp`` and ``embed_sdp`` say the same of embedding and head.
+    ``dp_types_enc``: 1 is ZeRO 3, 0 is ``default_dp_type``. ``use_sp``: 1 cuts sequences (Ulysses), 0 cuts
+    layers, both by ``tp_sizes_enc``. ``vtp``, ``vsp`` and ``embed_sdp`` are the same for embedding and head.
 
     Raises:
-        ConfigError: a value that no plan can have, or lists of other lengths.
+        ConfigError: a value is invalid, or lists differ in length.
     """
 
     pp_deg: int
@@ -76,7 +76,7 @@ class GalvatronFile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> GalvatronFile:
-        """Return the plan in a file. Raises ConfigError where it cannot be read, or is no plan."""
+        """Return the plan in a file. Raises ConfigError if the file cannot be read or is not a plan."""
         where = printable(f"Galvatron's plan {os.fspath(path)}")
         try:
             document = parse_json_input(read_regular(Path(path), _MAX_BYTES), keys_once=True)
@@ -87,12 +87,12 @@ class GalvatronFile:
             raise ConfigError(f"{where}: {error}") from error
         except OSError as error:
             raise ConfigError(f"cannot read {where}: {error.strerror or error}") from error
-        except ValueError as error:  # a path that is none
+        except ValueError as error:  # an invalid path, e.g. with a null byte
             raise ConfigError(f"cannot read {where}: {error}") from error
 
     @classmethod
     def from_json(cls, document: object) -> GalvatronFile:
-        """Return the plan that Galvatron's JSON describes. Raises ConfigError for what describes none."""
+        """Return the plan in Galvatron's JSON. Raises ConfigError if the document is not a valid plan."""
         if not isinstance(document, dict):
             raise ConfigError(f"it is {type(document).__name__} and no object with pp_deg, tp_sizes_enc, ...")
         names = {each.name: each for each in fields(cls)}
@@ -106,7 +106,7 @@ class GalvatronFile:
         return cls(**values)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` reads: lists as text, without fields that are None."""
+        """Return the document that :meth:`from_json` reads: lists as text, without fields that are None."""
         values = ((each.name, getattr(self, each.name)) for each in fields(self))
         return {
             name: ",".join(map(str, value)) if isinstance(value, tuple) else value
@@ -119,10 +119,10 @@ class GalvatronFile:
         write_text(Path(path), json.dumps(self.to_json(), indent=4) + "\n", "write Galvatron's plan")
 
     def layerwise(self, ranks: int) -> LayerwisePlan:
-        """Return the plan for a number of ranks, which the file does not say.
+        """Return the plan for a number of ranks, which the file does not contain.
 
         Raises:
-            ConfigError: so many ranks do not divide as the plan says, or it has what this project has not.
+            ConfigError: the ranks do not divide as the plan says, or the plan uses context parallelism.
         """
         if ranks < 1 or ranks % self.pp_deg:
             raise ConfigError(f"pp_deg {self.pp_deg} does not divide {ranks} ranks")
@@ -136,7 +136,7 @@ class GalvatronFile:
             self._strategy(group, size, sp, sharded, bool(each))
             for size, sp, sharded, each in zip(self.tp_sizes_enc, cut, self.dp_types_enc, again, strict=True)
         )
-        # Without vtp embedding and head are as in the versions that had none: whole, or as the layers are.
+        # Files without vtp come from older versions: embedding and head are whole, or cut like the layers.
         size = self.vtp or (self.tp_sizes_enc[0] if len(set(self.tp_sizes_enc)) == 1 else 1)
         sharded = self.embed_sdp if self.embed_sdp is not None else min(self.dp_types_enc)
         outside = self._strategy(
@@ -159,7 +159,7 @@ class GalvatronFile:
         return Strategy(*cut, group // size, zero if group // size * cut[1] > 1 else 0, recompute)
 
     def not_runnable(self, ranks: int) -> tuple[str, ...]:
-        """Return what would have to be otherwise for the plan to run here; nothing: it runs. Raises as
+        """Return the changes that the plan needs to run here; empty if it runs. Raises the errors of
         :meth:`layerwise`."""
         reasons = self.layerwise(ranks).not_uniform()
         sizes = zip(self.tp_sizes_enc, self.tp_consecutive_flags, strict=True)
@@ -169,11 +169,11 @@ class GalvatronFile:
 
 
 def exported(plan: LayerwisePlan) -> GalvatronFile:
-    """Return a plan as Galvatron has it.
+    """Return a plan in Galvatron's format.
 
     Raises:
-        ConfigError: it has ZeRO 1, two kinds of data parallelism beside ZeRO 3, tp with sp, or stages of
-            different numbers of ranks.
+        ConfigError: the plan has ZeRO 1, two kinds of data parallelism besides ZeRO 3, tp with sp, or stages
+            with different numbers of ranks.
     """
     every, outside = (*plan.strategies, *plan.outside), plan.outside[0]
     if plan.outside[1] != outside:
@@ -209,7 +209,7 @@ def exported(plan: LayerwisePlan) -> GalvatronFile:
 
 
 def _read(name: str, value: object) -> object:
-    """Return a value of JSON as the field has it."""
+    """Convert a JSON value to the type of its field."""
     if name not in (*_LISTS, "pp_division"):
         return value
     if not isinstance(value, str):
@@ -232,7 +232,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 def _check(name: str, value: object) -> None:
-    """Raise ConfigError for what a field cannot have."""
+    """Raise ConfigError if a field cannot have this value."""
     if name in _CHOICES:
         if not isinstance(value, str) or value not in _CHOICES[name]:
             said = printable(repr(value)[:40])

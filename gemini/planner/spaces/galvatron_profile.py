@@ -1,10 +1,10 @@
-"""Galvatron's cost model over Galvatron's profiles: what its search finds for a model and a machine that it
-measured.
+"""Galvatron's cost model over Galvatron's own profiles: reproduces the result of its search for a model and a
+machine that it measured.
 
-Times are milliseconds and sizes MiB, as its profiles have them. The figures of its model: backward takes
-twice forward; an exchange of gradients and backward slow each other down while they overlap; recomputation is
-one more forward; ZeRO leaves ``1/d + 0.003`` of what it cuts. It reserves a fifth of more than 20 GiB, so
-21 GiB hold less than 20.
+Times are in milliseconds and sizes in MiB, as in its profiles. Its model assumes: backward takes twice as
+long as forward; a gradient exchange and backward slow each other down while they overlap; recomputation is
+one more forward; ZeRO leaves ``1/d + 0.003`` of the data that it cuts. Above 20 GiB it reserves a fifth of
+the memory, so 21 GiB have less room than 20.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gemini.errors import ConfigError
 from gemini.planner.spaces.costs import Cheapest, LayerCosts, cheapest_each
 
 _MIB = 2**20
-_BACKWARD = 2.0  # of forward
+_BACKWARD = 2.0  # time of backward relative to forward
 _CONTEXT_MIB = 1024
 _RESERVED, _RESERVED_ABOVE_GIB = 0.2, 20
-# Seconds that order strategies of equal time: ZeRO 3 and recomputation come first in a row.
+# Tiny costs that order strategies of equal time: ZeRO 3 and recomputation come first in a row of layers.
 _SP_LATER = 1e-10
 _LATER = {(True, False): 1e-9, (False, True): 2e-9, (True, True): 3e-9}
 
@@ -40,12 +40,12 @@ class ProfiledStrategy:
 
     @property
     def parts(self) -> int:
-        """How many ranks share one sample."""
+        """Number of ranks that share one sample."""
         return self.tp * self.sp
 
     @property
     def copies(self) -> int:
-        """Over how many ranks ZeRO cuts."""
+        """Number of ranks over which ZeRO cuts."""
         return self.dp * self.sp
 
     def __str__(self) -> str:
@@ -57,8 +57,8 @@ class ProfiledStrategy:
 
 @dataclass(frozen=True)
 class OutsideMemory:
-    """Of embedding and head, MiB by the degree of tp: weights with gradients and moments, and activations of
-    a sample."""
+    """Memory of embedding and head in MiB, by the degree of tp: weights with gradients and moments, and
+    activations of a sample."""
 
     states: Mapping[int, float]
     activations: Mapping[int, float]
@@ -66,13 +66,18 @@ class OutsideMemory:
 
 @dataclass(frozen=True)
 class Profile:
-    """What Galvatron measured of a model with equal layers, in bf16.
+    """Galvatron's measurements of a model with equal layers, in bf16.
 
-    ``forward_ms`` of a layer and ``outside_ms`` of embedding and head: forward of a sample. ``activations``:
-    MiB that a layer keeps of a sample, by degree of tp or sp, ``recomputed`` where it computes again.
-    ``outside``: without a pipeline, on its first stage, and on its last. ``all_reduce``: GiB/s, by ranks and
-    whether they are neighbours; ``send`` by pipeline degree. ``all_reduce_ms`` and ``all_to_all_ms``: of
-    messages, by ranks and MiB. ``overlap``: how much slower computing and an exchange are at once.
+    Attributes:
+        forward_ms: forward of one layer for a sample.
+        outside_ms: forward of embedding and head for a sample.
+        activations: MiB that a layer keeps of a sample, by degree of tp or sp.
+        recomputed: the same if the layer is recomputed.
+        outside: memory without a pipeline, on the first stage, and on the last stage.
+        all_reduce: GiB/s, by (number of ranks, whether they are neighbours).
+        send: GiB/s, by pipeline degree.
+        all_reduce_ms, all_to_all_ms: times of messages, by ranks and MiB.
+        overlap: slowdown of computing and an exchange that run at the same time.
     """
 
     layers: int
@@ -93,9 +98,9 @@ class Profile:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked: ``batch`` samples a step on ``ranks`` with ``memory_gib`` each, in ``chunks``
-    micro-batches. ``zero``: what plain data parallelism is, 0 or 2. ``uniform``: one strategy for all
-    layers."""
+    """The input of a search: ``batch`` samples per step on ``ranks`` ranks with ``memory_gib`` each, in
+    ``chunks`` micro-batches. ``zero``: the stage of plain data parallelism, 0 or 2. ``uniform``: use one
+    strategy for all layers."""
 
     ranks: int
     batch: int
@@ -107,8 +112,8 @@ class Task:
 
 @dataclass(frozen=True)
 class Optimum:
-    """What a search found. ``outside``: the strategy of embedding and head; ``division``: layers of each
-    stage."""
+    """The result of a search. ``outside``: strategy of embedding and head; ``division``: number of layers of
+    each stage."""
 
     samples_per_second: float
     strategies: tuple[ProfiledStrategy, ...]
@@ -117,17 +122,17 @@ class Optimum:
 
 
 def quadratic(times: Mapping[int, float], at: int) -> float:
-    """Return the time of a sequence length from those of others: it grows with a square."""
+    """Return the time at sequence length ``at``, by a quadratic fit to the times of other lengths."""
     return float(np.polyval(np.polyfit(list(times), list(times.values()), 2), at))
 
 
 def linear(times: Mapping[int, float], at: float) -> float:
-    """Return the time of a size from those of others: it grows evenly."""
+    """Return the time at size ``at``, by a linear fit to the times of other sizes."""
     return float(np.polyval(np.polyfit(list(times), list(times.values()), 1), at))
 
 
 def strategies(ranks: int, zero: int = 2, *, layers: int = 2**16) -> tuple[ProfiledStrategy, ...]:
-    """Return the strategies of a layer, without an order of the methods: 50 for 8 ranks."""
+    """Return the strategies of a layer, regardless of the order of methods: 50 for 8 ranks."""
     powers = [2**each for each in range(ranks.bit_length())]
     found = {
         ProfiledStrategy(pp, tp, sp, dp := ranks // (pp * tp * sp), kind if dp > 1 else 0, again)
@@ -146,8 +151,8 @@ def optimum(profile: Profile, task: Task) -> Optimum | None:
     """Return the plan with the most samples per second; None: none fits.
 
     Raises:
-        ConfigError: ranks are no power of two, chunks do not divide the batch, or the profile has no figures
-            for so many ranks.
+        ConfigError: the number of ranks is not a power of two, chunks do not divide the batch, or the profile
+            has no figures for this number of ranks.
     """
     if task.ranks < 1 or task.ranks & (task.ranks - 1):
         raise ConfigError(f"ranks are {task.ranks}: Galvatron divides powers of two")
@@ -161,7 +166,7 @@ def optimum(profile: Profile, task: Task) -> Optimum | None:
 
 
 def _spaces(profile: Profile, task: Task) -> Iterator[tuple[int, tuple[ProfiledStrategy, ...], float]]:
-    """Yield the stages, strategies and buffer in which to search: with tp alone up to some degree, sp alone,
+    """Yield (stages, strategies, buffer in MiB) of each space to search: only tp up to some degree, only sp,
     and both."""
     every = strategies(task.ranks, task.zero, layers=profile.layers)
     samples = task.batch // task.chunks
@@ -189,7 +194,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _message_mib(profile: Profile, samples: float) -> float:
-    """Return the size of the hidden state of so many samples in bf16."""
+    """Return the MiB of the hidden state of ``samples`` samples in bf16."""
     return samples * profile.sequence * profile.hidden * 2 / _MIB
 
 
@@ -212,7 +217,8 @@ class _Costs:
         return self._per_mib(each.copies, each.tp == 1)
 
     def _message_ms(self, each: ProfiledStrategy) -> float:
-        """Return what one message of tp or sp takes. tp gathers or scatters, which is half an all-reduce."""
+        """Return the milliseconds of one message of tp or sp. tp gathers or scatters, which is half an
+        all-reduce."""
         if each.parts == 1:
             return 0.0
         profile, mib = self.profile, _message_mib(self.profile, self.samples(each))
@@ -228,14 +234,14 @@ class _Costs:
         return exchange + backward - exchange / slow
 
     def layer_seconds(self, each: ProfiledStrategy, *, exchanges: bool) -> float:
-        """Return what a layer takes for a micro-batch, with or without the exchange of its gradients."""
+        """Return the seconds of a layer for a micro-batch, with or without its gradient exchange."""
         samples, profile = self.samples(each), self.profile
         forward = profile.forward_ms * samples / each.parts
         backward = forward * (_BACKWARD + each.recompute)
         weights = profile.parameter_mib / each.tp
-        mib = (each.copies - 1) / each.copies * weights  # of a ring, in bf16
+        mib = (each.copies - 1) / each.copies * weights  # sent in a ring, in bf16
         per_mib = self._exchange_per_mib(each)
-        # Of tp two gathers and two scatters in forward, two gathers in backward; of sp two messages in each.
+        # tp: two gathers and two scatters in forward, two gathers in backward. sp: two messages in each.
         total = forward + self._message_ms(each) * (6 if each.tp > 1 else 4) * (1.5 if each.recompute else 1)
         total += self._overlapped_ms(mib, per_mib, backward) if exchanges and each.dp > 1 else backward
         if each.zero == 3:
@@ -245,13 +251,13 @@ class _Costs:
         return total / 1000
 
     def layer_mib(self, each: ProfiledStrategy, stage: int) -> float:
-        """Return what a layer holds on a stage of a 1F1B pipeline."""
+        """Return the MiB of a layer on a stage of a 1F1B pipeline."""
         profile, held = self.profile, self.samples(each) * (each.pp - stage if each.pp > 1 else 1)
         kept = profile.recomputed / each.parts if each.recompute else profile.activations[each.parts]
         return 4 * profile.parameter_mib / each.tp * self._left(each) + kept * held
 
     def _left(self, each: ProfiledStrategy) -> float:
-        """Return which share of weights, gradients and moments ZeRO leaves to a rank, in bf16."""
+        """Return the share of weights, gradients and moments (in bf16) that remains on a rank with ZeRO."""
         part = 1 / each.copies + 0.003
         several = 5 / 4 if self.task.chunks > 1 else 1.0  # gradients are summed in fp32
         if each.zero == 3:
@@ -259,7 +265,7 @@ class _Costs:
         return (7 / 8 * part + 1 / 8) * several if each.zero == 2 else 1.0
 
     def outside_mib(self, each: ProfiledStrategy) -> list[float]:
-        """Return what each stage holds of embedding and head."""
+        """Return the MiB of embedding and head on each stage."""
         found = [float(_CONTEXT_MIB)] * each.pp
         places = ((0, 0, 1),) if each.pp == 1 else ((0, 1, each.pp), (-1, 2, 1))
         for stage, which, held in places:
@@ -269,7 +275,8 @@ class _Costs:
         return found
 
     def outside_seconds(self, each: ProfiledStrategy) -> list[float]:
-        """Return what embedding and head take for a micro-batch on each stage, without their exchange."""
+        """Return the seconds of embedding and head for a micro-batch on each stage, without their gradient
+        exchange."""
         found = [0.0] * each.pp
         forward = self.profile.outside_ms * self.samples(each) / each.parts
         tensor = self._message_ms(each) if each.tp > 1 else 0.0
@@ -290,7 +297,7 @@ class _Costs:
         return exchange
 
     def switch_seconds(self, one: ProfiledStrategy, other: ProfiledStrategy) -> float:
-        """Return what lies between two layers of these strategies."""
+        """Return the seconds between two adjacent layers with these strategies."""
         if one.parts != other.parts:
             parts = max(one.parts, other.parts)
             samples = self.task.batch / self.task.chunks / (self.task.ranks // one.pp // parts)
@@ -306,7 +313,7 @@ class _Costs:
 
 
 class _DegreeSearch:
-    """One pipeline degree and set of strategies."""
+    """The search for one pipeline degree and set of strategies."""
 
     def __init__(
         self, profile: Profile, task: Task, pp: int, chosen: Sequence[ProfiledStrategy], buffer: float
@@ -343,7 +350,7 @@ class _DegreeSearch:
                 yield self._priced([each] * sum(self._division), each)
 
     def _stage(self, stage: int, outsides: Sequence[ProfiledStrategy]) -> list[Cheapest | None]:
-        """Return the best layers of a stage beside each strategy of embedding and head."""
+        """Return the best layers of a stage for each strategy of embedding and head."""
         count, chosen, costs = self._division[stage], self._chosen, self._costs
         layers = LayerCosts(
             np.array([[costs.layer_seconds(each, exchanges=True) for each in chosen]] * count),
@@ -370,9 +377,11 @@ class _DegreeSearch:
 
 
 def pipeline_seconds(computing: Sequence[float], exchanging: Sequence[float], chunks: int) -> float:
-    """Return what a step of a 1F1B pipeline takes: the passes of the last stage, or of the first with what
-    the others do meanwhile, and behind them the exchange that still goes on. ``exchanging``: a pass with the
-    exchange of gradients."""
+    """Return the seconds of a step of a 1F1B pipeline.
+
+    It is the passes of the last stage, or of the first with the other stages' work in between, plus the rest
+    of the gradient exchange. ``exchanging``: seconds of a pass including the gradient exchange.
+    """
     first, others = computing[0], sum(computing[1:])
     waits = min(len(computing) - 1, chunks - 1) * first
     total = max(

@@ -1,6 +1,7 @@
-"""LayerGraph: the layers of a model with the dimensions of their tensors, their seconds, and their inputs.
+"""LayerGraph: the layers of a model with the dimensions of their outputs, their seconds, and their inputs.
 
-One forward pass on ``meta`` and its autograd graph show them. Seconds are those of the project's figures.
+They are found by one forward pass on ``meta`` and its autograd graph. Seconds come from the project's
+figures.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True)
 class Layer:
-    """A module with parameters of its own, or a place where tensors meet (``sum``, or ``attention``, in which
-    every token meets all others). ``inputs``: the places of the layers that it reads; ``dims``: of its
-    output, by name; ``reduced``: how many input channels it sums over, 0: none; ``halo``: the rows of input
-    that neighbours share; ``forward`` and ``backward``: seconds of the whole batch on one rank."""
+    """A module with its own parameters, or a place where tensors meet: ``sum``, or ``attention``, in which
+    every token depends on all others.
+
+    Attributes:
+        inputs: indices of the layers that it reads.
+        dims: dimensions of its output, by name.
+        reduced: number of input channels that it sums over; 0: none.
+        forward, backward: seconds of the whole batch on one rank.
+        halo: input rows that neighbouring parts share, by dimension.
+    """
 
     name: str
     kind: str
@@ -48,20 +55,20 @@ class Layer:
 
     @property
     def output_bytes(self) -> int:
-        """The output, whole."""
+        """Bytes of the whole output."""
         return prod(self.dims.values()) * self.itemsize
 
     @property
     def parameter_bytes(self) -> int:
-        """The parameters, whole."""
+        """Bytes of the whole parameters."""
         return self.numel * self.itemsize
 
 
-LayerGraph = tuple[Layer, ...]  # inputs come before what reads them
+LayerGraph = tuple[Layer, ...]  # every layer comes after its inputs
 
 
 def share(layer: Layer, parts: Mapping[str, int], reduced: int = 1) -> float:
-    """Return the part of a layer's work that the busiest rank has, where its dimensions are cut so."""
+    """Return the share of a layer's work on the busiest rank if its dimensions are cut into ``parts``."""
     most = 1.0
     for name, count in parts.items():
         most *= -(-layer.dims[name] // count) / layer.dims[name]
@@ -69,8 +76,8 @@ def share(layer: Layer, parts: Mapping[str, int], reduced: int = 1) -> float:
 
 
 def own_seconds(layer: Layer, parts: Mapping[str, int], speeds: Speeds, reduced: int = 1) -> float:
-    """Return what a rank spends on a layer alone: computing, the exchange of its gradients among the ranks
-    that have the same parameters, and the update."""
+    """Return the seconds that a rank spends on a layer itself: computing, the gradient exchange among the
+    ranks with the same parameters, and the update."""
     computing = (layer.forward + layer.backward) * share(layer, parts, reduced)
     if not layer.numel:
         return computing
@@ -83,15 +90,15 @@ def own_seconds(layer: Layer, parts: Mapping[str, int], speeds: Speeds, reduced:
 
 
 def divisors(number: int) -> list[int]:
-    """Return what divides a number."""
+    """Return the divisors of a number, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def capture(searching: Search, model: nn.Module, run_of: RunOf, batch: int) -> LayerGraph:
-    """Return the layers of a model for a batch of so many samples.
+    """Return the layers of a model for a batch of ``batch`` samples.
 
     Raises:
-        ConfigError: the model has no layers with parameters, or cannot be run without values.
+        ConfigError: the model has no layers with parameters, or cannot run without values.
     """
     outline = trainable_outline(model)
     watch = _CallWatch(outline)
@@ -110,12 +117,12 @@ def capture(searching: Search, model: nn.Module, run_of: RunOf, batch: int) -> L
 
 
 class _CallWatch:
-    """Notes the calls of modules with parameters, and follows their inputs back through autograd's graph."""
+    """Records the calls of modules with parameters, and finds their inputs through the autograd graph."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[Layer] = []
         self.keys: list[tuple[str, ...]] = []  # the parameters of each layer
-        self._made: dict[Any, int] = {}  # nodes of autograd, by the layer that they are the output of
+        self._made: dict[Any, int] = {}  # autograd node of an output -> its layer
         self._sources: dict[Any, int | None] = {}
         names: dict[int, str] = {}
         for name, each in model.named_parameters(remove_duplicate=False):
@@ -128,7 +135,7 @@ class _CallWatch:
                 self._hooks.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -149,8 +156,8 @@ class _CallWatch:
         return hook
 
     def _source(self, node: Any, like: torch.Tensor) -> int | None:
-        """Return the layer that a value comes from; where several meet, a layer for that. Not recursive:
-        graphs are deep."""
+        """Return the layer that produces a value; if several values meet, a new layer for the meeting.
+        Iterative, because autograd graphs are deeper than the recursion limit."""
         pending = [node]
         while pending:
             each = pending[-1]
@@ -167,15 +174,15 @@ class _CallWatch:
         return self._made.get(node, self._sources.get(node))
 
     def _meeting(self, node: Any, behind: Sequence[Any], like: torch.Tensor) -> int | None:
-        """Return the layer that a node's value comes from. Several values make one where they meet; products
-        of values also if they come from one layer, as those of attention do."""
+        """Return the layer that produces a node's value. A new layer is made if several values meet. A
+        product also makes one if both factors come from the same layer, as in attention."""
         found = [at for fn in behind if (at := self._made.get(fn, self._sources.get(fn))) is not None]
         inputs = tuple(dict.fromkeys(found))
         kind = "sum" if type(node).__name__.startswith(_SUMS) else "attention"
         if len(inputs if kind == "sum" else found) < 2:
             return inputs[0] if inputs else None
         last = max(inputs)
-        if kind == "attention" and self.layers[last].kind == "attention":  # its scores, before its values
+        if kind == "attention" and self.layers[last].kind == "attention":  # scores x values: merge with q x k
             merged = dict.fromkeys((*self.layers[last].inputs, *inputs))
             others = tuple(at for at in merged if at != last)
             self.layers[last] = replace(self.layers[last], inputs=others)
@@ -215,7 +222,7 @@ def _described(module: nn.Module, path: str, given: torch.Tensor, out: torch.Ten
 
 
 def _dims(tensor: torch.Tensor, names: Mapping[int, Sequence[str]]) -> dict[str, int]:
-    """Return the dimensions by name; those that have none are counted with the samples."""
+    """Return the dimensions by name. Leading dimensions without a name are multiplied into ``sample``."""
     if tensor.ndim in names:
         return {name: int(size) for name, size in zip(names[tensor.ndim], tensor.shape, strict=True)}
     *more, length, channel = tensor.shape
@@ -223,8 +230,8 @@ def _dims(tensor: torch.Tensor, names: Mapping[int, Sequence[str]]) -> dict[str,
 
 
 def _timed(watch: _CallWatch, figures: Sequence[Figures]) -> LayerGraph:
-    """Return the layers with the seconds of the figures: of the operators from one use of parameters to the
-    next. What lies before the first use is shared out among all."""
+    """Return the layers with the seconds of the figures: those of the operators from one use of parameters to
+    the next. Forward and backward are scaled so that time outside all uses is distributed over the layers."""
     uses: defaultdict[tuple[str, ...], float] = defaultdict(float)
     gradients: defaultdict[str, float] = defaultdict(float)
     for segment in figures:

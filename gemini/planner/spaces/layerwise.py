@@ -1,5 +1,5 @@
-"""LayerwisePlan: a strategy for every block of a model. What is uniform runs; of the rest it says what would
-have to be."""
+"""LayerwisePlan: a strategy for every block of a model. Uniform plans can run; for others it reports what
+must be uniform."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 
 _SCHEDULES = ("1f1b", "gpipe")
-_SHOWN = 3  # stretches of blocks that a reason names
+_SHOWN = 3  # ranges of blocks that a reason names
 
 
 @dataclass(frozen=True, order=True)
 class Strategy:
-    """How the ranks of a stage share a block. ``zero``: what ranks along dp and sp cut, as a ZeRO stage;
-    ``recompute``: backward computes the block again."""
+    """How the ranks of a stage share a block. ``zero``: ZeRO stage of the ranks along dp and sp;
+    ``recompute``: the block is recomputed in backward."""
 
     tp: int = 1
     sp: int = 1
@@ -28,12 +28,12 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the block."""
+        """Number of ranks that share the block."""
         return self.tp * self.sp * self.dp
 
     @property
     def copies(self) -> int:
-        """How many ranks ZeRO cuts over."""
+        """Number of ranks over which ZeRO cuts."""
         return self.dp * self.sp
 
     def __str__(self) -> str:
@@ -46,12 +46,17 @@ class Strategy:
 
 @dataclass(frozen=True)
 class LayerwisePlan:
-    """How each block of a model is trained. ``strategies``: of each block; ``outside``: of what runs
-    before all blocks, and of what runs behind; ``division``: how many blocks each stage has; ``batch``:
-    samples in a step of all ranks, ``chunks``: in so many micro-batches.
+    """How each block of a model is trained.
+
+    Attributes:
+        batch: number of samples in a step of all ranks.
+        chunks: number of micro-batches.
+        strategies: one per block.
+        outside: strategies of the layers before and behind the blocks.
+        division: number of blocks of each stage.
 
     Raises:
-        ConfigError: numbers contradict each other.
+        ConfigError: the numbers contradict each other.
     """
 
     batch: int
@@ -84,27 +89,28 @@ class LayerwisePlan:
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The blocks of each stage."""
+        """The blocks ``[first, last)`` of each stage."""
         ends = list(accumulate(self.division))
         return tuple(zip([0, *ends[:-1]], ends, strict=True))
 
     @property
     def pp(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.division)
 
     @property
     def ranks(self) -> int:
-        """How many ranks train."""
+        """Number of ranks."""
         return sum(self.strategies[first].ranks for first, _ in self.ranges)
 
     def microbatch(self, strategy: Strategy) -> int | None:
-        """Return the samples of a micro-batch on a rank; None: they do not come out even."""
+        """Return the number of samples of a micro-batch on a rank; None if the batch does not divide
+        evenly."""
         return None if self.batch % (strategy.dp * self.chunks) else self.batch // (strategy.dp * self.chunks)
 
     def not_uniform(self) -> tuple[str, ...]:
-        """Return what would have to be uniform for the plan to run; nothing: it runs. Which blocks recompute,
-        and how many a stage has, may differ."""
+        """Return what must be made uniform for the plan to run; empty if it runs. Recomputation and the
+        lengths of stages may differ."""
         reasons = [
             reason
             for name, of in _UNIFORM
@@ -119,7 +125,7 @@ class LayerwisePlan:
         """Return the layout of a uniform plan.
 
         Raises:
-            ConfigError: it is not uniform; the message has what would have to be.
+            ConfigError: the plan is not uniform; the message says what must be.
         """
         if reasons := self.not_uniform():
             raise ConfigError(f"the plan does not run: {'; '.join(reasons)}")
@@ -128,7 +134,7 @@ class LayerwisePlan:
 
 
 def uneven(batch: int, dp: int, chunks: int) -> str:
-    """Return what to say of samples that do not divide among ranks and micro-batches."""
+    """Return the error text for samples that do not divide among ranks and micro-batches."""
     return f"{batch} samples over dp {dp} do not divide into {chunks} micro-batches of one size"
 
 
@@ -147,7 +153,7 @@ _UNIFORM: tuple[tuple[str, Callable[[Strategy], Any]], ...] = (
 def _differing(
     name: str, of: Callable[[Strategy], Any], strategies: Sequence[Strategy], outside: Sequence[Strategy]
 ) -> str | None:
-    """Return why a property would have to be one; None: it is."""
+    """Return why a property must be uniform; None if it is."""
     if len({of(each) for each in (*strategies, *outside)}) == 1:
         return None
     found = [f"{value} in {where}" for value, where in _stretches(of, strategies)]
@@ -159,7 +165,7 @@ def _differing(
 
 
 def _stretches(of: Callable[[Strategy], Any], strategies: Iterable[Strategy]) -> list[tuple[Any, str]]:
-    """Return the values in stretches of blocks, with the blocks in words."""
+    """Return each value with the range of consecutive blocks that have it, as text."""
     found = []
     for value, own in groupby(enumerate(strategies), key=lambda pair: of(pair[1])):
         places = [at for at, _ in own]

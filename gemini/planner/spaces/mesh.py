@@ -1,8 +1,9 @@
-"""Tensors over a mesh: Mesh-TensorFlow's layouts and GShard's annotations, and the messages they imply.
+"""Tensors over a mesh: Mesh-TensorFlow's layouts and GShard's annotations, and the messages that they imply.
 
-Each layer is a product: for every element of its output it sums over the channels of its input. Ranks
-compute parts of a cut dimension. Where they cut the sum, they add their parts up (an all-reduce). In backward
-the channels of output and input change places. Gradients of parameters are added up over the rest.
+Each layer is a product: every element of its output sums over the channels of its input. If a dimension of
+the output is cut, ranks compute parts of it. If the summed channels are cut, ranks add up their partial sums
+(an all-reduce). In backward, the channels of output and input exchange roles. Gradients of parameters are
+summed over the other cut dimensions.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from gemini.planner.figures import Speeds
 from gemini.planner.spaces.graph import CONTRACTING, Layer, LayerGraph, divisors, own_seconds
 
 _MOST_LAYOUTS = 2**18
-Layout = Mapping[str, int]  # of named dimensions, by the place of a mesh dimension
+Layout = Mapping[str, int]  # named dimension -> index of the mesh dimension that cuts it
 
 
 class Message(NamedTuple):
-    """A collective over ``ranks``, to which each gives ``nbytes``; ``why`` in words."""
+    """A collective over ``ranks`` ranks that each give ``nbytes``; ``why`` is the reason as text."""
 
     kind: str
     ranks: int
@@ -33,8 +34,8 @@ class Message(NamedTuple):
 
 
 def messages_of(layer: Layer, parts: Mapping[str, int], reduced: int) -> list[Message]:
-    """Return the messages of activations of a layer whose output is cut into ``parts`` by dimension, and
-    whose input channels into ``reduced``."""
+    """Return the collectives on a layer's activations, if its output is cut into ``parts`` by dimension and
+    its input channels into ``reduced`` parts."""
     output = layer.output_bytes // prod(parts.values())
     found = []
     if reduced > 1:
@@ -53,7 +54,7 @@ def messages_of(layer: Layer, parts: Mapping[str, int], reduced: int) -> list[Me
 
 
 def layer_seconds(layer: Layer, parts: Mapping[str, int], reduced: int, speeds: Speeds) -> float:
-    """Return what a rank spends on a layer that is cut so."""
+    """Return the seconds that a rank spends on a layer that is cut this way."""
     messages = messages_of(layer, parts, reduced)
     sent = sum(speeds.collective(each.kind, each.ranks, each.nbytes) for each in messages)
     return own_seconds(layer, parts, speeds, reduced) + sent
@@ -64,9 +65,13 @@ def layer_seconds(layer: Layer, parts: Mapping[str, int], reduced: int, speeds: 
 
 @dataclass(frozen=True)
 class Named:
-    """A graph whose tensors have dimensions with names. ``outputs`` and ``reduced``: of each layer, the names
-    of its output's dimensions, by kind, and of the channels that it sums over. ``sizes``: what a name's parts
-    must divide."""
+    """A graph with names for the dimensions of its tensors.
+
+    Attributes:
+        outputs: for each layer, the names of its output's dimensions, by kind.
+        reduced: for each layer, the name of the channels that it sums over.
+        sizes: for each name, a number that its number of parts must divide.
+    """
 
     graph: LayerGraph
     outputs: tuple[Mapping[str, str], ...]
@@ -75,9 +80,12 @@ class Named:
 
 
 def named(graph: LayerGraph) -> Named:
-    """Return a graph with names: samples, lengths and sizes of images have one each; channels have that of
-    the layer that makes them, without numbers, so that equal blocks have equal names; where tensors meet, as
-    in a sum or as queries, keys and values, their names are one."""
+    """Return a graph with named dimensions.
+
+    Samples, lengths and image sizes have one name each. Channels are named after the layer that makes them,
+    without numbers, so that equal blocks share names. Where tensors meet, as in a sum or as queries, keys and
+    values, their channel names are unified.
+    """
     parent: dict[str, str] = {}
 
     def find(name: str) -> str:
@@ -116,7 +124,7 @@ def named(graph: LayerGraph) -> Named:
 def is_valid(
     layout: Layout, tensors: Sequence[Sequence[str]], sizes: Mapping[str, int], mesh: Sequence[int]
 ) -> bool:
-    """Say whether no tensor has two dimensions on one of the mesh, and all parts are of one size."""
+    """Return whether no tensor has two dimensions on one mesh dimension, and all parts are equal."""
     for dims in tensors:
         places = [layout[name] for name in dims if name in layout]
         if len(set(places)) != len(places):
@@ -125,23 +133,23 @@ def is_valid(
 
 
 def tensors_of(graph: Named) -> list[tuple[str, ...]]:
-    """Return the dimensions of all tensors: outputs, inputs and parameters."""
+    """Return the dimension names of all tensors: outputs, inputs and parameters."""
     found: dict[tuple[str, ...], None] = {}
     for layer, output, reduced in zip(graph.graph, graph.outputs, graph.reduced, strict=True):
         found[tuple(output.values())] = None
         if reduced is not None and layer.kind in CONTRACTING:
             found[output["channel"], reduced] = None
             rest = [name for kind, name in output.items() if kind != "channel"]
-            given = (*rest, reduced)  # of an embedding: its input, a one for each word
+            given = (*rest, reduced)  # the input; for an embedding, its one-hot form
             found[given] = None
     return list(found)
 
 
 def layouts(graph: Named, mesh: Sequence[int]) -> Iterator[Layout]:
-    """Yield all valid layouts: each gives dimensions of tensors their axes of the mesh.
+    """Yield all valid layouts.
 
     Raises:
-        ConfigError: they are too many.
+        ConfigError: there are too many layouts.
     """
     tensors = tensors_of(graph)
     able = {
@@ -160,7 +168,7 @@ def layouts(graph: Named, mesh: Sequence[int]) -> Iterator[Layout]:
 
 
 def meshes(ranks: int) -> list[tuple[int, ...]]:
-    """Return the shapes of meshes with so many ranks, of one or two dimensions."""
+    """Return the shapes of meshes with ``ranks`` ranks and one or two dimensions."""
     return [(ranks,), *((each, ranks // each) for each in divisors(ranks) if 1 < each <= ranks // each)]
 
 
@@ -174,7 +182,7 @@ class BestLayout:
 
 
 class LayoutCosts:
-    """What layouts of a graph cost. Equal layers are priced once."""
+    """The cost of layouts of a graph. Equal layers are priced once."""
 
     def __init__(self, graph: Named, speeds: Speeds) -> None:
         self.graph, self._speeds = graph, speeds
@@ -204,7 +212,7 @@ class LayoutCosts:
 
 
 def mesh_tensorflow(costs: LayoutCosts, ranks: int) -> BestLayout:
-    """Return the fastest of all valid layouts over all meshes. Raises as :func:`layouts`."""
+    """Return the fastest valid layout over all meshes. Raises the errors of :func:`layouts`."""
     found = (
         BestLayout(costs.seconds(mesh, layout), mesh, layout)
         for mesh in meshes(ranks)
@@ -215,13 +223,13 @@ def mesh_tensorflow(costs: LayoutCosts, ranks: int) -> BestLayout:
 
 # -- GShard --------------------------------------------------------------------------------------------------
 
-Sharding = Mapping[str, int]  # parts by dimension; nothing: every rank has the whole tensor
+Sharding = Mapping[str, int]  # number of parts by dimension; empty: every rank has the whole tensor
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A layer as annotations have it. ``weight``: how its parameters are cut, by ``channel`` and
-    ``reduced``; ``messages``: what that implies, in a step."""
+    """A layer with shardings. ``weight``: how its parameters are cut, by ``channel`` and ``reduced``;
+    ``messages``: the collectives in a step that follow."""
 
     output: Sharding
     weight: Sharding
@@ -229,10 +237,10 @@ class Sharded:
 
 
 def parse_annotation(text: str, ranks: int) -> Sharding:
-    """Return what an annotation says: ``replicate``, ``split:DIM`` over all ranks, or ``shard:DIM=N,...``.
+    """Parse an annotation: ``replicate``, ``split:DIM`` over all ranks, or ``shard:DIM=N,...``.
 
     Raises:
-        ConfigError: it says something else, or parts that are not as many as the ranks.
+        ConfigError: the text is not an annotation, or its number of parts is not the number of ranks.
     """
     word, _, rest = text.partition(":")
     found: dict[str, int] = {}
@@ -253,12 +261,14 @@ def parse_annotation(text: str, ranks: int) -> Sharding:
 
 
 def gshard(graph: LayerGraph, annotations: Mapping[str, str], ranks: int) -> tuple[Sharded, ...]:
-    """Return how each layer is cut if some tensors are annotated: ``inputs``, a layer by its name for its
-    output, and ``NAME.weight`` for its parameters, with the dimensions ``channel`` and ``reduced``. Other
-    outputs follow from inputs and parameters; other parameters are whole.
+    """Return the sharding of each layer, propagated from annotated tensors.
+
+    The keys of ``annotations`` are ``inputs``, the name of a layer for its output, or ``NAME.weight`` for its
+    parameters, with the dimensions ``channel`` and ``reduced``. Other outputs follow from inputs and
+    parameters; other parameters are whole.
 
     Raises:
-        ConfigError: an annotation names no tensor, or cuts what it cannot.
+        ConfigError: an annotation names no tensor, or cuts a dimension that cannot be cut.
     """
     weights = (f"{layer.name}.weight" for layer in graph if layer.numel)
     known = {"inputs", *(layer.name for layer in graph), *weights}
@@ -305,8 +315,9 @@ def _propagated(
 
 
 def _resharded(layer: Layer, one: Sharding, other: Sharding) -> list[Message]:
-    """Return the messages that turn one sharding of a layer's output into another, and back in backward: if
-    one is finer in every dimension, ranks gather in one direction; else all exchange in both."""
+    """Return the messages that convert a layer's output from one sharding to another, and its gradient back.
+    If one sharding is finer in every dimension, ranks gather in one direction; otherwise they exchange in
+    both."""
     fine, coarse = (one, other) if prod(one.values()) >= prod(other.values()) else (other, one)
     ranks = prod(fine.values()) // max(prod(coarse.values()), 1)
     nbytes = layer.output_bytes // prod(fine.values())
@@ -324,7 +335,7 @@ def _check(name: str, sharding: Sharding, dims: Mapping[str, int]) -> None:
 
 
 def gshard_seconds(graph: LayerGraph, sharded: Sequence[Sharded], speeds: Speeds) -> float:
-    """Return what a step takes with these shardings."""
+    """Return the seconds of a step with these shardings."""
     total = 0.0
     for layer, each in zip(graph, sharded, strict=True):
         cut = each.weight.get("reduced", 1)

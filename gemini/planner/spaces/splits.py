@@ -1,8 +1,8 @@
 """Splits of layers: OptCNN's configurations and its exact search, and the rule of one weird trick.
 
-A configuration says into how many parts each dimension of a layer's output is cut; rank i computes the i-th
-part. A layer takes its share of computing, the exchange of its gradients and, before it, the transfer of
-what each rank needs of its inputs and does not have.
+A configuration is the number of parts of each dimension of a layer's output; rank i computes the i-th part.
+The cost of a layer is its share of computing, the gradient exchange, and before it the transfer of inputs
+that a rank needs but does not have.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gemini.planner.spaces.graph import CONTRACTING, Layer, LayerGraph, divisors
 
 Split = tuple[tuple[str, int], ...]  # dimensions that are cut, with their parts
 _Floats = npt.NDArray[np.float64]
-_MOST_FIXED = 3  # layers that are fixed one configuration after another, where a graph is no row
+_MOST_FIXED = 3  # layers that may be enumerated by configuration if elimination is stuck
 
 
 def splits_of(layer: Layer, ranks: int) -> tuple[Split, ...]:
-    """Return the configurations of a layer: all ways to cut its dimensions into parts whose number divides
-    the ranks. No part is empty."""
+    """Return the configurations of a layer: all ways to cut its dimensions such that the number of parts
+    divides ``ranks``. No part is empty."""
     names = list(layer.dims)
     choices = [[each for each in divisors(ranks) if each <= layer.dims[name]] for name in names]
     return tuple(
@@ -37,29 +37,29 @@ def splits_of(layer: Layer, ranks: int) -> tuple[Split, ...]:
 
 
 def data_split(layer: Layer, ranks: int) -> Split:
-    """Return the configuration of data parallelism, as far as there are samples."""
+    """Return the configuration of data parallelism, limited by the number of samples."""
     count = max(each for each in divisors(ranks) if each <= layer.dims.get("sample", 1))
     return (("sample", count),) if count > 1 else ()
 
 
 class SplitCosts:
-    """What configurations of the layers of a graph cost on so many ranks."""
+    """The cost of configurations of a graph's layers on ``ranks`` ranks."""
 
     def __init__(self, graph: LayerGraph, ranks: int, speeds: Speeds) -> None:
         self.graph, self.ranks, self.speeds = graph, ranks, speeds
         self.splits = [splits_of(layer, ranks) for layer in graph]
-        self._seen: dict[tuple[object, ...], tuple[float, ...]] = {}  # of equal layers once
+        self._seen: dict[tuple[object, ...], tuple[float, ...]] = {}  # shared by equal layers
 
     def own(self, at: int, split: Split) -> float:
-        """Return the seconds of a layer without its inputs."""
+        """Return the seconds of a layer without the transfer of its inputs."""
         return own_seconds(self.graph[at], dict(split), self.speeds)
 
     def transfer(self, source: int, at: int, one: Split, other: Split) -> float:
-        """Return the seconds in which inputs come, and their gradients go back."""
+        """Return the seconds of transferring an input and, in backward, its gradient."""
         return 2 * max(self.transfers(source, at, one, other))
 
     def transfers(self, source: int, at: int, one: Split, other: Split) -> tuple[float, ...]:
-        """Return how long the inputs of each rank take to come."""
+        """Return the seconds in which each rank receives the input."""
         given, layer = self.graph[source], self.graph[at]
         key = (*_kind(given), *_kind(layer), one, other)
         if key not in self._seen:
@@ -78,14 +78,14 @@ class SplitCosts:
         return tuple(found)
 
     def total(self, choice: Sequence[Split]) -> float:
-        """Return the seconds of a step with a configuration for each layer, one after another."""
+        """Return the seconds of a step with a configuration for each layer, without overlap."""
         edges = ((source, at) for at, layer in enumerate(self.graph) for source in layer.inputs)
         moved = sum(self.transfer(a, b, choice[a], choice[b]) for a, b in edges)
         return moved + sum(self.own(at, split) for at, split in enumerate(choice))
 
 
 def _kind(layer: Layer) -> tuple[object, ...]:
-    """Return all of a layer that transfers follow from."""
+    """Return a cache key of a layer: equal keys have equal transfers."""
     return (
         layer.kind,
         bool(layer.reduced),
@@ -95,11 +95,11 @@ def _kind(layer: Layer) -> tuple[object, ...]:
     )
 
 
-_Region = Mapping[str, tuple[float, float]]  # from where to where, as parts of one
+_Region = Mapping[str, tuple[float, float]]  # (begin, end) of each dimension, as fractions
 
 
 def _region(layer: Layer, split: Split, rank: int) -> dict[str, tuple[float, float]]:
-    """Return what a rank computes of a layer's output."""
+    """Return the region of a layer's output that a rank computes."""
     found = dict.fromkeys(layer.dims, (0.0, 1.0))
     for name, count in reversed(split):
         rank, place = divmod(rank, count)
@@ -108,7 +108,7 @@ def _region(layer: Layer, split: Split, rank: int) -> dict[str, tuple[float, flo
 
 
 def _needed(given: Layer, layer: Layer, region: _Region) -> dict[str, tuple[float, float]]:
-    """Return what a layer needs of an input for a region of its output."""
+    """Return the region of an input that a layer needs for a region of its output."""
     found = {}
     for name, size in given.dims.items():
         is_whole = name not in region
@@ -140,10 +140,10 @@ class Chosen:
 
 
 def optcnn(costs: SplitCosts) -> Chosen:
-    """Return the configurations with the least seconds: exact, by elimination of layers.
+    """Return the configurations with the least seconds. The result is exact, by elimination of layers.
 
     Raises:
-        ConfigError: the layers feed each other in too many ways.
+        ConfigError: the graph is too densely connected for elimination.
     """
     own = [np.array([costs.own(at, each) for each in splits]) for at, splits in enumerate(costs.splits)]
     between: dict[tuple[int, int], _Floats] = {}
@@ -161,12 +161,13 @@ def optcnn(costs: SplitCosts) -> Chosen:
 def least_choice(
     own: Sequence[npt.ArrayLike], between: Mapping[tuple[int, int], npt.ArrayLike]
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the least sum of what each of several nodes and pairs of nodes cost, and the choice of each
-    node. A node with two neighbours or fewer goes into a table of these; where there is none, the choices of
-    one node are tried one after another.
+    """Minimize the sum of the costs of nodes and of pairs of nodes. Return it with the choice of each node.
+
+    A node with at most two neighbours is eliminated into a table of these. If no such node exists, the
+    choices of one node are enumerated.
 
     Raises:
-        ConfigError: too many nodes would have to be tried so.
+        ConfigError: too many nodes would have to be enumerated.
     """
     nodes = {at: np.asarray(each, dtype=np.float64) for at, each in enumerate(own)}
     edges: dict[int, dict[int, _Floats]] = {at: {} for at in nodes}
@@ -221,7 +222,7 @@ def _eliminate(
 def _fixed(
     nodes: dict[int, _Floats], edges: dict[int, dict[int, _Floats]], most_fixed: int
 ) -> tuple[float, dict[int, int]]:
-    """Return the least over all choices of the node with most neighbours."""
+    """Enumerate the choices of the node with the most neighbours, and return the best result."""
     if most_fixed == 0:
         raise ConfigError("the layers feed each other in too many ways for an exact search")
     node = max(nodes, key=lambda at: (len(edges[at]), -at))
@@ -242,8 +243,9 @@ def _fixed(
 
 
 def one_weird_trick(costs: SplitCosts) -> Chosen:
-    """Return data parallelism for layers with more activations than parameters, as convolutions are, and
-    model parallelism for the others, as most linear layers are. All else follows its input."""
+    """Return data parallelism for layers with more activations than parameters (such as convolutions), and
+    model parallelism for the others (such as most linear layers). Layers without contraction follow their
+    input."""
     found: list[Split] = []
     for layer in costs.graph:
         if layer.kind not in CONTRACTING and layer.inputs:

@@ -1,4 +1,5 @@
-"""The table of systems: what each decides, which of its plans run here, and how it plans."""
+"""The table of planning systems: what each one decides, which of its plans run here, and its search
+function."""
 
 from __future__ import annotations
 
@@ -36,9 +37,15 @@ _DEFAULT_ANNOTATIONS = {"inputs": "split:sample"}
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What a system plans: a ``model`` that ``run_of`` runs, over ``ranks`` with ``batch`` samples in a step
-    of all, with ``capacity`` on each. ``annotations``: of tensors, by name, for systems that take them;
-    ``seed``: of systems that search at random."""
+    """The input of a system's search.
+
+    Attributes:
+        run_of: returns the function that runs ``model`` on a number of samples.
+        batch: number of samples in a step of all ranks.
+        capacity: budget of each rank.
+        annotations: annotations of tensors by name, for systems that use them.
+        seed: seed of systems that search at random.
+    """
 
     searching: Search
     model: nn.Module
@@ -56,20 +63,25 @@ class Asked:
 
     @cached_property
     def graph(self) -> LayerGraph:
-        """The layers of the model. Raises ConfigError as :func:`capture`."""
+        """The layers of the model. Raises the errors of :func:`capture`."""
         return capture(self.searching, self.model, self.run_of, self.batch)
 
     @cached_property
     def splits(self) -> SplitCosts:
-        """The costs of splits of the layers."""
+        """The costs of the layers' splits."""
         return SplitCosts(self.graph, self.ranks, self.searching.speeds)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a system found. ``rows``: what has which strategy; ``seconds``: of a step, by resource;
-    ``device_bytes``: the most that a rank holds, None where the system does not look at memory;
-    ``differs``: what would have to be uniform to run, nothing: ``plan`` runs."""
+    """The result of a system.
+
+    Attributes:
+        rows: (part of the model, its strategy), for display.
+        seconds: of a step, by resource.
+        device_bytes: peak bytes of a rank; None if the system ignores memory.
+        differs: what must be made uniform for the plan to run; empty: ``plan`` runs.
+    """
 
     step_seconds: float
     rows: tuple[tuple[str, str], ...]
@@ -81,8 +93,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class System:
-    """A system of the survey. ``decides``: its space; ``runs``: which of its plans run here; ``plan``: None
-    where nothing fits."""
+    """A system of the survey. ``decides``: its search space; ``runs``: which of its plans run here; ``plan``:
+    its search, which returns None if nothing fits."""
 
     title: str
     decides: str
@@ -94,7 +106,7 @@ class System:
 
 
 def answer_of(plan: LayerwisePlan, price: PlanPrice) -> Answer:
-    """Return the answer that is a strategy for each block."""
+    """Return a layerwise plan and its price as an answer."""
     device_bytes = max(each.device_bytes for each in price.ranks)
     return Answer(price.step_seconds, _rows(plan), price.seconds, device_bytes, plan.not_uniform(), plan)
 
@@ -127,7 +139,7 @@ def _alpa(asked: Asked) -> Answer | None:
 
 
 def _uniform(asked: Asked, strategy: Strategy) -> tuple[LayerwisePlan | None, tuple[str, ...]]:
-    """Return the plan with one strategy for all blocks, or why the model does not take it."""
+    """Return the plan with one strategy for all blocks, or why the model does not support it."""
     try:
         asked.searching.figures_of(Part(strategy.tp), 2)
     except ConfigError as error:
@@ -138,7 +150,7 @@ def _uniform(asked: Asked, strategy: Strategy) -> tuple[LayerwisePlan | None, tu
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Return layers with what they have; those that differ in their numbers alone once, with how many."""
+    """Merge rows that differ only in the numbers in their names into one row with a count."""
     found: dict[tuple[str, str], list[str]] = {}
     for name, text in pairs:
         found.setdefault((re.sub(r"\d+", "*", name), text), []).append(name)
@@ -178,7 +190,7 @@ def _optcnn(asked: Asked) -> Answer:
 
 def _flexflow(asked: Asked) -> Answer:
     found = _split_answer(asked, flexflow(asked.splits, seed=asked.seed))
-    # Transfers and exchanges overlap with computing, so what each takes does not add up.
+    # Transfers and exchanges overlap with computing, so their times do not add up.
     alone = ("without overlap", f"{sum(found.seconds.values()):.4g} s a step")
     return replace(found, seconds={}, rows=(alone, *found.rows))
 
@@ -205,8 +217,8 @@ def _mesh_tensorflow(asked: Asked) -> Answer:
 def _strategy_of(
     graph: Named, layout: Mapping[str, int], mesh: Sequence[int]
 ) -> tuple[Strategy | None, tuple[str, ...]]:
-    """Return the strategy that a layout is here: samples are dp, and all channels within blocks tp; or what
-    would have to be otherwise."""
+    """Return the strategy that equals a layout: cut samples are dp, cut channels within all blocks are tp. If
+    there is none, return what must change."""
     rows = list(zip(graph.graph, graph.outputs, graph.reduced, strict=True))
     passed = {output["channel"] for layer, output, _ in rows if layer.kind in ("sum", "norm")}
     inner = {output["channel"] for layer, output, _ in rows if layer.kind in CONTRACTING} - passed
@@ -310,7 +322,7 @@ SYSTEMS: Mapping[str, System] = {
 
 
 def system(name: str) -> System:
-    """Return a system of the table. Raises ConfigError where there is none of the name."""
+    """Return a system by name. Raises ConfigError if the name is unknown."""
     if name not in SYSTEMS:
         raise ConfigError(f"there is no space {name!r}; give list, or one of {', '.join(SYSTEMS)}")
     return SYSTEMS[name]

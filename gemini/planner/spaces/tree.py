@@ -1,8 +1,8 @@
 """Galvatron's decision trees: the candidates for the strategy of a layer.
 
-A pipeline divides the ranks evenly into stages. The ranks of a stage are the leaves of a tree: each level
-divides them by one of data parallelism (``dp``), sharded data parallelism (``sdp``, ZeRO 3) and tensor
-parallelism (``tp``), by a power of two from 2 on, and no method comes twice.
+A pipeline divides the ranks evenly into stages. The ranks of a stage are the leaves of a tree. Each level
+divides them by data parallelism (``dp``), sharded data parallelism (``sdp``, ZeRO 3) or tensor parallelism
+(``tp``), by a power of two from 2 on. No method occurs twice.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ _MOST_RANKS = 2**16
 
 @dataclass(frozen=True)
 class Candidate:
-    """How ranks share a layer. ``levels``: methods with their degrees, from the root of a tree on;
-    ``recompute``: backward computes the layer again."""
+    """How ranks share a layer. ``levels``: (method, degree) from the root of the tree; ``recompute``: the
+    layer is recomputed in backward."""
 
     pp: int
     levels: tuple[tuple[str, int], ...]
     recompute: bool = False
 
     def degree(self, method: str) -> int:
-        """Return the degree of a method; 1 where it has no level."""
+        """Return the degree of a method; 1 if it has no level."""
         return dict(self.levels).get(method, 1)
 
     def __str__(self) -> str:
-        """Return it as ``pp 2, tp 2 > sdp 2, recompute``: the root is the first."""
+        """Return text such as ``pp 2, tp 2 > sdp 2, recompute``; the root comes first."""
         levels = " > ".join(f"{method} {degree}" for method, degree in self.levels)
         parts = [f"pp {self.pp}"] if self.pp > 1 or not levels else []
         return ", ".join([*parts, *([levels] if levels else []), *(["recompute"] if self.recompute else [])])
 
 
 def candidates(num_ranks: int, *, pruned: bool = True, recompute: bool = False) -> tuple[Candidate, ...]:
-    """Return all candidates for a layer on ``num_ranks`` ranks, by their pipeline degree.
+    """Return all candidates for a layer on ``num_ranks`` ranks, by pipeline degree.
 
-    ``pruned``: none has dp and sdp at once, for sdp alone is never worse (takeaway 3). ``recompute``: each
-    comes with and without recomputation.
+    ``pruned``: exclude dp combined with sdp, because sdp alone is never worse (takeaway 3 of Galvatron).
+    ``recompute``: yield each candidate with and without recomputation.
 
     Raises:
-        ConfigError: the number is no power of two.
+        ConfigError: the number is not a power of two.
     """
     if type(num_ranks) is not int or num_ranks < 1 or num_ranks & (num_ranks - 1) or num_ranks > _MOST_RANKS:
         raise ConfigError(
@@ -61,7 +61,7 @@ def candidates(num_ranks: int, *, pruned: bool = True, recompute: bool = False) 
 
 
 def counts(num_ranks: int, *, pruned: bool = True, recompute: bool = False) -> dict[int, int]:
-    """Return how many candidates each pipeline degree has. Raises as :func:`candidates`."""
+    """Return the number of candidates for each pipeline degree. Raises the errors of :func:`candidates`."""
     found: dict[int, int] = {}
     for each in candidates(num_ranks, pruned=pruned, recompute=recompute):
         found[each.pp] = found.get(each.pp, 0) + 1
@@ -69,7 +69,7 @@ def counts(num_ranks: int, *, pruned: bool = True, recompute: bool = False) -> d
 
 
 def _trees(leaves: int) -> Iterator[tuple[tuple[str, int], ...]]:
-    """Yield the levels of all trees with so many leaves."""
+    """Yield the levels of all trees with ``leaves`` leaves."""
     exponent = leaves.bit_length() - 1
     for height in range(min(exponent, len(METHODS)) + 1):
         for methods in permutations(METHODS, height):
@@ -78,7 +78,7 @@ def _trees(leaves: int) -> Iterator[tuple[tuple[str, int], ...]]:
 
 
 def _sums(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ordered sums of so many whole numbers above 0."""
+    """Yield all ordered sums of ``parts`` whole numbers above 0."""
     if parts == 0:
         if total == 0:
             yield ()
