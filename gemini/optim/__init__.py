@@ -1,4 +1,6 @@
-"""Optimizers: of plain parameters, Adam at the memory limit, and over the chunks of a managed model."""
+"""Optimizers: Adam at the memory limit, Lion, Lamb and Muon for plain or managed parameters, and
+GeminiOptimizer, which runs an optimizer over the chunks of a managed model.
+"""
 
 from gemini.optim.gemini_optimizer import GeminiAdamOptimizer, GeminiOptimizer
 from gemini.optim.kernel_adam import CPUAdam, FusedAdam, HybridAdam

@@ -1,4 +1,6 @@
-"""Updates that run inside a backward pass, each as soon as the gradients of its chunk group are complete."""
+"""BackwardUpdates: runs updates inside a backward pass, each as soon as the gradients of its chunk group are
+complete.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from gemini.runtime import ChunkGroup, GeminiManager, ManagedSlot, ModelStorage
 
 logger = logging.getLogger(__name__)
 
-# Passes in a row that make fewer gradients of a group than one before, until that is what is expected.
+# After this many passes in a row with fewer gradients of a group, the lower count becomes the expected one.
 _PATIENCE = 3
 
 _UNFINISHED = "a backward pass updated some parameters, and step() has not updated the others"
@@ -33,17 +35,17 @@ _APPLIED = (
 
 class _UpdatePhase(Enum):
     IDLE = auto()  # no pass has updated anything since the last step
-    RUNNING = auto()  # a pass that updates is under way
-    APPLIED = auto()  # it has ended; step() comes next
+    RUNNING = auto()  # a pass that updates is running
+    APPLIED = auto()  # the pass has ended; step() must come next
 
 
 class BackwardUpdates:
-    """Decides when the update of a group runs: once as many gradients of it have arrived as in any pass
-    before, unless hooks of the user are to see them, or the trace says that the weights are used again.
+    """Decides when the update of a group runs in backward: once as many of its gradients have arrived as in
+    any earlier pass, unless user hooks must see them first or the trace says that the weights are used again.
 
-    What it does not run, for a pass before did other things or a chunk could not be had, :meth:`finish`
-    leaves to the step. From the first update to the end of the step weights count as incomplete; what was
-    updated is locked while the pass goes on, and everything from its end to the step.
+    :meth:`finish` leaves the other updates to the step, for example after a pass that differed, or if a chunk
+    could not be fetched. From the first update to the end of the step, weights count as incomplete. Updated
+    tensors are locked until the pass ends, and all tensors from then until the step.
     """
 
     def __init__(
@@ -53,29 +55,31 @@ class BackwardUpdates:
         make_update: Callable[[ChunkGroup], ChunkUpdate | None],
         completeness: Completeness,
     ) -> None:
-        """``make_update``: a method that returns the update of what has a gradient in a group, its step
-        counted. Its object is not kept alive: it knows the parameters, whose hooks know this one."""
+        """``make_update``: a method that returns the update of a group, or None if nothing there has a
+        gradient, and counts its step. Held weakly: its object refers to the parameters, whose hooks refer to
+        this object.
+        """
         self._manager = manager
         self._storage = storage
         self._make_update = WeakMethod(make_update)
         self._completeness = completeness
         self._state = _UpdatePhase.IDLE
-        self._expected: Counter[ManagedSlot] = Counter()  # the most gradients that a pass has made
-        self._waited: Counter[int] = Counter()  # passes in a row that made fewer, by group
+        self._expected: Counter[ManagedSlot] = Counter()  # the most gradients that a pass produced
+        self._waited: Counter[int] = Counter()  # by group: passes in a row that produced fewer
         self._arrived: Counter[ManagedSlot] = Counter()
-        self._watched: set[ManagedSlot] = set()  # of those that have arrived
-        self._missing: Counter[int] = Counter()  # gradients yet to come in this pass, by group
+        self._watched: set[ManagedSlot] = set()  # arrived, and user hooks see them next
+        self._missing: Counter[int] = Counter()  # by group: gradients still to come in this pass
         self._updated: dict[ManagedSlot, Any] = {}  # since the last step
         self._unfinished: list[ChunkUpdate] = []
 
     @property
     def awaits_step(self) -> bool:
-        """Whether a backward pass has run to its end and updated parameters, and step() comes next."""
+        """Whether a backward pass has ended after updating parameters, so that step() must come next."""
         return self._state is _UpdatePhase.APPLIED
 
     @contextmanager
     def backward_pass(self, *, last: bool) -> Iterator[None]:
-        """Update within the block, a backward pass; ``last`` says that it is the last one before step()."""
+        """Run a backward pass in the block, with updates if it is the ``last`` one before step()."""
         self._reset()
         if last and self._expected and self._manager.can_defer_updates:
             self._state = _UpdatePhase.RUNNING
@@ -84,7 +88,7 @@ class BackwardUpdates:
         try:
             yield
         except BaseException:
-            self._reset()  # what was updated stays so, and nobody may go on from there
+            self._reset()  # updated parameters stay updated: training cannot go on from here
             raise
         self._learn()
         self._state = _UpdatePhase.IDLE
@@ -93,7 +97,7 @@ class BackwardUpdates:
             self._lock_all()
 
     def note(self, slot: ManagedSlot, *, is_watched: bool) -> None:
-        """A gradient has arrived in its chunk; ``is_watched``: hooks of the user are to see it next."""
+        """Record a gradient that arrived in its chunk. ``is_watched``: hooks of the user will see it next."""
         self._arrived[slot] += 1
         if is_watched:
             self._watched.add(slot)
@@ -109,10 +113,10 @@ class BackwardUpdates:
             self._run(group)
 
     def finish(self, update: Callable[[], None], hypers: Mapping[ManagedSlot, Any]) -> None:
-        """End the step: run what is unfinished, then ``update``, which updates what else has a gradient.
+        """End the step: run the unfinished updates, then ``update``, which updates all remaining gradients.
 
         Raises:
-            StateError: ``hypers`` are not those of the updates that ran.
+            StateError: ``hypers`` differ from those of the updates that ran.
         """
         changed = [slot.name for slot, hyper in self._updated.items() if hypers.get(slot) != hyper]
         if changed:
@@ -135,7 +139,9 @@ class BackwardUpdates:
         self._reset()
 
     def _learn(self) -> None:
-        """Expect as many gradients as this pass has made, or more, unless the last passes made fewer."""
+        """Set the expected number of gradients from this pass. A lower number counts only after several
+        passes.
+        """
         for group in self._storage.groups:
             arrived = {slot: self._arrived[slot] for slot in group.slots}
             fewer = any(count < self._expected[slot] for slot, count in arrived.items())
@@ -159,7 +165,7 @@ class BackwardUpdates:
         self._manager.lock.add(tensors, _APPLIED)
 
     def _is_complete(self, group: ChunkGroup) -> bool:
-        """Whether what has a gradient there got it, or more of it, in this pass."""
+        """Whether every parameter of the group that has a gradient received one in this pass."""
         return all(self._arrived[slot] for slot in group.slots if slot.has_grad)
 
     def _run(self, group: ChunkGroup) -> None:
@@ -177,7 +183,7 @@ class BackwardUpdates:
             update.run_now()
             self._unfinished.remove(update)
         except (OutOfBudgetError, IoError) as error:
-            logger.info("an update waits for step(): %s", error)  # which raises if it still cannot be done
+            logger.info("an update waits for step(): %s", error)  # step() raises if it still fails
         finally:
             manager.enter(phase)
             manager.lock.add([tensor for slot in update.steps for tensor in _own(slot)], _AGAIN)
@@ -188,6 +194,6 @@ def _own(slot: ManagedSlot) -> tuple[int, ...]:
 
 
 def _tensors(group: ChunkGroup) -> list[int]:
-    """Return the tensors of a group that a program can get at."""
+    """Return the tensors of a group that user code can access."""
     found = [tensor for slot in group.slots for tensor in slot.param_ref.tensors]
     return found + [t for slot in group.slots if slot.grad is not None for t in slot.grad.update_tensors]

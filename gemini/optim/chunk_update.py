@@ -1,4 +1,6 @@
-"""The update of one chunk group, as a step decided it: run inside the step, or when the group is needed."""
+"""ChunkUpdate: the update of one chunk group, captured by ``step()`` and run in it or before the group's next
+use.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _HALF_UPDATED = "the last step failed half-way and updated only some parameters"
 
 
 class _Operator(Protocol):
-    """Pins tensors for a block, on DEVICE or on HOST; those in ``dirty`` as written ones."""
+    """Context manager factory: pins tensors on DEVICE or HOST for a block, and marks those in ``dirty`` as
+    written.
+    """
 
     def __call__(
         self, tensors: list[int], dirty: list[int], *, on_host: bool = False
@@ -31,32 +35,34 @@ class _Operator(Protocol):
 
 
 class Completeness:
-    """Whether weights and states belong together: every change that was begun has been finished, or both were
-    loaded since."""
+    """Tracks whether weights and states belong together: every change that began has finished, or both were
+    loaded since.
+    """
 
     def __init__(self, weights: Mixture) -> None:
         self._weights = weights
-        self._states = ""  # what failed half-way
+        self._states = ""  # describes the change that failed half-way
 
     @property
     def broken(self) -> str:
-        """What failed half-way, empty where nothing did."""
+        """Describe the change that failed half-way; "" if there is none."""
         return self._states or self._weights.reason
 
     @property
     def lacks_weights_alone(self) -> bool:
-        """Whether the states were loaded since, and weights are to be."""
+        """Whether the states have been loaded since the failure and only the weights have not."""
         return not self._states and bool(self._weights.reason)
 
     def begin(self, broken: str) -> None:
-        """Count as ``broken`` until :meth:`clear`."""
+        """Mark as ``broken`` until :meth:`clear`."""
         self._weights.begin(broken)
         self._states = broken
 
     @contextmanager
     def change(self, broken: str = _HALF_UPDATED) -> Iterator[None]:
-        """Count as ``broken`` during the block, which changes weights and states, and, where it raises, from
-        then on."""
+        """Mark as ``broken`` during the block, which changes weights and states; if the block raises, the
+        mark stays.
+        """
         with self._weights.change(broken):
             before, self._states = self._states, broken
             yield
@@ -64,23 +70,24 @@ class Completeness:
 
     @contextmanager
     def load_states(self) -> Iterator[None]:
-        """Count as broken during the block, which replaces all states, and, where it raises, from then on;
-        after it, states are not what is broken."""
+        """Mark as broken during the block, which replaces all states; if it raises, the mark stays.
+        Afterwards only the weights can be broken.
+        """
         self._states = HALF_LOADED
         yield
         self._states = ""
 
     def clear(self) -> None:
-        """Weights and states belong together: they were loaded, or what was begun is done."""
+        """Mark as complete: weights and states were loaded, or the change has finished."""
         self._states = ""
         self._weights.clear()
 
 
 class ChunkUpdate:
-    """An update rule on the parameters of one group that have a gradient, one state piece at a time.
+    """Runs an update rule on the parameters of one group that have a gradient, one state piece at a time.
 
-    Everything that the result depends on is captured: hyper-parameters, step numbers, scaling. See
-    :class:`gemini.runtime.gate.waiting.PendingUpdate` for what may be done with it. Not thread-safe.
+    Everything that affects the result is captured: hyper-parameters, step numbers, scaling.
+    :class:`gemini.runtime.gate.waiting.PendingUpdate` says how it may be used. Not thread-safe.
     """
 
     def __init__(
@@ -94,9 +101,19 @@ class ChunkUpdate:
         room: Room | None = None,
         part: int | None = None,
     ) -> None:
-        """``order``: the place of ``group`` among all. ``steps``: what to do, for each of its parameters that
-        has a gradient. ``rule``: what updates them. ``room``: where parameters are whole of which ranks have
-        parts. ``part``: of the group's, to be updated by itself; None: all."""
+        """Capture an update.
+
+        Args:
+            manager: the manager of the model.
+            group: the chunk group.
+            order: the index of ``group`` among all groups.
+            steps: the step of each parameter of the group that has a gradient.
+            completeness: marked as broken while values change.
+            rule: the rule that updates them.
+            room: the memory in which parameters that are split over ranks become whole; for rules that need
+                whole parameters, over ranks.
+            part: the index of one part of a cut group, which is updated by itself; None: the whole group.
+        """
         self.order = order, part or 0
         self.has_moments = group.choice is None
         chunk_of = manager.chunks.table.chunk_of
@@ -110,18 +127,18 @@ class ChunkUpdate:
             pieces = [piece for piece in pieces if start <= piece.start < stop]
             self.tensors, self.gradients = _tensors_of_part(group, part, pieces)
             self.chunks = frozenset()
-        self._repeated: list[Mapping[ManagedSlot, UpdateStep]] = []  # of later steps, first one first
+        self._repeated: list[Mapping[ManagedSlot, UpdateStep]] = []  # steps of later updates, oldest first
         self._manager = manager
         self._group = group
         self.steps = steps
         self._completeness = completeness
         self._rule = rule
-        self._used = list(steps) if part is None else []  # what has a gradient to be given up at the end
-        self._rewritten: frozenset[int] | None = None  # tensors that are newer than their masters
-        self._begun: list[tuple[_Piece, GivenWork]] = []  # what the CPU is at, pinned on HOST
+        self._used = list(steps) if part is None else []  # slots with gradients to free at the end
+        self._rewritten: frozenset[int] | None = None  # parameters written by the user since their masters
+        self._begun: list[tuple[_Piece, GivenWork]] = []  # pieces that the CPU is updating, pinned on HOST
         self._left: list[_Piece | WholeParameter]
         if self._rule.whole and manager.sharding is not None:
-            assert room is not None  # it came with the states
+            assert room is not None  # made together with the states
             ranks = manager.sharding, room
             self._left = [
                 WholeOverRanks(group, slot, step.states, chunk_of, *ranks) for slot, step in steps.items()
@@ -136,7 +153,7 @@ class ChunkUpdate:
             self._own = pieces
             self._left = self._pieces(steps)
         here = {slot for piece in self._left for slot in piece.slots}
-        # Parameters with all elements on other ranks.
+        # Parameters with no element on this rank.
         self._elsewhere = [slot for slot in steps if slot not in here and not self._rule.whole]
 
     def _pieces(self, steps: Mapping[ManagedSlot, UpdateStep]) -> list[_Piece | WholeParameter]:
@@ -150,12 +167,12 @@ class ChunkUpdate:
 
     @property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
-        """The chunks, ascending, that each operator still to run needs at once."""
+        """For each remaining operator, the chunks, ascending, that it needs at once."""
         return tuple(piece.chunks for piece in self._left) if self.has_moments else ()
 
     @property
     def can_begin(self) -> bool:
-        """Whether all of it belongs on HOST and none of it was begun."""
+        """Whether :meth:`begin` may run: all of the update belongs on HOST, and none of it has begun."""
         is_on_host = self._manager.order.is_on_host
         alone = self._manager.sharding is None and not self._begun and bool(self._left)
         return (
@@ -166,55 +183,56 @@ class ChunkUpdate:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the CPU is at a part of it, or has done it since."""
+        """Whether the CPU runs, or has run, a part of it in the background."""
         return bool(self._begun)
 
     def begin(self) -> None:
-        """Begin all pieces, by the CPU in the background; those that cannot be had on HOST are updated on
-        DEVICE now. Raises as :meth:`run`."""
+        """Start all pieces on the CPU in the background. Pieces that HOST cannot hold are updated on DEVICE
+        now. Raises like :meth:`run`.
+        """
         with OutsideTransforms():
             self._manager.shortage.twice(lambda: self._begin(self._manager.updates.late))
 
     def settle(self) -> None:
-        """Wait for what was begun; the caller unpins everything."""
+        """Wait for the background work; the caller unpins everything."""
         while self._begun:
             self._wait_for_first()
             del self._begun[0]
 
     def run_now(self) -> None:
-        """Run the update inside the step: each piece is a moment of it."""
+        """Run the update inside the step; each piece is one moment."""
         updates = self._manager.updates
         operator = updates.inside if self.has_moments else updates.beside
         self._manager.shortage.twice(lambda: self._run(operator))
 
     def run(self) -> None:
-        """Update what is left, then give the gradients up.
+        """Update the remaining pieces, then free the gradients.
 
         Raises:
-            OutOfBudgetError, IoError: a chunk could not be had. Pieces updated so far stay updated; calling
-                again goes on with the others.
+            OutOfBudgetError, IoError: a chunk could not be fetched. Pieces updated so far stay updated;
+                another call goes on with the remaining ones.
         """
         updates = self._manager.updates
         operator = updates.late if self.has_moments else updates.beside
-        with OutsideTransforms():  # of torch.func, in which what needs it may be
+        with OutsideTransforms():  # the use that needs the update may be inside a torch.func transform
             self._manager.shortage.twice(lambda: self._run(operator))
             while self._repeated:
                 self._begin_next()
                 self._manager.shortage.twice(lambda: self._run(operator))
 
     def repeat(self, update: PendingUpdate) -> None:
-        """Do what ``update``, of the same part at a later step, does, once this one has run."""
+        """Run ``update``, of the same part at a later step, after this one."""
         assert isinstance(update, ChunkUpdate)
         self._repeated.append(update.steps)
 
     def _begin_next(self) -> None:
         steps = self._repeated[0]
         left = self._pieces(steps)
-        # Nothing is called from here on: Ctrl-C comes before or after all of it.
+        # No calls below: Ctrl-C arrives before or after all of these assignments.
         self.steps, self._rewritten, self._left = steps, None, left
         del self._repeated[0]
 
-    @paused_collector()  # a part makes some objects, which all go at its end
+    @paused_collector()  # many short-lived objects, all freed at the end
     @shown_as("update")
     def _begin(self, operator: _Operator) -> None:
         rewritten = self._taken_rewritten()
@@ -235,7 +253,7 @@ class ChunkUpdate:
             self._update(self._left[0], rewritten, operator)
         if self._rule.keeps_small and self._elsewhere:
             self._step_elsewhere()
-        while self._used:  # once each: where this runs again, others may have come to their places
+        while self._used:  # free each once: on a rerun, new gradients may have taken their places
             self._used[-1].trainable_grad.end_update()
             del self._used[-1]
 
@@ -248,7 +266,7 @@ class ChunkUpdate:
         return self._rewritten
 
     def _update(self, left: _Piece | WholeParameter, rewritten: frozenset[int], operator: _Operator) -> None:
-        """Update the elements of a piece, everything they need pinned at once."""
+        """Update one piece, with everything that it needs pinned at once."""
         if isinstance(left, WholeParameter):
             self._update_whole(left, rewritten, operator)
             return
@@ -267,7 +285,7 @@ class ChunkUpdate:
             self._manager.chunks.leave(left.kept)
 
     def _parts(self, left: _Piece, rewritten: frozenset[int]) -> list[Part]:
-        """Return what the rule updates of a piece, which is pinned."""
+        """Return the parts of a pinned piece as the rule takes them."""
         piece, places = left.piece, left.piece.places
         param, *_ = self._group.updated
         memory = [param.tensor, *(chunk.tensor for chunk in piece.chunks.values())]
@@ -280,7 +298,7 @@ class ChunkUpdate:
                 place = places.by_slot[slot] = self._place(left, slot)
             grad = slot.trainable_grad.flat(place.first, place.stop)
             if place.half_out is not None and self._is_newer(slot, piece, rewritten):
-                place.values.copy_(place.half_out)  # the master follows the parameter, which user code wrote
+                place.values.copy_(place.half_out)  # user code wrote the parameter: copy it to the master
             step = self.steps[slot]
             parts.append(
                 Part(place.values, grad, place.states, place.half_out, step, place.first, place.kept)
@@ -288,7 +306,7 @@ class ChunkUpdate:
         return parts
 
     def _place(self, left: _Piece, slot: ManagedSlot) -> Place:
-        """Return the part of a piece that belongs to a parameter."""
+        """Return the memory of one parameter within a piece."""
         piece, group = left.piece, self._group
         start, stop = slot.overlapping(piece)
         here = slice(start - piece.start, stop - piece.start)
@@ -303,7 +321,9 @@ class ChunkUpdate:
         return Place(values, half_out, states, start - slot.start, stop - slot.start, {})
 
     def _is_newer(self, slot: ManagedSlot, piece: StatePiece, rewritten: frozenset[int]) -> bool:
-        """Say whether user code has written to what the parameter has in ``piece`` since its last update."""
+        """Return whether user code has written the parameter's elements in ``piece`` since their
+        last update.
+        """
         if not rewritten:
             return False
         tensors = slot.param_ref.tensors
@@ -328,7 +348,9 @@ class ChunkUpdate:
         left.end(self._manager.chunks)
 
     def _step_elsewhere(self) -> None:
-        """Have small states take the step, too, where other ranks have all elements of their parameters."""
+        """Step the small states of parameters with all elements on other ranks: small states are the same
+        everywhere.
+        """
         none = torch.empty(0, dtype=self._group.plan.updated_dtype, device="cpu")
         parts = []
         for step in (self.steps[slot] for slot in self._elsewhere):
@@ -338,8 +360,9 @@ class ChunkUpdate:
             self._rule.prepare(parts, "cpu")()
 
     def _belongs_on_host(self, left: _Piece) -> bool:
-        """Whether the CPU updates the piece on HOST. What it needs may also not be had there, or have to be
-        copied from DEVICE before; the update on DEVICE gives the same bits."""
+        """Whether the CPU updates the piece on HOST. If not, for example because HOST lacks room or a copy
+        from DEVICE would be needed first, DEVICE updates it with the same bits.
+        """
         manager = self._manager
         return (
             manager.order.is_on_host(left.chunks)
@@ -363,7 +386,7 @@ class ChunkUpdate:
         return prepare_on_host(self._manager.chunks, self._group, left.piece, parts, by, aside)
 
     def _give(self, left: _Piece, rewritten: frozenset[int]) -> None:
-        """Pin a piece on HOST, have the CPU update it, and leave it pinned."""
+        """Pin a piece on HOST and start its update on the CPU; it stays pinned."""
         updates = self._manager.updates
         updates.pin_late(left.written + left.grads, on_host=True)
         try:
@@ -376,14 +399,17 @@ class ChunkUpdate:
         work.give(updates.thread)
 
     def _take_back(self) -> None:
-        """Wait until the CPU has updated the piece that was begun first, and unpin it."""
+        """Wait until the CPU has updated the oldest piece that was started, and unpin it."""
         left = self._wait_for_first()
         del self._begun[0]
         self._manager.updates.unpin(left.written + left.grads, left.written)
 
     def _wait_for_first(self) -> _Piece:
-        """Wait for the piece that was begun first, and return it. What raised is told of once: it stays
-        pinned until everything is unpinned, and the optimizer goes on after a load alone."""
+        """Wait for the oldest piece that was started, and return it.
+
+        Its error is raised only once. The piece then stays pinned until everything is unpinned, and the
+        optimizer goes on only after a load.
+        """
         left, work = self._begun[0]
         try:
             work.wait(self._manager.updates.thread)
@@ -394,12 +420,14 @@ class ChunkUpdate:
         return left
 
     def _prepare(self, parts: Sequence[Part]) -> Callable[[], object]:
-        """Return what updates the memory of ``parts``, which is pinned."""
+        """Return a function that updates the pinned memory of ``parts``."""
         return self._rule.prepare(parts, self._group.param.tensor.device)
 
 
 class _Piece:
-    """A state piece still to be updated, the parameters that have elements in it, and what they need."""
+    """A state piece still to be updated, the parameters with elements in it, and the tensors that
+    this needs.
+    """
 
     def __init__(
         self,
@@ -421,18 +449,18 @@ class _Piece:
 
 
 def _unmade(left: _Piece | WholeParameter) -> list[int]:
-    """Return the tensors of gradients of ``left`` that have nothing yet."""
+    """Return the gradient tensors of ``left`` that have no values yet."""
     return [tensor for grad, *place in left.places for tensor in grad.unmade_under(*place)]
 
 
 def _make(left: _Piece | WholeParameter) -> None:
-    """Have all gradients of ``left``, which is pinned, be there."""
+    """Create the missing gradients of ``left``, which is pinned."""
     for grad, *place in left.places:
         grad.make_under(*place)
 
 
 def _end(left: _Piece | WholeParameter) -> None:
-    """Give up the gradients that ``left`` has used, as far as they move by themselves."""
+    """Free the gradients that ``left`` has used, if they are chunk parts that can be freed separately."""
     for grad, *place in left.places:
         grad.end_under(*place)
 
@@ -442,7 +470,7 @@ def _touched(piece: StatePiece, steps: Mapping[ManagedSlot, UpdateStep]) -> list
 
 
 def _tensors(group: ChunkGroup) -> tuple[int, ...]:
-    """Return every tensor that lies in a chunk of the group."""
+    """Return all tensors in the chunks of a group."""
     params = dict.fromkeys(tensor for slot in group.slots for tensor in slot.param_ref.tensors)
     values = [tensor for tensor in group.value_tensors(group.slots) if tensor not in params]
     grads = [t for slot in group.slots if slot.grad is not None for t in slot.grad.update_tensors]
@@ -453,7 +481,7 @@ def _tensors(group: ChunkGroup) -> tuple[int, ...]:
 def _tensors_of_part(
     group: ChunkGroup, part: int, pieces: Sequence[StatePiece]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Return every tensor of one part of a group that is cut, and that of its gradient."""
+    """Return all tensors of one part of a cut group, and the tensors of its gradient."""
     params = [slot.param_ref.tensors[part] for slot in group.slots]
     grads = [slot.grad.update_tensors[part] for slot in group.slots if slot.grad is not None]
     states = [tensor for piece in pieces for tensor in piece.tensors.values()]

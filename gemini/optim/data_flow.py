@@ -1,4 +1,4 @@
-"""DataFlow: what operators make of parameters and gradients, followed while they run."""
+"""DataFlow: records which parameters each tensor depends on while operators run."""
 
 from __future__ import annotations
 
@@ -11,32 +11,37 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# They copy, fill or reshape, and make no element of others.
+# Operators that copy, fill or reshape and combine no elements.
 _COPIES = ("alias", "clone", "contiguous", "copy", "detach", "lift_fresh", "resolve_conj", "to_copy")
 _VIEWS = ("permute", "reshape", "reshape_alias", "squeeze", "t", "transpose", "unsqueeze", "view")
 _FILLS = ("empty_like", "fill", "full_like", "masked_fill", "ones_like", "zero", "zeros_like", "unsafe_view")
 _NEW = ("empty_strided", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 _STRUCTURAL = frozenset((*_COPIES, *_VIEWS, *_FILLS, *_NEW))  # without the _ of variants
 _REDUCED_LISTS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
-# What hands elements to code that no mode sees.
+# Functions that hand elements to code that no torch mode sees.
 _ESCAPES = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.data_ptr))
 
 
 class DataFlow:
-    """Follows values and gradients through all operators within a ``with`` block.
+    """Follows parameters and gradients through all operators within a ``with`` block.
 
-    Exact for the operators that run: each storage knows which parameters its contents depend on.
+    Exact for the operators that run: it knows for each storage which parameters its contents depend on.
+    Afterwards each attribute names the first operator of its kind, or is "":
 
-    ``mixed``: an operator that combined two parameters. ``gathered``: one that combined elements of one.
-    ``read``: one that made a Python number of elements. ``drawn``: one that drew random numbers. Empty where
-    there was none.
+    Attributes:
+        mixed: combined two parameters.
+        gathered: combined elements of one parameter.
+        read: turned elements into a Python value.
+        drawn: drew random numbers.
     """
 
     def __init__(self, owned: Iterable[Iterable[torch.Tensor]]) -> None:
         """``owned``: the tensors of each parameter."""
         self.mixed = self.gathered = self.read = self.drawn = ""
         self._owners: dict[int, frozenset[int]] = {}
-        self._kept: list[torch.UntypedStorage] = []  # so that none gets the address of one of before
+        self._kept: list[
+            torch.UntypedStorage
+        ] = []  # kept alive so that no new storage gets the address of an old one
         for owner, tensors in enumerate(owned):
             for tensor in tensors:
                 self._add(tensor, frozenset((owner,)))
@@ -53,7 +58,7 @@ class DataFlow:
         self._modes.close()
 
     def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        """An operator has run."""
+        """Record an operator that has run."""
         name = str(func._schema.name).rpartition("::")[2]
         values = [*args, *kwargs.values()]
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -80,12 +85,12 @@ class DataFlow:
             self._add(tensor, owners)
 
     def read_by(self, func: Callable[..., Any], args: Sequence[Any]) -> None:
-        """A function has taken elements out of tensors past all operators."""
+        """Record a function that read elements of tensors without an operator."""
         if self._owners_of(_tensors(args)):
             self.read = self.read or str(getattr(func, "__name__", func))
 
     def _note_lists(self, name: str, values: Sequence[Any], result: Any) -> None:
-        """An operator over lists has run, which makes each element of a list of those in its place."""
+        """Record an operator over lists; each output element depends on the inputs at its index."""
         lists = [value for value in values if isinstance(value, (list, tuple)) and _holds_tensors(value)]
         shared = self._owners_of(value for value in values if isinstance(value, torch.Tensor))
         made = [result] if isinstance(result, (list, tuple)) else []

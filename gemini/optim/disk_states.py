@@ -1,14 +1,13 @@
-"""Optimizer states that live in files, and their steps.
+"""Optimizer states in files, and the steps over them.
 
-The file is a row of batches of at most 4 MiB, each read and written by one aligned request. A batch holds
-segments: consecutive elements of one parameter, in its memory order, whole blocks except for its last, as one
-array after the other of its state. Of a parameter the file may have the first elements only: the rest of its
-state is a batch that stays in memory.
+A file is a sequence of batches of at most 4 MiB; one aligned request reads or writes a batch. A batch
+contains segments: consecutive elements of one parameter, in its memory order, in whole blocks except at its
+end, stored as one state array after another. The file may have only the first elements of a parameter; the
+states of the others form a batch that stays in memory.
 
-A pass goes over extents in order, through a ring of buffers. While one is being changed, the next ones are
-being read and the last ones written, so that the disk always has work. Passes follow each other in a circle:
-the first extents of the next pass are read ahead at the end of this one, and its last writes go on after it
-has returned.
+A pass visits extents in order, through a ring of buffers. While one is updated, the next ones are read and
+the last ones are written, so the disk is always busy. Passes are cyclic: at the end of a pass the first
+extents of the next pass are already read, and its last writes continue after it has returned.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from gemini.optim.step_rows import Member
 from gemini.system.threads import usable_processors
 
 NUM_BUFFERS = 8
-_MAX_AHEAD = NUM_BUFFERS // 2 + 1  # half are being read, one is being changed; the others are being written
+_MAX_AHEAD = NUM_BUFFERS // 2 + 1  # half are being read, one is being updated, the others are being written
 
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """A range of a file that one buffer holds; blocks of 4096 bytes."""
+    """A file range that fits one buffer, in blocks of 4096 bytes."""
 
     file: AsyncFile
     offset: int
@@ -52,7 +51,7 @@ class Extent:
 
 @dataclass(eq=False)
 class _Transfer:
-    """A buffer in use, which stays until the transfer has ended; ticket 0: nothing is being read into it."""
+    """A buffer in use until its transfer has ended. Ticket 0: nothing is being read into it."""
 
     extent: Extent
     slot: int
@@ -60,11 +59,11 @@ class _Transfer:
     ticket: int = 0
 
     def read(self) -> None:
-        """Begin to read the extent into the buffer."""
+        """Start reading the extent into the buffer."""
         self.ticket = self.extent.file.read(self.buffer.data_ptr(), self.extent.nbytes, self.extent.offset)
 
     def write(self) -> None:
-        """Begin to write the extent from the buffer."""
+        """Start writing the extent from the buffer."""
         self.ticket = self.extent.file.write(self.buffer.data_ptr(), self.extent.nbytes, self.extent.offset)
 
     def wait(self) -> None:
@@ -77,10 +76,12 @@ Visit = Callable[[int, torch.Tensor], None]
 
 
 class StateRing:
-    """Owns the buffers, closes the files; for the process that added the first file. Not thread-safe."""
+    """The ring of buffers. Owns them, and the files, which it closes; usable in the process that added the
+    first file. Not thread-safe.
+    """
 
     def __init__(self) -> None:
-        """Own nothing yet: memory is taken with the first file."""
+        """Make an empty ring: memory is allocated with the first file."""
         self._memory: torch.Tensor | None = None
         self._buffers: list[torch.Tensor] = []
         self._ahead: deque[_Transfer] = deque()  # the next extents of a pass, in order
@@ -89,10 +90,10 @@ class StateRing:
         self._owner: int | None = None
 
     def add(self, file: AsyncFile, extent_bytes: int) -> None:
-        """Take over ``file``, whose extents have at most ``extent_bytes``."""
+        """Take ownership of ``file``, with extents of at most ``extent_bytes``."""
         if self._owner is None:
             self._owner = os.getpid()
-            # Requests must end before the buffers go away, also when nobody calls close().
+            # Requests must end before the buffers are freed, even if close() is never called.
             weakref.finalize(self, _close, self._files, self._owner)
         self.settle()
         self._forget()
@@ -108,14 +109,14 @@ class StateRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """The bytes of the buffers."""
         return 0 if self._memory is None else self._memory.nbytes
 
     def update(self, extents: Sequence[Extent], old: Sequence[bool], visit: Visit) -> None:
-        """Read (where ``old``, else the buffer has anything), visit and write every extent.
+        """Read (if ``old``; else the buffer's bytes are arbitrary), visit and write every extent.
 
-        On return the last writes are under way, and first extents are being read for a next pass over the
-        same ones: see ``settle``.
+        On return the last writes may still run, and the first extents are being read for the next pass over
+        the same extents: see ``settle``.
 
         Raises:
             IoError: a transfer failed; some extents are new, others old.
@@ -124,14 +125,14 @@ class StateRing:
         self._pass(extents, old, visit, writes=True)
 
     def read(self, extents: Sequence[Extent], visit: Visit) -> None:
-        """Read and visit every extent. Raises as ``update``; nothing has changed."""
+        """Read and visit every extent. Raises like ``update``; the files are unchanged."""
         self._pass(extents, [True] * len(extents), visit, writes=False)
 
     def settle(self) -> None:
-        """Wait for the writes that the last pass left under way.
+        """Wait for the writes that the last pass started.
 
         Raises:
-            IoError: one has failed: what the extent has is undefined.
+            IoError: a write failed; the content of its extent is undefined.
             StateError: this is a forked child.
         """
         self._require_owner()
@@ -139,7 +140,7 @@ class StateRing:
             self._end_oldest_write()
 
     def close(self) -> None:
-        """End all requests, whatever happens to them, and close the files. Idempotent."""
+        """End all requests, ignoring their errors, and close the files. Idempotent."""
         if self._owner is not None:
             _close(self._files, self._owner)
         self._files.clear()
@@ -168,7 +169,9 @@ class StateRing:
     def _read_ahead(
         self, extents: Sequence[Extent], index: int, old: Sequence[bool], *, cyclic: bool
     ) -> None:
-        """Start reading until enough is ahead of ``index``; past the end, what the next pass starts with."""
+        """Start reads until enough extents after ``index`` are in flight; past the end, those that begin the
+        next pass.
+        """
         while len(self._ahead) < _MAX_AHEAD:
             at = index + len(self._ahead)
             has_content = at >= len(extents) or old[at]
@@ -192,19 +195,23 @@ class StateRing:
         return next(slot for slot in range(NUM_BUFFERS) if slot not in used)
 
     def _end_oldest_write(self) -> int:
-        """Return the buffer that is free now."""
+        """Wait for the oldest write and return the index of its buffer, now free."""
         self._behind[0].wait()
         return self._behind.popleft().slot
 
     def _forget(self) -> None:
-        """Give up what was read ahead. A read that failed is nobody's concern: it will be tried again."""
+        """Discard extents that were read ahead. Errors of these reads are ignored: the reads will be
+        repeated.
+        """
         while self._ahead:
             with contextlib.suppress(IoError):
                 self._ahead[0].wait()
             self._ahead.popleft()
 
     def _abandon(self) -> None:
-        """Let no request touch the buffers any more; what failed is being raised already."""
+        """Wait until no request uses the buffers. Errors are ignored: the first one is already
+        being raised.
+        """
         for file in self._files:
             with contextlib.suppress(IoError):
                 file.wait_all()
@@ -220,21 +227,21 @@ class StateRing:
 
 
 def _close(files: Sequence[AsyncFile], owner: int) -> None:
-    if os.getpid() == owner:  # else they are the parent's
+    if os.getpid() == owner:  # in a forked child the files belong to the parent
         for file in files:
             file.close()
 
 
 MAX_BATCH_BYTES = 4 * 2**20
 _MIN_BATCH_BYTES = 64 * 2**10
-_RING_SHARE = 40  # the buffers take at most this part of what is in the file, if that is not very little
-_LINE_BYTES = 64  # a cache line: where arrays start
+_RING_SHARE = 40  # the buffers take at most 1/40 of the file's size, unless the file is very small
+_LINE_BYTES = 64  # arrays start at cache lines
 
 State = Mapping[str, torch.Tensor]
 
 
 class Source(Enum):
-    """Where states come from that are not given as tensors."""
+    """The origin of states that are not given as tensors."""
 
     FILE = "file"
     ZERO = "zero"
@@ -242,7 +249,9 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class StateSegment:
-    """Elements ``start .. start + numel`` of a parameter; ``offsets``: of each array in the batch, bytes."""
+    """Elements ``start .. start + numel`` of a parameter. ``offsets``: bytes of each state array in the
+    batch.
+    """
 
     param: torch.Tensor
     start: int
@@ -252,7 +261,7 @@ class StateSegment:
 
 @dataclass(frozen=True)
 class SegmentBatch:
-    """One request's worth of segments."""
+    """The segments that one request reads or writes."""
 
     offset: int
     nbytes: int
@@ -266,9 +275,10 @@ def lay_out(
     *,
     numels: Mapping[torch.Tensor, int] | None = None,
 ) -> list[SegmentBatch]:
-    """Cut ``params``, or the first ``numels`` of each, into segments and pack them, in order, into batches.
+    """Split ``params``, or the first ``numels`` elements of each, into segments and pack these in order into
+    batches.
 
-    ``batch_bytes`` None is a size that suits a ring of buffers.
+    ``batch_bytes`` None chooses a size that suits a ring of buffers.
     """
     counts = [param.numel() if numels is None else numels[param] for param in params]
     if batch_bytes is None:
@@ -300,7 +310,7 @@ def lay_out(
 
 
 def state_bytes(param: torch.Tensor, numel: int, state_format: StateFormat) -> int:
-    """Return the bytes of the state of ``numel`` elements of ``param``."""
+    """Return the bytes of the states of ``numel`` elements of ``param``."""
     return sum(part.nbytes(numel) for part in state_format.parts(param))
 
 
@@ -312,7 +322,7 @@ def _batch_bytes(nbytes: int) -> int:
 def _place(
     parts: Sequence[StateSpec], param: torch.Tensor, start: int, numel: int, used: int
 ) -> tuple[StateSegment, int]:
-    """Return a segment whose arrays follow ``used`` bytes, and the bytes then used."""
+    """Return a segment with its arrays behind the first ``used`` bytes, and the new number of used bytes."""
     offsets = {}
     for part in parts:
         offsets[part.name] = used
@@ -325,7 +335,7 @@ def _padded(nbytes: int) -> int:
 
 
 def _fitting(parts: Sequence[StateSpec], wanted: int, room: int) -> int:
-    """Return how many of ``wanted`` elements fit ``room`` bytes: all, or whole blocks."""
+    """Return how many of ``wanted`` elements fit ``room`` bytes: all, or a multiple of whole blocks."""
 
     def needed(numel: int) -> int:
         return sum(_padded(part.nbytes(numel)) for part in parts)
@@ -339,7 +349,9 @@ def _fitting(parts: Sequence[StateSpec], wanted: int, room: int) -> int:
 
 
 class StateFile:
-    """Knows where states are in one file, which a ring owns, and what else of them is in memory."""
+    """Knows the places of states in one file, which a ring owns, and has the states of these parameters'
+    other elements in memory.
+    """
 
     def __init__(
         self,
@@ -350,13 +362,13 @@ class StateFile:
         *,
         checksums: bool = False,
     ) -> None:
-        """Reserve disk space for the first ``numels`` elements of one or more parameters.
+        """Reserve disk space for the states of the first ``numels`` elements of one or more parameters.
 
-        ``directories`` None is the system's directory for temporary files; nothing is ever left there.
+        ``directories`` None: the system's directory for temporary files; nothing ever remains there.
 
         Raises:
             ConfigError: a directory is missing or read-only.
-            IoError: the space cannot be had.
+            IoError: the space cannot be reserved.
         """
         self._format = state_format
         self.batches = lay_out(list(numels), state_format, numels=numels)
@@ -365,32 +377,38 @@ class StateFile:
         ring.add(file, max(batch.nbytes for batch in self.batches))
         self.extents = [Extent(file, batch.offset, batch.nbytes) for batch in self.batches]
         self._made_for = {param: (param.numel(), param.dtype) for param in numels}
-        self._stored: dict[torch.Tensor, tuple[torch.Size, tuple[int, ...]]] = {}  # its extent then
+        self._stored: dict[
+            torch.Tensor, tuple[torch.Size, tuple[int, ...]]
+        ] = {}  # shape and strides when stored
         cut = {param: start for param, start in numels.items() if start < param.numel()}
         self.rests = [_rest(param, start, state_format) for param, start in cut.items()]
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Say whether the state of ``param`` is here."""
+        """Return whether the state of ``param`` is stored here."""
         return param in self._stored
 
     def in_order(self, param: torch.Tensor) -> bool:
-        """Say whether ``param``, whose state is here, still has the memory order it had then."""
+        """Return whether ``param``, with its state stored here, still has the memory order that it
+        had then.
+        """
         return self._stored[param] == (param.shape, param.stride())
 
     def has_room(self, param: torch.Tensor) -> bool:
-        """Say whether ``param`` has the number and type of elements that its place was made for."""
+        """Return whether ``param`` still has the number of elements and the dtype for which its place was
+        made.
+        """
         return self._made_for[param] == (param.numel(), param.dtype)
 
     def has_any_of(self, batch: SegmentBatch) -> bool:
-        """Say whether there is something to read in ``batch``."""
+        """Return whether a state in ``batch`` has been stored."""
         return any(segment.param in self._stored for segment in batch.segments)
 
     def keep(self, param: torch.Tensor) -> None:
-        """Note that the state of ``param`` is here now, in the order that the parameter has."""
+        """Record that the state of ``param`` is stored here now, in the parameter's current memory order."""
         self._stored[param] = (param.shape, param.stride())
 
     def empty(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the arrays of a state that is here, to be filled by ``take``, in the order it has here."""
+        """Return uninitialized arrays for a stored state, in its stored order, to be filled by ``take``."""
         return self._format.empty(
             torch.empty_strided(*self._stored[param], dtype=self._made_for[param][1], device="cpu")
         )
@@ -398,7 +416,9 @@ class StateFile:
     def put(
         self, batch: SegmentBatch, buffer: torch.Tensor, work: Mapping[torch.Tensor, Source | State]
     ) -> None:
-        """Write to ``buffer``, which has ``batch``, the states in ``work`` that do not come from the file."""
+        """Write the states in ``work`` that do not come from the file into ``buffer``, which contains
+        ``batch``.
+        """
         for segment in batch.segments:
             source = work.get(segment.param, Source.FILE)
             if source is Source.FILE:
@@ -411,7 +431,7 @@ class StateFile:
                     there.copy_(_piece(source[part.name], part, segment))
 
     def take(self, batch: SegmentBatch, buffer: torch.Tensor, found: Mapping[torch.Tensor, State]) -> None:
-        """Copy what ``buffer``, which has ``batch``, has of the states in ``found`` to them."""
+        """Copy the states in ``buffer``, which contains ``batch``, to the arrays in ``found``."""
         for segment in batch.segments:
             if segment.param in found:
                 for part in self._format.parts(segment.param):
@@ -420,19 +440,19 @@ class StateFile:
 
 
 def _rest(param: torch.Tensor, start: int, state_format: StateFormat) -> tuple[SegmentBatch, torch.Tensor]:
-    """Return the state of the elements from ``start`` on, zeros, as a batch and its memory."""
+    """Return the zeroed states of the elements from ``start`` on, as a batch and its memory."""
     segment, nbytes = _place(state_format.parts(param), param, start, param.numel() - start, 0)
     return SegmentBatch(0, nbytes, (segment,)), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _stored(buffer: torch.Tensor, part: StateSpec, segment: StateSegment) -> torch.Tensor:
-    """View one array of a segment in its batch's buffer."""
+    """Return a view of one state array of a segment in its batch's buffer."""
     offset = segment.offsets[part.name]
     return buffer[offset : offset + part.nbytes(segment.numel)].view(part.dtype)
 
 
 def _piece(whole: torch.Tensor, part: StateSpec, segment: StateSegment) -> torch.Tensor:
-    """View a segment's share of one whole array of its parameter's state."""
+    """Return a view of a segment's range of one complete state array."""
     first = segment.start // BLOCK_NUMEL if part.per_block else segment.start
     return flat(whole)[first : first + part.count(segment.numel)]
 
@@ -440,16 +460,17 @@ def _piece(whole: torch.Tensor, part: StateSpec, segment: StateSegment) -> torch
 def _open(directories: Sequence[str] | None, nbytes: int, checksums: bool) -> AsyncFile:
     if directories is not None:
         return AsyncFile(directories, nbytes, checksums=checksums)
-    # The file has no name: its directory is needed only while it is opened.
+    # The file is unlinked once it is open: its directory may go away.
     with tempfile.TemporaryDirectory(prefix="gemini-") as private:
         return AsyncFile(private, nbytes, checksums=checksums)
 
 
 @dataclass(frozen=True)
 class StreamedUpdate:
-    """One parameter's share of a step: everything is checked, nothing is changed yet.
+    """One parameter's inputs to a step, checked; nothing has changed yet.
 
-    ``group`` is its index in ``param_groups``, ``grad`` is in its memory order.
+    ``group``: its index in ``param_groups``. ``grad``: in its memory order. ``source``: the origin of its
+    states.
     """
 
     group: int
@@ -457,16 +478,17 @@ class StreamedUpdate:
     source: Source | dict[str, Any]
 
 
-# How C++ looks at a tensor in one call; torch before 2.10 has none.
+# With it C++ reads a tensor's metadata in one call; torch before 2.10 has none.
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def choose_for_disk(
     params: Sequence[torch.Tensor], nbytes: float, state_format: StateFormat
 ) -> dict[torch.Tensor, int]:
-    """Choose CPU parameters, in order, whose states have ``nbytes``: of the last one the first elements only.
+    """Choose CPU parameters in order until their states take ``nbytes``; the last one may be chosen in part.
 
-    Return the number of elements of each; together they have up to one block of 256 elements more.
+    Return the number of elements of each, counted from its start. The total exceeds ``nbytes`` by less than a
+    block of 256 elements.
     """
     chosen: dict[torch.Tensor, int] = {}
     for param in params:
@@ -481,47 +503,47 @@ def choose_for_disk(
 
 
 class DiskStates:
-    """Owns a file for every time that parameters were added, and the buffers; not thread-safe."""
+    """Owns the ring and one file for each time that parameters were added. Not thread-safe."""
 
     def __init__(
         self, directories: Sequence[str] | None, state_format: StateFormat, *, checksums: bool = False
     ) -> None:
-        """Own nothing yet; arguments as for :class:`StateFile`."""
+        """Make no file yet; arguments as for :class:`StateFile`."""
         self._directories = directories
         self._format = state_format
         self._checksums = checksums
         self._ring = StateRing()
         self._files: list[StateFile] = []
         self._file_of: dict[torch.Tensor, StateFile] = {}
-        self._numels: dict[torch.Tensor, int] = {}  # that have a place in a file
+        self._numels: dict[torch.Tensor, int] = {}  # elements with a place in a file
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self._file_of
 
     @property
     def nbytes(self) -> int:
-        """Bytes of states that have a place in a file."""
+        """The bytes of states with a place in a file."""
         return sum(state_bytes(param, numel, self._format) for param, numel in self._numels.items())
 
     @property
     def state_format(self) -> StateFormat:
-        """How the moments are kept."""
+        """How the moments are stored."""
         return self._format
 
     @property
     def ring(self) -> StateRing:
-        """The buffers."""
+        """The ring of buffers."""
         return self._ring
 
     def file_of(self, param: torch.Tensor) -> StateFile | None:
-        """Return the file that has a place for ``param``'s state."""
+        """Return the file with a place for the state of ``param``; None if there is none."""
         return self._file_of.get(param)
 
     def reserve(self, params: Sequence[torch.Tensor], fraction: float) -> None:
-        """Reserve disk space until ``fraction`` of the state bytes of ``params`` have it.
+        """Reserve disk space until ``fraction`` of the state bytes of ``params`` has a place.
 
         Raises:
-            IoError: it cannot be had; nothing has changed.
+            IoError: the space cannot be reserved; nothing has changed.
         """
         wanted = fraction * sum(map(self._format.nbytes, params))
         without = [param for param in params if param not in self._file_of]
@@ -537,7 +559,7 @@ class DiskStates:
     ) -> tuple[
         list[tuple[StateFile, SegmentBatch, Extent]], list[tuple[StateFile, SegmentBatch, torch.Tensor]]
     ]:
-        """Return the batches that have something of ``params``: those in files, and those in memory."""
+        """Return the batches that contain states of ``params``: those in files, and those in memory."""
 
         def has_any(batch: SegmentBatch) -> bool:
             return any(segment.param in params for segment in batch.segments)
@@ -550,16 +572,16 @@ class DiskStates:
         return stored, held
 
     def keep(self, params: Sequence[torch.Tensor]) -> None:
-        """Note that the states of ``params`` are here now, in the order their parameters have."""
+        """Record that the states of ``params`` are stored here now, in their current memory order."""
         for param in params:
             self._file_of[param].keep(param)
 
     def settle(self) -> None:
-        """Wait for the last step's writes. Raises IoError: states of it are lost."""
+        """Wait for the writes of the last step. Raises IoError if some of its states are lost."""
         self._ring.settle()
 
     def fetch(self, states: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return copies of the arrays that are here and not in ``states``. Raises IoError."""
+        """Return copies of the arrays that are stored here and are not in ``states``. Raises IoError."""
         found = {
             param: file.empty(param)
             for param, file in self._file_of.items()
@@ -579,7 +601,7 @@ class DiskStates:
         return found
 
     def close(self) -> None:
-        """Give the files back; the states in them are lost. Idempotent."""
+        """Close the files; the states in them are lost. Idempotent."""
         self._ring.close()
         self._files.clear()
         self._file_of.clear()
@@ -587,13 +609,13 @@ class DiskStates:
 
 
 def _num_threads() -> int:
-    # A processor is left to the file's own thread: a disk that waits for it costs more than a kernel does.
+    # Leave one processor to the file's own thread: delaying I/O costs more time than a smaller kernel pool.
     return max(1, min(torch.get_num_threads(), len(usable_processors()) - 1))
 
 
 @dataclass(frozen=True)
 class _Stop:
-    """A batch and its rows in the table."""
+    """A batch, and the range of its rows in the table."""
 
     file: StateFile
     batch: SegmentBatch
@@ -602,10 +624,10 @@ class _Stop:
 
 
 class DiskRows:
-    """Rows of parameters whose states are in files, for the batches that have them.
+    """Rows of parameters with states in files, and the batches that contain these states.
 
-    As :class:`StepRows`, and with its way of counting steps. A row is a segment. What changes is where a
-    batch's buffer is, so the table has its segments' offsets until the batch has been read.
+    Like :class:`StepRows`, including the counting of steps. A row is a segment. The address of a batch's
+    buffer changes in every pass, so the table keeps offsets until the batch has been read.
     """
 
     def __init__(
@@ -615,10 +637,14 @@ class DiskRows:
         disk: DiskStates,
         all_states: dict[torch.Tensor, Any],
     ) -> None:
-        """Build the table of ``members``, one or more; all have been checked.
+        """Build the table of ``members``, at least one; all have been checked.
 
-        ``sources``: where the first run gets their states from; after it they are in the files and no longer
-        in ``all_states``, the optimizer's. ``members`` have dicts that are in it.
+        Args:
+            members: the parameters; their state dicts are entries of ``all_states``.
+            sources: where the first run takes each state from. After it the states are in the files and no
+                longer in ``all_states``.
+            disk: the files.
+            all_states: the optimizer's states by parameter.
         """
         self.device = torch.device("cpu")
         self.params = [member.param for member in members]
@@ -633,14 +659,14 @@ class DiskRows:
         return len(self.params)
 
     def take_gradients(self, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]) -> bool:
-        """Take the gradients of ``params``, by group; as :meth:`StepRows.take_gradients`."""
-        # Arrays that were put into a state since are to be used; the watch knows the earlier ones only.
+        """Take the gradients of ``params``, by group; see :meth:`StepRows.take_gradients`."""
+        # The user put arrays into a state: they must be used, and the watch does not know them.
         if self._watch is None or any("exp_avg" in state for state in self._states):
             return False
         return self._table.take_gradients(self._watch, params, all_states)
 
     def let_gradients_go(self) -> None:
-        """Keep no gradients any longer."""
+        """Release the gradients."""
         self._table.let_gradients_go()
 
     def run(self, hypers: Sequence[AdamHyper], scale: GradScale) -> None:
@@ -692,7 +718,7 @@ class DiskRows:
         return AdamRow(
             member.param,
             member.grad,
-            dict.fromkeys(segment.offsets),  # where they are is known once a batch was read
+            dict.fromkeys(segment.offsets),  # addresses are known once the batch has been read
             state_dtype=self._disk.state_format.state_dtype,
             elements=slice(segment.start, segment.start + segment.numel),
         )
@@ -708,15 +734,17 @@ class DiskRows:
         self._table.run_on_cpu(self._options, threads=self._threads, rows=here)
 
     def _settle_in(self) -> None:
-        """Let go of the states that are in the files now, and watch what the table relies on."""
+        """Remove the states that are now in the files from memory, and watch the objects that the table
+        relies on.
+        """
         states = [member.state for member in self._members]
         for state, count in zip(states, torch.from_numpy(self._counts).unbind(), strict=True):
             others = {name: value for name, value in state.items() if name not in ("step", *ARRAYS)}
-            state.clear()  # in place: other rows know it
-            state.update({"step": count, **others})  # first, as in torch's states
+            state.clear()  # in place: other rows refer to this dict
+            state.update({"step": count, **others})  # "step" comes first, as in torch's states
         self._disk.keep(self.params)
         all_states = list(self._all_states.values())
-        # The watch compares identities and holds nothing: what it knows must not go away before it does.
+        # The watch compares identities and owns nothing: the objects must live as long as it does.
         self._states = states
         self._kept = ([list(state.values()) for state in states], all_states)
         self._watch = _C.TensorWatch(

@@ -1,5 +1,5 @@
-"""GeminiOptimizer: an optimizer over chunks, one state piece at a time; GeminiAdamOptimizer: HybridAdam and
-GeminiOptimizer in one call.
+"""GeminiOptimizer runs an optimizer over a managed model's chunks, one state piece at a time.
+GeminiAdamOptimizer makes HybridAdam and GeminiOptimizer in one call.
 """
 
 from __future__ import annotations
@@ -68,41 +68,42 @@ T = TypeVar("T")
 
 
 class GeminiOptimizer(ManagedGroups):
-    """Run the updates of ``optim`` on the chunks of ``model``, with the bits that it has by itself.
+    """Run the updates of ``optim`` on the chunks of ``model``, bit-identical to ``optim`` on plain
+    parameters.
 
     Shares the parameter groups and hooks of ``optim``, so schedulers may hold either. :meth:`step` consumes
-    the gradients: their memory is given back and ``param.grad`` is None afterwards.
+    the gradients: their memory is freed and ``param.grad`` is None afterwards.
 
     Args:
-        optim: an optimizer of ours or torch's, but LBFGS and SparseAdam, or of any class whose step depends
-            on one parameter at a time, over parameters of ``model`` (made before or after wrapping). Such a
-            class, Lamb, Muon and Adafactor need whole parameters: not for a model that was cut before it was
-            wrapped (``model_ranks``).
-        max_norm, norm_type: clip the global gradient norm in every step; 0 does not.
+        optim: an optimizer over parameters of ``model``, made before or after wrapping. Ours and torch's are
+            supported except LBFGS and SparseAdam; other classes if their step treats each parameter
+            independently. Such a class, Lamb, Muon and Adafactor need whole parameters: they refuse a model
+            that was cut before it was wrapped (``model_ranks``).
+        max_norm, norm_type: clip the global gradient norm to ``max_norm`` in every step; 0 does not clip.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale under ``mixed_precision="fp16"``; fp32 and bf16 do not scale.
-        gpu_margin_mem_ratio: on a GPU, which states the CPU updates where they lie on HOST, with the same
-            bits (docs/notes/gpu.md). None: none. A number from 0 to 1: all but those of the first chunks that
-            fit this share of the room that parameters and non-model data leave. ``"auto"``: as many as
-            shorten the step, by the measured speeds of links and CPU. Beside a DISK tier HOST must hold all
-            model data for either.
-        log_num_zeros_in_grad: count in every step the elements of gradients that are 0, for
+        gpu_margin_mem_ratio: on a GPU, which optimizer states stay on HOST and are updated there by the CPU,
+            with the same bits (docs/notes/gpu.md). None: none. A number from 0 to 1: all except those of the
+            first chunks that fit this share of the room that parameters and non-model data leave on DEVICE.
+            ``"auto"``: as many as shorten the step, by the measured speeds of links and CPU. With a DISK
+            tier, a number or ``"auto"`` needs a HOST that can hold all model data.
+        log_num_zeros_in_grad: count in every step the gradient elements that are 0, for
             :meth:`get_num_zeros_in_grad`.
-        overlap: whether :meth:`step` may leave the update of a chunk to be run right before the next use of
-            it, so that its states are read and written behind the next forward pass. Everything that looks at
-            the model sees the same bits either way. ``"backward"``: :meth:`backward` runs it, as soon as
-            the gradients of the chunk are complete, and gives them up; :meth:`step` has to follow, and
-            nothing may be clipped. Where all model data fits DEVICE, all values do the same
-            (docs/notes/overlap.md).
-        elementwise: for an ``optim`` of a class that is not known: what its ``step`` makes of an element of a
-            parameter depends on that element alone, so that it can be run over pieces. It is tried on every
-            shape of its parameters, and refused where an operator of it is not element by element.
-        whole: for such an ``optim``: what its ``step`` makes of a parameter depends on that parameter, its
-            state, settings and attributes alone. It is run over one parameter at a time. Without either this
-            is found out by trial steps; say it where an operator on several parameters changes nothing.
+        overlap: whether :meth:`step` may defer the update of a chunk until just before its next use, so that
+            its states are read and written during the next forward pass. Everything that reads the model
+            sees the same bits either way. ``"backward"``: :meth:`backward` updates a chunk as soon as its
+            gradients are complete, and frees them; :meth:`step` must follow, and clipping is not possible.
+            If all model data fits DEVICE, all values do the same (docs/notes/overlap.md).
+        elementwise: for an ``optim`` of an unknown class: declares that the update of an element depends on
+            that element alone, so ``step`` may run over pieces of parameters. This is tested on every shape
+            of its parameters; an operator that is not element-wise is refused.
+        whole: for an ``optim`` of an unknown class: declares that the update of a parameter depends only on
+            that parameter, its state, settings and attributes; ``step`` then runs over one parameter at a
+            time. Without either flag, trial steps find this out; set it if an operator over several
+            parameters does not affect the result.
 
     Raises:
-        ConfigError: ``optim`` is of another kind, or holds parameters that ``model`` does not manage.
+        ConfigError: ``optim`` is not supported, or holds parameters that ``model`` does not manage.
         OutOfBudgetError, IoError: the budgets cannot hold gradients and states beside the parameters.
     """
 
@@ -170,19 +171,19 @@ class GeminiOptimizer(ManagedGroups):
 
     @property
     def _gemini(self) -> ManagedModel:
-        return self.model  # also where a trainer's class stands before it, without its attributes
+        return self.model  # also works on a trainer's proxy class that lacks the attributes
 
     # -- one iteration ---------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute gradients of ``loss``, scaled under fp16.
+        """Compute the gradients of ``loss``, scaled under fp16.
 
-        With ``overlap="backward"`` parameters are updated meanwhile, unless under ``model.no_sync()``. Where
-        it raises then, or Ctrl-C ends it, a checkpoint has to be loaded before going on.
+        With ``overlap="backward"`` parameters are updated during the pass, except under ``model.no_sync()``.
+        If such a pass raises or is interrupted by Ctrl-C, load a checkpoint before going on.
 
         Raises:
-            StateError: with ``overlap="backward"``: step() has not followed the backward pass before, or a
-                parameter that was updated is used again.
+            StateError: with ``overlap="backward"``: the previous backward pass was not followed by step(), or
+                a parameter is used again after its update.
         """
         if self._in_backward is not None:
             self.require_complete("backward")
@@ -193,12 +194,13 @@ class GeminiOptimizer(ManagedGroups):
                 self.model.backward(loss if scale is None else loss.float() * scale)
 
     def run_backward(self, call: Callable[[float | None], T]) -> T:
-        """Return what ``call`` does: a backward pass, or a part of one, of a loss times what it is given,
-        under fp16 the loss scale, else None. For losses that are not this rank's (pipelines); everything else
-        is :meth:`backward`.
+        """Run ``call``, which runs a backward pass or a part of one, and return its result.
+
+        ``call`` gets the factor for its loss: the loss scale under fp16, else None. For losses that this rank
+        does not compute (pipelines); use :meth:`backward` for all others.
 
         Raises:
-            ConfigError: with ``overlap="backward"``, which has to know where a pass ends.
+            ConfigError: with ``overlap="backward"``, which must know where a pass ends.
         """
         if self._in_backward is not None:
             raise ConfigError("overlap='backward' updates in backward(loss) alone; choose overlap=True")
@@ -207,7 +209,9 @@ class GeminiOptimizer(ManagedGroups):
 
     @contextmanager
     def _scaled_pass(self) -> Iterator[float | None]:
-        """Run a backward pass within the block, of losses times what is yielded; None: as they are."""
+        """Context for a backward pass; yields the factor to multiply losses by, or None if there is no loss
+        scale.
+        """
         if self.loss_scale is None:
             yield None
             return
@@ -217,7 +221,9 @@ class GeminiOptimizer(ManagedGroups):
 
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up the gradients except for those of other optimizers, or make zeros of them; all ranks do."""
+        """Discard the gradients, or zero them, except those of other optimizers. Collective: every rank must
+        call it.
+        """
         self.model.give_up_passes()
         self.give_up_gradients(set_to_none=set_to_none)
         self.run_own_zero_grad(set_to_none)
@@ -226,8 +232,8 @@ class GeminiOptimizer(ManagedGroups):
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
-        Same numbers as ``torch.nn.utils.clip_grad_norm_`` on gradients of fp32 and float64. The factor is
-        applied inside the update, not written to the gradients.
+        Same numbers as ``torch.nn.utils.clip_grad_norm_`` on fp32 and float64 gradients. The factor is
+        applied during the update; the gradients themselves are not written.
         """
         checked_max_norm(max_norm)
         self._start_clipping("clip_grad_by_norm", max_norm=max_norm, norm_type=norm_type)
@@ -252,9 +258,11 @@ class GeminiOptimizer(ManagedGroups):
         self._clipping.note(after)
 
     def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy in CPU memory, fp32 or float64, of the gradient of ``param`` as the update will see
-        it: the mean over all ranks, without loss scale, clipped if it was. None where there is none. Over
-        ranks all call it, after their backward passes.
+        """Return a copy of the gradient of ``param`` as the update will see it, in CPU memory, fp32 or
+        float64.
+
+        It is the mean over all ranks, without loss scale, clipped if clipping was requested; None if the
+        parameter has no gradient. Collective: every rank must call it after its backward passes.
 
         Raises:
             ConfigError: the optimizer does not update ``param``, or updates run in backward.
@@ -267,15 +275,15 @@ class GeminiOptimizer(ManagedGroups):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; end the iteration.
 
-        With ``overlap`` the update of a chunk may be left pending until the chunk is used: with the learning
-        rate, norm and scale of now. ``param.grad`` is None in any case. Under fp16 a step whose gradients
-        overflowed is skipped and the loss scale backs off.
+        With ``overlap`` the update of a chunk may stay pending until the chunk is used; it then applies the
+        learning rate, norm and loss scale of this call. ``param.grad`` is None afterwards in any case. Under
+        fp16 a step with overflowed gradients is skipped and the loss scale backs off.
 
         Raises:
-            IoError, OutOfBudgetError: a chunk could not be had. Where updates run inside the step, parameters
-                updated so far stay updated; load a checkpoint, or states of model and optimizer, before going
-                on. A pending update raises where it is needed and stays pending: free space and repeat what
-                needed it.
+            IoError, OutOfBudgetError: a chunk could not be fetched. If updates run inside the step, the
+                parameters updated before the error stay updated; load a checkpoint, or states of model and
+                optimizer, before going on. A pending update raises in the call that needs it and stays
+                pending: free space and repeat that call.
             StateError: an earlier step or load failed half-way, gradients arrived after they were clipped, or
                 a parameter is no longer managed.
         """
@@ -285,11 +293,11 @@ class GeminiOptimizer(ManagedGroups):
             with torch.enable_grad():
                 loss = closure()
             given = GivenLoss(loss)
-        self.model.manager.raw.settle()  # what was written by address comes before the update
+        self.model.manager.raw.settle()  # writes by address must land before the update reads
         if self._in_backward is None or not self._in_backward.awaits_step:
             self.require_complete("step", parts=False)
         mean = self._finish_gradients("step", number_of(loss) if self.model.peers is not None else None)
-        if mean is not None:  # ranks are to decide alike, by the loss of the whole batch
+        if mean is not None:  # all ranks must decide alike: use the loss of the whole batch
             given = GivenLoss(mean_like(loss, mean))
         self._clipping.check()
         if self.max_norm > 0 and not self._clipping.done:
@@ -323,15 +331,17 @@ class GeminiOptimizer(ManagedGroups):
         """Return the state in the format of torch's optimizer (AdamW's, SGD's), plus the loss scale under
         fp16.
 
-        Streamed as :meth:`GeminiDDP.state_dict`. ``only_rank_0``: other ranks take part and get ``{}``.
+        States are streamed like :meth:`GeminiDDP.state_dict`. With ``only_rank_0`` the other ranks take part
+        and get ``{}``.
         """
         export = partial(export_to_first if only_rank_0 else export_state, self)
         return self._hooked_state(lambda: self.with_own_entries(export()))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state in the format of torch's optimizer. After an update or a load that failed
-        half-way the model's weights are to be loaded, too, before or after this. Over ranks all of them call
-        it.
+        """Load a state in the format of torch's optimizer. Collective: every rank must call it.
+
+        After an update or a load that failed half-way, the model's weights must be loaded too, before or
+        after this call.
 
         Raises:
             ConfigError: groups or shapes do not match; nothing was changed.
@@ -357,8 +367,9 @@ class GeminiOptimizer(ManagedGroups):
     # -- inside ----------------------------------------------------------------------------------
 
     def require_complete(self, doing: str, *, parts: bool = True) -> None:
-        """Run what is pending, also of ``parts`` that move alone. Raise StateError when an update or a
-        load failed half-way: for some values."""
+        """Run pending updates, with ``parts`` also those of single parts of a group. Raises StateError if an
+        update or a load failed half-way, so that only some values are new.
+        """
         self.model.manager.lock.refuse_all()
         if not self._completeness.broken:
             self.model.manager.run_pending(parts=parts)
@@ -373,25 +384,27 @@ class GeminiOptimizer(ManagedGroups):
 
     @property
     def incomplete(self) -> str:
-        """Return what failed half-way, so that values do not belong together; nothing where they do, or where
-        step() comes next to complete them."""
+        """Describe the update or load that failed half-way, so that values do not belong together; "" if
+        there is none, or if step() comes next and completes it.
+        """
         awaits_step = self._in_backward is not None and self._in_backward.awaits_step
         return "" if awaits_step else self._completeness.broken
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Count as incomplete during the block, which replaces all weights and states, and, where it raises,
-        until :meth:`mark_complete`."""
+        """Mark the optimizer incomplete during the block, which replaces all weights and states. If the block
+        raises, it stays incomplete until :meth:`mark_complete`.
+        """
         with self._completeness.change(HALF_LOADED):
             yield
 
     def mark_complete(self) -> None:
-        """Say that weights and states have been loaded since an update or a load failed."""
+        """Clear the mark of a failed update or load: weights and states have been loaded since."""
         self._completeness.clear()
         self._clipping.forget()
 
     def _refuse_others(self) -> None:
-        """Raise ConfigError where this cannot become one of several optimizers of the model."""
+        """Raise ConfigError if this optimizer cannot share the model with the model's other optimizers."""
         others = self.model.optimizers
         everyone = [self, *(each for each in others if self.slots.isdisjoint(each.slots))]
         if len(everyone) > 1:
@@ -399,7 +412,9 @@ class GeminiOptimizer(ManagedGroups):
             check_several(self.model, {each.overlap for each in everyone}, margins)
 
     def give_up_gradients(self, *, set_to_none: bool = True) -> None:
-        """Discard all gradients without waiting for other ranks: the passes of all are over."""
+        """Discard all gradients without waiting for other ranks; the caller knows that every rank's passes
+        are over.
+        """
         others: set[ManagedSlot] = set()
         for optimizer in self.model.optimizers:
             others |= optimizer.slots
@@ -409,21 +424,29 @@ class GeminiOptimizer(ManagedGroups):
         self._clipping.forget()
 
     def _begin_losses(self, loss_scale: LossScale) -> None:
-        """Count what is scaled next apart from losses that another model's step has used."""
+        """Start a new count of scaled losses if a step (perhaps of another model's optimizer) has used the
+        last one.
+        """
         before = self._losses
         if before.overflowed is None:
             return
         if before.overflowed and before not in self.model.manager.gradient_scale.losses:
-            loss_scale.update(True)  # no step of this optimizer will tell
+            loss_scale.update(True)  # no step of this optimizer will report it
         self._losses = ScaledLosses()
 
     @property
     def _are_scaled(self) -> bool:
-        """Whether there may be gradients of a scaled loss; the same on all ranks, once they are finished."""
+        """Whether gradients may be those of a scaled loss. The same on all ranks once gradients
+        are finished.
+        """
         return self.loss_scale is not None or self.model.manager.gradient_scale.value is not None
 
     def _start_clipping(self, call: str, **arguments: Any) -> None:
-        """Have all gradients there, or raise where they cannot be clipped or read."""
+        """Finish the gradients so that they can be clipped or read.
+
+        Raises:
+            ConfigError: with ``overlap="backward"``, which has already consumed them.
+        """
         if self._in_backward is not None:
             raise ConfigError(
                 "with overlap='backward' there is nothing left to clip or to read: gradients are used up "
@@ -434,7 +457,9 @@ class GeminiOptimizer(ManagedGroups):
         self.model.manager.shortage.twice(self.model.make_zeros)
 
     def _finish_gradients(self, call: str, loss: float | None = None, **arguments: Any) -> float | None:
-        """Have all gradients complete; return the mean ``loss`` of several ranks, where any has one."""
+        """Complete all gradients, over ranks too. Return the mean of ``loss`` over the ranks, None if none
+        has one.
+        """
         sharding, add_up = self.model.manager.sharding, self.model.add_up
         if sharding is None and add_up is not None:
             add_up()
@@ -449,7 +474,7 @@ class GeminiOptimizer(ManagedGroups):
         return None
 
     def _follow(self, described: str) -> None:
-        """Make a call with gradients as other ranks make it, whose settings are taken over."""
+        """Repeat a gradient call that another rank described, with that rank's settings."""
         call, arguments, settings = json.loads(described)
         self.take_settings(settings)
         if call == "get_param_grad":
@@ -474,7 +499,7 @@ class GeminiOptimizer(ManagedGroups):
         return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
 
     def _update(self, loss: GivenLoss | None) -> None:
-        """Update everything that has a gradient, now or when it is needed."""
+        """Update all groups that have gradients: now, or deferred until their next use."""
         manager = self.model.manager
         if manager.sharding is not None:
             manager.sharding.close_all()
@@ -498,7 +523,7 @@ class GeminiOptimizer(ManagedGroups):
         self._note_written(updated)
 
     def _start_update(self, group: ChunkGroup) -> ChunkUpdate | None:
-        """Return the update of what has a gradient in ``group``, None where nothing has; count it as made."""
+        """Return the update of ``group`` and count it as made; None if the group has no gradient."""
         updates = self._chunk_updates([group])
         for update in updates:
             self._count(update)
@@ -506,7 +531,9 @@ class GeminiOptimizer(ManagedGroups):
         return updates[0] if updates else None
 
     def _count(self, update: ChunkUpdate) -> None:
-        """Note that the steps of ``update`` are made, which put small states where these expect them."""
+        """Record the steps of ``update`` as made: step numbers, used gradients, and the dicts that the update
+        fills with small states.
+        """
         for slot, step in update.steps.items():
             self.steps[slot] = step.number
             slot.trainable_grad.note_taken()
@@ -515,14 +542,18 @@ class GeminiOptimizer(ManagedGroups):
                 self.small[slot] = step.after
 
     def _note_written(self, slots: Collection[ManagedSlot]) -> None:
-        """As torch's optimizers do, so that a backward pass over an older graph is refused."""
+        """Increment the version counters, as torch's optimizers do, so that backward over an older graph
+        raises.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             increment_version([p for group in self.param_groups for p in group["params"] if p._slot in slots])
 
     @paused_collector()
     def _chunk_updates(self, groups: Iterable[ChunkGroup], *, by_part: bool = False) -> list[ChunkUpdate]:
-        """Return the updates of what has a gradient in ``groups``, in forward order; ``by_part``: one for
-        each part of a group that is cut. Changes nothing."""
+        """Return the updates of those ``groups`` that have gradients, in forward order. Changes nothing.
+
+        ``by_part``: return one update for each part of a cut group.
+        """
         scale, hypers = self._clipping.scale, self.hypers()
         alike = not self.rule.keeps_small
         step_of = self._like_steps(hypers, scale) if alike else self._own_steps(hypers, scale)
@@ -545,7 +576,7 @@ class GeminiOptimizer(ManagedGroups):
     def _own_steps(
         self, hypers: Mapping[ManagedSlot, Any], scale: GradScale
     ) -> Callable[[ManagedSlot, int], UpdateStep]:
-        """Return what makes the step of each parameter by its number, with what is kept of it alone."""
+        """Return a function (slot, number) -> UpdateStep for rules that keep data per parameter."""
         marks, small = self.marks(), self.small
         return lambda slot, number: UpdateStep(
             hypers[slot], number, scale, small.get(slot), {}, *marks[slot], self.states_of(slot)
@@ -554,8 +585,9 @@ class GeminiOptimizer(ManagedGroups):
     def _like_steps(
         self, hypers: Mapping[ManagedSlot, Any], scale: GradScale
     ) -> Callable[[ManagedSlot, int], UpdateStep]:
-        """Return what gives each parameter its step by its number: the same to those of equal settings and
-        states."""
+        """Return a function (slot, number) -> UpdateStep that shares one object among parameters with equal
+        settings and states.
+        """
         known: dict[tuple[int, int, int], UpdateStep] = {}
 
         def step_of(slot: ManagedSlot, number: int) -> UpdateStep:
@@ -568,26 +600,27 @@ class GeminiOptimizer(ManagedGroups):
         return step_of
 
     def _goes_by_part(self, group: ChunkGroup) -> bool:
-        """Whether parts of the group are updated by themselves, some of them steps later."""
+        """Whether the parts of a cut group may be updated separately, some of them steps later."""
         in_chunks = all(slot.grad is None or not slot.grad.loose_bytes for slot in group.slots)
         return bool(group.parts) and in_chunks and not (self.rule.whole or self.rule.keeps_small)
 
 
 def _nothing() -> None:
-    """Update nothing."""
+    """The update of a skipped step: none."""
 
 
-SelfManaged.be_driven_by(GeminiOptimizer)  # it is made of every one of them, and so imports them
+SelfManaged.be_driven_by(GeminiOptimizer)  # set here: self_managed cannot import this file, which imports it
 _OWN = keyword_names(GeminiOptimizer) - {"optim", "model"}
 _ADAM = keyword_names(HybridAdam) - {"params"} | TORCH_FLAGS.keys()
 
 
 class GeminiAdamOptimizer(GeminiOptimizer):
-    """HybridAdam over all parameters of a wrapped model: ``GeminiAdamOptimizer(model, lr=1e-3,
-    max_norm=1.0)``."""
+    """HybridAdam over all trainable parameters of a wrapped model:
+    ``GeminiAdamOptimizer(model, lr=1e-3, max_norm=1.0)``.
+    """
 
     def __init__(self, model: nn.Module | ManagedModel, **defaults: Any) -> None:
-        """Split keywords between HybridAdam and GeminiOptimizer; unknown ones are a TypeError."""
+        """Split the keywords between HybridAdam and GeminiOptimizer; an unknown keyword raises TypeError."""
         refuse_unknown(type(self).__name__, defaults, _OWN | _ADAM)
         own = {name: defaults.pop(name) for name in list(defaults) if name in _OWN}
         handle = handle_of(model)

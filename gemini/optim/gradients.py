@@ -1,5 +1,6 @@
-"""Global operations on gradients that live in chunks: finite check, loss scale, clipping, and norms, which
-have the same bits however a vector is cut and whichever ranks have its parts.
+"""Global operations on gradients in chunks: finite check, loss scale, clipping and norms.
+
+The 2-norm and the maximum have the same bits for every way to divide a vector among chunks and ranks.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from gemini.runtime.storage.cut_gradient import CutGradient
 logger = logging.getLogger(__name__)
 
 
-_EXPONENTS = 256  # of fp32; the last one counts what is not finite
-_INFINITE, _NO_NUMBER = 0, 1  # in which limb
+_EXPONENTS = 256  # of fp32; the row of the last one counts infinities and NaNs
+_INFINITE, _NO_NUMBER = 0, 1  # their limbs in that row
 _LIMBS = 3
 _LIMB_BITS = 40
 _LIMB_MASK = 2**_LIMB_BITS - 1
-_BLOCK = 2**22  # elements whose lower limbs may be added before there is a carry
+_BLOCK = 2**22  # this many lower limbs may be added before a carry must be propagated
 _LANES = 64
-_BIAS = 150  # of an exponent, for a significand that is an integer
+_BIAS = 150  # exponent bias if the significand is read as an integer
 
 
 def empty_squares() -> torch.Tensor:
-    """Return the exact sum of no squares: int64, shape (exponents, limbs). Such sums can be added."""
+    """Return the exact sum of no squares: int64, shape (exponents, limbs). Sums of this form can be added."""
     return torch.zeros(_EXPONENTS, _LIMBS, dtype=torch.int64, device="cpu")
 
 
 def exact_squares(values: torch.Tensor) -> torch.Tensor:
-    """Return the exact sum, in CPU memory, of the squares of dense fp32 elements, one dimension."""
+    """Return the exact sum of squares of a flat dense fp32 tensor, in CPU memory."""
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
         raise ValueError(
             f"exact_squares takes a flat fp32 tensor, not {values.dtype} of {tuple(values.shape)}"
@@ -55,11 +56,11 @@ def exact_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
-    """Sum as :func:`exact_squares`, with torch's operators on the device of ``values``, where the sum stays.
+    """Compute :func:`exact_squares` with torch operators on the device of ``values``; the sum stays there.
 
-    Integers are added, so the order, which a GPU does not keep, is of no account.
+    The sums are integer sums, so the order of additions, which a GPU does not fix, has no effect.
     """
-    # Of many elements, sums of equal exponents side by side: many threads add to each.
+    # Large inputs use several sums per exponent, so that fewer threads contend for each.
     num_lanes = min(_LANES, 1 + values.numel() // _EXPONENTS)
     sums = torch.zeros(_LIMBS, num_lanes * _EXPONENTS, dtype=torch.int64, device=values.device)
     lanes = torch.arange(min(_BLOCK, values.numel()), device=values.device) % num_lanes * _EXPONENTS
@@ -78,8 +79,11 @@ def squares_by_operators(values: torch.Tensor) -> torch.Tensor:
 
 
 def norm_of(squares: torch.Tensor) -> torch.Tensor:
-    """Return the square root of a sum of squares, an fp32 scalar: rounded from the exact sum to double, then
-    to fp32; as torch's, NaN where an element was no number, else infinite where one was infinite."""
+    """Return the square root of a sum of squares as an fp32 scalar: the exact sum rounded to double, then to
+    fp32.
+
+    As in torch, NaN if an element was NaN, else infinite if one was infinite.
+    """
     *sums, special = squares.tolist()
     if special[_NO_NUMBER]:
         return torch.tensor(math.nan, dtype=torch.float32, device="cpu")
@@ -94,7 +98,7 @@ def norm_of(squares: torch.Tensor) -> torch.Tensor:
 
 
 class Summing(Protocol):
-    """A group of ranks that add numbers up; see :class:`gemini.comm.peers.Peers`."""
+    """A group of ranks with all-reduce; see :class:`gemini.comm.peers.Peers`."""
 
     def sum(self, values: torch.Tensor) -> None: ...
 
@@ -102,8 +106,9 @@ class Summing(Protocol):
 
 
 def sum_over_ranks(number: int, groups: Iterable[Summing]) -> int:
-    """Return the sum of ``number`` over all ranks: those of this rank's group, then of the next group of
-    groups, and so on. All ranks call it."""
+    """Return the sum of ``number`` over all ranks, reduced over this rank's groups one after the other.
+    Collective.
+    """
     total = torch.tensor([number], dtype=torch.float64, device="cpu")  # exact up to 2**53
     for ranks in groups:
         ranks.sum(total)
@@ -111,10 +116,10 @@ def sum_over_ranks(number: int, groups: Iterable[Summing]) -> int:
 
 
 class NormOverRanks:
-    """Takes this rank's parts, one by one, then the norm over all ranks: the same bits on each.
+    """Accumulates this rank's parts, then reduces the norm over all ranks: the same bits on each rank.
 
-    The 2-norm and the largest element do not depend, to the bit, on how the vector is cut; other norms do in
-    their last digits. Raises ConfigError for a ``norm_type`` that is not above 0.
+    The bits of the 2-norm and the maximum norm do not depend on how the vector is divided; other norms differ
+    in the last digits. Raises ConfigError unless ``norm_type`` is positive.
     """
 
     def __init__(self, norm_type: float) -> None:
@@ -126,7 +131,7 @@ class NormOverRanks:
         self._squares, self._found = empty_squares(), torch.zeros(1, dtype=torch.float64, device="cpu")
 
     def add(self, values: torch.Tensor) -> None:
-        """Count a part, fp32."""
+        """Add a part, fp32."""
         if values.numel() == 0:
             return
         if self._norm_type == 2.0:
@@ -138,15 +143,16 @@ class NormOverRanks:
             self._found.add_(float(norm) ** self._norm_type)
 
     def over(self, groups: Iterable[Summing]) -> torch.Tensor:
-        """Return the norm, an fp32 scalar in CPU memory, of the parts of all ranks: those of this rank's
-        group, then of the next group of groups, and so on. All ranks call it, once."""
+        """Return the norm over the parts of all ranks, an fp32 CPU scalar, reduced over ``groups`` one after
+        the other. Collective; call it once.
+        """
         if self._norm_type == 2.0:
             for ranks in groups:
                 ranks.sum(self._squares)
             return norm_of(self._squares)
         found = self._found
         if self._norm_type == math.inf:
-            # A NaN need not be the largest of anything: it is counted beside.
+            # The maximum over ranks may lose a NaN, so NaNs are reduced separately.
             said = torch.cat([found.nan_to_num(nan=0.0, posinf=math.inf), found.isnan().double()])
             for ranks in groups:
                 ranks.largest(said)
@@ -156,14 +162,15 @@ class NormOverRanks:
         return (found[0] ** (1.0 / self._norm_type)).float()
 
 
-# The largest power of two in fp16: it is the gradient of a loss in fp16, which 2**16 would make infinite.
+# The largest power of two in fp16. The scale is the gradient of an fp16 loss: 2**16 would be infinite.
 INITIAL_SCALE = 2.0**15
 
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """``growth_interval``: clean steps before growth. ``hysteresis``: overflows in a row of bad luck that are
-    forgiven less one."""
+    """Settings of a dynamic loss scale. ``growth_interval``: clean steps before the scale grows.
+    ``hysteresis``: the scale backs off from this overflow on, counted since the last growth; 2 tolerates one.
+    """
 
     initial_scale: float = INITIAL_SCALE
     min_scale: float = 1
@@ -192,7 +199,9 @@ class LossScaleConfig:
 
 
 def loss_scale_for(config: LossScaleConfig, defaults: LossScaleConfig, *, fp16: bool) -> LossScale | None:
-    """Return what scales losses under ``fp16``, else None; say then what of ``config`` has no effect."""
+    """Return the loss scale under ``fp16``. Otherwise return None, and warn about settings that have no
+    effect.
+    """
     if fp16:
         return LossScale(config)
     given = [
@@ -208,10 +217,10 @@ def loss_scale_for(config: LossScaleConfig, defaults: LossScaleConfig, *, fp16: 
 
 
 class LossScale:
-    """The scale in force; :meth:`update` it once per step with whether a gradient overflowed.
+    """The current loss scale. Call :meth:`update` once per step.
 
-    A row of skipped steps is logged once, with their number, by the step that ends it; where the scale cannot
-    back off any further, at once.
+    A run of skipped steps is logged once, by the step that ends it, with their number; if the scale cannot
+    back off any further, it is logged at once.
     """
 
     def __init__(self, config: LossScaleConfig) -> None:
@@ -219,9 +228,9 @@ class LossScale:
         self.scale = float(config.initial_scale)
         self._clean_steps = 0
         self._forgiven = config.hysteresis
-        self._skipped = 0  # steps in a row
-        self._scale_before = self.scale  # that row
-        self._level = logging.WARNING  # of the next message
+        self._skipped = 0  # steps skipped in a row
+        self._scale_before = self.scale  # the scale before that row
+        self._level = logging.WARNING  # of the next message; INFO after the first
         self._told_least = False
 
     def update(self, overflowed: bool) -> None:
@@ -255,7 +264,7 @@ class LossScale:
             )
 
     def _tell_skipped(self) -> None:
-        """Log how many steps were skipped in a row that this step ends: the first row as a warning."""
+        """Log the number of steps skipped before this one; the first time as a warning."""
         if self._skipped:
             logger.log(
                 self._level,
@@ -278,8 +287,9 @@ class LossScale:
 
 
 def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:
-    """Return the gradient, in fp32 or float64, as the optimizer kernel will see it; the input itself when
-    nothing changes."""
+    """Return the gradient in fp32 or float64 as the optimizer kernel will see it; the input itself if nothing
+    changes.
+    """
     grad = grad.to(wide_type(grad.dtype))
     if scale.pre_scale != 1.0:
         grad = grad * scale.pre_scale
@@ -289,7 +299,7 @@ def scaled(grad: torch.Tensor, scale: GradScale) -> torch.Tensor:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that gradients of ``dtype`` are computed with: fp32, but float64 stays."""
+    """Return the dtype in which gradients of ``dtype`` are computed: fp32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -299,7 +309,7 @@ def then_multiply(scale: GradScale, factor: float) -> GradScale:
 
 
 def then_clamp(scale: GradScale, value: float) -> GradScale | None:
-    """Return ``scale`` followed by a clamp, or None when its three numbers cannot say it."""
+    """Return ``scale`` followed by a clamp, or None if a GradScale cannot express it."""
     if scale.clip_value != math.inf or (scale.post_scale != 1.0 and scale.pre_scale != 1.0):
         return None
     return GradScale(scale.pre_scale * scale.post_scale, value, 1.0)
@@ -313,8 +323,10 @@ def visit_gradients(
     writes: bool = False,
     by_part: bool = False,
 ) -> None:
-    """Call ``visit(slot, gradient)`` for every gradient there is, chunk by chunk, each pinned meanwhile. It
-    gets a copy of one that lies in several chunks; the parts that are there if it ``writes``, or ``by_part``.
+    """Call ``visit(slot, gradient)`` for every existing gradient, chunk by chunk, with its chunk pinned.
+
+    A gradient in several chunks is passed as a copy or, with ``writes`` or ``by_part``, as its existing
+    parts, one call for each.
     """
     for group in storage.trainable_groups():
         slots = [slot for slot in group.slots if slot.has_grad]
@@ -346,8 +358,11 @@ def _visit_cut(
 
 
 def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) -> torch.Tensor | None:
-    """Return a copy of a gradient, scaled, whole, in CPU memory, in the parameter's memory layout; None where
-    there is none. Over several ranks all of them call it, after the exchange."""
+    """Return a scaled copy of a gradient in CPU memory, in the parameter's memory layout; None if there is
+    none.
+
+    Over ranks the copy is whole. Collective: all ranks call it, after the exchange of gradients.
+    """
     if not slot.has_grad:
         return None
     grad, view = slot.trainable_grad, slot.param_view
@@ -370,11 +385,12 @@ def whole_gradient(slot: ManagedSlot, manager: GeminiManager, scale: GradScale) 
 
 
 def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
-    """Say whether every element of every gradient is finite, here, on other ranks, and in other models that
-    the same losses have reached; each is read once."""
+    """Return whether all gradients are finite: here, on other ranks, and in other models that the same losses
+    reached. Each gradient is read once.
+    """
     scale = manager.gradient_scale
     finite = not any(losses.overflowed for losses in scale.losses)
-    on_gpu: list[torch.Tensor] = []  # one element of each gradient there: to look at them waits for the GPU
+    on_gpu: list[torch.Tensor] = []  # one value per gradient; reading them synchronizes with the GPU
 
     def look(_slot: object, grad: torch.Tensor) -> None:
         nonlocal finite
@@ -383,7 +399,7 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
         elif grad.device.type == "cpu":
             finite = finite and math.isfinite(sum_of_squares(grad))
         elif grad.numel():
-            # The largest element, which is NaN where one is: read as it is, with no copy in a wider type.
+            # The maximum norm is NaN if an element is; it needs no copy in a wider dtype.
             on_gpu.append(torch.linalg.vector_norm(grad, math.inf).float())
 
     visit_gradients(storage, manager, look, by_part=True)
@@ -395,7 +411,7 @@ def all_finite(storage: ModelStorage, manager: GeminiManager) -> bool:
     if on_gpu:
         finite = finite and bool(torch.stack(on_gpu).isfinite().all())
     for peers in _other_ranks(manager):
-        # Of all copies of the model: what other models have may differ between them.
+        # Over all copies of the model: the gradients of linked models may differ between copies.
         finite = all(said == [1] for said in peers.exchange(Topic.GRADIENTS, [int(finite)]))
     return finite
 
@@ -413,11 +429,11 @@ def total_norm(
     norm_type: float,
     scale: GradScale,
 ) -> torch.Tensor:
-    """Return the norm of all gradients, scaled, as one vector, with the bits of
+    """Return the norm of all scaled gradients as one vector, with the bits of
     ``torch.nn.utils.get_total_norm``.
 
-    ``order`` is the order in which the per-parameter norms are combined. Extra memory: one parameter in fp32
-    where the gradient is 16-bit or scaled. Over several ranks it is the norm of all shards and parts.
+    ``order``: the order in which the norms of the parameters are combined. Extra memory: one parameter in
+    fp32 if its gradient is 16-bit or scaled. Over ranks it is the norm over all shards and parts.
     """
     if _other_ranks(manager):
         return _norm_over_ranks(storage, manager, norm_type, scale)
@@ -430,7 +446,7 @@ def total_norm(
     if not norms:
         return torch.tensor(0.0, dtype=torch.float32, device="cpu")
     each = [norms[slot] for slot in order if slot in norms]
-    if len({measured.dtype for measured in each}) > 1:  # torch takes those of one type after another
+    if len({measured.dtype for measured in each}) > 1:  # torch combines the norms dtype by dtype
         grouped = _group_tensors_by_device_and_dtype([each])  # type: ignore[list-item]
         each = [measured for (group,), _ in grouped.values() for measured in group if measured is not None]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(each), norm_type)
@@ -438,8 +454,9 @@ def total_norm(
 
 
 def _norm_as_torch_takes_it(values: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of one gradient by the kernel that ``get_total_norm`` runs on its device: one for lists
-    of tensors adds up in another order than that for one."""
+    """Return the norm of one gradient by the kernel that ``get_total_norm`` uses on its device: the foreach
+    kernel adds in another order than the kernel for one tensor.
+    """
     if _has_foreach_support([values], values.device):
         return torch._foreach_norm([values], norm_type)[0]
     norm: torch.Tensor = torch.linalg.vector_norm(values, norm_type)
@@ -449,7 +466,7 @@ def _norm_as_torch_takes_it(values: torch.Tensor, norm_type: float) -> torch.Ten
 def _norm_over_ranks(
     storage: ModelStorage, manager: GeminiManager, norm_type: float, scale: GradScale
 ) -> torch.Tensor:
-    """Return the norm of what all ranks hold."""
+    """Return the norm over the gradients of all ranks."""
     uncounted = manager.part.uncounted if manager.part is not None else frozenset()
     norm = NormOverRanks(norm_type)
 
@@ -462,7 +479,7 @@ def _norm_over_ranks(
 
 
 def count_zeros(storage: ModelStorage, manager: GeminiManager) -> int:
-    """Return how many elements of all gradients are 0; over several ranks, of all shards and parts."""
+    """Return how many elements of all gradients are 0; over ranks, of all shards and parts."""
     part = manager.part
     found = 0
 
@@ -473,16 +490,18 @@ def count_zeros(storage: ModelStorage, manager: GeminiManager) -> int:
         found += grad.numel() - int(torch.count_nonzero(grad))
         shard = slot.group.shard
         if part is not None and (shard is None or shard.start <= slot.start < shard.stop):
-            found -= part.filling[slot.name]  # once: where the gradient begins
+            found -= part.filling[
+                slot.name
+            ]  # padding zeros, subtracted once: by the rank with the first element
 
     visit_gradients(storage, manager, count)
     return sum_over_ranks(found, _other_ranks(manager))
 
 
 class Clipping:
-    """The loss scale to take out of a model's gradients, and how they were clipped; of these ones alone."""
+    """The loss scale and the clipping still to be applied to the current gradients of a model."""
 
-    measured: float | None  # their norm, before they were clipped by it
+    measured: float | None  # the gradients' norm before clipping by norm
 
     def __init__(self, model: ManagedModel, loss_scale: LossScale | None) -> None:
         self._model, self._loss_scale = model, loss_scale
@@ -491,26 +510,28 @@ class Clipping:
 
     @property
     def scale(self) -> GradScale:
-        """The pending transform, with the loss scale taken out first."""
+        """The pending transform; it first divides by the loss scale."""
         in_gradients = self._model.manager.gradient_scale.value
-        if in_gradients is None and self._loss_scale is not None:  # they were assigned
+        if in_gradients is None and self._loss_scale is not None:  # the user assigned the gradients
             in_gradients = self._loss_scale.scale
         return self._scale if self.done or in_gradients is None else GradScale(pre_scale=1.0 / in_gradients)
 
     def note(self, scale: GradScale) -> None:
-        """Apply ``scale``, in which no loss scale is left, to the gradients that are there now."""
+        """Set the transform for the current gradients; it also removes the loss scale."""
         self._scale, self.done, self._seen = scale, True, self._model.gradient_state()
 
     def note_norm(self, norm: float) -> None:
-        """``norm`` is that of the gradients before they are clipped by it."""
+        """Record the norm of the gradients before clipping."""
         self.measured = norm
 
     def note_overflow(self, overflowed: bool) -> None:
-        """The gradients have ``overflowed``, or not, before a clamp that hides it."""
+        """Record whether the gradients overflowed, before a clamp hides it."""
         self.overflowed |= overflowed
 
     def check(self) -> None:
-        """Forget the clipping of gradients that were given up; refuse to mix clipped and newer ones."""
+        """Forget the clipping of gradients that were freed. Raises StateError if newer gradients were added
+        to clipped ones.
+        """
         if not self.done or self._seen == self._model.gradient_state():
             return
         (given_up, _), (given_up_then, _) = self._model.gradient_state(), self._seen
@@ -519,8 +540,8 @@ class Clipping:
         self.forget()
 
     def forget(self) -> None:
-        """Begin again, with gradients to come."""
+        """Reset for new gradients."""
         self._scale = GradScale()
         self.measured = None
         self.done = False
-        self.overflowed = False  # seen before a clamp hid it
+        self.overflowed = False  # detected before a clamp hid it

@@ -1,4 +1,4 @@
-"""Updates by the CPU of chunks where they lie on HOST."""
+"""Updates by the CPU of chunks on HOST."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from gemini.optim.kernels import AdamHyper, AdamRow, AdamStep, GradScale, run_ro
 from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.runtime import MASTER, ChunkGroup, ManagedSlot, StatePiece
 
-# Four tensors of 8 MiB, and of 128 MiB: the caches of large servers hold no more.
+# Smallest and largest trial: four tensors of 8 MiB or 128 MiB each, the latter beyond the caches of servers.
 _TRIED_ELEMENTS = 2**21, 2**25
 
 
 class HostPart(NamedTuple):
-    """A parameter that has elements in a piece, its step, and whether its master follows it first, for user
-    code wrote to it."""
+    """A parameter with elements in a piece, its step, and whether to copy the parameter to its master first
+    because user code wrote it.
+    """
 
     slot: ManagedSlot
     step: UpdateStep
@@ -37,9 +38,20 @@ def prepare_on_host(
     rule_and_states: tuple[UpdateRule, tuple[StateSpec, ...]],
     aside: bool,
 ) -> Callable[[], None]:
-    """Return what updates ``parts`` of a piece in place by a rule with these states, ``aside`` on another
-    thread, while its chunks and those of parameters and gradients stay pinned on HOST; it waits for copies to
-    them first. The same arithmetic as on DEVICE: placement changes no bit (docs/notes/adam.md)."""
+    """Return a function that updates ``parts`` of a piece in place on HOST.
+
+    The chunks of the piece, the parameters and the gradients must stay pinned on HOST until it has run. It
+    first waits for copies to them. The arithmetic is that of DEVICE: placement changes no bit
+    (docs/notes/adam.md).
+
+    Args:
+        chunks: the manager of the chunks.
+        group: the chunk group of the piece.
+        piece: the state piece.
+        parts: the parameters to update.
+        rule_and_states: the update rule, and the states that it keeps.
+        aside: whether the function runs on another thread than the training thread.
+    """
     param_chunk, grad_chunk, first = group.updated
     if grad_chunk is None or isinstance(param_chunk, CutChunk) or isinstance(grad_chunk, CutChunk):
         raise StateError("a group that is frozen, or cut, has no update on HOST")
@@ -74,9 +86,11 @@ def prepare_on_host(
 
 @cache
 def elements_per_second(processors: tuple[int, ...] = (), numel: int = _TRIED_ELEMENTS[1]) -> float:
-    """Return how many elements the CPU updates per second with torch's threads, on ``processors`` where they
-    are given. Tried once, for a fraction of a second, on memory that was touched, less where a step updates
-    ``numel`` only."""
+    """Measure how many elements the CPU updates per second with torch's threads, on ``processors`` if given.
+
+    Measured once, in a fraction of a second, on memory that was touched before. ``numel``: the elements that
+    a step updates; a smaller number makes the trial smaller.
+    """
     least, most = _TRIED_ELEMENTS
     tried = max(least, min(numel, most))
     tensors = [torch.zeros(tried, dtype=torch.float32, device="cpu") for _ in range(4)]

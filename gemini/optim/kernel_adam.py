@@ -1,5 +1,5 @@
-"""Adam and AdamW over the kernels: CPUAdam with states in memory or, in part, in a file; FusedAdam, one
-launch for all of a layout; HybridAdam, each where it lives.
+"""Adam and AdamW over our kernels: CPUAdam, with states in memory or partly in a file; FusedAdam, with one
+GPU launch per layout; HybridAdam, which updates each parameter on its device.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class KernelAdam(SelfManaged):
     """A torch optimizer with the numbers of ``torch.optim.AdamW`` (of ``Adam`` with ``adamw_mode=False``).
 
     Parameters are dense fp32, bf16 or fp16 tensors on the devices of the subclass; the arithmetic is fp32.
-    State dicts and those of torch's AdamW can be loaded into each other; torch has no
-    ``bias_correction=False`` and ignores it.
+    State dicts can be exchanged with torch's AdamW in both directions; torch has no ``bias_correction=False``
+    and ignores it.
     """
 
-    # Device types whose parameters are taken, and what to do about others.
+    # Accepted device types, and the advice in the error for others.
     devices: ClassVar[frozenset[str]]
     other_devices_hint: ClassVar[str]
 
-    # Of the last step: a table per device, and one of the parameters with states in files.
+    # The last step's tables: one per device, and one for parameters with states in files.
     _rows: list[StepRows]
     _disk_rows: DiskRows | None
 
@@ -63,7 +63,7 @@ class KernelAdam(SelfManaged):
         nvme_offload_checksums: bool = False,
         torch_flags: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Prepare; states are made by the first step. Arguments: see the subclasses."""
+        """Make the optimizer; the first step makes the states. Arguments: see the subclasses."""
         refuse_flags(type(self).__name__, torch_flags)
         AdamHyper.from_group(defaults)
         if not 0.0 <= nvme_offload_fraction <= 1.0:
@@ -79,29 +79,29 @@ class KernelAdam(SelfManaged):
 
     @property
     def disk_fraction(self) -> float:
-        """The share of optimizer-state bytes asked to live in a file."""
+        """The share of optimizer-state bytes to keep in a file."""
         return self._disk_fraction
 
     @property
     def disk_directories(self) -> list[str] | None:
-        """Where that file is asked to be; None: nowhere in particular."""
+        """The directories for that file; None: no preference."""
         return self._disk_dirs
 
     @property
     def disk_checksums(self) -> bool:
-        """Whether what is read from it is to be verified."""
+        """Whether data read from the file is verified."""
         return self._disk_checksums
 
     @property
     def disk_extents(self) -> list[Extent]:
-        """Where in which files states are, in the order in which a step passes over them."""
+        """The file ranges that contain states, in the order in which a step reads them."""
         params = {param for group in self.param_groups for param in group["params"]}
         stored, _held = self._disk.batches_of(params)
         return [extent for _file, _batch, extent in stored]
 
     @property
     def state_format(self) -> StateFormat:
-        """How the moments are kept."""
+        """How the moments are stored."""
         return self._format
 
     @overload
@@ -114,12 +114,12 @@ class KernelAdam(SelfManaged):
     def step(self, closure: Callable[[], float] | None = None, *, grad_scale: float = 1.0) -> float | None:
         """Update every parameter that has a gradient.
 
-        ``grad_scale`` divides the gradients on their way into the update, without a pass of its own: a loss
-        scale, times ``max(1, norm / max_norm)`` for clipping.
+        ``grad_scale`` divides the gradients within the update, without an extra pass: a loss scale, times
+        ``max(1, norm / max_norm)`` for clipping.
 
         Raises:
-            ConfigError: a gradient that cannot be used, named; no parameter has changed.
-            IoError: the file failed. The update, or the last one, is incomplete: load a checkpoint before
+            ConfigError: names a gradient that cannot be used; no parameter has changed.
+            IoError: the file failed. This update, or the last one, is incomplete: load a checkpoint before
                 going on.
             StateError: the optimizer is closed, or an earlier step was incomplete.
         """
@@ -151,9 +151,9 @@ class KernelAdam(SelfManaged):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; on a ConfigError for one of its parameters nothing has changed."""
+        """Add a group as torch does. After a ConfigError for one of its parameters nothing has changed."""
         refuse_flags(type(self).__name__, torch_flags_in(param_group))
-        if "decoupled_weight_decay" in param_group:  # a group of torch's
+        if "decoupled_weight_decay" in param_group:  # the group comes from torch's AdamW
             param_group.setdefault("adamw_mode", param_group["decoupled_weight_decay"])
         super().add_param_group(param_group)
         try:
@@ -167,9 +167,9 @@ class KernelAdam(SelfManaged):
             raise
 
     def state_dict(self) -> StateDict:
-        """Return the state as ``torch.optim.AdamW`` does; what is in the file is read into new tensors.
+        """Return the state as ``torch.optim.AdamW`` does; states in the file are read into new tensors.
 
-        Moments are fp32 whatever ``state_dtype``; beside them is what gives every bit back on loading.
+        Moments are fp32 for every ``state_dtype``; extra entries let loading restore every bit.
 
         Raises:
             IoError: the file cannot be read.
@@ -187,13 +187,14 @@ class KernelAdam(SelfManaged):
         return exported
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take a copy of the state of an optimizer of ours, of any ``state_dtype``, or torch's Adam or AdamW.
+        """Load a copy of the state of one of our optimizers, with any ``state_dtype``, or of torch's Adam or
+        AdamW.
 
-        fp32 moments keep every bit they have; others are rounded, except for those they came from. Also the
-        way out after an incomplete step.
+        fp32 moments keep every bit; other formats round, except moments that come from the same format. Also
+        recovers from an incomplete step.
 
         Raises:
-            ConfigError: the state asks for what there is not (``amsgrad``, ``maximize``), or its tensors do
+            ConfigError: the state needs an unsupported variant (``amsgrad``, ``maximize``), or its tensors do
                 not fit; nothing has changed.
         """
         if self.driver() is not None:
@@ -201,10 +202,10 @@ class KernelAdam(SelfManaged):
             return
         if self._closed:
             raise StateError(f"this {type(self).__name__} is closed")
-        with suppress(IoError):  # what was lost is being replaced
+        with suppress(IoError):  # the lost states are about to be replaced
             self._settle()
-        # torch would cast the moments of 16-bit parameters to 16 bits: they pass through it in a box.
-        # Registered here, the hook is the last one and sees what the others made of the state.
+        # torch would cast the moments of 16-bit parameters to 16 bits, so they pass through it in a box.
+        # Registered last, the hook sees the state after all user hooks.
         hook = self.register_load_state_dict_pre_hook(boxed_state_dict)
         try:
             super().load_state_dict(state_dict)
@@ -216,7 +217,7 @@ class KernelAdam(SelfManaged):
             self._reset()
 
     def close(self) -> None:
-        """Give the file back. States in it are lost, so the optimizer cannot be used any more. Idempotent."""
+        """Close the file. The states in it are lost, so the optimizer cannot be used any more. Idempotent."""
         self._disk.close()
         self._forget_rows()
         self._closed = True
@@ -263,7 +264,7 @@ class KernelAdam(SelfManaged):
         self._settle()
 
     def _settle(self) -> None:
-        """Wait for what the last step left being written."""
+        """Wait for the writes of the last step."""
         try:
             self._disk.settle()
         except IoError as error:
@@ -292,7 +293,7 @@ class KernelAdam(SelfManaged):
         self._check_param(param, label)
         if param.device.type == "meta":
             raise ConfigError(f"{label} is on {param.device}: it has no memory to update")
-        if type(param) is ManagedParameter:  # the kernel takes addresses, behind which chunks come and go
+        if type(param) is ManagedParameter:  # the kernel takes addresses, but its chunk may be evicted
             raise ConfigError(
                 f"{label} is managed; {type(self).__name__} updates it through "
                 "gemini.GeminiOptimizer(optimizer, model), whose step() is the one to call"
@@ -306,7 +307,7 @@ class KernelAdam(SelfManaged):
             )
 
     def _can_repeat(self) -> bool:
-        """Say whether the rows of the last step are this step's; they then have its gradients."""
+        """Return whether the rows of the last step fit this step; if so, they have taken its gradients."""
         every = self._all_rows()
         if not every:
             return False
@@ -322,7 +323,7 @@ class KernelAdam(SelfManaged):
         return sum(len(rows) for rows in every) == with_gradient
 
     def _collect(self) -> dict[torch.Tensor, StreamedUpdate]:
-        """Check everything a step needs and return it; changes nothing."""
+        """Check all inputs of a step and return them; changes nothing."""
         updates: dict[torch.Tensor, StreamedUpdate] = {}
         for number, group in enumerate(self.param_groups):
             for index, param in enumerate(group["params"]):
@@ -353,8 +354,8 @@ class KernelAdam(SelfManaged):
         return self._format.fitted({**state, **self._disk.fetch({param: state})[param]}, param, label)
 
     def _update(self, hypers: list[AdamHyper], scale: GradScale) -> None:
-        """Update everything that was prepared; remember when it stops between one part and another."""
-        done = self._disk_rows is not None  # a file that fails has changed something already
+        """Run all rows. If this fails after something changed, mark the optimizer incomplete."""
+        done = self._disk_rows is not None  # if the file fails, some states have already changed
         try:
             for rows in self._all_rows():
                 rows.run(hypers, scale)
@@ -370,7 +371,7 @@ class KernelAdam(SelfManaged):
     # -- states in memory ------------------------------------------------------------------------
 
     def _prepare(self, updates: dict[torch.Tensor, StreamedUpdate]) -> None:
-        """Make this step's rows from what was collected."""
+        """Build the rows of this step from the collected inputs."""
         if self._disk_fraction > 0:
             params = [p for group in self.param_groups for p in group["params"]]
             self._disk.reserve([p for p in params if p.requires_grad and p.numel()], self._disk_fraction)
@@ -393,12 +394,12 @@ class KernelAdam(SelfManaged):
 
     @contextmanager
     def _all_states_in_memory(self) -> Iterator[None]:
-        """Have the states complete inside; copies of those in the file are let go afterwards."""
+        """Read all states into memory for the block; copies of states in the file are released afterwards."""
         arrays = self._disk.fetch(self.state)
         slim = {param: self.state[param] for param in arrays}
         try:
             for param, found in arrays.items():
-                # The count of steps goes on in its tensor; these moments do not.
+                # The live step tensor keeps counting; copy it, so that it stays that of these moments.
                 self.state[param] = {**slim[param], "step": step_count(slim[param]["step"]), **found}
             yield
         finally:
@@ -419,10 +420,12 @@ def _grad_scale(divisor: float) -> GradScale:
 
 
 def _increment_versions(params: list[torch.Tensor]) -> None:
-    """Have a graph that saved these tensors notice: the kernel writes past autograd."""
+    """Increment version counters, so that a graph that saved these tensors notices the update: the kernel
+    bypasses autograd.
+    """
     try:
         torch.autograd.graph.increment_version(params)
-    except RuntimeError:  # inference tensors have no version; counting others twice does no harm
+    except RuntimeError:  # inference tensors have no version; incrementing others twice is harmless
         torch.autograd.graph.increment_version([p for p in params if not p.is_inference()])
 
 
@@ -433,7 +436,7 @@ def _label(group_number: int, index: int, group: dict[str, Any]) -> str:
 
 
 class CPUAdam(KernelAdam):
-    """Adam for CPU tensors; see :class:`KernelAdam` for its numbers."""
+    """Adam for CPU tensors; :class:`KernelAdam` describes its numbers."""
 
     devices = frozenset({"cpu"})
     other_devices_hint = "takes CPU tensors: move the model there first, or use HybridAdam"
@@ -455,37 +458,37 @@ class CPUAdam(KernelAdam):
         nvme_offload_checksums: bool = False,
         **torch_flags: Any,
     ) -> None:
-        """Prepare; states are made by the first step.
+        """Make the optimizer; the first step makes the states.
 
         Args:
-            params: as for every torch optimizer; parameter groups may override what follows up to adamw_mode.
+            params: as for every torch optimizer; groups may override the arguments from lr to adamw_mode.
             lr: learning rate.
             bias_correction: divide the moments by ``1 - beta ** step``.
             betas: decay of the two moments, in [0, 1).
             eps: added to the denominator.
-            weight_decay: coefficient, decoupled with ``adamw_mode``, else added to the gradient.
+            weight_decay: coefficient; decoupled with ``adamw_mode``, else added to the gradient.
             adamw_mode: AdamW, else Adam.
-            nvme_offload_fraction: share in [0, 1] of the state bytes kept in a file: those of CPU parameters,
-                in order, until it is reached; the last one's may be cut. No value of it changes a result.
-                ``step`` reads and writes them once, through at most 32 MiB of memory. Of a managed model's
-                states, with or without ``disk_dir``, it is at least this share, up to one chunk more.
-            nvme_offload_dir: where the file is: a directory, or several on different drives, which then work
-                at the same time; None is a managed model's ``disk_dir``, else the system's directory for
-                temporary files.
-            state_dtype: how the moments are kept: ``"fp32"`` (8 bytes per parameter, torch's numbers),
-                ``"bf16"`` (4 bytes) or ``"int8"`` (2 bytes and 8 per 256 parameters). The last two round
+            nvme_offload_fraction: share in [0, 1] of the state bytes to keep in a file, filled with the
+                states of CPU parameters in order; the last one's may be split. It changes no result. ``step``
+                reads and writes the file once, through at most 32 MiB of memory. For a managed model, with or
+                without ``disk_dir``, at least this share is in the file, at most one chunk more.
+            nvme_offload_dir: the directory of the file, or several on different drives, which then work in
+                parallel. None: a managed model's ``disk_dir``, else the system's directory for temporary
+                files.
+            state_dtype: how the moments are stored: ``"fp32"`` (8 bytes per parameter, torch's numbers),
+                ``"bf16"`` (4 bytes) or ``"int8"`` (2 bytes, and 8 per 256 parameters). The last two round
                 deterministically and change the numbers a little.
-            master_remainders: for bf16 parameters, keep the 16 bits that rounding takes away (2 bytes per
+            master_remainders: for bf16 parameters, keep the 16 bits that rounding cuts off (2 bytes per
                 parameter): updates then work on exact fp32 masters. The parameter is its master rounded to
                 nearest, ties away from zero.
-            nvme_offload_checksums: keep a CRC32C of every 4 KiB in the file, in memory, and verify what is
-                read: a ``ChecksumError`` instead of training on with what a disk has made of it.
+            nvme_offload_checksums: keep a CRC32C of every 4 KiB of the file in memory and verify reads: a
+                corrupted read raises ``ChecksumError`` instead of changing the training.
             torch_flags: ``amsgrad``, ``maximize``, ``foreach``, ``capturable``, ``differentiable`` and
-                ``fused`` as torch's AdamW has them by default, for programs that say so; nothing else.
+                ``fused``, accepted with the defaults of torch's AdamW only.
 
         Raises:
             ConfigError: a value out of range, a directory that cannot be used, a parameter on another
-                device, not dense, or of another type.
+                device, not dense, or of another dtype.
         """
         defaults = {
             "lr": lr,
@@ -509,8 +512,8 @@ class CPUAdam(KernelAdam):
 class HybridAdam(CPUAdam):
     """``CPUAdam`` for CPU and CUDA tensors together; same arguments.
 
-    CPU tensors are updated by the CPU kernel, with states in memory or streamed from a file; CUDA tensors by
-    the CUDA kernel, with states beside them, a launch per device and layout of types.
+    The CPU kernel updates CPU tensors, with states in memory or streamed from a file. The CUDA kernel updates
+    CUDA tensors, with states beside them, in one launch per device and combination of dtypes.
     """
 
     devices = frozenset({"cpu", "cuda"})
@@ -518,7 +521,7 @@ class HybridAdam(CPUAdam):
 
 
 class FusedAdam(KernelAdam):
-    """Adam for CUDA tensors; see :class:`KernelAdam` for its numbers."""
+    """Adam for CUDA tensors; :class:`KernelAdam` describes its numbers."""
 
     devices = frozenset({"cuda"})
     other_devices_hint = "takes CUDA tensors: use CPUAdam or HybridAdam for others"
@@ -537,10 +540,11 @@ class FusedAdam(KernelAdam):
         master_remainders: bool = False,
         **torch_flags: Any,
     ) -> None:
-        """Prepare; states are made by the first step. Arguments: as :class:`CPUAdam`'s of the same names.
+        """Make the optimizer; the first step makes the states. Arguments: as in :class:`CPUAdam`.
 
         Raises:
-            ConfigError: a value out of range, a parameter not on a GPU, not dense, or of another type.
+            ConfigError: a value out of range, or a parameter that is not on a GPU, not dense, or of another
+                dtype.
         """
         defaults = {
             "lr": lr,

@@ -1,9 +1,9 @@
-"""The Adam kernels on torch tensors: settings of groups as numbers, how moments are kept, and the call that
+"""The Adam kernels on torch tensors: settings as numbers, storage formats of the moments, and the call that
 updates the tensors of many rows in place.
 
-Addresses go to C++ directly, from rows that own their tensors : autograd's version counters do not move. A
-caller that updates tensors which autograd may have saved bumps them itself. The layouts of moments, their
-bytes and what they do to the numbers: docs/notes/adam.md.
+C++ gets addresses, from rows that own their tensors, so autograd's version counters do not change. A caller
+that updates tensors which autograd may have saved increments them itself. docs/notes/adam.md describes the
+layouts of moments, their bytes and their effect on the numbers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from gemini.system.device import launching
 
 
 def numbers_of(group: Mapping[str, Any], *names: str) -> dict[str, float]:
-    """Return settings of a group; one-element tensors count as numbers. Raises ConfigError for what
-    is none."""
+    """Return settings of a group as floats; one-element tensors count as numbers. Raises ConfigError for
+    others.
+    """
     try:
         return {name: float(group[name]) for name in names}
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -34,7 +35,7 @@ def numbers_of(group: Mapping[str, Any], *names: str) -> dict[str, float]:
 
 
 def betas_of(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the betas of a group. Raises ConfigError for what are not two numbers."""
+    """Return the betas of a group. Raises ConfigError if they are not two numbers."""
     try:
         first, second = (float(beta) for beta in group["betas"])
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -43,14 +44,14 @@ def betas_of(group: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def require_non_negative(**settings: float) -> None:
-    """Raise ConfigError for a setting that is below 0, or NaN."""
+    """Raise ConfigError if a setting is negative or NaN."""
     for name, value in settings.items():
         if not value >= 0.0:
             raise ConfigError(f"{name} is {value!r}; it must be 0 or more")
 
 
 def require_betas(betas: tuple[float, float]) -> None:
-    """Raise ConfigError for betas that are not two numbers in [0, 1)."""
+    """Raise ConfigError if ``betas`` are not two numbers in [0, 1)."""
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(f"betas are {betas!r}; they must be two numbers in [0, 1)")
 
@@ -58,15 +59,17 @@ def require_betas(betas: tuple[float, float]) -> None:
 STATE_DTYPES = ("fp32", "bf16", "int8")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
-ARRAYS = (*MOMENTS, *SCALES, "remainder")  # of any format
+ARRAYS = (*MOMENTS, *SCALES, "remainder")  # the state arrays of all formats
 
 _MAX_CODE = 127.0
 _MAX_ROOT_CODE = 255.0
-_MIN_SCALE = 2.0**-63  # as csrc/adam/quantize.h
+_MIN_SCALE = 2.0**-63  # must equal the constant in csrc/adam/quantize.h
 
 
 def step_count(count: float) -> torch.Tensor:
-    """Return a count of steps as torch's Adam keeps it: fp32, on the CPU, whatever torch's defaults are."""
+    """Return a step count as torch's Adam keeps it: an fp32 CPU tensor, independent of torch's default dtype
+    and device.
+    """
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
@@ -85,10 +88,11 @@ _PARTS = {
 
 @dataclass(frozen=True)
 class StateFormat:
-    """``state_dtype`` of the moments; ``remainders`` keeps the low 16 bits of bf16 parameters' masters.
+    """How Adam's states are stored. ``state_dtype``: of the moments. ``remainders``: also keep the low 16
+    bits of bf16 parameters' fp32 masters.
 
     Raises:
-        ConfigError: no such ``state_dtype``.
+        ConfigError: an unknown ``state_dtype``.
     """
 
     state_dtype: str = "fp32"
@@ -99,7 +103,7 @@ class StateFormat:
             raise ConfigError(f"state_dtype is {self.state_dtype!r}; it can be {', '.join(STATE_DTYPES)}")
 
     def parts(self, param: torch.Tensor) -> tuple[StateSpec, ...]:
-        """Return the arrays of one parameter's state."""
+        """Return the arrays of the state of ``param``."""
         return self.parts_for(param.dtype)
 
     def parts_for(self, dtype: torch.dtype) -> tuple[StateSpec, ...]:
@@ -108,15 +112,17 @@ class StateFormat:
         return (*parts, _REMAINDER) if self.remainders and dtype == torch.bfloat16 else parts
 
     def nbytes(self, param: torch.Tensor) -> int:
-        """Return the bytes of one parameter's state."""
+        """Return the bytes of the state of ``param``."""
         return sum(part.nbytes(param.numel()) for part in self.parts(param))
 
     def zeros(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the state before the first step: element arrays in the parameter's memory order."""
+        """Return the state before the first step; arrays with one value per element have the parameter's
+        memory order.
+        """
         return {part.name: self._empty(part, param).zero_() for part in self.parts(param)}
 
     def empty(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the arrays of a state, to be filled."""
+        """Return uninitialized state arrays."""
         return {part.name: self._empty(part, param) for part in self.parts(param)}
 
     def _empty(self, part: StateSpec, param: torch.Tensor) -> torch.Tensor:
@@ -125,14 +131,14 @@ class StateFormat:
         return torch.empty_strided(param.size(), param.stride(), dtype=part.dtype, device=param.device)
 
     def complete(self, state: Mapping[str, Any], param: torch.Tensor) -> bool:
-        """Say whether ``state`` has all arrays of this format."""
+        """Return whether ``state`` has all arrays of this format."""
         return all(part.name in state for part in self.parts(param))
 
     def fitted(self, state: dict[str, Any], param: torch.Tensor, label: str) -> dict[str, Any]:
-        """Return the complete ``state``, or one with its arrays in the memory order that ``param`` has now.
+        """Return the complete ``state``, with its arrays in the current memory order of ``param``.
 
         Raises:
-            ConfigError: an array is of another type, shape or device; ``label`` names the parameter.
+            ConfigError: an array has another dtype, shape or device; ``label`` names the parameter.
         """
         ordered = True
         for part in self.parts(param):
@@ -148,10 +154,10 @@ class StateFormat:
         return state if ordered else {**state, **self.imported(self.exported(state), param)}
 
     def exported(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state with fp32 moments, as torch has them.
+        """Return a state with fp32 moments, as in torch.
 
-        int8 scales and remainders stay beside them: with them :meth:`imported` gives every bit back. Where
-        the moments are not fp32 already, all tensors are copies.
+        int8 scales and remainders stay in the result, so that :meth:`imported` restores every bit. If the
+        moments are not fp32 already, all tensors are copies.
         """
         if self.state_dtype == "fp32" or "exp_avg" not in state:
             return dict(state)
@@ -166,9 +172,10 @@ class StateFormat:
         return {name: both[name] for name in state}
 
     def imported(self, state: Mapping[str, Any], param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return own arrays of this format from fp32 moments (and what :meth:`exported` left beside them).
+        """Convert fp32 moments, and the extra arrays that :meth:`exported` left, to new arrays of this
+        format.
 
-        Rounds to nearest where the moments do not come from this format.
+        Moments that do not come from this format are rounded to nearest.
 
         Raises:
             ConfigError: a tensor has another shape.
@@ -190,7 +197,7 @@ class StateFormat:
 
 
 def _times_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply a dense fp32 tensor of codes by its blocks' scales, in place."""
+    """Multiply a dense fp32 tensor of codes in place by the scales of its blocks."""
     values = flat(codes)
     whole = values.numel() // BLOCK_NUMEL
     if whole:
@@ -202,7 +209,9 @@ def _times_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _encode(
     moments: Mapping[str, torch.Tensor], state: Mapping[str, Any], result: Mapping[str, torch.Tensor]
 ) -> None:
-    """Fill the arrays of int8 moments, with the scales in ``state`` if the moments come from them."""
+    """Fill the arrays of int8 moments. If the moments were decoded with the scales in ``state``, keep these
+    scales.
+    """
     for name, scale_name in zip(MOMENTS, SCALES, strict=True):
         values = flat(moments[name])
         given, scale = state.get(scale_name), result[scale_name]
@@ -223,7 +232,7 @@ def _rooted(name: str, values: torch.Tensor) -> torch.Tensor:
 
 
 def _codes(name: str, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the nearest codes, as floats; a second moment's is never 0 unless its whole block is."""
+    """Return the nearest codes, as floats. The code of a second moment is 0 only if its whole block is 0."""
     spread = scale.repeat_interleave(BLOCK_NUMEL)[: values.numel()]
     lowest, largest = (-_MAX_CODE, _MAX_CODE) if name == "exp_avg" else (1.0, _MAX_ROOT_CODE)
     codes = (_rooted(name, values) / spread).round_().clamp_(lowest, largest)
@@ -262,12 +271,12 @@ _MOMENT_TYPES = {"fp32": 0, "bf16": 1, "int8": 2}
 
 
 class AdamRow:
-    """What the kernels update together: elements of one parameter.
+    """Elements of one parameter, as the kernels update them.
 
-    A row is made from tensors and keeps them, so no address outlives its memory. ``states`` has tensors by
-    name (``exp_avg``, ``exp_avg_sq``, with int8 moments their ``_scale``; a ``remainder`` makes a bf16
-    parameter half of an exact fp32 master). None stands for one that :meth:`KeptAdamTable.place_states`
-    places. Tensors are dense, in one order, of the right types: this is not checked.
+    A row keeps its tensors, so no address outlives its memory. ``states`` maps names to tensors: ``exp_avg``,
+    ``exp_avg_sq``; with int8 moments also their ``_scale``; with ``remainder`` a bf16 parameter is the upper
+    half of an exact fp32 master. None stands for a state that :meth:`KeptAdamTable.place_states` places
+    later. Tensors must be dense, in one memory order, of the right dtypes: this is not checked.
     """
 
     __slots__ = ("columns", "grad", "start", "tensors")
@@ -284,9 +293,16 @@ class AdamRow:
         first: int = 0,
         step_index: int = 0,
     ) -> None:
-        """``elements``: which of ``param`` and ``grad``, in memory order; the states have these alone.
-        ``first``: which element of the whole parameter is the first one of ``param``. ``step_index``: which
-        of the steps of a call.
+        """Args:
+            param: the parameter.
+            grad: its gradient.
+            states: its states by name.
+            state_dtype: how the moments are stored.
+            half_out: receives a 16-bit copy of the new fp32 parameter.
+            elements: the range of ``param`` and ``grad`` to update, in memory order; the states contain only
+                this range. None: all.
+            first: the index of the first element of ``param`` within the whole parameter.
+            step_index: the index of the row's step among the steps of a call.
 
         Raises:
             StateError: compact moments start inside a block.
@@ -324,14 +340,14 @@ class AdamRow:
         )
 
     def without_gradient(self) -> AdamRow:
-        """Return the row as one that is kept from step to step, for :meth:`again`."""
+        """Return a copy without gradient, to be kept between steps for :meth:`again`."""
         row = AdamRow.__new__(AdamRow)
         row.columns, row.start, row.tensors = self.columns, self.start, self.tensors
         row.grad = self.grad.new_empty(0)
         return row
 
     def again(self, grad: torch.Tensor, step_index: int) -> AdamRow:
-        """Return the row of another step: the same memory, with another gradient."""
+        """Return the row for another step: the same memory with another gradient."""
         row = AdamRow.__new__(AdamRow)
         row.grad, row.start, row.tensors = grad, self.start, self.tensors
         columns, size = self.columns, grad.element_size()
@@ -347,13 +363,15 @@ class AdamRow:
 
 
 class AdamTable:
-    """Rows as C++ reads them, with their tensors: nothing that a call uses is freed before it returns."""
+    """Rows in the form that C++ reads. Keeps their tensors, so nothing that a call uses is freed before it
+    returns.
+    """
 
     def __init__(self, rows: Sequence[AdamRow]) -> None:
         """Take over ``rows``, at least one."""
         self._owners: Sequence[AdamRow] = tuple(rows)
         self._columns = np.array([row.columns for row in self._owners], dtype=np.int64)
-        # A pass over large tensors leaves the caches nothing of numpy: a step asks it for little.
+        # Cached: a pass over large tensors evicts numpy's code from the CPU caches, so calls to it are slow.
         self._num_rows, self._address = len(self._owners), self._columns.ctypes.data
 
     def __len__(self) -> int:
@@ -367,31 +385,38 @@ class AdamTable:
         processors: Sequence[int] = (),
         rows: slice | None = None,
     ) -> bool:
-        """Update the tensors of all rows, or of ``rows``, in place, without the GIL; each says which of
-        ``options`` it takes. Return whether all gradients were finite, where these ask; else True."""
+        """Update the tensors of all rows, or of ``rows``, in place, without the GIL. Each row has the index
+        of its entry in ``options``. Return whether all gradients were finite if the options ask for the
+        check, else True.
+        """
         address, count = self._address, self._num_rows
         if rows is not None:
             address, count = address + rows.start * self._columns.strides[0], rows.stop - rows.start
         return _C.adam_step(address, count, options, threads=threads, processors=processors)
 
     def launch(self, options: list[_C.AdamOptions], *, stream: int) -> bool:
-        """Have a GPU update the tensors of all rows in place, in the order of its current ``stream``."""
+        """Update the tensors of all rows in place on a GPU, in the order of ``stream``, its
+        current stream.
+        """
         return _C.cuda_adam_step(self._address, self._num_rows, options, stream=stream)
 
 
 class KeptAdamTable(AdamTable):
-    """A table that is kept from step to step: each step takes its gradients, and lets them go.
+    """A table that is kept between steps: each step takes its gradients and releases them.
 
-    The caller sees to it that parameters and states stay where they are. Not thread-safe.
+    The caller must keep parameters and states at their addresses. Not thread-safe.
     """
 
     def __init__(self, rows: Sequence[AdamRow], grad_of: Sequence[int] | None = None) -> None:
-        """Take over ``rows``, with the gradients of the first step. ``grad_of``: the place of each row's
-        gradient among those that :meth:`take_gradients` finds, where rows share them."""
+        """Take over ``rows``, with the gradients of the first step.
+
+        ``grad_of``: for rows that share gradients, the index of each row's gradient among those that
+        :meth:`take_gradients` finds. None: one gradient per row.
+        """
         super().__init__(rows)
         self._tensors = [row.tensors for row in rows]
         self._grads: Sequence[torch.Tensor] = [row.grad for row in rows]
-        self._owners = ()  # which have the gradients of the first step permanently
+        self._owners = ()  # the rows would keep the first step's gradients alive
         self._memory: torch.Tensor | None = None
         self._taken, self._stride = self._columns[:, _GRAD_COLUMN], _NUM_COLUMNS
         self._grad_of: npt.NDArray[np.int64] | None = None
@@ -405,8 +430,9 @@ class KeptAdamTable(AdamTable):
     def take_gradients(
         self, watch: _C.TensorWatch, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]
     ) -> bool:
-        """Take the gradients that ``watch`` finds. False, without gradients, when something that it watches
-        was replaced."""
+        """Take the gradients that ``watch`` finds. Return False, and take none, if an object that it watches
+        was replaced.
+        """
         found = watch.take_gradients(params, all_states, self._taken_address, self._stride)
         self._grads = found or []
         if found is not None and self._grad_of is not None:
@@ -414,18 +440,19 @@ class KeptAdamTable(AdamTable):
         return found is not None
 
     def let_gradients_go(self) -> None:
-        """Keep gradients no longer."""
+        """Release the gradients."""
         self._grads = []
 
     def set_steps(self, indices: npt.NDArray[np.int64]) -> None:
-        """Say for each row which of the options of a call it takes."""
+        """Set the index of each row's options."""
         self._columns[:, _STEP_COLUMN] = indices
 
     def place_states(
         self, rows: slice, offsets: Mapping[str, npt.NDArray[np.int64]], memory: torch.Tensor
     ) -> None:
-        """Say that the states of ``rows`` are in ``memory``, by name at these bytes of it, -1 where there is
-        none. It is kept until others are placed."""
+        """Set the addresses of the states of ``rows``: ``offsets`` are bytes in ``memory`` by state name, -1
+        for a state that a row lacks. ``memory`` is kept alive until the next call.
+        """
         self._memory, address = memory, memory.data_ptr()
         for name, starts in offsets.items():
             here = starts[rows]
@@ -439,12 +466,12 @@ class KeptAdamTable(AdamTable):
         processors: Sequence[int] = (),
         rows: slice | None = None,
     ) -> bool:
-        """As :meth:`AdamTable.run_on_cpu`. Raises StateError without gradients of this step."""
+        """See :meth:`AdamTable.run_on_cpu`. Raises StateError if no gradients were taken."""
         self._require_gradients()
         return super().run_on_cpu(options, threads=threads, processors=processors, rows=rows)
 
     def launch(self, options: list[_C.AdamOptions], *, stream: int) -> bool:
-        """As :meth:`AdamTable.launch`. Raises StateError without gradients of this step."""
+        """See :meth:`AdamTable.launch`. Raises StateError if no gradients were taken."""
         self._require_gradients()
         return super().launch(options, stream=stream)
 
@@ -457,16 +484,16 @@ TYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp1
 
 
 def has_cuda_kernel() -> bool:
-    """Say whether this build can update CUDA tensors."""
+    """Return whether this build can update CUDA tensors."""
     return _C.build_info()["cuda"] is not None
 
 
 @dataclass(frozen=True)
 class AdamHyper:
-    """What one step of Adam needs to know besides the tensors.
+    """The settings of one Adam step.
 
     Raises:
-        ConfigError: for a value outside its range.
+        ConfigError: a value is out of range.
     """
 
     lr: float = 1e-3
@@ -482,7 +509,7 @@ class AdamHyper:
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> AdamHyper:
-        """Read an optimizer's parameter group; one-element tensors count as numbers."""
+        """Read the settings from a parameter group; one-element tensors count as numbers."""
         return cls(
             **numbers_of(group, "lr", "eps", "weight_decay"),
             betas=betas_of(group),
@@ -493,7 +520,9 @@ class AdamHyper:
 
 @dataclass(frozen=True)
 class GradScale:
-    """What happens to a gradient first: ``clamp(g * pre_scale, -clip_value, clip_value) * post_scale``."""
+    """The transform of a gradient before the update:
+    ``clamp(g * pre_scale, -clip_value, clip_value) * post_scale``.
+    """
 
     pre_scale: float = 1.0
     clip_value: float = math.inf
@@ -502,9 +531,9 @@ class GradScale:
 
 @dataclass(frozen=True)
 class AdamStep:
-    """One step: its hyper-parameters, its number (from 1), the gradient's scaling.
+    """One step: its settings, its number (from 1), and the transform of the gradient.
 
-    ``check_finite`` has the kernel look at every gradient, before any scaling.
+    ``check_finite``: the kernel checks every gradient element, before the transform.
     """
 
     hyper: AdamHyper
@@ -513,7 +542,7 @@ class AdamStep:
     check_finite: bool = False
 
     def options(self) -> _C.AdamOptions:
-        """Return the step as the kernel takes it."""
+        """Return the step as the kernel's options."""
         hyper, scale = self.hyper, self.scale
         return _C.AdamOptions(
             lr=hyper.lr,
@@ -537,16 +566,16 @@ def run_rows(
     device: torch.device | str = "cpu",
     processors: Sequence[int] = (),
 ) -> bool:
-    """Update the tensors of ``rows`` in place; each row says which of ``steps`` it takes.
+    """Update the tensors of ``rows`` in place; each row has the index of its entry in ``steps``.
 
-    On the CPU at most ``torch.get_num_threads()`` threads work, without the GIL, on ``processors`` where they
-    are given; on a GPU one launch goes to the current stream.
+    On the CPU at most ``torch.get_num_threads()`` threads work, without the GIL, on ``processors`` if given;
+    on a GPU one launch goes to the current stream.
 
     Returns:
-        Whether all gradients were finite, where ``check_finite`` asks; else True.
+        Whether all gradients were finite if a step has ``check_finite``; else True.
 
     Raises:
-        StateError: for a null or misaligned address or a step below 1; nothing has changed.
+        StateError: an address is null or misaligned, or a step is below 1; nothing has changed.
     """
     if not rows:
         return True
@@ -583,15 +612,15 @@ def adam_update(
 ) -> bool:
     """Update ``param`` and its fp32 moments in place by step number ``step`` (from 1).
 
-    All are dense CPU tensors of one shape and memory order; only the gradient is copied when its order
-    differs. ``param`` is fp32, or 16-bit: then the update is computed on its fp32 cast and rounded back.
+    All are dense CPU tensors of one shape and memory order; only the gradient may have another order and is
+    then copied. ``param`` is fp32 or 16-bit; a 16-bit update is computed on its fp32 cast and rounded back.
     ``half_out`` receives a 16-bit copy of the new fp32 parameter; it may be the gradient itself.
 
     Returns:
         Whether the gradient was finite; True without ``check_finite``.
 
     Raises:
-        ConfigError: naming the tensor that does not fit; nothing has changed.
+        ConfigError: names a tensor that does not fit; nothing has changed.
     """
     _check("param", param, param, tuple(TYPE_NAMES))
     if grad.dtype not in TYPE_NAMES:
@@ -609,11 +638,11 @@ def adam_update(
 
 
 def sum_of_squares(tensor: torch.Tensor) -> float:
-    """Return the sum of the squares of a dense tensor of floats, added in double in one read.
+    """Return the sum of squares of a dense fp32, bf16 or fp16 tensor, accumulated in double in one read.
 
-    NaN or infinite exactly when an element is not finite. On the CPU the bits do not depend on threads or
-    the instruction set; on a GPU they are those of torch's norm. The square root is the 2-norm; over several
-    tensors, add first.
+    It is NaN or infinite exactly if an element is not finite. On the CPU the bits do not depend on the number
+    of threads or the instruction set; on a GPU they are those of torch's norm. For the 2-norm of several
+    tensors, add their sums and take the square root.
 
     Raises:
         ConfigError: a tensor of another kind.
@@ -626,7 +655,7 @@ def sum_of_squares(tensor: torch.Tensor) -> float:
         )
     if on_gpu:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64).square())
-    if tensor._is_zerotensor():  # of torch's, without memory
+    if tensor._is_zerotensor():  # torch's ZeroTensor has no memory
         return 0.0
     return _C.sum_squares(
         tensor.data_ptr(), tensor.numel(), TYPE_NAMES[tensor.dtype], threads=torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Lamb: Adam with steps that are as long, for each parameter, as its own norm says."""
+"""Lamb: Adam with a step length that is scaled by each parameter's norm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini.optim.self_managed import SelfManaged
 
 @dataclass(frozen=True)
 class LambHyper:
-    """What one step of Lamb takes besides the tensors. Raises ConfigError for what is out of range."""
+    """The settings of one step of Lamb. Raises ConfigError if one is out of range."""
 
     lr: float
     eps: float
@@ -28,21 +28,21 @@ class LambHyper:
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> LambHyper:
-        """Read an optimizer's parameter group; one-element tensors count as numbers."""
+        """Read the settings from a parameter group; one-element tensors count as numbers."""
         numbers = numbers_of(group, "lr", "eps", "weight_decay")
         return cls(**numbers, betas=betas_of(group), bias_correction=bool(group["bias_correction"]))
 
 
 class Lamb(SelfManaged):
     """Lamb (You et al., 2020): with ``u = m / (sqrt(v) + eps) + weight_decay * p`` of Adam's moments,
-    ``p -= lr * norm(p) / norm(u) * u``; where either norm is 0, ``p -= lr * u``.
+    ``p -= lr * norm(p) / norm(u) * u``; if either norm is 0, ``p -= lr * u``.
 
-    A plain optimizer, also of unmanaged parameters; under management ``GeminiOptimizer(Lamb(...), model)``
-    gives the same bits, with one process: it needs whole parameters. ``state`` has ``step``, an int, and
-    ``exp_avg`` and ``exp_avg_sq``, of the parameter's type.
+    Also works for unmanaged parameters. Under management ``GeminiOptimizer(Lamb(...), model)`` gives the same
+    bits; it needs whole parameters, which ranks gather for it. ``state`` has ``step``, an int, and
+    ``exp_avg`` and ``exp_avg_sq``, in the parameter's dtype.
 
     Args:
-        bias_correction: divide the moments by what they lack in the first steps, as Adam does.
+        bias_correction: correct the bias of the moments in the first steps, as Adam does.
 
     Raises:
         ConfigError: a value is out of range.
@@ -87,8 +87,9 @@ def lamb_update(
     step: int,
     hyper: LambHyper,
 ) -> None:
-    """Update ``param`` and its moments in place; ``step`` counts from 1. Extra memory: three of the
-    gradient."""
+    """Update ``param`` and its moments in place; ``step`` counts from 1. Extra memory: three tensors of the
+    gradient's size.
+    """
     first, second = hyper.betas
     exp_avg.lerp_(grad, 1 - first)
     exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)

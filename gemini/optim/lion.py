@@ -1,4 +1,4 @@
-"""Lion: the sign of a moving average, one state per parameter."""
+"""Lion: an optimizer that steps by the sign of a moving average, with one state per parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini.optim.self_managed import SelfManaged
 
 @dataclass(frozen=True)
 class LionHyper:
-    """What one step of Lion takes besides the tensors. Raises ConfigError for what is out of range."""
+    """The settings of one step of Lion. Raises ConfigError if one is out of range."""
 
     lr: float
     betas: tuple[float, float]
@@ -26,7 +26,7 @@ class LionHyper:
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> LionHyper:
-        """Read an optimizer's parameter group; one-element tensors count as numbers."""
+        """Read the settings from a parameter group; one-element tensors count as numbers."""
         return cls(**numbers_of(group, "lr", "weight_decay"), betas=betas_of(group))
 
 
@@ -34,8 +34,8 @@ class Lion(SelfManaged):
     """Lion (Chen et al., 2023): ``p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)``, then
     ``m = beta2 * m + (1 - beta2) * g``.
 
-    A plain optimizer, also of unmanaged parameters; under management ``GeminiOptimizer(Lion(...), model)``
-    gives the same bits. ``state`` has ``exp_avg``, of the parameter's type.
+    Also works for unmanaged parameters; under management ``GeminiOptimizer(Lion(...), model)`` gives the same
+    bits. ``state`` has ``exp_avg``, in the parameter's dtype.
 
     Raises:
         ConfigError: a value is out of range.
@@ -67,7 +67,9 @@ class Lion(SelfManaged):
 
 
 def lion_update(param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, hyper: LionHyper) -> None:
-    """Update ``param`` and ``exp_avg`` in place, element by element. Extra memory: two of the gradient."""
+    """Update ``param`` and ``exp_avg`` in place, element by element. Extra memory: two tensors of the
+    gradient's size.
+    """
     first, second = hyper.betas
     direction = exp_avg.mul(first).add_(grad, alpha=1 - first).sign_()
     if hyper.weight_decay:

@@ -1,7 +1,7 @@
-"""Rules for unknown optimizers. LoneRule steps over one parameter after another. PieceRule steps over pieces,
-where the user says that a step is element by element.
+"""Rules for optimizers of unknown classes. LoneRule steps over one parameter after another. PieceRule steps
+over pieces, if the user declared the step element-wise.
 
-Their code may read anything until it has run, so no update waits for what comes after ``step()``.
+User code may read anything until it has run, so these rules never defer updates beyond ``step()``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from gemini.optim.trials import Found, PieceTrial, key_of, try_one_by_one
 
 class LoneRule(KeptAsNamed):
     """Runs the optimizer's own ``step`` over each parameter, in its shape, as if no other had a gradient.
-    What all parameters share, settings of groups and attributes, advances once a step.
 
-    What a trial found in the form of the parameter is kept in chunks, as long as it is; everything else
-    is small. Not thread-safe.
+    Shared data (group settings and attributes) advances once per step. States that a trial found in the
+    parameter's shape and dtype are kept in chunks while they stay so; all others are small. Not thread-safe.
     """
 
     counts_steps = False
@@ -51,7 +50,9 @@ class LoneRule(KeptAsNamed):
     defers = False
 
     def __init__(self, optim: torch.optim.Optimizer, *, is_said: bool) -> None:
-        """``is_said``: by the user that it may be run so; see :func:`try_one_by_one`."""
+        """``is_said``: whether the user declared that the optimizer may run so (``whole=True``); see
+        :func:`try_one_by_one`.
+        """
         self._optim = optim
         self._is_said = is_said
         self._trials = _Trials(self._try)
@@ -127,7 +128,7 @@ class LoneRule(KeptAsNamed):
 
     def _keep(self, part: Part, values: torch.Tensor, state: Mapping[str, Any]) -> None:
         own = part.values
-        if values.data_ptr() != own.data_ptr():  # of parameters whose data was replaced
+        if values.data_ptr() != own.data_ptr():  # the step replaced param.data
             own.copy_(values)
         if part.half_out is not None:
             part.half_out.copy_(part.values)
@@ -155,8 +156,10 @@ class LoneRule(KeptAsNamed):
 
 
 class PieceRule(KeptAsNamed, Independent):
-    """Runs the optimizer's own ``step``, which is said to be element by element, over all pieces at once. It
-    is tried on every shape that its parameters have. Not thread-safe."""
+    """Runs the optimizer's own ``step``, declared element-wise by the user, over all pieces at once.
+
+    It is tested on every shape of its parameters. Not thread-safe.
+    """
 
     counts_steps = False
     converts = False
@@ -220,7 +223,7 @@ class PieceRule(KeptAsNamed, Independent):
 
 
 class _Trials:
-    """What trials have found out about an optimizer, by the type of what is updated."""
+    """Caches the results of an optimizer's trials, by dtype of the updated values."""
 
     def __init__(
         self, attempt: Callable[[Sequence[Mapping[str, Any]], torch.dtype, GivenLoss | None], Found]
@@ -235,7 +238,7 @@ class _Trials:
         key: Any,
         loss: GivenLoss | None = None,
     ) -> Found:
-        """Return the outcome of a trial, which runs again when ``key`` changes."""
+        """Return the result of a trial; it runs again if ``key`` changes."""
         kept = self._found.get((dtype, loss is not None))
         if kept is None or kept[0] != key:
             kept = key, self._attempt(groups, dtype, loss)
@@ -245,8 +248,11 @@ class _Trials:
     def groups(
         self, optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], loss: GivenLoss | None
     ) -> StepGroups:
-        """Return groups as a step is to see them. Raises ConfigError where trials with a closure fail, or say
-        that every parameter needs a gradient, and one has none."""
+        """Return the groups as a step sees them.
+
+        Raises ConfigError if trials with a closure fail, or if trials showed that every parameter needs a
+        gradient and one has none.
+        """
         trials = [(dtype, key, found) for (dtype, closes), (key, found) in self._found.items() if not closes]
         if loss is not None:
             like = GivenLoss(torch.tensor(0.7, dtype=torch.float32, device="cpu"))
@@ -274,7 +280,7 @@ def _fits(value: Any, kept: torch.Tensor) -> bool:
 
 
 def _owned(value: Any, storages: set[int]) -> Any:
-    """Return a value that is no view of one of these storages, whose memory is a chunk's."""
+    """Return ``value`` with tensors over one of ``storages`` (chunk memory) replaced by copies."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if value.untyped_storage()._cdata in storages else value
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Learning rates of a run of known length: warmup, then a line or a cosine down to its end."""
+"""Learning rate schedulers for runs of known length: warmup, then linear or cosine decay."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from gemini.errors import ConfigError
 
 
 class _OfLength(LRScheduler):
-    """The learning rate over ``total_steps`` calls of :meth:`step`, of which the first ``warmup_steps`` rise
-    in equal steps to the optimizer's own; past the end it stays what it was there."""
+    """Base of schedulers over ``total_steps`` calls of :meth:`step`.
+
+    The first ``warmup_steps`` rise linearly to the optimizer's own rate. After ``total_steps`` the rate stays
+    constant.
+    """
 
     def __init__(
         self,
@@ -37,12 +40,12 @@ class _OfLength(LRScheduler):
         return [self.eta_min + (base - self.eta_min) * self._left(share) for base in self.base_lrs]
 
     def _left(self, share: float) -> float:
-        """Return what is left of the rate after a ``share`` of the steps behind warmup."""
+        """Return the remaining factor of the rate after the fraction ``share`` of the steps after warmup."""
         raise NotImplementedError
 
 
 class LinearWarmupLR(_OfLength):
-    """Rise over ``warmup_steps``, then fall to 0 on a line that ends with ``total_steps``."""
+    """Rise over ``warmup_steps``, then decay linearly to 0 at ``total_steps``."""
 
     def __init__(
         self,
@@ -58,16 +61,16 @@ class LinearWarmupLR(_OfLength):
 
 
 class CosineAnnealingWarmupLR(_OfLength):
-    """Rise over ``warmup_steps``, then fall to ``eta_min`` on half a cosine that ends with
-    ``total_steps``."""
+    """Rise over ``warmup_steps``, then decay along half a cosine to ``eta_min`` at ``total_steps``."""
 
     def _left(self, share: float) -> float:
         return (1 + math.cos(math.pi * share)) / 2
 
 
 class CosineAnnealingLR(CosineAnnealingWarmupLR):
-    """Fall to ``eta_min`` on half a cosine that ends with ``total_steps``. torch's of this name rises again
-    behind it."""
+    """Decay along half a cosine to ``eta_min`` at ``total_steps`` and stay there. torch's class of this name
+    rises again afterwards.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""ManagedGroups: groups of parameters that the model manages, the share of their states that is stowed in a
-file, and what GeminiOptimizer refuses to be made with.
+"""ManagedGroups: the parameter groups and states of an optimizer over a managed model, including the share of
+the states that is kept in a file. Also the checks of GeminiOptimizer's arguments.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Margin = float | Literal["auto"] | None  # its gpu_margin_mem_ratio
 
 
 def checked_max_norm(max_norm: float) -> float:
-    """Return the norm to clip to in every step. Raise ConfigError for one that means nothing."""
+    """Return ``max_norm``. Raises ConfigError if it is negative or NaN."""
     if not max_norm >= 0:
         raise ConfigError(f"max_norm is {max_norm}; give a positive number, or 0 to clip nothing")
     return max_norm
@@ -59,7 +59,9 @@ def checked_max_norm(max_norm: float) -> float:
 def check_optimizer(
     optim: torch.optim.Optimizer, model: ManagedModel, *, elementwise: bool = False, whole: bool = False
 ) -> UpdateRule:
-    """Return by which rule ``optim`` updates the chunks of ``model``. Raise ConfigError where it cannot."""
+    """Return the rule by which ``optim`` updates the chunks of ``model``. Raises ConfigError if there is
+    none.
+    """
     if isinstance(optim, SelfManaged):
         optim.require_free()
     rule = rule_of(optim, elementwise=elementwise, whole=whole)
@@ -99,7 +101,9 @@ def check_optimizer(
 
 
 def refuse_replaced_step(optim: torch.optim.Optimizer) -> None:
-    """Raise ConfigError where user code has given the object ``optim`` another step, which would not run."""
+    """Raise ConfigError if user code replaced ``step`` on the object ``optim``: the replacement would not
+    run.
+    """
     replaced = vars(optim).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise ConfigError(
@@ -109,8 +113,9 @@ def refuse_replaced_step(optim: torch.optim.Optimizer) -> None:
 
 
 def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> None:
-    """Raise ConfigError where ``model`` does not manage a parameter of the optimizer's group ``index``; one
-    may come with a name."""
+    """Raise ConfigError if ``model`` does not manage a parameter of the optimizer's group ``index``.
+    ``params`` may contain (name, parameter) pairs.
+    """
     for tensor in map(bare, params):
         if not is_managed(tensor, model):
             raise ConfigError(
@@ -120,23 +125,24 @@ def check_parameters(index: int, params: Iterable[Any], model: ManagedModel) -> 
 
 
 def bare(param: Any) -> Any:
-    """Return a parameter that may come with a name."""
+    """Return the parameter from a (name, parameter) pair, or ``param`` itself."""
     return param[1] if isinstance(param, tuple) else param
 
 
 def is_managed(tensor: Any, model: ManagedModel) -> bool:
-    """Say whether ``model`` manages a parameter that its module has."""
+    """Return whether ``tensor`` is a parameter of the module that ``model`` manages."""
     if type(tensor) is not ManagedParameter:
         return False
     return model.storage.slots.get(tensor._slot.name) is tensor._slot
 
 
 def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:
-    """Return what ``gpu_margin_mem_ratio=ratio`` has the CPU update on HOST; None: nothing, as ``"auto"``
-    does where a number could not be had.
+    """Return which updates the CPU runs on HOST for ``gpu_margin_mem_ratio=ratio``; None: none.
+
+    ``"auto"`` also gives None if a number would be refused.
 
     Raises:
-        ConfigError: it cannot be done with this model's tiers.
+        ConfigError: this model's tiers cannot do it.
     """
     has_gpu = model.device.has_own_memory
     if ratio is None or (ratio in ("auto", 0) and not has_gpu):
@@ -174,7 +180,7 @@ def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:
 
 
 def _warn_of_one_thread(model: ManagedModel) -> None:
-    """Tell who launches several ranks that the CPU updates with fewer threads than there are processors."""
+    """Warn if this rank of several updates with one thread although more processors are available."""
     sharding = model.manager.sharding
     if sharding is None or torch.get_num_threads() > 1:
         return
@@ -191,8 +197,11 @@ def _warn_of_one_thread(model: ManagedModel) -> None:
 
 
 def _least_host_bytes(model: ManagedModel) -> int:
-    """Return what HOST has to hold: all states, and what one update needs beside them. With a DISK tier all
-    model data: states would go there where others take their room, and on DISK the CPU does not update."""
+    """Return the least HOST bytes for updates on HOST: all states and the chunks of one update.
+
+    With a DISK tier it is all model data: otherwise other chunks could push states to DISK, where the CPU
+    cannot update them.
+    """
     if model.manager.chunks.budgets.disk_dir is not None:
         return model.manager.context.size.total_bytes
     groups = HostUpdates.of_groups(model.storage.groups, 0, 0.0).groups
@@ -201,8 +210,9 @@ def _least_host_bytes(model: ManagedModel) -> int:
 
 
 def check_several(model: ManagedModel, overlaps: set[Overlap], ratios: set[Margin]) -> None:
-    """Raise ConfigError where ``model`` cannot have several optimizers with these values of ``overlap`` and
-    ``gpu_margin_mem_ratio``."""
+    """Raise ConfigError if ``model`` cannot have several optimizers with these values of ``overlap`` and
+    ``gpu_margin_mem_ratio``.
+    """
     if model.manager.sharding is not None:
         raise ConfigError(
             "over several ranks one optimizer updates a model: gradients of all parameters are exchanged "
@@ -228,7 +238,9 @@ def check_several(model: ManagedModel, overlaps: set[Overlap], ratios: set[Margi
 def check_mode(
     overlap: Overlap, *, clips: bool, counts: bool, scales: bool, several_ranks: bool, defers: bool
 ) -> None:
-    """Raise ConfigError where ``overlap`` is unknown, or updates cannot run in backward."""
+    """Raise ConfigError if ``overlap`` is unknown, or if updates cannot run in backward with these
+    options.
+    """
     if overlap in (True, False):
         return
     if overlap != "backward":
@@ -246,8 +258,10 @@ def check_mode(
 
 
 def choose_share(states: Iterable[tuple[Chunk, int]], fraction: float) -> list[tuple[Chunk, int]]:
-    """Choose ``fraction`` of the bytes of ``states``, up to one chunk more, evenly over their order: so what
-    is read and written is hidden behind the updates of the others."""
+    """Choose ``fraction`` of the bytes of ``states``, rounded up to a chunk, spread evenly over their order.
+
+    Spreading hides their reads and writes behind the updates of the other states.
+    """
     chosen, seen_bytes, chosen_bytes = [], 0, 0
     for chunk, tensor in states:
         seen_bytes += chunk.spec.nbytes
@@ -258,12 +272,13 @@ def choose_share(states: Iterable[tuple[Chunk, int]], fraction: float) -> list[t
 
 
 def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> frozenset[int]:
-    """Have the states of ``optimizer`` be stowed as far as ``optim``, which it drives, asks for it, and no
-    others but those of the model's other optimizers; return the tensors.
+    """Keep the share of ``optimizer``'s states that ``optim`` asks for in a file, and return their tensors.
+
+    States that it no longer asks for leave the file, except those of the model's other optimizers.
 
     Raises:
-        ConfigError, IoError: the file cannot be made; OutOfBudgetError: states of an earlier optimizer that
-            are no longer to be stowed do not fit the tiers.
+        ConfigError, IoError: the file cannot be made.
+        OutOfBudgetError: states that leave the file do not fit the tiers.
     """
     model, mine = optimizer.model, optimizer.slots
     states = [
@@ -277,7 +292,7 @@ def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> fro
     chosen = choose_share(states, adam.disk_fraction if adam is not None else 0.0)
     wanted = frozenset(tensor for _, tensor in chosen)
     manager, chunks = model.manager, model.manager.chunks
-    if chosen or chunks.stow is not None:  # what was on DEVICE permanently may be no longer
+    if chosen or chunks.stow is not None:  # a resident model may no longer be: states leave DEVICE
         manager.end_residence()
     others = [each.stowed for each in model.optimizers if each is not optimizer]
     if chunks.stow is not None:
@@ -291,50 +306,53 @@ def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> fro
 
 
 class ManagedGroups(WrappedOptimizer):
-    """An optimizer of parameters of :attr:`model`, which is there before the first group is."""
+    """An optimizer over parameters of :attr:`model`. A subclass sets ``model`` before it adds the first
+    group.
+    """
 
     model: ManagedModel
     gpu_margin_mem_ratio: Margin
-    stowed: frozenset[int] = frozenset()  # tensors of states that a file has between updates
+    stowed: frozenset[int] = frozenset()  # tensors of states kept in a file between updates
     rule: UpdateRule
     steps: dict[ManagedSlot, int]
     small: dict[ManagedSlot, dict[str, Any]]
     loss_scale: LossScale | None
-    _states: Mapping[torch.dtype, States] = MappingProxyType({})  # by type of what is updated
-    _kept: dict[ManagedSlot, tuple[StateSpec, ...]]  # what of these was made for each parameter
+    _states: Mapping[torch.dtype, States] = MappingProxyType({})  # by dtype of the updated values
+    _kept: dict[ManagedSlot, tuple[StateSpec, ...]]  # the states made for each parameter
     _driven_optim: torch.optim.Optimizer | None = None
     _driven_groups: list[dict[str, Any]]
 
     @abstractmethod
     def require_complete(self, doing: str) -> None:
-        """Raise StateError where an update or a load failed half-way."""
+        """Raise StateError if an update or a load failed half-way."""
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What is kept of parameters, by torch's names."""
+        """The names, as in torch, of the states that chunks keep for parameters."""
         lists = (states for of_groups in self._states.values() for states in of_groups)
         return tuple(dict.fromkeys(state.name for states in lists for state in states))
 
     @property
     def small_state_bytes(self) -> int:
-        """What small states take beside the chunks. Any thread may ask."""
+        """The bytes of small states, outside chunks. Thread-safe."""
         each = (value for kept in self.small.copy().values() for value in kept.copy().values())
         return sum(map(nbytes_of, each))
 
     @property
     def can_defer_updates(self) -> bool:
-        """Whether updates may wait for the next use of their chunks. Where ranks make them together, each
-        would come to them at a time of its own."""
+        """Whether updates may wait for the next use of their chunks. Not if ranks must run them together:
+        each rank would reach them at a different time.
+        """
         manager = self.model.manager
         ordered = self.rule.whole and manager.is_sharded
         return manager.can_defer_updates and self.rule.defers and not ordered
 
     def states_of(self, slot: ManagedSlot) -> tuple[StateSpec, ...]:
-        """Return what is kept of a parameter."""
+        """Return the states that chunks keep for a parameter."""
         return self._kept[slot]
 
     def kept_of(self, group: ChunkGroup) -> Kept:
-        """Return what chunks have to keep for updates of a group: all that one of its parameters has."""
+        """Return the states that chunks keep for a group: those of any of its parameters."""
         states = (state for slot in group.slots for state in self._kept.get(slot, ()))
         return Kept(tuple(dict.fromkeys(states)), self.rule.whole)
 
@@ -350,26 +368,27 @@ class ManagedGroups(WrappedOptimizer):
         }
 
     def stand_for(self, optim: torch.optim.Optimizer) -> None:
-        """Drive ``optim`` from here on: share its hooks, and answer in its place for states and groups."""
+        """Drive ``optim`` from now on: share its hooks, and serve states and groups on its behalf."""
         self.share_hooks(optim)
         self.take_driven_groups(optim)
         if isinstance(optim, SelfManaged):
             optim.give_to(self)
-        if isinstance(optim.state, ManagedStates):  # of a wrapper before this one
+        if isinstance(optim.state, ManagedStates):  # left by an earlier wrapper
             optim.state = defaultdict(dict)
         refuse_states_of(optim, self, lambda wrapper: not wrapper.model.manager.is_closed)
 
     def take_driven_groups(self, optim: torch.optim.Optimizer) -> None:
-        """Take the groups that ``optim``, which is driven, has now for those that it is to have."""
+        """Record the current groups of the driven ``optim`` as those it must keep."""
         self._driven_groups = list(optim.param_groups)
 
     def refuse_other_groups(self) -> None:
-        """Raise ConfigError where the wrapped optimizer was given or has lost groups, or was given another
-        step, which is not seen."""
+        """Raise ConfigError if groups were added to or removed from the wrapped optimizer, or if its ``step``
+        was replaced: neither would have an effect.
+        """
         optim = self._driven()
         if optim is None:
             return
-        if getattr(optim, "_own", None) is not self:  # an optimizer that drives itself runs its own
+        if getattr(optim, "_own", None) is not self:  # a self-managed optimizer runs its own step
             refuse_replaced_step(optim)
         now, then = optim.param_groups, self._driven_groups
         if len(now) != len(then) or any(a is not b for a, b in zip(now, then, strict=True)):
@@ -380,7 +399,9 @@ class ManagedGroups(WrappedOptimizer):
             )
 
     def hypers(self) -> dict[ManagedSlot, Any]:
-        """Return the settings of each parameter. Raises ConfigError as :meth:`refuse_other_groups`."""
+        """Return the settings of each parameter. Raises ConfigError like :meth:`refuse_other_groups` and
+        :meth:`refuse_new_states`.
+        """
         self.refuse_other_groups()
         self.refuse_new_states()
         found: dict[ManagedSlot, Any] = {}
@@ -390,7 +411,7 @@ class ManagedGroups(WrappedOptimizer):
         return found
 
     def marks(self) -> dict[ManagedSlot, tuple[Marks, Seat]]:
-        """Return what user code has set on each parameter, and its place."""
+        """Return for each parameter the attributes that user code set on it, and its place in the groups."""
         return {
             param._slot: (Marks.of(param), Seat(number, index))
             for number, group in enumerate(self.param_groups)
@@ -398,13 +419,15 @@ class ManagedGroups(WrappedOptimizer):
         }
 
     def refuse_changes(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError where parameters of saved groups were updated in another way than here."""
+        """Raise ConfigError if saved groups say that their parameters were updated in another way
+        than here.
+        """
         if isinstance(self._driven_optim, SelfManaged):
             for index, (group, settings) in enumerate(zip(self.param_groups, saved, strict=True)):
                 self._driven_optim.refuse_change(index, group, settings)
 
     def refuse_new_states(self) -> None:
-        """Raise ConfigError where settings ask for states that there are none of."""
+        """Raise ConfigError if the groups' settings now need states that were not made."""
         new: set[str] = set()
         for slot, states in self._by_parameter(self._wanted_states()).items():
             kept = self._kept.setdefault(slot, states)
@@ -417,12 +440,12 @@ class ManagedGroups(WrappedOptimizer):
             )
 
     def make_states(self, optim: torch.optim.Optimizer) -> None:
-        """Make the chunks of the states, and stow the share of them that ``optim`` asks for; also for groups
-        that come later.
+        """Create the chunks of the states, and keep the share that ``optim`` asks for in a file. Also called
+        when groups are added.
 
         Raises:
-            OutOfBudgetError: the budgets cannot hold them; ConfigError, IoError: as :func:`stow_share` and
-                :func:`host_updates_of`.
+            OutOfBudgetError: the budgets cannot hold them.
+            ConfigError, IoError: as in :func:`stow_share` and :func:`host_updates_of`.
         """
         before, self._states = self._states, self._wanted_states()
         kept_before, self._kept = self._kept, self._by_parameter(self._states)
@@ -437,13 +460,16 @@ class ManagedGroups(WrappedOptimizer):
         self._driven_optim = optim
 
     def make_first_states(self, optim: torch.optim.Optimizer) -> None:
-        """Do what :meth:`make_states` does, for an optimizer that is new: what one of before has left in the
-        states becomes zeros."""
+        """Call :meth:`make_states` for a new optimizer, and zero the states that an earlier
+        optimizer left.
+        """
         self.make_states(optim)
         forget_states(self, slots_in_order(self))
 
     def take_chunks(self) -> None:
-        """Treat states that were made for what was frozen as the others. Raises as :meth:`make_states`."""
+        """Place states that were made for parameters unfrozen later like the others. Raises like
+        :meth:`make_states`.
+        """
         if self._driven_optim is not None:
             self._stow_and_place(self._driven_optim)
 
@@ -453,17 +479,18 @@ class ManagedGroups(WrappedOptimizer):
         self.model.manager.update_on_host(host_updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update more of the model's parameters, with settings of their own; manage those that came into the
-        module since it was wrapped.
+        """Add parameters of the model with their own settings. Parameters added to the module since it was
+        wrapped become managed.
 
         Raises:
-            ConfigError: the model cannot manage one of them; OutOfBudgetError: the budgets cannot hold them
-                or their states; IoError: the file for these cannot be made. The groups are as before; what
-                came into the module and could be managed stays so.
+            ConfigError: the model cannot manage one of them.
+            OutOfBudgetError: the budgets cannot hold them or their states.
+            IoError: the file for their states cannot be made. After any error the groups are as before;
+                new parameters of the module that could be managed stay managed.
         """
         params = param_group["params"]
         if not isinstance(params, (torch.Tensor, set)):  # torch refuses sets: they have no order
-            params = param_group["params"] = list(params)  # in place: the group may be another's, too
+            params = param_group["params"] = list(params)  # in place: the dict may be shared
         each = [params] if isinstance(params, torch.Tensor) else params
         self._adopt([{"params": each}])
         check_parameters(len(self.param_groups), each, self.model)
@@ -480,8 +507,7 @@ class ManagedGroups(WrappedOptimizer):
             raise
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as the class of the driven optimizer does, which may give it more settings or split
-        it."""
+        """Add a group like the driven optimizer's class does: it may add settings or split the group."""
         driven = self._own_class("add_param_group")
         if driven is None:
             ours = self._driven_optim
@@ -496,7 +522,7 @@ class ManagedGroups(WrappedOptimizer):
         self.param_groups.append(shell.param_groups[-1])
 
     def run_own_zero_grad(self, set_to_none: bool) -> None:
-        """Have the class of the driven optimizer do what it does beside giving up gradients."""
+        """Run the driven optimizer's own ``zero_grad``, if its class overrides it, for its side effects."""
         driven = self._own_class("zero_grad")
         if driven is not None and set_to_none:
             driven.zero_grad()
@@ -504,8 +530,9 @@ class ManagedGroups(WrappedOptimizer):
             driven.zero_grad(set_to_none)
 
     def with_own_entries(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict with what ``state_dict()`` of the driven optimizer's class adds. Raises
-        StateError where it does something else."""
+        """Add the entries that the driven class's own ``state_dict()`` adds. Raises StateError if that method
+        changes states or groups.
+        """
         driven = self._own_class("state_dict")
         if driven is None or not state:
             return state
@@ -518,8 +545,9 @@ class ManagedGroups(WrappedOptimizer):
         return {**found, **state}
 
     def from_own_entries(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes that ``load_state_dict()`` of the driven optimizer's class makes of entries
-        in a state dict beside those of torch."""
+        """Return the attributes that the driven class's own ``load_state_dict()`` sets from extra entries of
+        a state dict.
+        """
         driven = self._own_class("load_state_dict")
         if driven is None:
             return {}
@@ -534,7 +562,7 @@ class ManagedGroups(WrappedOptimizer):
         return shell
 
     def _own_class(self, method: str) -> torch.optim.Optimizer | None:
-        """Return the driven optimizer if its class, which is not ours, has a ``method`` of its own."""
+        """Return the driven optimizer if its class is not ours and overrides ``method``; else None."""
         driven = self._driven_optim
         if driven is None or isinstance(driven, SelfManaged):
             return None
@@ -542,8 +570,9 @@ class ManagedGroups(WrappedOptimizer):
         return driven if is_own else None
 
     def _adopt(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Have the model manage what came into its module, where some of the groups' parameters (each perhaps
-        with a name) did. Raises as :meth:`ManagedModel.adopt`."""
+        """Let the model manage parameters that were added to its module, if the groups contain one. Groups
+        may hold (name, parameter) pairs. Raises like :meth:`ManagedModel.adopt`.
+        """
         known = self.slots if self._driven_optim is not None else set()
         tensors = (bare(param) for group in groups for param in group["params"])
         fresh = [t for t in tensors if not is_managed(t, self.model) or t._slot in known]
@@ -551,7 +580,7 @@ class ManagedGroups(WrappedOptimizer):
             self.model.adopt()
 
     def refuse_second_names(self) -> None:
-        """Raise ConfigError where the groups have two parameters over one memory."""
+        """Raise ConfigError if two parameters of the groups share memory."""
         counts = Counter(param._slot for group in self.param_groups for param in group["params"])
         twice = [slot.name for slot, count in counts.items() if count > 1]
         if twice:
@@ -561,8 +590,9 @@ class ManagedGroups(WrappedOptimizer):
             )
 
     def keep_only(self, held: Mapping[torch.Tensor, str]) -> None:
-        """Update nothing but ``held``, the parameters that the module has now, by their names; forget the
-        states of others."""
+        """Drop parameters that are not in ``held`` (parameter -> name, the module's current ones) from the
+        groups, and forget their states.
+        """
         gone: list[ManagedSlot] = []
         for group in self.param_groups:
             gone += [param._slot for param in group["params"] if param not in held]
@@ -575,7 +605,7 @@ class ManagedGroups(WrappedOptimizer):
             self.small.pop(slot, None)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what an optimizer of a class that is not known has (``train()``, ``eval()``)."""
+        """Look up a public attribute (``train()``, ``eval()``) on a driven optimizer of an unknown class."""
         driven, rule = vars(self).get("_driven_optim"), vars(self).get("rule")
         if name.startswith("_") or driven is None or rule is None or not rule.shares:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -583,30 +613,31 @@ class ManagedGroups(WrappedOptimizer):
 
     @property  # type: ignore[override]
     def state(self) -> ManagedStates:
-        """The state of each parameter, to be read."""
+        """The state of each parameter, read-only."""
         return ManagedStates(self)
 
     @state.setter
     def state(self, states: Any) -> None:
-        if states or "param_groups" in vars(self):  # torch begins with none
+        if states or "param_groups" in vars(self):  # torch's __init__ assigns an empty one
             refuse_write()
 
     def state_dict_shard(
         self, max_shard_size: int | str = "1GiB", *, only_rank_0: bool = False
     ) -> Iterator[tuple[dict[int, dict[str, Any]], int]]:
-        """Yield what is in ``state_dict()["state"]`` in shards of at most so many bytes (a larger parameter
-        comes alone), each with its bytes; the rest is in :meth:`exported_groups` and its ``loss_scale``.
+        """Yield ``state_dict()["state"]`` in shards of at most ``max_shard_size`` bytes, each with its byte
+        size. A larger parameter gets a shard of its own.
 
-        Over ranks all of them go through it, and with ``only_rank_0`` others get no shard. No hooks run.
+        The rest of the state dict is :meth:`exported_groups` and ``loss_scale``. Collective: every rank
+        iterates to the end; with ``only_rank_0`` the other ranks get no shard. No hooks run.
         """
         return export_shards(self, max_shard_size, only_rank_0)
 
     def exported_groups(self) -> list[dict[str, Any]]:
-        """Return ``state_dict()["param_groups"]`` alone; no other rank needs to take part."""
+        """Return ``state_dict()["param_groups"]``. Not collective."""
         return exported_groups(self)
 
     def slot_of(self, param: torch.Tensor) -> ManagedSlot:
-        """Return what the model has of a parameter; raise ConfigError where it is not in a group."""
+        """Return the slot of a parameter. Raises ConfigError if it is in no group of this optimizer."""
         slot: ManagedSlot | None = getattr(param, "_slot", None)
         if slot is None or slot not in self.slots:
             raise ConfigError(
@@ -617,26 +648,26 @@ class ManagedGroups(WrappedOptimizer):
 
     @property
     def settings(self) -> str:
-        """What an update takes besides tensors, by group, as text."""
+        """The settings of an update, by group, as text."""
         each = (self.rule.hyper(group) for group in self.param_groups)
         return ", ".join(f"group {index}: {hyper}" for index, hyper in enumerate(each))
 
     def exported_settings(self) -> list[dict[str, Any]]:
-        """Return what :attr:`settings` says, as numbers."""
+        """Return the values of :attr:`settings` as numbers."""
         hypers = (self.rule.hyper(group) for group in self.param_groups)
         return [h.as_numbers() if isinstance(h, GroupSettings) else asdict(h) for h in hypers]
 
     def take_settings(self, settings: list[dict[str, Any]]) -> None:
-        """Set what another rank's :meth:`exported_settings` says."""
+        """Apply another rank's :meth:`exported_settings`."""
         for group, given in zip(self.param_groups, settings, strict=True):
             for name, value in given.items():
                 if isinstance(group[name], torch.Tensor):
-                    group[name].fill_(value)  # a scheduler holds it
+                    group[name].fill_(value)  # in place: a scheduler holds the tensor
                 else:
                     group[name] = tuple(value) if isinstance(group[name], tuple) else value
 
     @property
     def slots(self) -> set[ManagedSlot]:
-        """The parameters that this optimizer updates. Raises StateError where one is no longer managed."""
+        """The slots of this optimizer's parameters. Raises StateError if one is no longer managed."""
         self.model.managed.refuse_exchanged("optimizer")
         return {param._slot for group in self.param_groups for param in group["params"]}

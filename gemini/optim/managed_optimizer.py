@@ -1,4 +1,6 @@
-"""An optimizer of managed parameters, as state dicts, shards and files know it."""
+"""ManagedOptimizer: the protocol through which state dicts, shards and checkpoints use an optimizer of a
+managed model.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from gemini.runtime import ManagedSlot
 
 
 class ManagedOptimizer(Protocol):
-    """``steps``: how many each parameter has made; ``small``: its small states; ``state_names``: what chunks
-    keep of parameters, by torch's names; ``stowed``: tensors of states that a file has between updates."""
+    """``steps``: the number of steps per parameter. ``small``: its small states. ``state_names``: the states
+    that chunks keep, by torch's names. ``stowed``: tensors of states that are in a file between updates.
+    """
 
     model: ManagedModel
     rule: UpdateRule
@@ -27,27 +30,29 @@ class ManagedOptimizer(Protocol):
 
     @property
     def state(self) -> Any:
-        """The state of each parameter, to be read."""
+        """The state of each parameter, read-only."""
         ...
 
     @property
     def state_names(self) -> tuple[str, ...]: ...
 
     def states_of(self, slot: ManagedSlot) -> tuple[StateSpec, ...]:
-        """Return what is kept of a parameter."""
+        """Return the states that chunks keep for a parameter."""
         ...
 
     @property
     def slots(self) -> set[ManagedSlot]:
-        """The parameters that it updates."""
+        """The slots of the parameters that it updates."""
         ...
 
     def refuse_changes(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ConfigError where parameters of saved groups were updated in another way than here."""
+        """Raise ConfigError if saved groups say that their parameters were updated in another way
+        than here.
+        """
 
     def require_complete(self, doing: str) -> None:
-        """Raise StateError where an update or a load failed half-way."""
+        """Raise StateError if an update or a load failed half-way."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizers do."""
+        """Return the state in the format of torch's optimizers."""
         ...

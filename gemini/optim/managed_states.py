@@ -1,4 +1,4 @@
-"""ManagedStates: optimizer states that live in chunks, as ``optimizer.state`` shows them."""
+"""ManagedStates: the read-only ``optimizer.state`` of an optimizer that has its states in chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemini.runtime import ManagedSlot, read_state
 
 
 def refuse_write() -> NoReturn:
-    """Raise StateError: what was to be replaced lies in chunks."""
+    """Raise StateError: states in chunks are read-only."""
     raise StateError(
         "states live in the model's chunks, and optimizer.state is to be read: load_state_dict() replaces "
         "them, and with {**optimizer.state_dict(), 'state': {}} they begin anew"
@@ -24,10 +24,11 @@ def refuse_write() -> NoReturn:
 
 
 class ManagedStates(MutableMapping[Any, Mapping[str, Any]]):
-    """The state of each parameter that has one; of others of the optimizer it is empty, as in torch.
+    """Read-only mapping parameter -> state; other parameters of the optimizer have an empty state, as in
+    torch.
 
-    To be read: ``load_state_dict()`` changes states, and what else would raises StateError.
-    Reading moments copies them out of their chunks, one at a time; over ranks all of them read together.
+    Only ``load_state_dict()`` changes states; every write raises StateError. Reading a moment copies it out
+    of its chunk. Over ranks this is collective: all ranks read together.
     """
 
     def __init__(self, optimizer: ManagedOptimizer) -> None:
@@ -65,8 +66,9 @@ class ManagedStates(MutableMapping[Any, Mapping[str, Any]]):
 
 
 class ManagedState(MutableMapping[str, Any]):
-    """The state of one parameter, by torch's names; each tensor is a copy, made when it is asked for. What
-    would write to it raises StateError: an update would not see that."""
+    """The state of one parameter, read-only, by torch's names. Each tensor is a copy made on access. A write
+    raises StateError, because no update would see it.
+    """
 
     def __init__(self, optimizer: ManagedOptimizer, slot: ManagedSlot) -> None:
         self._optimizer, self._slot = optimizer, slot
@@ -98,14 +100,15 @@ class ManagedState(MutableMapping[str, Any]):
 
 
 class StateCopy(torch.Tensor):
-    """A copy of a state, which is to be read. What writes to it or to a view of it raises StateError, and
-    what operators make of it is an ordinary tensor; so are its copies and what is pickled."""
+    """A read-only copy of a state tensor. Writing to it or to a view of it raises StateError. Results of
+    operators, copies and pickles are ordinary tensors.
+    """
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator that does not write."""
+        """Run an operator, or raise StateError if it writes to a StateCopy."""
         kwargs = kwargs or {}
         written = [kwargs.get("out"), args[0] if args and _writes_to_first(func) else None]
         if any(isinstance(item, cls) for item in tree_leaves(written)):
@@ -125,7 +128,7 @@ class StateCopy(torch.Tensor):
 
 
 def _writes_to_first(func: Any) -> bool:
-    """Say whether an operator or a method of tensors is named as one that changes its first argument."""
+    """Return whether the name of an operator or tensor method says that it changes its first argument."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name in _WRITES or func == _SET_DATA
@@ -138,12 +141,12 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _as_view(owned: Collection[int], item: Any) -> Any:
-    """Return ``item``, a tensor over one of the ``owned`` storages as a copy that is to be read."""
+    """Return ``item`` as a StateCopy if its storage is in ``owned``; else unchanged."""
     if not isinstance(item, torch.Tensor) or item.untyped_storage()._cdata not in owned:
         return item
     return item.as_subclass(StateCopy)
 
 
 def _to_be_read(value: Any) -> Any:
-    """Return a tensor as one that cannot be written to; else ``value``."""
+    """Return a tensor as a StateCopy; other values unchanged."""
     return value.detach().as_subclass(StateCopy) if isinstance(value, torch.Tensor) else value

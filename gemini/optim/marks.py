@@ -1,9 +1,9 @@
-"""What sets a parameter apart for an optimizer: attributes that user code has set on it, its place in the
-groups, and its identity.
+"""Everything by which an optimizer can tell parameters apart: attributes that user code set on them, their
+place in the groups, and their identity.
 
-A step under management runs over other tensors, and not over all at once. They get the attributes and the
-place; placeholders have the other places. They have another identity, so an optimizer that looks a parameter
-up by it is refused. Trials and rules both need this.
+A step under management runs over other tensors, and not over all at once. They get the attributes and places;
+placeholders fill the other places. Their identity differs, so an optimizer that looks parameters up by
+identity is refused. Trials and rules both use this module.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemini.runtime.intercept.tensors import OWN_ATTRIBUTES
 
 _ABSENT = object()
-_MOST_OBJECTS = 2**17  # that are looked at; more are no table of parameters
+_MOST_OBJECTS = 2**17  # search limit; a table of parameters is smaller
 _OPAQUE = (type, types.ModuleType, torch.Tensor, torch.nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
 class Marks:
-    """The attributes that user code has set on a parameter. Equal where they read equal."""
+    """The attributes that user code set on a parameter. Equal if they read equal."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, param: torch.Tensor) -> Marks:
-        """Return those of ``param``, as they are now."""
+        """Return the current marks of ``param``."""
         values = {name: value for name, value in vars(param).items() if name not in OWN_ATTRIBUTES}
         return cls(values) if values else _NONE
 
     @property
     def text(self) -> str:
-        """What the attributes read, by name."""
+        """The attributes and their values as text."""
         return repr(sorted(self.values.items(), key=lambda item: item[0])) if self.values else ""
 
     def __eq__(self, other: object) -> bool:
@@ -50,16 +50,16 @@ class Marks:
         return hash(self.text)
 
     def apart(self) -> Marks:
-        """Return copies, for a trial; what cannot be copied is as it is."""
+        """Return a copy for a trial; values that cannot be copied are shared."""
         return Marks({name: _copy(value) for name, value in self.values.items()}) if self.values else self
 
     def put_on(self, tensor: torch.Tensor) -> None:
-        """Set them on a tensor of a step."""
+        """Set the attributes on a tensor of a step."""
         if self.values:
             vars(tensor).update(self.values)
 
     def changed_on(self, tensor: torch.Tensor) -> list[str]:
-        """Return the names of those that a step has set to something else, or new, on ``tensor``."""
+        """Return the names of attributes that a step has changed, added or removed on ``tensor``."""
         now = vars(tensor)
         names = sorted({*now, *self.values})
         return [name for name in names if now.get(name, _ABSENT) is not self.values.get(name, _ABSENT)]
@@ -69,14 +69,14 @@ _NONE = Marks()
 
 
 class Seat(NamedTuple):
-    """The place of a parameter in its group, which has an index."""
+    """The place of a parameter: the index of its group, and its index in the group."""
 
     group: int
     place: int
 
 
 class Gap(NamedTuple):
-    """What a placeholder needs to know of its parameter."""
+    """The properties of a parameter that its placeholder imitates."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -87,7 +87,7 @@ class Gap(NamedTuple):
 
     @classmethod
     def of(cls, param: torch.Tensor) -> Gap:
-        """Return that of ``param``, of the type in which its optimizer sees it."""
+        """Return the gap of ``param``, with the dtype in which its optimizer sees it."""
         with torch._C.DisableTorchFunctionSubclass():
             slot = vars(param).get("_slot")
             dtype = param.dtype if slot is None else slot.group.plan.updated_dtype
@@ -96,13 +96,14 @@ class Gap(NamedTuple):
 
 
 class Placeholder(torch.Tensor):
-    """A parameter without values and without a gradient. Operators on it give placeholders. Raises
-    RuntimeError where something is made of its values."""
+    """A parameter without values and gradient. Operators on placeholders return placeholders. An operator
+    that combines it with real values, or writes it to a real tensor, raises RuntimeError.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _meta: torch.Tensor
     _marks: Marks
-    _touched: list[Placeholder] | None  # where it says that a step has set an attribute of it
+    _touched: list[Placeholder] | None  # receives this object when an attribute of it is set
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, device: torch.device, *, requires_grad: bool = False) -> Placeholder:
@@ -121,8 +122,9 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def of(cls, gap: Gap, touched: list[Placeholder]) -> Placeholder:
-        """Return one that looks like the parameter of ``gap`` and comes into ``touched`` with every attribute
-        that is set on it."""
+        """Return a placeholder for the parameter of ``gap``. It adds itself to ``touched`` whenever an
+        attribute is set on it.
+        """
         meta = torch.empty_strided(gap.shape, gap.stride, dtype=gap.dtype, device="meta")
         made = cls(meta, gap.device, requires_grad=gap.requires_grad)
         vars(made).update(_marks=gap.marks, _touched=touched)
@@ -135,7 +137,7 @@ class Placeholder(torch.Tensor):
         super().__setattr__(name, value)
 
     def forget(self) -> None:
-        """Drop what a step has set on it."""
+        """Remove the attributes that a step set on it."""
         kept = {name: vars(self)[name] for name in ("_meta", "_marks", "_touched")}
         vars(self).clear()
         vars(self).update(kept)
@@ -146,7 +148,7 @@ class Placeholder(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator without values."""
+        """Run an operator on shapes only."""
         own = {id(item._meta): item for item in tree_leaves((args, kwargs)) if isinstance(item, Placeholder)}
         written = func._schema.arguments
         by_name = {**dict(zip((a.name for a in written), args, strict=False)), **(kwargs or {})}
@@ -178,9 +180,11 @@ def _real(items: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def holder_of_identities(held: Mapping[str, Any], found: Iterable[object], but: object) -> str:
-    """Return the first name in ``held`` from which one of ``found`` can be reached, or a number or a text
-    that is its ``id``: by items, keys, attributes, closures, weak references. Nothing is searched behind
-    ``but``."""
+    """Return the first name in ``held`` from which an object of ``found``, or a number or text equal to its
+    ``id``, can be reached; "" if there is none.
+
+    Follows items, keys, attributes, closures and weak references, but not through ``but``.
+    """
     ids = {id(each) for each in found}
     for name, value in held.items():
         if _reaches(value, ids, {id(but)}):
@@ -206,10 +210,10 @@ def _reaches(value: Any, ids: set[int], seen: set[int]) -> bool:
 def _parts(item: Any) -> list[Any]:
     if isinstance(item, weakref.ref):
         return [item()]
-    if isinstance(item, types.FunctionType):  # not its globals
+    if isinstance(item, types.FunctionType):  # globals are not followed
         cells = [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
         return [*cells, item.__defaults__, item.__kwdefaults__, vars(item)]
-    if isinstance(item, dict):  # keys that are text are no referents of theirs
+    if isinstance(item, dict):  # get_referents leaves out keys that are strings
         return [*dict.keys(item), *gc.get_referents(item)]
     return gc.get_referents(item)
 
@@ -219,7 +223,7 @@ def _copy(value: Any) -> Any:
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
     try:
         return copy.deepcopy(value)
-    except Exception:  # of any class
+    except Exception:  # user classes may raise anything
         return value
 
 

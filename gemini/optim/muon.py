@@ -1,4 +1,6 @@
-"""Muon: hidden matrices are updated by an orthogonal matrix near their momentum, other parameters by Adam."""
+"""Muon: updates hidden matrices by an orthogonal matrix near their momentum, and other parameters
+by AdamW.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_no
 from gemini.optim.self_managed import SelfManaged
 from gemini.runtime.config import is_hidden_matrix
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as its author and torch have them
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in the original and in torch
 _LEAST_NORM = 1e-7
-ARRAYS = ("exp_avg", "exp_avg_sq")  # the momentum of both; AdamW's second moment
+ARRAYS = ("exp_avg", "exp_avg_sq")  # the momentum (both rules); the second moment (AdamW only)
 
 
 def arrays_of_group(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what is kept for each element of the parameters of a group."""
+    """Return the names of the states that the parameters of a group have per element."""
     return ARRAYS[:1] if group["use_muon"] else ARRAYS
 
 
 @dataclass(frozen=True)
 class MuonHyper:
-    """What one step takes of a group besides the tensors. Raises ConfigError for what is out of range."""
+    """The settings of one step for a group. Raises ConfigError if one is out of range."""
 
     lr: float
     momentum: float
@@ -46,35 +48,35 @@ class MuonHyper:
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> MuonHyper:
-        """Read an optimizer's parameter group; one-element tensors count as numbers."""
+        """Read the settings from a parameter group; one-element tensors count as numbers."""
         numbers = numbers_of(group, "lr", "momentum", "weight_decay", "eps")
         steps, uses = int(group["ns_steps"]), bool(group["use_muon"])
         return cls(**numbers, betas=betas_of(group), ns_steps=steps, use_muon=uses)
 
 
 class Muon(SelfManaged):
-    """Muon (Jordan et al., 2024) for hidden matrices and AdamW for all other parameters, in one optimizer, as
-    DeepSpeed has it.
+    """Muon (Jordan et al., 2024) for hidden matrices and AdamW for all other parameters, in one optimizer as
+    in DeepSpeed.
 
-    A plain optimizer, also of unmanaged parameters. Under management ``GeminiOptimizer(Muon(...), model)``
-    gives the same bits, over ranks, too: it needs whole parameters. ``state`` has ``step``, an int, and
-    ``exp_avg``, of the parameter's type, Muon's momentum or AdamW's; AdamW's also ``exp_avg_sq``. A model
-    that is wrapped with ``optimizer_rule="muon"`` has one state of each hidden matrix, two of the rest.
+    Also works for unmanaged parameters. Under management ``GeminiOptimizer(Muon(...), model)`` gives the same
+    bits, over ranks too: it needs whole parameters. ``state`` has ``step``, an int, and ``exp_avg``, in the
+    parameter's dtype: Muon's or AdamW's momentum; under AdamW also ``exp_avg_sq``. A model wrapped with
+    ``optimizer_rule="muon"`` has one state for each hidden matrix and two for every other parameter.
 
     Args:
-        params: ``model.named_parameters()``: matrices have Muon, unless their name contains ``embed`` or
-            ``lm_head``, or a part of it between dots is ``wte``, ``wpe``, ``score`` or ``classifier``. Or
-            groups: each with pairs of names and parameters, or with ``use_muon``. A group with names becomes
-            one for Muon and one for AdamW. Its ``lr`` is Muon's, its ``adam_lr`` AdamW's. A group with
-            ``use_muon`` has one rate, ``lr``. :meth:`add_param_group` takes the same groups.
-        lr, momentum, ns_steps: of Muon, with Nesterov's momentum. A matrix with more rows than columns has
-            ``sqrt(rows / columns)`` times the rate. ``ns_steps``: of the iteration that makes it orthogonal.
-        adam_lr, betas, eps: of AdamW.
-        weight_decay: of both, decoupled.
+        params: ``model.named_parameters()``, or groups. Of named parameters, matrices use Muon unless their
+            name contains ``embed`` or ``lm_head``, or one of its parts between dots is ``wte``, ``wpe``,
+            ``score`` or ``classifier``. A group has (name, parameter) pairs or the key ``use_muon``. A group
+            with names is split into one for Muon, with rate ``lr``, and one for AdamW, with rate ``adam_lr``.
+            A group with ``use_muon`` has one rate, ``lr``. :meth:`add_param_group` takes the same groups.
+        lr, momentum, ns_steps: for Muon, with Nesterov momentum. A matrix with more rows than columns uses
+            ``lr * sqrt(rows / columns)``. ``ns_steps``: steps of the orthogonalizing iteration.
+        adam_lr, betas, eps: for AdamW.
+        weight_decay: for both, decoupled.
 
     Raises:
         ConfigError: a value is out of range, a parameter has no name in a group without ``use_muon``, a
-            group has ``use_muon`` and ``adam_lr``, or Muon is to update something else than a matrix.
+            group has ``use_muon`` and ``adam_lr``, or Muon would update a tensor that is not a matrix.
     """
 
     def __init__(
@@ -94,8 +96,7 @@ class Muon(SelfManaged):
         super().__init__(params, {**defaults, "eps": eps, "betas": betas, "ns_steps": ns_steps})
 
     def split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return groups that each say by ``use_muon`` whether Muon updates them, and have a rate. Raises
-        ConfigError as the class."""
+        """Return groups that each have ``use_muon`` and a rate. Raises ConfigError like the class."""
         if isinstance(param_group["params"], set):
             return [param_group]  # torch refuses it: it has no order
         given = param_group["params"]
@@ -108,8 +109,7 @@ class Muon(SelfManaged):
         return groups
 
     def refuse_change(self, index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError where Muon updated the group when it was saved, and AdamW does here, or the other
-        way round."""
+        """Raise ConfigError if the saved group used Muon and this one uses AdamW, or the reverse."""
         if saved.get("use_muon") != group["use_muon"]:
             raise ConfigError(
                 f"group {index} of the state has use_muon={saved.get('use_muon')}, and that of the optimizer "
@@ -145,7 +145,7 @@ class Muon(SelfManaged):
 
 
 def _chosen(members: list[Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the group of ``members``, perhaps with names, for which ``use_muon`` is given."""
+    """Return the group of ``members``, perhaps with names, if ``use_muon`` is given."""
     if "adam_lr" in options:
         raise ConfigError(
             f"a group has use_muon={options['use_muon']} and adam_lr={options['adam_lr']}, but one rate; "
@@ -162,8 +162,9 @@ def _chosen(members: list[Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(members: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a group of the hidden matrices among ``members``, and one of the others; of nothing, one that is
-    empty."""
+    """Split named ``members`` into a group of the hidden matrices and one of all others; without members,
+    return one empty group.
+    """
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for each in members:
         if not isinstance(each, tuple):
@@ -184,8 +185,9 @@ def _split(members: list[Any], options: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """Return a bf16 matrix near the orthogonal one that is nearest to ``matrix``, which must have two
-    dimensions: so many steps of a Newton-Schulz iteration, with the bits of ``torch.optim.Muon``."""
+    """Return a bf16 approximation of the orthogonal matrix nearest to ``matrix`` (2-D), by ``steps`` steps of
+    a Newton-Schulz iteration, with the bits of ``torch.optim.Muon``.
+    """
     first, second, third = _COEFFICIENTS
     is_tall = matrix.size(0) > matrix.size(1)
     found = matrix.to(torch.bfloat16, copy=True)
@@ -198,7 +200,9 @@ def orthogonal(matrix: Tensor, steps: int) -> Tensor:
 
 
 def muon_update(param: Tensor, grad: Tensor, momentum: Tensor, hyper: MuonHyper) -> None:
-    """Update a matrix and its momentum in place. Extra memory: four of the gradient at most."""
+    """Update a matrix and its momentum in place. Extra memory: at most four tensors of the
+    gradient's size.
+    """
     momentum.lerp_(grad, 1 - hyper.momentum)
     update = orthogonal(grad.lerp(momentum, hyper.momentum), hyper.ns_steps)
     rows, columns = param.shape
@@ -209,8 +213,9 @@ def muon_update(param: Tensor, grad: Tensor, momentum: Tensor, hyper: MuonHyper)
 def adam_update(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: int, hyper: MuonHyper
 ) -> None:
-    """Update a parameter and its moments in place, as AdamW does; ``step`` counts from 1. Extra memory: one
-    of the gradient."""
+    """Update a parameter and its moments in place by AdamW; ``step`` counts from 1. Extra memory: one tensor
+    of the gradient's size.
+    """
     first, second = hyper.betas
     exp_avg.lerp_(grad, 1 - first)
     exp_avg_sq.mul_(second).addcmul_(grad, grad, value=1 - second)

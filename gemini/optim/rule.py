@@ -1,8 +1,8 @@
-"""Update rules: what an optimizer keeps of a parameter, and how a piece of chunks is updated, by the
+"""Update rules: the states that an optimizer keeps per parameter, and its update of a piece of chunks, by the
 project's kernels or by an optimizer's own ``step`` over views of chunks.
 
-Storage knows none of them. A rule is element by element: what it makes of an element depends on that element
-alone, so a parameter may be updated a piece at a time, with the same bits.
+Storage knows no rule. An element-wise rule updates each element from that element alone, so a parameter may
+be updated one piece at a time with the same bits.
 """
 
 from __future__ import annotations
@@ -38,10 +38,18 @@ from gemini.optim.wrapped import step_of
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One step of a parameter: the settings of its group as its rule has them, its number (from 1), and what
-    happens to the gradient first. ``before``: its small states, None where there is no state yet; the step
-    puts those of afterwards into ``after``. ``marks``: what user code has set on the parameter. ``seat``: its
-    place. ``states``: what chunks keep of it."""
+    """One step of one parameter, as captured when ``step()`` was called.
+
+    Attributes:
+        hyper: the settings of its group, from :meth:`UpdateRule.hyper`.
+        number: the number of the step, from 1.
+        scale: applied to the gradient first.
+        before: its small states; None before the first step.
+        after: receives the small states that the step leaves.
+        marks: the attributes that user code set on the parameter.
+        seat: its group and its index in the group.
+        states: the states that chunks keep for it.
+    """
 
     hyper: Any
     number: int
@@ -54,12 +62,15 @@ class UpdateStep:
 
 
 class Part(NamedTuple):
-    """Elements of a parameter that are updated together, as flat tensors over memory that is pinned.
+    """Elements of a parameter that are updated together, as flat tensors over pinned memory.
 
-    ``values``: the fp32 master or the parameter itself. ``states``: by name, zeros before the first step.
-    ``half_out``: where the 16-bit copy of a master goes. ``first``: which element of the parameter is the
-    first. ``kept``: what rules keep of it as long as all but the gradient and the step is the same; None: it
-    is another one in the next step.
+    Attributes:
+        values: the fp32 master, or the parameter itself.
+        states: by name; zeros before the first step.
+        half_out: receives the 16-bit copy of a master; None without master.
+        first: the index of the first element within the parameter.
+        kept: a dict in which rules cache data that stays valid while only the gradient and the step change;
+            None if the next step uses another part.
     """
 
     values: torch.Tensor
@@ -71,17 +82,19 @@ class Part(NamedTuple):
     kept: dict[str, Any] | None = None
 
 
-# Of each parameter group: the states that chunks keep of its parameters.
+# For each parameter group: the states that chunks keep for its parameters.
 States = tuple[tuple[StateSpec, ...], ...]
 
-# Among the small states of a parameter: the names of arrays that chunks have room for, and it does not keep.
+# Key among a parameter's small states: names of arrays that chunks have room for but this parameter lacks.
 ABSENT = "(absent)"
 
 
 class UpdateRule(Protocol):
-    """How one kind of optimizer updates. ``counts_steps``: whether a state dict says of each parameter how
-    many steps it has made; ``keeps_small``: whether there are small states, beside chunks; ``whole``: whether
-    a part is a whole parameter, in its shape."""
+    """How one kind of optimizer updates parameters.
+
+    ``counts_steps``: whether a state dict has a step count per parameter. ``keeps_small``: whether there are
+    small states, outside chunks. ``whole``: whether a part is always a whole parameter, in its shape.
+    """
 
     @property
     def counts_steps(self) -> bool: ...
@@ -94,86 +107,96 @@ class UpdateRule(Protocol):
 
     @property
     def shares(self) -> bool:
-        """Whether a step may change what parameters share: settings of groups, attributes."""
+        """Whether a step may change data that parameters share: group settings or optimizer attributes."""
 
     @property
     def defers(self) -> bool:
-        """Whether updates may run after ``step()``: they read nothing but what is captured."""
+        """Whether updates may run after ``step()`` returned: they read only captured values."""
 
     def begin(self, groups: Sequence[dict[str, Any]], loss: GivenLoss | None = None) -> None:
-        """A step of all parameters begins; ``loss``: of its closure. Raises ConfigError where it cannot be
-        made; changes nothing."""
+        """Begin a step over all parameters; ``loss`` is that of its closure. Changes nothing. Raises
+        ConfigError if the step cannot be made.
+        """
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
-        """A step has updated all parameters, or, where nothing is shared, left that for later."""
+        """End a step: all parameters are updated or, if nothing is shared, their updates are pending."""
 
     def attributes(self) -> dict[str, Any]:
-        """Return what steps change in the optimizer object, which a checkpoint keeps."""
+        """Return the attributes of the optimizer object that steps change; a checkpoint keeps them."""
 
     def check_attributes(self, names: Iterable[str]) -> None:
-        """Raise ConfigError where :meth:`attributes` has never returned something of such a name."""
+        """Raise ConfigError if :meth:`attributes` never returns one of ``names``."""
 
     def take_attributes(self, values: Mapping[str, Any]) -> None:
-        """Set what :meth:`attributes` returned."""
+        """Restore attributes that :meth:`attributes` returned."""
 
     @property
     def converts(self) -> bool:
-        """Whether a state dict has something else than what is kept."""
+        """Whether a state dict's format differs from the format kept in chunks."""
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """Return what a step takes of a parameter group, hashable. Raises ConfigError for what is out of
-        range, or not done under management."""
+        """Return the settings that a step takes from a parameter group, hashable. Raises ConfigError for a
+        value that is out of range or not supported under management.
+        """
 
     def states(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> States:
-        """Return what is kept of a parameter of each group, by torch's names; ``dtype``: of the values that
-        are updated. What updates pieces keeps the same of all: parameters share a piece."""
+        """Return for each group the states kept per parameter, by torch's names. ``dtype``: of the updated
+        values.
+
+        A rule that updates pieces returns the same states for all groups, because parameters share a piece.
+        """
 
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
-        """Return which of these a state dict must have, in the shape of the parameter."""
+        """Return the names of those ``states`` that a state dict must have, in the shape of the parameter."""
 
     def unread(self, states: Sequence[StateSpec]) -> frozenset[str]:
-        """Return the names of arrays that a saved state may have of a parameter beside these, which no
-        update reads: they are left out."""
+        """Return names of arrays that a saved state may have besides ``states`` and that no update reads;
+        loading skips them.
+        """
 
     def exported(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what is kept of a parameter, all of it, as a state dict has it."""
+        """Return the complete state of one parameter in the format of a state dict."""
 
     def imported(self, state: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
-        """Return what is to be kept of a parameter from its state in a state dict. ``like``: a tensor of the
-        shape, memory order and type of the values that are updated."""
+        """Convert one parameter's state from a state dict to the format kept in chunks. ``like``: a tensor
+        with the shape, memory order and dtype of the updated values.
+        """
 
     def prepare(
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
     ) -> Callable[[], object]:
-        """Return what updates ``parts``, which are on ``device``, in place; nothing has changed before it is
-        called. ``processors``: of the CPU, to compute on."""
+        """Return a function that updates ``parts``, which are on ``device``, in place. Nothing changes before
+        it is called. ``processors``: the CPUs to compute on; empty for any.
+        """
 
 
 class Independent:
-    """A step changes nothing that parameters share."""
+    """Base of rules whose steps change nothing that parameters share."""
 
     shares: ClassVar[bool] = False
     defers: bool = True
 
     def begin(self, groups: Sequence[dict[str, Any]], loss: GivenLoss | None = None) -> None:
-        """Nothing to be noted."""
+        """Do nothing."""
 
     def end(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Nothing to be changed."""
+        """Do nothing."""
 
     def attributes(self) -> dict[str, Any]:
-        """Return nothing: no step changes any."""
+        """Return {}: no step changes an attribute."""
         return {}
 
     def check_attributes(self, names: Iterable[str]) -> None:
-        """Nothing can be wrong with what is not set."""
+        """Accept any names: :meth:`take_attributes` ignores them."""
 
     def take_attributes(self, values: Mapping[str, Any]) -> None:
-        """Nothing is to be set."""
+        """Do nothing."""
 
 
 class KeptAsNamed:
-    """States have the names and the values that the optimizer gives them; a state dict may lack any."""
+    """Base of rules that keep states under the optimizer's own names and values. A state dict may
+    lack any.
+    """
 
     def required(self, states: Sequence[StateSpec]) -> tuple[str, ...]:
         return ()
@@ -190,7 +213,7 @@ class KeptAsNamed:
 
 @dataclass(frozen=True)
 class AdamRule(Independent):
-    """CPUAdam's and HybridAdam's kernel, one call for all parts. ``format``: how moments are kept."""
+    """The kernel of CPUAdam and HybridAdam, one call for all parts. ``format``: how moments are stored."""
 
     format: StateFormat = field(default_factory=StateFormat)
     counts_steps: ClassVar[bool] = True
@@ -223,7 +246,7 @@ class AdamRule(Independent):
         self, parts: Sequence[Part], device: torch.device | str, processors: Sequence[int] = ()
     ) -> Callable[[], object]:
         steps: list[AdamStep] = []
-        known: dict[tuple[int, int, int], int] = {}  # most parts have the same step, of the same objects
+        known: dict[tuple[int, int, int], int] = {}  # most parts share one step, by object identity
         rows: list[AdamRow] = []
         for part in parts:
             step = part.step
@@ -257,7 +280,9 @@ class AdamRule(Independent):
 
 
 class _TorchRule(KeptAsNamed, Independent, ABC):
-    """Operators of torch on each part. States are of the type of the values, as torch has them."""
+    """Base of rules that run torch operators on each part. States have the dtype of the values, as
+    in torch.
+    """
 
     counts_steps = False
     keeps_small = False
@@ -284,16 +309,16 @@ class _TorchRule(KeptAsNamed, Independent, ABC):
 
     @abstractmethod
     def state_names(self, groups: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """Return what is kept of each element, by torch's names."""
+        """Return torch's names of the states kept per element."""
 
     @abstractmethod
     def update(self, part: Part, grad: torch.Tensor) -> None:
-        """Update a part by its gradient, which may be the one in its chunk: it is not written to."""
+        """Update a part. ``grad`` may alias the gradient in its chunk: it must not be written."""
 
 
 @dataclass(frozen=True)
 class SgdHyper:
-    """What a step of torch.optim.SGD takes of a group."""
+    """The settings of a torch.optim.SGD group."""
 
     lr: float
     momentum: float
@@ -334,7 +359,7 @@ class SgdRule(_TorchRule):
 
 
 class LionRule(_TorchRule):
-    """:class:`gemini.optim.Lion`."""
+    """The update of :class:`gemini.optim.Lion`."""
 
     def hyper(self, group: Mapping[str, Any]) -> LionHyper:
         return LionHyper.from_group(group)
@@ -347,8 +372,9 @@ class LionRule(_TorchRule):
 
 
 def refuse_loops(optim: torch.optim.Optimizer, group: Mapping[str, Any]) -> GroupSettings:
-    """Return the settings of a group. Raise ConfigError where they ask for loops of torch that treat a piece
-    as no whole parameter."""
+    """Return the settings of a group. Raise ConfigError if they select a torch implementation (``fused``,
+    ``differentiable``) that gives other bits on a piece than on a whole parameter.
+    """
     for flag in ("fused", "differentiable"):
         if group.get(flag):
             raise ConfigError(
@@ -359,8 +385,9 @@ def refuse_loops(optim: torch.optim.Optimizer, group: Mapping[str, Any]) -> Grou
 
 
 class SteppedPart:
-    """A part as the tensor that an optimizer of torch, ``shell``, steps over: with its gradient, state and
-    attributes."""
+    """A part as the tensor that a torch optimizer (``shell``) steps over, with its gradient, state and
+    attributes.
+    """
 
     def __init__(self, part: Part, shell: torch.optim.Optimizer) -> None:
         self.seat, self._part, self._states = part.step.seat, part, shell.state
@@ -372,11 +399,11 @@ class SteppedPart:
             shell.state[self.values] = small | dict(part.states)
 
     def changed_marks(self) -> list[str]:
-        """Return which attributes the step has changed."""
+        """Return the names of the attributes that the step changed."""
         return self._part.step.marks.changed_on(self.values)
 
     def keep(self) -> None:
-        """Put what the step has left into the memory of the part."""
+        """Copy the values and states that the step left into the memory of the part."""
         part, values = self._part, self.values
         state = self._states.get(values, {})
         with torch.no_grad():
@@ -392,12 +419,18 @@ class SteppedPart:
 
 
 class SteppedRule(KeptAsNamed, Independent):
-    """What an optimizer of torch does in its own ``step``, which is element by element, or ``whole``: it gets
-    all of a parameter, in its shape. ``arrays``: of a whole one, what it keeps for each element, and
-    ``of_group`` which of these of the parameters of a group, None: all; otherwise that is found out.
+    """Run an optimizer's own ``step`` over views of chunks. Not thread-safe.
 
-    What has another number of values than the parameter (a count, a product, factors of a matrix) is small,
-    and kept beside the chunks. Not thread-safe.
+    A state with another number of values than the parameter (a count, a product, matrix factors) is small and
+    kept outside the chunks.
+
+    Args:
+        optim: the optimizer.
+        whole: False: the step is element-wise and runs over pieces. True: it gets whole parameters, in their
+            shapes.
+        arrays: with ``whole``: the names of the states with one value per element. For element-wise steps
+            trial steps find them.
+        of_group: returns which of ``arrays`` the parameters of a group have; None: all.
     """
 
     counts_steps = False
@@ -443,8 +476,9 @@ class SteppedRule(KeptAsNamed, Independent):
         return partial(self._run, parts)
 
     def _run(self, parts: Sequence[Part]) -> None:
-        """Step over all parts at once. Parts of equal settings are one group: torch's steps read nothing
-        else."""
+        """Step over all parts at once. Parts with equal settings form one group: torch's steps read nothing
+        else of a group.
+        """
         shell = shell_of(self._optim)
         stepped = [SteppedPart(part, shell) for part in parts]
         groups: dict[GroupSettings, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""By which rule an optimizer updates the chunks of a managed model."""
+"""Chooses the update rule for an optimizer over a managed model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gemini.optim.shared_step import GivenLoss, Inseparable, refuse, refuse_kept
 from gemini.optim.trials import PieceTrial
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer, step_of
 
-# What is known of the steps of torch's optimizers: what they make of an element depends on that alone.
+# torch's optimizers with element-wise steps.
 _ELEMENT_WISE = (
     torch_optim.ASGD,
     torch_optim.Adadelta,
@@ -32,15 +32,15 @@ _ELEMENT_WISE = (
     torch_optim.RAdam,
     torch_optim.RMSprop,
     torch_optim.Rprop,
-    torch_optim.SGD,  # with what its own rule does not do
+    torch_optim.SGD,  # with options that SgdRule does not have
 )
-# Of those that need a parameter whole, what they keep for each element of it. Older torch has no Muon.
+# Optimizers that need whole parameters -> their states with one value per element. Older torch has no Muon.
 _WHOLE: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch_optim.Adafactor: (),
     Lamb: ("exp_avg", "exp_avg_sq"),
     Muon: ARRAYS,
 }
-# Where that differs from group to group.
+# For those with different states from group to group.
 _OF_GROUP: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], tuple[str, ...]]] = {
     Muon: arrays_of_group
 }
@@ -53,18 +53,20 @@ _REFUSED = {
 }
 
 
-# What a class may have of its own and still step as its parent does: torch's steps use none of it.
+# Names that a subclass may override and still step like its parent: torch's steps use none of them.
 _BESIDE_STEPS = frozenset(("_given_to", "add_param_group", "load_state_dict", "state_dict", "zero_grad"))
 
 
 def steps_as(optim: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> bool:
-    """Say whether the step of ``optim`` is that of ``kind`` and runs nothing that a class below it, or the
-    object, has put in place of something."""
+    """Return whether the step of ``optim`` is that of ``kind``, with nothing that it calls overridden in a
+    subclass or on the object.
+    """
     if not isinstance(optim, kind) or step_of(type(optim)) is not step_of(kind):
         return False
     below = [each for each in type(optim).__mro__ if not issubclass(kind, each)]
     own = {name for each in below for name in vars(each)} | vars(optim).keys()
-    own -= {"step", *_BESIDE_STEPS}  # of an object: a scheduler's step, which only counts; others are refused
+    # On an object, "step" is a scheduler's wrapper, which only counts; others are refused elsewhere.
+    own -= {"step", *_BESIDE_STEPS}
     return not any(
         callable(getattr(kind, name, None))
         for name in own
@@ -73,15 +75,18 @@ def steps_as(optim: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) ->
 
 
 def steps_by_element(optim: torch.optim.Optimizer) -> bool:
-    """Say whether ``optim`` is known to make of each element what depends on that alone."""
+    """Return whether ``optim`` is of a known element-wise class."""
     return any(steps_as(optim, kind) for kind in (*_ELEMENT_WISE, KernelAdam, Lion))
 
 
 def refuse_unlike(optim: torch.optim.Optimizer, cut_unless: str) -> None:
-    """Raise ConfigError where ``optim``, which is to step over other tensors than its parameters, is of a
-    unknown class, and would do something else: it looks them up by their identity, or they
-    are parts, and trial steps show that its updates are not element by element. ``cut_unless``: the way to
-    have whole parameters, where they are cut."""
+    """Raise ConfigError if an ``optim`` of an unknown class cannot step over other tensors than its
+    parameters.
+
+    It cannot if it looks its parameters up by identity or, if the tensors are parts of parameters, if trial
+    steps show that its updates are not element-wise. ``cut_unless``: the advice how to have whole parameters;
+    "" if the tensors are whole.
+    """
     if steps_by_element(optim):
         return
     try:
@@ -98,9 +103,11 @@ def refuse_unlike(optim: torch.optim.Optimizer, cut_unless: str) -> None:
 def refuse_closure(
     optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], cut_unless: str
 ) -> None:
-    """Raise ConfigError where a step of ``optim`` with a closure, which has run before and returns again what
-    it did, would do something else. ``groups``: with the parameters of the model; ``cut_unless``: as of
-    :func:`refuse_unlike`."""
+    """Raise ConfigError if a step of ``optim`` with a closure gives other results when the closure has run
+    before the step and only returns its loss again.
+
+    ``groups`` hold the parameters of the model; ``cut_unless`` as in :func:`refuse_unlike`.
+    """
     loss = GivenLoss(torch.tensor(0.7, dtype=torch.float32, device="cpu"))
     if cut_unless:
         PieceTrial(optim, cut_unless=cut_unless).of_groups(groups, torch.float32, loss)
@@ -111,8 +118,10 @@ def refuse_closure(
 
 
 def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: bool = False) -> UpdateRule:
-    """Return how ``optim`` updates. ``elementwise``: what the step of a class that is not known makes of an
-    element depends on that element alone. Raises ConfigError where nothing here does as it does."""
+    """Return the update rule for ``optim``. Raises ConfigError if no rule reproduces its step.
+
+    ``elementwise``, ``whole``: as in :class:`gemini.GeminiOptimizer`, for classes that are not known.
+    """
     if isinstance(optim, WrappedOptimizer):
         raise ConfigError(
             f"it is a {type(optim).__name__} already, which updates the model by itself: use that one, or "

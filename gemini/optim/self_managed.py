@@ -1,4 +1,6 @@
-"""SelfManaged: an optimizer of ours that drives itself over the chunks of a managed model."""
+"""SelfManaged: base of our optimizers, which make their own GeminiOptimizer if their parameters
+are managed.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +18,37 @@ from gemini.runtime import ManagedParameter
 
 Hyper = TypeVar("Hyper")
 
-# What programs over managed models use of a GeminiOptimizer, beside what an optimizer of torch has.
+# The public methods of GeminiOptimizer that torch's optimizers lack; they are forwarded to the driver.
 _SHOWN = frozenset(
     ("backward", "clip_grad_by_norm", "clip_grad_by_value", "get_grad_norm", "get_param_grad", "loss_scale")
 )
 
 
 class SelfManaged(torch.optim.Optimizer):
-    """Over plain parameters an optimizer as any other. Over managed ones, unless a GeminiOptimizer was made
-    for it, it makes one with default options when it is first used, which does everything.
+    """An optimizer that works over plain and over managed parameters.
 
-    ``driver_type``: GeminiOptimizer, which imports this class.
+    Over managed parameters it delegates to a GeminiOptimizer: one that the user made for it or, at its first
+    use, one that it makes with default options. ``driver_type`` is GeminiOptimizer, set by
+    :meth:`be_driven_by` because that module imports this one.
     """
 
     driver_type: ClassVar[Callable[[torch.optim.Optimizer, ManagedModel], Any]]
 
-    _own: Any = None  # the GeminiOptimizer that it has made
-    makes_driver = False  # whether it is making one now
-    _given_to: Callable[[], Any] = staticmethod(lambda: None)  # returns the one that somebody else made
+    _own: Any = None  # the GeminiOptimizer that it made
+    makes_driver = False  # True while it is making one
+    _given_to: Callable[[], Any] = staticmethod(lambda: None)  # returns the one that the user made
 
     @classmethod
     def be_driven_by(cls, driver_type: Callable[[torch.optim.Optimizer, ManagedModel], Any]) -> None:
-        """Have optimizers make this of themselves over managed parameters."""
+        """Set the class that these optimizers make for managed parameters."""
         cls.driver_type = driver_type
 
     def driver(self) -> Any:
-        """Return the GeminiOptimizer that this optimizer has made for its parameters, now if there is none;
-        None where they are plain, or another drives it. Raises as :class:`gemini.GeminiOptimizer`."""
+        """Return the GeminiOptimizer that this optimizer made for its parameters; makes it at the first call.
+
+        None if the parameters are plain or if another object drives it. Raises like
+        :class:`gemini.GeminiOptimizer`.
+        """
         if self._own is not None:
             return self._own
         params = next((group["params"] for group in self.param_groups if group["params"]), ())
@@ -59,7 +65,9 @@ class SelfManaged(torch.optim.Optimizer):
         return own
 
     def require_free(self) -> None:
-        """Raise ConfigError where this optimizer has updated a managed model: its states are there."""
+        """Raise ConfigError if this optimizer has already updated a managed model: its own driver has the
+        states.
+        """
         if self._own is not None and self._own.steps:
             raise ConfigError(
                 f"this {type(self).__name__} has updated the managed model by itself already: it is its own "
@@ -68,13 +76,13 @@ class SelfManaged(torch.optim.Optimizer):
             )
 
     def give_to(self, wrapper: torch.optim.Optimizer) -> None:
-        """Be driven by ``wrapper`` from now on."""
+        """Let ``wrapper`` drive this optimizer from now on."""
         if self._own is not None:
             self._own, self.state = None, defaultdict(dict)
         self._given_to = weakref.ref(wrapper)
 
     def step_managed(self, closure: Callable[[], Any] | None) -> Any:
-        """Run the step of :meth:`driver`; hooks run around the step that calls this."""
+        """Run the step of :meth:`driver`, without hooks: they run around the calling step."""
         step: Callable[..., Any] = step_of(type(self._own))
         return step(self._own, closure)
 
@@ -84,9 +92,12 @@ class SelfManaged(torch.optim.Optimizer):
         hyper_of: Callable[[Any], Hyper],
         update: Callable[[torch.Tensor, dict[str, Any], Hyper], None],
     ) -> Any:
-        """Have ``update`` change every plain parameter that has a gradient, and its state, which is empty at
-        first; ``hyper_of`` reads a group. Return the loss of ``closure``. Raises ConfigError for a sparse
-        gradient."""
+        """Call ``update(param, state, hyper)`` for every plain parameter that has a gradient; return the loss
+        of ``closure``.
+
+        ``state`` is empty at first; ``hyper_of`` reads the settings of a group. Raises ConfigError for a
+        sparse gradient.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -105,7 +116,7 @@ class SelfManaged(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up gradients, or make zeros of them; over ranks all call it where parameters are managed."""
+        """Discard the gradients, or zero them. Collective for managed parameters: every rank must call it."""
         own = self.driver()
         if own is not None:
             own.zero_grad(set_to_none)
@@ -113,12 +124,12 @@ class SelfManaged(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch's optimizers do."""
+        """Return the state in the format of torch's optimizers."""
         own = self.driver()
         return own.state_dict() if own is not None else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state as torch's optimizers do."""
+        """Load a state in the format of torch's optimizers."""
         own = self.driver()
         if own is not None:
             own.load_state_dict(state_dict)
@@ -129,7 +140,7 @@ class SelfManaged(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch's optimizers do, or those of :meth:`split_group`: all or none."""
+        """Add a group, or the groups that :meth:`split_group` makes of it. After an error none is added."""
         count = len(self.param_groups)
         if self._own is not None:
             self._own.add_param_group(param_group)
@@ -144,12 +155,15 @@ class SelfManaged(torch.optim.Optimizer):
             raise
 
     def split_group(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the groups to add for one that is given; a GeminiOptimizer that drives this asks, too."""
+        """Return the groups to add for ``param_group``. A GeminiOptimizer that drives this optimizer calls it
+        too.
+        """
         return [param_group]
 
     def refuse_change(self, index: int, group: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError where the group ``index`` of a saved state, ``saved``, updates parameters in
-        another way than ``group`` does here; a GeminiOptimizer that drives this asks, too."""
+        """Raise ConfigError if the saved group ``saved`` updated its parameters in another way than group
+        ``index``, ``group``, does here. A GeminiOptimizer that drives this optimizer calls it too.
+        """
 
     def __getstate__(self) -> dict[str, Any]:
         if self._own is not None:
@@ -164,6 +178,6 @@ class SelfManaged(torch.optim.Optimizer):
 
 
 def driver_of(optimizer: Any) -> Any:
-    """Return the GeminiOptimizer of an optimizer that drives itself; others as they are."""
+    """Return the GeminiOptimizer that a self-managed optimizer made; other optimizers unchanged."""
     own = optimizer.driver() if isinstance(optimizer, SelfManaged) else None
     return optimizer if own is None else own

@@ -1,5 +1,5 @@
-"""SharedStep: one step of an optimizer, taken over one parameter after another, through objects of its class
-that step over other tensors than its parameters.
+"""SharedStep runs one step of an optimizer over its parameters one after another. It uses shells: objects of
+the optimizer's class that step over other tensors than its parameters.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gemini.optim.wrapped import HOOKS, step_of
 
 @dataclass(frozen=True, eq=False)
 class GroupSettings:
-    """The settings of a parameter group as they were; tensors are copies."""
+    """A snapshot of a parameter group's settings; tensors are copied. Equal if the settings read equal."""
 
     values: Mapping[str, Any]
     text: str
@@ -46,35 +46,37 @@ class GroupSettings:
         return self.text
 
     def as_numbers(self) -> dict[str, Any]:
-        """Return the settings that are numbers, words or some of them."""
+        """Return the settings that are numbers, strings, None, or sequences of these."""
         return {name: value for name, value in self.values.items() if _is_plain(value)}
 
     @property
     def switches(self) -> str:
-        """The settings that decide what is kept: names, and which numbers are 0."""
+        """The settings that decide which states exist, as text: numbers only as zero or nonzero, others in
+        full.
+        """
         return repr(
             [(name, bool(value) if _is_number(value) else value) for name, value in self.values.items()]
         )
 
 
 def shell_of(optim: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer like ``optim``, for parameters of one step."""
+    """Return a shell of ``optim``: the same class and attributes, with empty state and without hooks."""
     shell: torch.optim.Optimizer = object.__new__(type(optim))
     vars(shell).update(vars(optim))
-    vars(shell).pop("_own", None)  # of one that drives itself: its shells step over plain tensors
+    vars(shell).pop("_own", None)  # a shell of a self-managed optimizer steps over plain tensors
     shell.state = defaultdict(dict)
     for name in HOOKS:
-        setattr(shell, name, OrderedDict())  # they run around what is done for all
+        setattr(shell, name, OrderedDict())  # hooks run once, around the step of all parameters
     return shell
 
 
 def copied(value: Any) -> Any:
-    """Return a copy of a tensor; everything else as it is."""
+    """Return a detached copy of a tensor; other values unchanged."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Say whether two values of states or settings are equal; NaN is equal to NaN."""
+    """Return whether two values of states or settings are equal; NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
@@ -83,12 +85,12 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def _is_true(value: Any) -> bool:
-    """Say whether what a comparison gives is true: all of it where it is an array."""
+    """Return the truth of a comparison's result; of an array: whether all elements are true."""
     return bool(value.all() if hasattr(value, "all") else value)
 
 
 def _shown(value: Any) -> str:
-    """Return text that differs where values do; repr rounds those of tensors."""
+    """Return text that differs if the values differ; repr of a tensor rounds its values."""
     return f"tensor({value.tolist()})" if isinstance(value, torch.Tensor) else repr(value)
 
 
@@ -102,7 +104,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-_OWN = frozenset(("state", "param_groups", "step", "_own", "_given_to"))  # and what torch keeps: hooks
+_OWN = frozenset(("state", "param_groups", "step", "_own", "_given_to"))  # is_own() adds torch's hooks
 _SHARED = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, type)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 _DICTS = (dict, OrderedDict, defaultdict)
@@ -110,11 +112,11 @@ _LISTS = (list, tuple, set, frozenset, deque)
 
 
 class Inseparable(Exception):
-    """Why steps cannot be taken over one parameter after another: the end of a sentence."""
+    """A step cannot be taken over one parameter after another. The message is the end of a sentence."""
 
 
 class Shown(Enum):
-    """What a step that updates some parameters sees of the others."""
+    """How a step over some parameters sees the other parameters."""
 
     ALL = "placeholders in their places"
     GROUPS = "their groups, without them"
@@ -122,23 +124,25 @@ class Shown(Enum):
 
 
 class GivenLoss:
-    """What the closure of a step has returned. It has run before the step, which is taken in parts: each gets
-    a closure that returns that again."""
+    """The loss that a step's closure returned. The closure has run before the step, which is taken in parts;
+    each part gets a closure that only returns this value.
+    """
 
     def __init__(self, value: Any) -> None:
         self._value = value
 
     @contextmanager
     def closure(self, params: Iterable[torch.Tensor]) -> Iterator[Callable[[], Any]]:
-        """Yield a closure for a part of the step over ``params``. Raises Inseparable where it is not run
-        once, before anything has changed."""
+        """Yield a closure for a part of the step over ``params``. Raises Inseparable if the step does not
+        call it exactly once, before it changes parameters or gradients.
+        """
         before = [(param, param.detach().clone(), param.grad) for param in params]
         calls = 0
 
         def closure() -> Any:
             nonlocal calls
             calls += 1
-            with _disable_current_modes():  # a trial follows operators of the step alone
+            with _disable_current_modes():  # a trial must record only the operators of the step
                 changed = any(p.grad is not grad or not equal(p.detach(), kept) for p, kept, grad in before)
             if changed:
                 raise Inseparable("its step runs the closure after it has changed parameters or gradients")
@@ -150,13 +154,15 @@ class GivenLoss:
 
 
 def number_of(loss: Any) -> float | None:
-    """Return what a closure has returned as a number; None where it is none."""
+    """Return a closure's result as a number; None if it is not one."""
     is_number = isinstance(loss, (int, float)) or (isinstance(loss, torch.Tensor) and loss.numel() == 1)
     return float(loss) if is_number else None
 
 
 def mean_like(loss: Any, mean: float) -> Any:
-    """Return the ``mean`` of several ranks' losses in the form of this rank's, a tensor where it has none."""
+    """Return ``mean``, of several ranks' losses, in the type of this rank's ``loss``; an fp32 tensor if it
+    has none.
+    """
     if isinstance(loss, (int, float)):
         return mean
     if isinstance(loss, torch.Tensor):
@@ -165,7 +171,7 @@ def mean_like(loss: Any, mean: float) -> Any:
 
 
 class StepGroups:
-    """Parameter groups as they are before a step that updates some parameters at a time, and its closure."""
+    """A snapshot of all parameter groups, and the closure, for steps over some parameters at a time."""
 
     def __init__(
         self,
@@ -175,8 +181,13 @@ class StepGroups:
         shown: Shown,
         loss: GivenLoss | None = None,
     ) -> None:
-        """``settings``: of each group. ``gaps``: of all parameters, where they are shown. ``names``: of them,
-        where they have any. ``loss``: where the step has a closure."""
+        """Args:
+        settings: of each group.
+        gaps: describe the parameters of each group, for placeholders; empty unless ``shown`` is ALL.
+        names: the parameter names of each group, if there are any.
+        shown: how a step sees the parameters that it does not update.
+        loss: of the step's closure; None if it has none.
+        """
         self._loss = loss
         self.settings = list(settings)
         self.gaps, self.names, self.shown = gaps, names, shown
@@ -187,7 +198,7 @@ class StepGroups:
     def of(
         cls, groups: Sequence[Mapping[str, Any]], shown: Shown, loss: GivenLoss | None = None
     ) -> StepGroups:
-        """Return those of an optimizer."""
+        """Return a snapshot of an optimizer's groups."""
         settings = [GroupSettings.of(group).values for group in groups]
         params = [group["params"] if shown is Shown.ALL else () for group in groups]
         gaps = [[Gap.of(param) for param in each] for each in params]
@@ -198,8 +209,9 @@ class StepGroups:
         return StepGroups(self.settings, gaps, self.names, self.shown, self._loss)
 
     def step(self, shell: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
-        """Run the step of ``shell``, whose groups are filled, over ``params``. Raises Inseparable as
-        :meth:`GivenLoss.closure`."""
+        """Run the step of ``shell``, with its groups filled, over ``params``. Raises Inseparable like
+        :meth:`GivenLoss.closure`.
+        """
         step: Callable[..., object] = step_of(type(shell))
         if self._loss is None:
             step(shell)
@@ -208,14 +220,15 @@ class StepGroups:
             step(shell, closure)
 
     def with_settings(self, settings: Sequence[Mapping[str, Any]]) -> StepGroups:
-        """Return the same parameters with other settings of groups."""
+        """Return the same parameters with other group settings."""
         return StepGroups(settings, self.gaps, self.names, self.shown, self._loss)
 
     def filled(
         self, tensors: Mapping[Seat, torch.Tensor], optim: torch.optim.Optimizer, shell: torch.optim.Optimizer
     ) -> list[dict[str, Any]]:
-        """Return groups for a step of ``shell``, an optimizer like ``optim``, over ``tensors`` by place.
-        Raises Inseparable where a setting cannot be copied."""
+        """Return the groups for a step of ``shell``, a shell of ``optim``, over ``tensors`` by seat. Raises
+        Inseparable if a setting cannot be copied.
+        """
         while self._touched:
             self._touched.pop().forget()
         filled: list[dict[str, Any]] = []
@@ -234,7 +247,7 @@ class StepGroups:
         return filled
 
     def indices(self, tensors: Collection[Seat]) -> list[int]:
-        """Return which groups a step over ``tensors`` sees."""
+        """Return the indices of the groups that a step over ``tensors`` sees."""
         if self.shown is Shown.NOTHING:
             return sorted({seat.group for seat in tensors})
         return list(range(len(self.settings)))
@@ -242,8 +255,9 @@ class StepGroups:
     def changes(
         self, filled: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], indices: Sequence[int]
     ) -> list[dict[str, Any]]:
-        """Return by group the settings that a step over ``filled``, groups of ``indices``, has changed.
-        Raises Inseparable where it has changed more."""
+        """Return for each group of ``indices`` the settings that a step changed: ``filled`` are the groups
+        before, ``after`` those after it. Raises Inseparable if it changed anything else.
+        """
         if len(after) != len(filled):
             raise Inseparable("its step changes the number of parameter groups")
         found: list[dict[str, Any]] = []
@@ -261,22 +275,27 @@ class StepGroups:
 
 
 class SharedStep:
-    """What all parameters share, groups' settings and attributes, as it was before a step and as each part of
-    the step leaves it. Every part begins with a copy of it; :meth:`end` takes over once what they left.
+    """A step taken in parts. It holds the data that all parameters share, group settings and attributes.
+
+    Each part begins with a copy of the values before the step. :meth:`end` applies the values that the parts
+    left, once.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, groups: StepGroups) -> None:
         self._optim = optim
         self._groups = groups
         self._attributes = attributes_of(optim)
-        self._changed: dict[int, dict[str, Any]] = {}  # by group, of parts with its parameters
-        self._aside: dict[int, dict[str, Any]] = {}  # the same of other parts
+        self._changed: dict[int, dict[str, Any]] = {}  # settings changed by parts with the group's parameters
+        self._aside: dict[int, dict[str, Any]] = {}  # settings changed by other parts
         self._written: dict[str, Any] = {}  # attributes
         self.is_begun = False
 
     def run(self, tensors: Mapping[Seat, torch.Tensor], states: dict[torch.Tensor, Any]) -> None:
-        """Step over parameters with gradients, by their place. ``states``: of each, before and after. Raises
-        Inseparable where an attribute cannot be copied, or parts before have left something else."""
+        """Step over parameters that have gradients, by their seats. ``states``: their states, updated in
+        place.
+
+        Raises Inseparable if an attribute cannot be copied, or if earlier parts left other shared values.
+        """
         shell = shell_of(self._optim)
         vars(shell).update(deep_copied(self._attributes, self._optim, shell))
         shell.param_groups = filled = self._groups.filled(tensors, self._optim, shell)
@@ -299,9 +318,11 @@ class SharedStep:
         _merge(self._written, _difference(self._attributes, attributes), "the attribute")
 
     def end(self, groups: Sequence[dict[str, Any]]) -> set[str]:
-        """Take over what the parts have left; where there was none, what a step without gradients does.
-        Return the names of attributes that they have changed. Raises Inseparable where they disagree."""
-        if not self.is_begun:  # counters go on
+        """Apply the shared values that the parts left. Return the names of the changed attributes.
+
+        If there was no part, run a step without gradients first. Raises Inseparable if parts disagree.
+        """
+        if not self.is_begun:  # step counters advance even without gradients
             self.run({}, {})
         for index, group in enumerate(groups):
             found, aside = self._changed.get(index), self._aside.get(index, {})
@@ -313,7 +334,7 @@ class SharedStep:
             for name, value in found.items():
                 held = group.get(name)
                 if isinstance(held, torch.Tensor) and isinstance(value, torch.Tensor):
-                    held.copy_(value)  # a scheduler holds it
+                    held.copy_(value)  # in place: a scheduler holds the tensor
                 else:
                     group[name] = value
         vars(self._optim).update(deep_copied(self._written, None, self._optim))
@@ -321,39 +342,42 @@ class SharedStep:
 
 
 def left_over(states: Mapping[Any, Any], given: Iterable[Any]) -> bool:
-    """Say whether a step has made states of something that is none of the parameters ``given``. Those of
-    placeholders and empty ones of other tensors do not count."""
+    """Return whether a step left states for keys other than the parameters ``given``. States of placeholders,
+    and empty states of other tensors, do not count.
+    """
     known = set(given)
     others = [key for key in states if key not in known and not isinstance(key, Placeholder)]
     return any(states[key] or not isinstance(key, torch.Tensor) for key in others)
 
 
 def attributes_of(optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer has beside groups, states and hooks."""
+    """Return an optimizer's attributes without groups, states and hooks."""
     return {name: value for name, value in vars(optim).items() if not is_own(name)}
 
 
 def is_own(name: str) -> bool:
-    """Say whether torch or this package keeps an attribute of this name in an optimizer."""
+    """Return whether torch or this package uses the attribute ``name`` of optimizers."""
     return name in _OWN or name.startswith(("_optimizer_", "_patched", "_zero_grad"))
 
 
 def states_of(optim: torch.optim.Optimizer) -> Mapping[Any, Any]:
-    """Return the states that an optimizer has by itself; none where a GeminiOptimizer has them, in chunks."""
+    """Return an optimizer's own states; {} if a GeminiOptimizer has them in chunks."""
     return optim.state if isinstance(optim.state, dict) else {}
 
 
 def refuse_identities(optim: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise Inseparable where ``optim`` keeps what finds one of its parameters by its identity, or states
-    that are no parameter's: a step has other tensors, and not all at once."""
+    """Raise Inseparable if ``optim`` has states under keys that are not parameters, or keeps a reference to,
+    or the id of, one of its parameters: a step gets other tensors, and not all at once.
+    """
     if not all(isinstance(param, torch.Tensor) for param in states_of(optim)):
         raise Inseparable("its state has entries that are no parameter's")
     refuse_kept_identities(optim, groups)
 
 
 def refuse_kept_identities(optim: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]] = ()) -> None:
-    """Raise Inseparable where ``optim`` keeps what finds one of its parameters by its identity: a step has
-    other tensors."""
+    """Raise Inseparable if ``optim`` keeps a reference to, or the id of, one of its parameters or groups: a
+    step gets other tensors.
+    """
     groups = [*optim.param_groups, *groups]
     lists = [group["params"] for group in groups]
     found = [*groups, *lists, *(param for params in lists for param in params)]
@@ -371,7 +395,7 @@ def refuse_kept_identities(optim: torch.optim.Optimizer, groups: Iterable[Mappin
 
 
 def refuse_marks(marks: Marks, param: torch.Tensor) -> None:
-    """Raise Inseparable where a step has set attributes of ``param``, which had ``marks``."""
+    """Raise Inseparable if a step set attributes of ``param``, which had ``marks`` before."""
     written = marks.changed_on(param)
     if written:
         raise Inseparable(
@@ -380,8 +404,9 @@ def refuse_marks(marks: Marks, param: torch.Tensor) -> None:
 
 
 def with_own_attributes(shell: torch.optim.Optimizer, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """Give ``shell`` copies of the attributes of ``optim``, so that a step does not write to those; return
-    what they are. Raises ConfigError where one cannot be copied."""
+    """Give ``shell`` copies of the attributes of ``optim``, so that a step does not write the originals;
+    return the originals. Raises ConfigError if one cannot be copied.
+    """
     before = attributes_of(optim)
     try:
         vars(shell).update(deep_copied(before, optim, shell))
@@ -391,14 +416,16 @@ def with_own_attributes(shell: torch.optim.Optimizer, optim: torch.optim.Optimiz
 
 
 def written_by(shell: torch.optim.Optimizer, before: Mapping[str, Any]) -> list[str]:
-    """Return the names of attributes that a step has changed, which were ``before``."""
+    """Return the names of attributes that a step changed; ``before``: the attributes before it."""
     after = attributes_of(shell)
     return sorted(_difference(before, after).keys() | (before.keys() - after.keys()))
 
 
 def deep_copied(value: Any, old: Any = None, new: Any = None) -> Any:
-    """Return a copy of a value that shares nothing that could be written to; methods of ``old`` become those
-    of ``new``. Raises Inseparable for what cannot be copied: parameters, optimizers, modules, generators."""
+    """Return a copy that shares nothing writable with ``value``; methods bound to ``old`` become methods of
+    ``new``. Raises Inseparable if it contains a parameter, optimizer, module, generator or something else
+    that cannot be copied.
+    """
     kind = type(value)
     if isinstance(value, (*_SHARED, *_FUNCTIONS)):
         return value
@@ -418,12 +445,12 @@ def deep_copied(value: Any, old: Any = None, new: Any = None) -> Any:
         return kind(deep_copied(item, old, new) for item in value)
     try:
         return copy.deepcopy(value)
-    except Exception as error:  # of any class
+    except Exception as error:  # user classes may raise anything
         raise Inseparable(f"it keeps a {kind.__name__} that cannot be copied ({error})") from error
 
 
 def same(one: Any, other: Any) -> bool:
-    """Say whether two values, perhaps nested, are equal."""
+    """Return whether two values, perhaps nested, are equal."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -446,7 +473,7 @@ def _is_plain_number(value: Any) -> bool:
 
 
 def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is new or other afterwards."""
+    """Return the entries of ``after`` that are new or changed."""
     return {name: v for name, v in after.items() if name not in before or not same(before[name], v)}
 
 
@@ -458,7 +485,7 @@ def _merge(found: dict[str, Any], more: Mapping[str, Any], what: str) -> None:
 
 
 def refuse(optim: torch.optim.Optimizer, reason: object) -> ConfigError:
-    """Return the error of an optimizer that cannot update chunks, with the way that works."""
+    """Return the error for an optimizer that cannot update chunks, with the alternative that works."""
     return ConfigError(
         f"{type(optim).__name__} cannot update a managed model through GeminiOptimizer: {reason}. It works "
         "by itself, without GeminiOptimizer: loss.backward(), optimizer.step(), optimizer.zero_grad(), or "

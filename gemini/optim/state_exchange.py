@@ -1,5 +1,5 @@
-"""Optimizer states in and out of chunks, in the format of torch's optimizers: whole, a few at a time, or on
-the first rank alone; read without losing a bit and without aliasing them.
+"""Reads and writes optimizer states in chunks in the format of torch's optimizers: whole, in shards, or on
+the first rank only. Exported tensors have every bit and do not alias chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gemini.system.config import parse_bytes
 
 logger = logging.getLogger(__name__)
 
-# What torch's Adam takes and we do not, with the values that ask for nothing.
+# Arguments of torch's Adam that we do not support, with the default values, which we accept.
 TORCH_FLAGS = {
     "amsgrad": False,
     "foreach": None,
@@ -38,7 +38,7 @@ TORCH_FLAGS = {
     "differentiable": False,
     "fused": None,
 }
-# Keys of torch's groups that mean nothing here once the two that change results are known to be off.
+# The two that change results. The other keys of torch's groups have no meaning here.
 _UNSUPPORTED = ("amsgrad", "maximize")
 _OF_THE_OPTIMIZER = (
     "state_dtype",
@@ -53,14 +53,15 @@ STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, eq=False)
 class _Box:
-    """Hides a value from ``Optimizer.load_state_dict``, which casts every tensor it sees."""
+    """Hides a value from ``Optimizer.load_state_dict``, which casts every tensor that it sees."""
 
     value: Any
 
 
 def refuse_flags(kind: str, flags: Mapping[str, Any]) -> None:
-    """Refuse what ``kind`` was given beside its own arguments: a TypeError where torch has no such, a
-    ConfigError for one of torch's that is not at its default."""
+    """Check the extra keywords of ``kind``. Raises TypeError for one that torch lacks, and ConfigError for
+    one of torch's that is not at its default.
+    """
     for name in flags:
         if name not in TORCH_FLAGS:
             raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}")
@@ -73,12 +74,12 @@ def refuse_flags(kind: str, flags: Mapping[str, Any]) -> None:
 
 
 def torch_flags_in(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a group says of torch's own variants."""
+    """Return the entries of a group that select variants of torch's Adam."""
     return {name: group[name] for name in TORCH_FLAGS if name in group}
 
 
 def refuse_unsupported(group: Mapping[str, Any]) -> None:
-    """Raise ConfigError when a group asks for a variant of Adam that the kernel does not do."""
+    """Raise ConfigError if a group selects a variant of Adam that the kernel does not support."""
     for name in _UNSUPPORTED:
         if group.get(name):
             raise ConfigError(f"{name}=True is not supported; use torch.optim.AdamW for it")
@@ -88,7 +89,7 @@ def refuse_unsupported(group: Mapping[str, Any]) -> None:
 
 
 def require_complete(state: Mapping[str, Any], label: str) -> None:
-    """Raise ConfigError when the state of ``label`` is neither empty nor that of an Adam."""
+    """Raise ConfigError if the state of ``label`` is neither empty nor a complete Adam state."""
     missing = [name for name in STATE_KEYS if name not in state]
     if state and missing:
         raise ConfigError(f"the state of parameter {label} has no {', '.join(missing)}: not an Adam state")
@@ -107,12 +108,12 @@ def boxed_state_dict(_optimizer: Optimizer, state_dict: StateDict) -> StateDict:
 
 
 def numbers_of(state_dict: StateDict) -> set[Any]:
-    """Return the numbers of the parameters of a state dict; other keys of its state are the user's."""
+    """Return the parameter numbers of a state dict. Other keys of its state belong to the user."""
     return {number for group in state_dict["param_groups"] for number in group["params"]}
 
 
 def unboxed_state(state: Mapping[Any, Any], state_format: StateFormat) -> defaultdict[Any, Any]:
-    """Return the states in our format; boxed ones, which have fp32 moments, are converted and copied."""
+    """Return states in our format. Boxed states, which have fp32 moments, are converted and copied."""
     result: defaultdict[Any, Any] = defaultdict(dict)
     for param, values in state.items():
         if not isinstance(param, torch.Tensor):
@@ -131,7 +132,7 @@ def unboxed_state(state: Mapping[Any, Any], state_format: StateFormat) -> defaul
 
 
 def complete_groups(groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Give groups that torch made our keys, and take away those that have no meaning here."""
+    """Add our keys to groups from torch, and remove keys without meaning here."""
     for group in groups:
         decoupled = group.get("decoupled_weight_decay", defaults["adamw_mode"])
         group.setdefault("adamw_mode", decoupled)
@@ -142,7 +143,7 @@ def complete_groups(groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -
 
 
 def _others(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of what a user keeps beside an Adam's state."""
+    """Return copies of the entries that a user keeps in an Adam state."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
@@ -156,7 +157,7 @@ _ZERO = torch.zeros((), dtype=torch.float32, device="cpu")
 def write_state(
     optimizer: ManagedOptimizer, slot: ManagedSlot, state: StateSpec, values: torch.Tensor
 ) -> None:
-    """Copy ``values`` (the parameter's shape, or one for each block) into a state of a parameter."""
+    """Copy ``values`` (in the parameter's shape, or one per block) into a state of a parameter."""
     if state.per_block:
         full = torch.empty(state.count(slot.param_view.numel()), dtype=state.dtype, device="cpu")
     else:
@@ -166,12 +167,12 @@ def write_state(
 
 
 def _like(slot: ManagedSlot, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor with the shape and memory order of a parameter, without values, on the CPU."""
+    """Return an uninitialized CPU tensor with the shape and memory order of a parameter."""
     return torch.empty_strided(slot.param_view.shape, slot.param_view.stride(), dtype=dtype, device="cpu")
 
 
 def forget_states(optimizer: ManagedOptimizer, slots: Iterable[ManagedSlot]) -> None:
-    """Begin with zeros where there are states of ``slots``, of this optimizer or one of before."""
+    """Zero the existing states of ``slots``, those of an earlier optimizer included."""
     manager = optimizer.model.manager
     manager.run_pending()
     for slot in slots:
@@ -184,8 +185,9 @@ def forget_states(optimizer: ManagedOptimizer, slots: Iterable[ManagedSlot]) -> 
 
 
 def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> None:
-    """Take over the counts of steps of a state that replaces all states: moments that have none there start
-    again, as zeros. Those that have one are still to be written."""
+    """Replace all step counts by ``steps``, and zero the states of parameters without a count there. The
+    caller still writes the other states.
+    """
     for slot in optimizer.steps.keys() - steps.keys():
         for state in optimizer.states_of(slot):
             write_state(optimizer, slot, state, _ZERO)
@@ -197,8 +199,9 @@ def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> N
 def write_state_range(
     optimizer: ManagedOptimizer, slot: ManagedSlot, state: StateSpec, first: int, values: torch.Tensor
 ) -> None:
-    """Copy flat ``values`` into one state of a parameter from its value ``first``, in the order of the
-    parameter's memory."""
+    """Copy flat ``values`` into one state of a parameter, from its value number ``first`` on, in the
+    parameter's memory order.
+    """
     manager = optimizer.model.manager
     manager.snapshot.before_write()
     for piece in slot.pieces:
@@ -212,8 +215,10 @@ def write_state_range(
 
 
 def export_state(optimizer: ManagedOptimizer) -> dict[str, Any]:
-    """Return ``{"state": ..., "param_groups": ...}`` as ``torch.optim.AdamW.state_dict`` does, and the loss
-    scale where there is one. Runs pending updates."""
+    """Return ``{"state": ..., "param_groups": ...}`` like ``torch.optim.AdamW.state_dict``, and the loss
+    scale if there is one. Runs pending updates. With a disk directory the tensors are mapped from a file
+    there.
+    """
     optimizer.require_complete("state_dict")
     slots = slots_in_order(optimizer)
     chunks = optimizer.model.manager.chunks
@@ -235,7 +240,7 @@ def export_state(optimizer: ManagedOptimizer) -> dict[str, Any]:
 
 
 def exported_bytes(optimizer: ManagedOptimizer, slot: ManagedSlot) -> int:
-    """Return the most that the tensors of :func:`exported_state` take."""
+    """Return an upper bound of the bytes of :func:`exported_state`."""
     states = optimizer.states_of(slot)
     wide = optimizer.rule.required(states) if optimizer.rule.converts else ()
     numel = slot.param_view.numel()
@@ -245,8 +250,11 @@ def exported_bytes(optimizer: ManagedOptimizer, slot: ManagedSlot) -> int:
 def exported_state(
     optimizer: ManagedOptimizer, slot: ManagedSlot, place: Place = IN_MEMORY, *, only: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return what is kept of a parameter as a state dict has it, steps aside, in ``place``; ``only`` one of
-    it, or, where that follows from others, more. Over ranks all call it."""
+    """Return the states of a parameter, without step count, as in a state dict, allocated in ``place``.
+    Collective over ranks.
+
+    ``only``: the name of the one state that is needed; if states must be converted, all are returned.
+    """
     manager, states = optimizer.model.manager, present_states(optimizer, slot)
     if not optimizer.rule.converts:
         states = tuple(state for state in states if only in (None, state.name))
@@ -256,7 +264,7 @@ def exported_state(
 
 
 def present_states(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[StateSpec, ...]:
-    """Return what chunks keep of a parameter that has a state."""
+    """Return the states that chunks keep for a parameter that has a state."""
     small = optimizer.small.get(slot, {})
     elsewhere = {*small, *small.get(ABSENT, ())}
     return tuple(state for state in optimizer.states_of(slot) if state.name not in elsewhere)
@@ -271,7 +279,7 @@ def _placed(value: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def exported_groups(optimizer: ManagedOptimizer) -> list[dict[str, Any]]:
-    """Return the groups as a state dict has them, with the numbers of parameters."""
+    """Return the groups as in a state dict, with parameter numbers."""
     groups, first = [], 0
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -285,8 +293,9 @@ def exported_groups(optimizer: ManagedOptimizer) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class CheckedState:
-    """A state in the format of torch's optimizers that fits an optimizer: groups in our terms, what there is
-    of each parameter, and the loss scale that may come along."""
+    """A checked state in the format of torch's optimizers: the groups in our terms, the state of each
+    parameter that has one, and the loss scale or None.
+    """
 
     groups: list[dict[str, Any]]
     states: dict[ManagedSlot, dict[str, Any]]
@@ -294,7 +303,9 @@ class CheckedState:
 
 
 def checked_state(optimizer: ManagedOptimizer, state_dict: dict[str, Any]) -> CheckedState:
-    """Return what :func:`export_state` or a torch Adam returned. Raises ConfigError; changes nothing."""
+    """Check a state from :func:`export_state` or a torch Adam and return it. Raises ConfigError; changes
+    nothing.
+    """
     missing = [key for key in ("param_groups", "state") if key not in state_dict]
     if missing:
         raise ConfigError(
@@ -318,8 +329,7 @@ def checked_state(optimizer: ManagedOptimizer, state_dict: dict[str, Any]) -> Ch
 
 
 def note_frozen(source: str, names: Sequence[str]) -> None:
-    """Warn that the states in ``source`` of parameters with these names, which never trained here, have no
-    place."""
+    """Warn that ``source`` has states of parameters that are frozen here and so have no place for them."""
     if names:
         more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
         logger.warning(
@@ -332,8 +342,8 @@ def note_frozen(source: str, names: Sequence[str]) -> None:
 
 
 def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
-    """Take over a state that was checked. Over several ranks each writes what it owns."""
-    # Where steps are not counted, all but the first one are alike.
+    """Load a checked state. Over ranks each rank writes its own part."""
+    # Rules that do not count steps only distinguish the first one.
     counted = not optimizer.rule.shares
     steps = {slot: int(entry.get("step", 1)) if counted else 1 for slot, entry in loaded.states.items()}
     with torch.no_grad():
@@ -348,7 +358,7 @@ def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
                 optimizer.small[slot] = small_of(read, states, slot.param_view.shape)
             small = optimizer.small.get(slot, {})
             for state in states:
-                value = found.get(state.name)  # None: with other settings it keeps nothing of the name
+                value = found.get(state.name)  # None: the state was saved under settings that do not keep it
                 kept = _ZERO if value is None or state.name in small else value
                 write_state(optimizer, slot, state, kept)
     for group, settings in zip(optimizer.param_groups, loaded.groups, strict=True):
@@ -356,19 +366,20 @@ def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
 
 
 def take_over_state(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> None:
-    """Go on from the state that the wrapped optimizer has, if it has made steps; it has none afterwards."""
+    """Continue from the state of the wrapped optimizer, if it has made steps; its own state becomes empty."""
     if optim.state:
         with hooks_set_aside(optim):
             earlier = checked_state(optimizer, optim.state_dict())
         import_state(optimizer, earlier)
         optim.state.clear()
     if not isinstance(optim, SelfManaged):
-        optim.state = optimizer.state  # its methods look there, and who writes there is refused
+        optim.state = optimizer.state  # read by the optimizer's own methods; writes raise
 
 
 def import_together(optimizer: ManagedOptimizer, loaded: CheckedState, rank: Rank) -> None:
-    """Have every rank take over what was checked. Then all have made as many steps, the least of their
-    numbers: of an update that failed on some of them nothing is left. Raises as :meth:`Rank.collect`."""
+    """Load a checked state on every rank, then set all step numbers to the least of them: this also removes
+    the effect of an update that failed on some ranks. Raises like :meth:`Rank.collect`. Collective.
+    """
     manager = optimizer.model.manager
 
     def run() -> str:
@@ -379,7 +390,7 @@ def import_together(optimizer: ManagedOptimizer, loaded: CheckedState, rank: Ran
 
 
 def _checked_groups(optimizer: ManagedOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a copy of ``loaded`` in our terms; raise ConfigError for what this optimizer cannot do."""
+    """Return a copy of ``loaded`` in our terms. Raises ConfigError if this optimizer does not support it."""
     lengths = [len(group["params"]) for group in loaded]
     if lengths != [len(group["params"]) for group in optimizer.param_groups]:
         raise ConfigError(f"the state has parameter groups of {lengths} parameters; the optimizer's differ")
@@ -419,8 +430,9 @@ def _check_count(slot: ManagedSlot, count: Any) -> None:
 
 
 def counted_steps(optimizer: ManagedOptimizer, slot: ManagedSlot) -> dict[str, Any]:
-    """Return what a state has of a parameter beside arrays: how many steps it has made, where its rule says
-    it; small states."""
+    """Return a parameter's state without arrays: its step count, if its rule counts steps, else its small
+    states.
+    """
     if optimizer.rule.counts_steps:
         return {"step": step_count(optimizer.steps[slot])}
     return _small(optimizer.small.get(slot, {}), ())
@@ -437,8 +449,9 @@ def _small(
 def _small_of_form(
     entry: Mapping[str, Any], states: Sequence[StateSpec], shape: torch.Size
 ) -> dict[str, Any]:
-    """Return the small states in an entry of an unknown optimizer: what has no place in
-    chunks, or another form than it, and the names of what is not there."""
+    """Return the small states in an entry of an unknown optimizer: those with no place in chunks or another
+    shape than their place, and the names of missing ones.
+    """
 
     def fits(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.shape == shape
@@ -455,7 +468,7 @@ def _copied(value: Any) -> Any:
 
 
 def nbytes_of(value: Any) -> int:
-    """Return the bytes of the tensors in a state."""
+    """Return the bytes of all tensors in a state."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     items = value.values() if isinstance(value, Mapping) else value
@@ -463,7 +476,7 @@ def nbytes_of(value: Any) -> int:
 
 
 def entries(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[str, ...]:
-    """Return the names of all that a state has of a parameter."""
+    """Return the names of all entries in a parameter's state."""
     return (
         *(("step",) if optimizer.rule.counts_steps else _small(optimizer.small.get(slot, {}), ())),
         *(state.name for state in present_states(optimizer, slot)),
@@ -471,7 +484,7 @@ def entries(optimizer: ManagedOptimizer, slot: ManagedSlot) -> tuple[str, ...]:
 
 
 def slots_in_order(optimizer: ManagedOptimizer) -> Sequence[ManagedSlot]:
-    """Return what the model has of each parameter, in the order of a state dict's numbers."""
+    """Return the slots of the parameters in the order of a state dict's numbers."""
     optimizer.model.managed.refuse_exchanged("optimizer")
     return [param._slot for group in optimizer.param_groups for param in group["params"]]
 
@@ -480,7 +493,9 @@ Entries = dict[int, dict[str, Any]]
 
 
 def export_to_first(optimizer: ManagedOptimizer) -> dict[str, Any]:
-    """Return what :func:`export_state` does on the first rank, nothing on others, which give their part."""
+    """Return :func:`export_state` on the first rank and {} on the others. Collective: the others contribute
+    their parts.
+    """
     if optimizer.model.rank().index == 0:
         return export_state(optimizer)
     optimizer.require_complete("state_dict")
@@ -492,7 +507,7 @@ def export_to_first(optimizer: ManagedOptimizer) -> dict[str, Any]:
 def export_shards(
     optimizer: ManagedOptimizer, max_shard_size: int | str, only_rank_0: bool
 ) -> Iterator[tuple[Entries, int]]:
-    """Yield what :meth:`GeminiOptimizer.state_dict_shard` does."""
+    """Implements :meth:`GeminiOptimizer.state_dict_shard`."""
     most = parse_bytes(max_shard_size, name="max_shard_size")
     if not most or most < 0:
         raise ConfigError(f"max_shard_size is {max_shard_size!r}; give a number of bytes or '1GiB'")
@@ -517,7 +532,7 @@ def _shards(optimizer: ManagedOptimizer, most: int, keeps: bool) -> Iterator[tup
 
 
 def _entries(optimizer: ManagedOptimizer) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the state of each parameter that has one; over ranks all read them together."""
+    """Yield the number and the state of each parameter that has one. Collective: all ranks read together."""
     manager = optimizer.model.manager
     begun, steps = manager.step, dict(optimizer.steps)
     for number, slot in enumerate(slots_in_order(optimizer)):

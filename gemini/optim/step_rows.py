@@ -1,8 +1,8 @@
-"""The table of an optimizer's parameters with states in memory, kept from step to step.
+"""StepRows: the kernel rows of an optimizer's parameters with states in memory, kept between steps.
 
-A model has thousands of small tensors; checking each one's state, type and order again would cost far more
-than updating it. So rows are built once, with every check, and a step only verifies that nothing they rely
-on has been replaced, and takes the gradients.
+A model has thousands of small tensors; checking each one's state, dtype and order in every step would cost
+far more than the update. So rows are built once, with every check. A step only verifies that none of the
+objects they rely on was replaced, and takes the gradients.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from gemini.optim.kernels import (
     run_table,
 )
 
-# How C++ looks at a tensor in one call; torch before 2.10 has none.
+# With it C++ reads a tensor's metadata in one call; torch before 2.10 has none.
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A parameter to update; ``group`` is its index in ``param_groups``, ``grad`` in its memory order."""
+    """A parameter to update. ``group``: its index in ``param_groups``. ``grad``: in its memory order."""
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -41,18 +41,17 @@ class Member:
 
 
 class StepRows:
-    """Rows of parameters on one device, whose states are complete.
+    """Rows of parameters on one device, with complete states.
 
-    Every state's ``step`` becomes an element of one tensor, so that counting a step is one operation. The
-    elements are independent: setting one changes no other.
+    Every state's ``step`` becomes an element of one tensor, so one operation counts all steps. Setting one
+    element changes no other.
     """
 
     def __init__(
         self, members: Sequence[Member], state_format: StateFormat, all_states: dict[torch.Tensor, Any]
     ) -> None:
-        """Build the table of ``members``, one or more; all have been checked.
-
-        ``all_states`` are the optimizer's, by parameter.
+        """Build the table of ``members``, at least one; all have been checked. ``all_states``: the
+        optimizer's states by parameter.
         """
         self.device = members[0].param.device
         self._groups = np.array([member.group for member in members], dtype=np.int64)
@@ -62,14 +61,14 @@ class StepRows:
         for member, count in zip(members, counts.unbind(), strict=True):
             _move_step(member.state, count)
         self._counts = counts.numpy()
-        self._numbered = b""  # the counts that ``_steps`` and the table's last column are for
+        self._numbered = b""  # the counts for which ``_steps`` and the table's last column are valid
         self._steps: list[tuple[int, int]] = []  # group and count of each distinct step
         self._table = KeptAdamTable([_row(member, state_format) for member in members])
         self._options: list[_C.AdamOptions] = []  # by group
-        self._optioned: tuple[list[AdamHyper], GradScale] | None = None  # what they were made from
-        # A pass over large tensors leaves the caches nothing of numpy: a step asks it for little.
+        self._optioned: tuple[list[AdamHyper], GradScale] | None = None  # the sources of ``_options``
+        # Cached: a pass over large tensors evicts numpy's code from the CPU caches, so calls to it are slow.
         self._counts_address = self._counts.ctypes.data
-        # The watch compares identities and holds nothing: what it knows must not go away before it does.
+        # The watch compares identities and owns nothing: the objects must live as long as it does.
         self.params = [member.param for member in members]
         states, others = [member.state for member in members], list(all_states.values())
         self._kept = (states, [list(state.values()) for state in states], others)
@@ -81,16 +80,17 @@ class StepRows:
         return len(self._table)
 
     def take_gradients(self, params: list[list[torch.Tensor]], all_states: dict[torch.Tensor, Any]) -> bool:
-        """Take the gradients of ``params``, by group and on one device, until they were run or let go.
+        """Take the gradients of ``params``, given by group and on one device; they are kept until run or
+        released.
 
-        False when those with a gradient are not what the rows were built for: a parameter moved to another
-        group, one, a state, a tensor of one or its memory was replaced, or a gradient has another type or
-        order. Then everything is to be checked, and a new table built.
+        Return False if the rows no longer fit: a parameter changed its group; a parameter, state, state
+        tensor or its memory was replaced; or a gradient has another dtype or order. The caller must then
+        check everything and build new rows.
         """
         return self._table.take_gradients(self._watch, params, all_states)
 
     def let_gradients_go(self) -> None:
-        """Keep no gradients any longer."""
+        """Release the gradients."""
         self._table.let_gradients_go()
 
     def run(self, hypers: list[AdamHyper], scale: GradScale) -> None:
@@ -103,12 +103,12 @@ class StepRows:
         options = [self._options[group].at(count + 1) for group, count in self._steps]
         run_table(self._table, options, self.device)
         _C.count_steps(self._counts_address, len(self))
-        # Steps that differ still do when each has counted one more: the column stays.
+        # All counts grow by one, so distinct steps stay distinct and the table's column stays valid.
         self._steps = [(group, count + 1) for group, count in self._steps]
         self._numbered = self._counts.tobytes()
 
     def _number(self, num_groups: int) -> None:
-        """Find the distinct steps of the rows, and which of them each row takes."""
+        """Find the distinct (group, count) pairs of the rows, and set each row's index among them."""
         keys = self._groups + num_groups * self._counts.astype(np.int64)
         distinct, indices = np.unique(keys, return_inverse=True)
         self._table.set_steps(indices)
@@ -116,7 +116,9 @@ class StepRows:
 
 
 def _move_step(state: dict[str, Any], count: torch.Tensor) -> None:
-    """Make ``count`` the state's step; the object stays, so that a state dict goes on showing the present."""
+    """Make ``count`` the state's step tensor. The tensor object stays the same, so earlier state dicts keep
+    showing the current count.
+    """
     held = state["step"]
     if isinstance(held, torch.Tensor) and (held.dtype, held.shape, held.device) == (
         count.dtype,

@@ -1,5 +1,5 @@
-"""Trial steps of an optimizer over made-up parameters: what it keeps of them, whether it may have them cut,
-and whether it may step over one after another.
+"""Trial steps of an optimizer over random parameters. They find the states that it keeps, whether its
+parameters may be divided into pieces, and whether it may step over one parameter after another.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from gemini.optim.shared_step import (
     written_by,
 )
 
-# Elements of the largest parameter that is tried as it is; the dimensions of larger ones are halved.
+# Parameters with more elements are tried in a smaller shape: their dimensions are halved.
 _MOST_NUMEL = 2**16
-# What the gradients of one step after another are multiplied by, so that both sides of a limit are met.
+# Factors of the gradients, step by step, so that trials reach both sides of thresholds.
 MAGNITUDES = (1.0, 1.0, 1e-4, 1e4, 1.0, 1e-8, 1e2, 1.0, 1.0, 1e-2, 1.0, 1.0, 1e-20, 1e15)
-# What gradients of a parameter are multiplied by where those of others stay as they are.
+# Factors of one parameter's gradients while those of the other parameters are unchanged.
 _OUTLIERS = (1e6, 1e-30, 0.0, 1e-6, math.inf, math.nan)
 _STEPS_OF_KNOWN = 2
-_NUMEL_TOGETHER = 2**12  # as _MOST_NUMEL, of a class that updates whole parameters
-_NUMEL_OF_SAME = 2**6  # of a parameter where another one of its kind is tried
+_NUMEL_TOGETHER = 2**12  # _MOST_NUMEL for classes that update whole parameters
+_NUMEL_OF_SAME = 2**6  # for a parameter if another one of its kind is tried, too
 _STEPS_OF_MANY = 4
-_MOST_TRIED = 48  # of such a class, but one of each group
+_MOST_TRIED = 48  # parameters of such a class, beside one of each group
 
 
 class Form(NamedTuple):
-    """The shape and the memory order of a parameter."""
+    """The shape and memory order of a parameter."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -67,8 +67,9 @@ class Form(NamedTuple):
         return torch.Size(self.shape).numel()
 
     def bounded(self, most_numel: int = _MOST_NUMEL) -> Form:
-        """Return a form of at most so many elements: the largest dimensions, all equal ones together, are
-        halved until it is."""
+        """Return a form of at most ``most_numel`` elements: the largest dimensions, all equal ones together,
+        are halved until it fits.
+        """
         shape = self.shape
         while torch.Size(shape).numel() > most_numel:
             shape = tuple((size + 1) // 2 if size == max(shape) else size for size in shape)
@@ -81,7 +82,7 @@ class Form(NamedTuple):
         return Form(shape, tuple(stride))
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        """Return ``values``, flat and in the order of memory, in this form."""
+        """Return flat ``values``, in memory order, as a view in this form."""
         return values.as_strided(self.shape, self.stride)
 
 
@@ -89,21 +90,22 @@ VECTOR = Form((12,), (1,))
 
 
 class Kind(NamedTuple):
-    """What is like in parameters that one of them may stand for in a trial."""
+    """The properties by which one parameter may represent others in a trial."""
 
     form: Form
     marks: Marks
 
 
 def kinds_of(params: Iterable[torch.Tensor]) -> tuple[Kind, ...]:
-    """Return the kinds of parameters, each once, without asking for their values."""
+    """Return the distinct kinds of ``params``, without reading their values."""
     with torch._C.DisableTorchFunctionSubclass():
         return tuple(dict.fromkeys(Kind(Form.of(param).bounded(), Marks.of(param)) for param in params))
 
 
 def first_state(optim: torch.optim.Optimizer) -> tuple[Mapping[str, Any], frozenset[str]]:
-    """Return the state that an optimizer makes of a parameter when it is made, as Adagrad does, and the names
-    of its arrays. Of a parameter without dimensions everything but ``step`` counts as one."""
+    """Return the state that an optimizer creates for a parameter in its constructor, as Adagrad does, and the
+    names of its arrays. For a 0-dim parameter every tensor except ``step`` counts as an array.
+    """
     made = {p: entry for p, entry in states_of(optim).items() if entry and isinstance(p, torch.Tensor)}
     if not made:
         return {}, frozenset()
@@ -115,8 +117,14 @@ def first_state(optim: torch.optim.Optimizer) -> tuple[Mapping[str, Any], frozen
 
 
 class Found(NamedTuple):
-    """What is kept of each element, what steps are to see of other parameters, and whether each parameter
-    needs a gradient: without one, a step fails or changes it. ``written``: attributes that steps change."""
+    """The result of a trial.
+
+    Attributes:
+        states: those with one value per element.
+        shown: how steps must see the other parameters.
+        needs_gradients: whether a step fails, or changes a parameter, if that parameter has no gradient.
+        written: the names of attributes that steps change.
+    """
 
     states: tuple[StateSpec, ...]
     shown: Shown
@@ -125,21 +133,22 @@ class Found(NamedTuple):
 
 
 class _TrialFailed(ConfigError):
-    """A step has raised."""
+    """A trial step raised."""
 
 
 class _Tried(NamedTuple):
     seat: Seat
     form: Form
-    shape: tuple[int, ...]  # that of the real one
-    state: Mapping[str, Any]  # at first
+    shape: tuple[int, ...]  # of the real parameter
+    state: Mapping[str, Any]  # before the first step
     marks: Marks
-    switches: str  # of its group
+    switches: str  # GroupSettings.switches of its group
 
 
 class PieceTrial:
-    """Steps over parameters as they are, beside steps over pieces of them, each by itself: what is kept of
-    each element, and ConfigError where values or states differ."""
+    """Compares steps over whole parameters with steps over their pieces, each by itself. Finds the states
+    kept per element; raises ConfigError if values or states differ.
+    """
 
     def __init__(
         self,
@@ -148,8 +157,9 @@ class PieceTrial:
         cut_unless: str = "",
         claim: str = "is to update parts of parameters",
     ) -> None:
-        """``cut_unless``: how to do without pieces, where one step updates a piece of each parameter, so that
-        it may also change what they share; ``claim``: what it is to do then, in errors."""
+        """``cut_unless``: the advice how to avoid pieces. If given, one step updates a piece of each
+        parameter, so it may also change shared data. ``claim``: in errors then, what the optimizer would do.
+        """
         self._optim = optim
         self._at_once = bool(cut_unless)
         self._claim = claim if cut_unless else "was said to be element-wise"
@@ -158,7 +168,7 @@ class PieceTrial:
         self._first, self._first_arrays = first_state(optim)
 
     def of_known(self, settings: GroupSettings, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-        """Return what is kept of each element with these settings by a class whose steps are known."""
+        """Return the states that a known class keeps per element under these settings."""
         groups = StepGroups([settings.values], [], [()], Shown.GROUPS)
         tried = _Tried(Seat(0, 0), VECTOR, VECTOR.shape, {}, Marks(), "")
         return self._specs(self._arrays_of(groups, tried, dtype, _STEPS_OF_KNOWN))
@@ -166,8 +176,9 @@ class PieceTrial:
     def of_groups(
         self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss | None = None
     ) -> Found:
-        """Return what an unknown class keeps for each element of parameters. ``loss``:
-        of a closure that steps are given."""
+        """Return the states that an unknown class keeps per element. ``loss``: of a closure that
+        steps get.
+        """
         try:
             refuse_identities(self._optim, ())
         except Inseparable as reason:
@@ -175,8 +186,9 @@ class PieceTrial:
         return _first_that_runs(lambda shown: self._try(groups, dtype, shown, loss))
 
     def of_closure(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss) -> None:
-        """Raise ConfigError where a step over whole parameters runs its closure not once, or after it has
-        changed something."""
+        """Raise ConfigError if a step over whole parameters does not run its closure exactly once, before it
+        changes anything.
+        """
 
         def attempt(shown: Shown) -> Found:
             tried = _chosen(self._optim, groups, _NUMEL_TOGETHER, every=shown is not Shown.ALL)
@@ -214,7 +226,7 @@ class PieceTrial:
     def _arrays_of(
         self, groups: StepGroups, tried: _Tried, dtype: torch.dtype, steps: int
     ) -> Mapping[str, torch.Tensor]:
-        """Return the states of a vector that have a value for each element."""
+        """Return the states of a vector that have one value per element."""
         draw = made_up(tried.form, dtype, steps)
         arrays = _arrays(self._run(groups, [tried], [draw])[-1][0])
         self._check(groups, [tried], [draw], [arrays.keys()])
@@ -236,8 +248,9 @@ class PieceTrial:
         draws: Sequence[Draw],
         arrays: Sequence[Collection[str]],
     ) -> None:
-        """Raise ConfigError where steps over pieces make something else than steps over parameters as they
-        are; ``arrays``: the states of each that have a value for each element."""
+        """Raise ConfigError if steps over pieces give other results than steps over whole parameters.
+        ``arrays``: the names of each parameter's states with one value per element.
+        """
         shaped = [
             [each.form.tensor(row) if row is not None else None for row in draw]
             for each, draw in zip(tried, draws, strict=True)
@@ -245,12 +258,12 @@ class PieceTrial:
         whole = self._run(groups, tried, shaped)
         self._refuse_without_gradient(whole, draws)
         pieces = self._over_pieces(groups, tried, draws)
-        if self._at_once:  # which ranks without a part of a parameter do
+        if self._at_once:  # a rank without a part of a parameter steps over empty tensors
             nothing = [[None if row is None else row.reshape(-1)[:0] for row in draw] for draw in draws]
             self._run(groups, tried, nothing)
         for index, (each, draw) in enumerate(zip(tried, draws, strict=True)):
             steps = [step for step, row in enumerate(draw[1:]) if row is not None or self._at_once]
-            # After each step: later ones may make values so large that what came before is rounded away.
+            # Compare after each step: later values may be so large that earlier differences are lost.
             for number, step in enumerate(steps):
                 parts = [piece[number] for piece in pieces[index]]
                 self._compare(each.form, whole[step][index], parts, arrays[index])
@@ -258,8 +271,9 @@ class PieceTrial:
     def _refuse_without_gradient(
         self, whole: Sequence[Sequence[Mapping[str, Any]]], draws: Sequence[Draw]
     ) -> None:
-        """Raise ConfigError where a step has changed the values of a parameter that had no gradient then.
-        Nothing is seen of the first step."""
+        """Raise ConfigError if a step changed the values of a parameter that had no gradient. The first step
+        is not checked.
+        """
         for index, draw in enumerate(draws):
             for before, after, grad in zip(whole, whole[1:], draw[2:], strict=False):
                 if grad is None and not equal(before[index]["values"], after[index]["values"]):
@@ -271,8 +285,9 @@ class PieceTrial:
     def _over_pieces(
         self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]
     ) -> list[list[list[dict[str, Any]]]]:
-        """Return values and states of the pieces of each parameter, after each step that they make. Of one
-        element there is one, or where all parameters have a piece in a step, a second, empty one."""
+        """Return values and states of the pieces of each parameter after each of their steps. A parameter of
+        one element has one piece or, if one step has a piece of each parameter, a second, empty one.
+        """
         cut = [_pieces_of(each.form, draw, self._at_once) for each, draw in zip(tried, draws, strict=True)]
         found: list[list[list[dict[str, Any]]]] = [[] for _ in tried]
         if not self._at_once:
@@ -290,8 +305,9 @@ class PieceTrial:
     def _run(
         self, groups: StepGroups, tried: Sequence[_Tried], rows: Sequence[Draw]
     ) -> list[list[dict[str, Any]]]:
-        """Return values and states of parameters after each step. ``rows``: of each its values, then its
-        gradients."""
+        """Return values and states of the parameters after each step. ``rows``: for each parameter its
+        values, then its gradients.
+        """
         shell = shell_of(self._optim)
         params = [values_of(row).clone().requires_grad_() for row in rows]
         marks = [each.marks.apart() for each in tried]
@@ -338,23 +354,24 @@ class PieceTrial:
     def _entry(
         self, shell: torch.optim.Optimizer, param: torch.Tensor, given: Marks, tried: _Tried
     ) -> dict[str, Any]:
-        """Return copies of the values and states of a parameter that was given marks."""
+        """Return copies of the values and states of a parameter; ``given``: the marks that were put on it."""
         entry = {"values": param.detach(), **shell.state.get(param, {})}
         copies = {name: copied(value) for name, value in entry.items()}
-        if self._at_once:  # pieces on all ranks share what steps set: no array
+        if self._at_once:  # attributes set by steps must be equal on all pieces
             names = _written(param, given, tried.marks)
             copies["its attributes"] = {name: copied(vars(param).get(name)) for name in names}
         return copies
 
     def _refusal(self, reason: object) -> ConfigError:
-        """Return the error of an optimizer that cannot be tried."""
+        """Return the error for an optimizer that cannot be tried."""
         if self._at_once:
             return ConfigError(f"{self._kind} {self._claim}, and {reason}. {self._way_out}")
         return refuse(self._optim, reason)
 
     def _refuse_gathering(self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]) -> None:
-        """Raise ConfigError where an operator of a step makes an element, or a number, of several elements.
-        What a step makes of those of a few trials may be the same by chance."""
+        """Raise ConfigError if an operator of a step combines several elements, or reads one as a number.
+        Comparing a few results is not enough: they may agree by chance.
+        """
         rows = [
             [each.form.tensor(row) for row in draw if row is not None]
             for each, draw in zip(tried, draws, strict=True)
@@ -370,8 +387,9 @@ class PieceTrial:
             )
 
     def _refuse_shared(self, changed: Sequence[str]) -> None:
-        """Raise ConfigError where a step has written to what one over pieces would write to more than once:
-        settings of groups, attributes of the optimizer and of parameters."""
+        """Raise ConfigError if a step wrote shared data, which a step over pieces would write more than once:
+        group settings, attributes of the optimizer or of parameters.
+        """
         if changed:
             raise ConfigError(
                 f"{self._kind} {self._claim}, and its step writes to {', '.join(changed)}, "
@@ -385,7 +403,9 @@ class PieceTrial:
         parts: Sequence[Mapping[str, Any]],
         arrays: Collection[str],
     ) -> None:
-        """Raise ConfigError where the state of a whole parameter is not that of its pieces put together."""
+        """Raise ConfigError if the state of a whole parameter differs from the combined states of
+        its pieces.
+        """
         for name in {**whole, **{name: None for part in parts for name in part}}:
             each = [part.get(name) for part in parts]
             if name == "values" or name in arrays:
@@ -402,25 +422,26 @@ class PieceTrial:
                 )
 
 
-Draw = Sequence[torch.Tensor | None]  # of a parameter: its values, then a gradient for each step, or none
+Draw = Sequence[torch.Tensor | None]  # of a parameter: its values, then a gradient or None for each step
 
 
 def values_of(draw: Draw) -> torch.Tensor:
-    """Return the values that a parameter has before the first step."""
+    """Return the values of a parameter before the first step."""
     assert draw[0] is not None
     return draw[0]
 
 
 def _written(param: torch.Tensor, given: Marks, first: Marks) -> list[str]:
-    """Return the names of the attributes of ``param`` that steps have set, or changed in place; they were
-    ``given``, which read as ``first``."""
+    """Return the names of attributes of ``param`` that steps set, or changed in place. They were ``given``,
+    which read as ``first``.
+    """
     changed, now = given.changed_on(param), vars(param)
     inside = [name for name in first.values if name in now and not same(now[name], first.values[name])]
     return list(dict.fromkeys([*changed, *inside]))
 
 
 def _pieces_of(form: Form, draw: Draw, always_two: bool) -> list[Draw]:
-    """Return a draw, flat, cut in two; the second piece of one element is empty, or left out."""
+    """Return a flat draw divided in two. The second piece of a single element is empty, or left out."""
     if form.numel < 2 and not always_two:
         return [[row if row is None else row.reshape(-1) for row in draw]]
     first = max(1, form.numel * 5 // 12)
@@ -432,7 +453,7 @@ def _pieces_of(form: Form, draw: Draw, always_two: bool) -> list[Draw]:
 
 
 def _with_gaps(draws: Sequence[Draw]) -> list[Draw]:
-    """Return the first steps of draws, in which one parameter or the other has no gradient."""
+    """Return the first steps of the draws with some gradients missing in each step."""
     return [
         [draw[0], *(row if _has_gradient(number, step) else None for step, row in enumerate(draw[1:6]))]
         for number, draw in enumerate(draws)
@@ -440,8 +461,9 @@ def _with_gaps(draws: Sequence[Draw]) -> list[Draw]:
 
 
 def _with_outliers(draws: Sequence[Draw]) -> list[Draw]:
-    """Return the first steps of draws, in each of which one parameter has a gradient like no other: what it
-    makes of its step must be nothing to the others."""
+    """Return the first steps of the draws. In each step one parameter has an extreme gradient, which must not
+    affect the other parameters.
+    """
     made: list[Draw] = []
     for number, (values, *grads) in enumerate(draws):
         factors = zip(_OUTLIERS, grads, strict=False)
@@ -456,14 +478,17 @@ def _with_outliers(draws: Sequence[Draw]) -> list[Draw]:
 
 
 def _has_gradient(number: int, step: int) -> bool:
-    """Whether a parameter has a gradient in a trial step in which not all have: all but the first at first,
-    then every other one, then all."""
+    """Return whether parameter ``number`` has a gradient in trial step ``step`` of :func:`_with_gaps`: all
+    but the first, every other one, all, the others, every third one.
+    """
     return (number > 0, number % 2 == 0, True, number % 2 == 1, number % 3 == 0)[step]
 
 
 def _first_that_runs(attempt: Callable[[Shown], Found]) -> Found:
-    """Return what a trial finds out with as much of other parameters as a step can be shown: it may take for
-    granted that each one that it sees has a gradient, or each group a parameter. Raises as ``attempt``."""
+    """Return the result of ``attempt`` for the first :class:`Shown` under which steps do not fail: some
+    optimizers need a gradient for each parameter that they see, or a parameter in each group. Raises like
+    ``attempt``.
+    """
     errors: list[_TrialFailed] = []
     for shown in Shown:
         try:
@@ -474,7 +499,7 @@ def _first_that_runs(attempt: Callable[[Shown], Found]) -> Found:
 
 
 def _fails(check: Callable[[], object]) -> bool:
-    """Say whether a trial without some of the gradients shows that all are needed."""
+    """Return whether a trial without some gradients fails, so that all are needed."""
     try:
         check()
     except (ConfigError, Inseparable):
@@ -495,7 +520,9 @@ def _changed(
 
 
 def _joined(form: Form, found: Sequence[Any]) -> bool:
-    """Say whether the first is a tensor of a form and has the values of the others, one behind another."""
+    """Return whether the first of ``found`` is a tensor in ``form`` with the values of the others,
+    concatenated.
+    """
     if not all(isinstance(value, torch.Tensor) for value in found):
         return False
     whole, *pieces = found
@@ -507,7 +534,7 @@ def _joined(form: Form, found: Sequence[Any]) -> bool:
 
 
 def made_up(form: Form, dtype: torch.dtype, steps: int) -> list[torch.Tensor]:
-    """Return values, then gradients of so many steps, flat."""
+    """Return random values, then random gradients for ``steps`` steps, flat."""
     numbers = torch.Generator().manual_seed(form.numel)
     drawn = torch.randn(1 + steps, form.numel, generator=numbers, dtype=torch.float32, device="cpu")
     for row, magnitude in zip(drawn[1:], MAGNITUDES, strict=False):
@@ -516,7 +543,7 @@ def made_up(form: Form, dtype: torch.dtype, steps: int) -> list[torch.Tensor]:
 
 
 def _arrays(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return of the state of a parameter what has a value for each of its elements."""
+    """Return the entries of a parameter's state with one value per element."""
     shape = state["values"].shape
     return {
         name: value
@@ -530,7 +557,9 @@ def _has_elements(value: Any) -> bool:
 
 
 def _uniform(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a state of ``like`` that has the first value of one of another parameter."""
+    """Return a tensor like ``like``, filled with the first value of ``value``, a state of another
+    parameter.
+    """
     return torch.full_like(like.detach(), float(value.reshape(-1)[0]) if value.numel() else 0.0)
 
 
@@ -542,11 +571,21 @@ def try_one_by_one(
     *,
     is_said: bool = False,
 ) -> Found:
-    """Return what ``optim`` keeps of each element of parameters. Raises Inseparable where steps over one
-    parameter after another make something else of values, states, groups or attributes than steps over all
-    of them; or, with the bits that they have here, use of one what others have. ``is_said``: by the user that
-    they do not: then bits alone count, and a class whose step cannot be tried has all its states beside the
-    chunks. ``loss``: of a closure that steps are given."""
+    """Return the states that ``optim`` keeps per element.
+
+    Args:
+        optim: the optimizer.
+        groups: its groups.
+        dtype: of the updated values.
+        loss: of a closure that steps get; None without one.
+        is_said: whether the user declared that parameters are independent. Then only the bits are compared,
+            and a class with steps that cannot be tried keeps all states outside chunks.
+
+    Raises:
+        Inseparable: steps over one parameter after another change values, states, groups or attributes
+            differently than steps over all parameters; or a step combines parameters, even if the bits agree
+            here.
+    """
     refuse_identities(optim, groups)
     try:
         return _first_that_runs(lambda shown: _try_all(optim, groups, dtype, shown, loss, is_said=is_said))
@@ -586,8 +625,9 @@ def _try_draws(
     *,
     is_said: bool,
 ) -> tuple[tuple[StateSpec, ...], _Side]:
-    """Return what is kept of each element, and what stepped over one parameter after another. Raises
-    Inseparable as :func:`try_one_by_one`."""
+    """Return the states kept per element, and the side that stepped over one parameter after another. Raises
+    Inseparable like :func:`try_one_by_one`.
+    """
     together, apart = _Side(optim, groups, tried, draws), _Side(optim, groups, tried, draws)
     for index in range(1, len(draws[0])):
         grads = [draw[index] for draw in draws]
@@ -601,7 +641,7 @@ def _try_draws(
             apart.step_over_each(grads)
         except Inseparable:
             raise
-        except Exception as error:  # of code that is not ours
+        except Exception as error:  # user code may raise anything
             raise _TrialFailed(
                 f"a trial step over made-up parameters failed with {type(error).__name__}: {in_words(error)}"
             ) from error
@@ -611,7 +651,7 @@ def _try_draws(
 
 
 class _Side:
-    """Parameters of a trial with their optimizer."""
+    """The parameters of a trial with their optimizer."""
 
     def __init__(
         self,
@@ -635,15 +675,16 @@ class _Side:
         self._seats = [each.seat for each in tried]
         self._kept: dict[str, torch.dtype | None] = {}
         self._forms = [each.form for each in tried]
-        self.reads = False  # whether a step has made a number of elements, or combined parameters
+        self.reads = False  # whether a step read elements as numbers, or combined parameters
 
     def _set(self, grads: Draw) -> None:
         for param, form, grad in zip(self.params, self._forms, grads, strict=True):
             param.grad = None if grad is None else form.tensor(grad.clone())
 
     def step_over_all(self, grads: Draw) -> str:
-        """Step over all parameters at once; return an operator by which something flows from one to another,
-        or nothing."""
+        """Step over all parameters at once. Return the name of an operator that combined
+        parameters, or "".
+        """
         self._set(grads)
         shell, groups = self.optim, self._stepped.with_settings(self.groups)
         shell.param_groups = groups.filled(dict(zip(self._seats, self.params, strict=True)), shell, shell)
@@ -669,7 +710,7 @@ class _Side:
         return flow.mixed
 
     def step_over_each(self, grads: Draw) -> None:
-        """Step over one parameter after another, as an update of chunks does."""
+        """Step over one parameter after another, as updates of chunks do."""
         self._set(grads)
         shared = SharedStep(self.optim, self._stepped.with_settings(self.groups))
         for index, param in enumerate(self.params):
@@ -687,14 +728,14 @@ class _Side:
             refuse_marks(marks, param)
 
     def _note(self, param: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Note what is in the form of a parameter, and so can be kept in chunks."""
+        """Record states with the parameter's shape and memory order: chunks can keep these."""
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and param.numel() > 1 and Form.of(value) == Form.of(param):
                 usable = value.dtype.is_floating_point and self._kept.get(name, value.dtype) == value.dtype
                 self._kept[name] = value.dtype if usable else None
 
     def arrays(self) -> tuple[StateSpec, ...]:
-        """Return what is kept of each element."""
+        """Return the states with one value per element."""
         return tuple(StateSpec(name, dtype) for name, dtype in self._kept.items() if dtype is not None)
 
 
@@ -725,8 +766,9 @@ def _chosen(
     most: int | None = None,
     every: bool = False,
 ) -> list[_Tried]:
-    """Return a parameter of each kind and settings, two of each settings where a group has two; beyond
-    ``most``, one of each group. ``every``: all others, too, made small where they are many."""
+    """Choose the parameters to try: one for each kind and setting, two for each setting if a group has two;
+    beyond ``most``, one of each group. ``every``: choose all parameters, in small shapes if there are many.
+    """
     tried: list[_Tried] = []
     kinds: set[tuple[str, Kind]] = set()
     pairs: set[str] = set()
@@ -745,7 +787,7 @@ def _chosen(
             if here:
                 pairs.add(switches)
             form, state = kind.form, states_of(optim).get(param) or {}
-            # A few keep their form: a class may be written for one alone.
+            # The first ones keep their form: a class may be written for one specific shape.
             is_small = every and (is_many or (is_known and len(tried) + len(here) >= _MOST_TRIED))
             bounded = form.bounded(_NUMEL_OF_SAME if is_small else most_numel)
             here.append(_Tried(Seat(number, index), bounded, form.shape, state, kind.marks, switches))
@@ -760,7 +802,7 @@ def _step_groups(
     shown: Shown,
     loss: GivenLoss | None,
 ) -> StepGroups:
-    """Return groups for a trial: all parameters of one type, those that are tried in their form."""
+    """Return the groups of a trial: all parameters with one dtype, the tried ones in their trial forms."""
     stepped = StepGroups.of(groups, shown, loss)
     if shown is not Shown.ALL:
         return stepped
@@ -772,7 +814,7 @@ def _step_groups(
 
 
 def key_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """Return what decides the outcome of a trial."""
+    """Return a key for the groups: equal keys give equal trial results."""
     return tuple(
         (GroupSettings.of(group).switches, len(group["params"]), kinds_of(group["params"]))
         for group in groups
@@ -780,7 +822,7 @@ def key_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
 
 
 def _first(tried: _Tried) -> dict[str, Any]:
-    """Return the state of a parameter before the trial: that of a real one, in the form that is tried."""
+    """Return the state of a parameter before the trial: that of the real parameter, in the trial form."""
     found: dict[str, Any] = {}
     for name, value in tried.state.items():
         found[name] = deep_copied(value)

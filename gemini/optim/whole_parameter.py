@@ -1,5 +1,5 @@
-"""The update of a parameter that needs all of it at once: it is gathered from its pieces, on one rank or on
-all, which then make the same step, and put back.
+"""Updates for optimizers that need a whole parameter: it is gathered from its pieces, on one rank or on all
+ranks, updated, and written back. Over ranks all make the same step.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from gemini.sharding.sharding import Sharding
 
 
 class WholeParameter:
-    """A parameter still to be updated, and everything that takes, which is pinned at once. What lies in
-    several chunks is copied together for the update: extra memory, once masters and states."""
+    """A parameter still to be updated, and all tensors that this needs, pinned at once.
+
+    Data in several chunks is copied together for the update. The copies are extra memory: the size of the
+    parameter's masters and states.
+    """
 
     def __init__(
         self,
@@ -41,8 +44,10 @@ class WholeParameter:
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
 
     def gathered(self, step: UpdateStep, *, rewritten: bool) -> tuple[Part, Callable[[], None]]:
-        """Return all of the parameter as a part, in its shape, and what puts back what was copied.
-        ``rewritten``: the master follows the parameter first, which user code wrote to."""
+        """Return the whole parameter as a part, in its shape, and a function that writes copied data back.
+
+        ``rewritten``: user code wrote the parameter, so it is copied to the master first.
+        """
         slot, group = self._slot, self._group
         values, half_out = group.values(slot.start, slot.stop), None
         copies: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
@@ -76,7 +81,7 @@ class WholeParameter:
         return Part(whole, grad, states, half_out, step, 0), put_back
 
     def end(self, chunks: ChunkManager) -> None:
-        """The update is over, and nothing is pinned."""
+        """Called after the update, when nothing is pinned."""
 
     def _shaped(self, flat: torch.Tensor) -> torch.Tensor:
         view = self._slot.param_view
@@ -84,9 +89,12 @@ class WholeParameter:
 
 
 class WholeOverRanks(WholeParameter):
-    """As :class:`WholeParameter`; the gradient, the values and the states are whole in ``room`` until the
-    update is over. One message brings all of them, so all ranks come to the same parameters in one order;
-    each keeps its part of what the step makes, and all of the small states."""
+    """A :class:`WholeParameter` over ranks: gradient, values and states are whole in ``room`` until the
+    update ends.
+
+    One message gathers all of them, so all ranks must update parameters in the same order. Each rank keeps
+    its part of the result, and all of the small states.
+    """
 
     def __init__(
         self,
@@ -98,14 +106,14 @@ class WholeOverRanks(WholeParameter):
         room: Room,
     ) -> None:
         super().__init__(group, slot, states, chunk_of)
-        if not self.pieces:  # all of it is other ranks'
+        if not self.pieces:  # no element on this rank
             self.written, self.grads = [], []
         self.written = [*self.written, room.tensor]
         self.chunks = tuple(sorted({chunk_of(tensor) for tensor in self.written + self.grads}))
         self._sharding, self._room = sharding, room
 
     def gathered(self, step: UpdateStep, *, rewritten: bool) -> tuple[Part, Callable[[], None]]:
-        """As :meth:`WholeParameter.gathered`; all ranks together."""
+        """Gather over all ranks; see :meth:`WholeParameter.gathered`. Collective."""
         slot, group = self._slot, self._group
         grad, values, *arrays = self._places()
         for piece, own in self._own():
@@ -135,11 +143,11 @@ class WholeOverRanks(WholeParameter):
         return Part(self._shaped(values), self._shaped(grad), states, None, step, 0), put_back
 
     def end(self, chunks: ChunkManager) -> None:
-        """Give the room up."""
+        """Free the room."""
         chunks.free((self._room.tensor,))
 
     def _places(self) -> list[torch.Tensor]:
-        """Return where the gradient, the values and each state are to be whole, flat, all zeros."""
+        """Return flat zeroed views of ``room`` for the gradient, the values and each state."""
         numel = self._slot.stop - self._slot.start
         dtypes = (torch.float32, self._group.plan.updated_dtype, *(state.dtype for state in self._states))
         starts, sizes = places_in_room(numel, dtypes)
@@ -151,7 +159,7 @@ class WholeOverRanks(WholeParameter):
         ]
 
     def _own(self) -> Iterator[tuple[StatePiece, slice]]:
-        """Yield this rank's pieces, and which elements of the parameter each has."""
+        """Yield each piece of this rank with the slice of the parameter's elements that it has."""
         first = self._slot.start
         for piece in self.pieces:
             start, stop = self._slot.overlapping(piece)

@@ -1,4 +1,6 @@
-"""WrappedOptimizer: what torch promises of an optimizer, kept by one that drives another."""
+"""WrappedOptimizer: base of optimizers that drive another optimizer and keep torch's contract (hooks, state
+dicts, schedulers).
+"""
 
 from __future__ import annotations
 
@@ -25,41 +27,46 @@ HOOKS = (
 
 
 def step_of(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], object]:
-    """Return the ``step`` of an optimizer's class, without what torch wraps around it to run hooks."""
+    """Return the ``step`` of an optimizer class without the wrapper by which torch runs hooks."""
     step = kind.step
     bare: Callable[[torch.optim.Optimizer], object] = getattr(step, "__wrapped__", step)
     return bare if getattr(step, "hooked", False) else step
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """An optimizer that drives another one, whose hooks are its own.
+    """An optimizer that drives another one and shares its hooks.
 
-    Hooks of either, and torch's for all optimizers, run around what the wrapper does, once, and are given the
-    wrapper. There is one wrapper of a model's parameters: it is neither copied nor pickled.
+    Hooks of either optimizer, and torch's global ones, run once, around the wrapper's call, and get the
+    wrapper. A wrapper is unique for its model's parameters: it can be neither copied nor pickled.
     """
 
     _grad_norm: float | None = None
     _num_zeros_in_grad: int | None = None
 
     def get_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients, without loss scale, before clipping; None where that
-        step did not clip by norm, which measures it. A limit of ``math.inf`` does, and changes nothing."""
+        """Return the norm of the last step's gradients, without loss scale, before clipping.
+
+        None if that step did not clip by norm, because only clipping measures it. A limit of ``math.inf``
+        measures it and changes nothing.
+        """
         return self._grad_norm
 
     def get_num_zeros_in_grad(self) -> int | None:
-        """Return how many elements of the last step's gradients were 0, over all ranks and parts of the
-        model; None without ``log_num_zeros_in_grad``, or where the step was skipped."""
+        """Return the number of elements of the last step's gradients that were 0, over all ranks and all
+        parts of the model. None without ``log_num_zeros_in_grad``, or if the step was skipped.
+        """
         return self._num_zeros_in_grad
 
     def share_hooks(self, optim: torch.optim.Optimizer) -> None:
-        """Have the hooks of the wrapped optimizer, those registered later included, as its own."""
+        """Share the hook dicts of the wrapped optimizer, so that hooks registered later are included."""
         for name in HOOKS:
             setattr(self, name, getattr(optim, name))
-        self._driven = weakref.ref(optim)  # whose hooks may lead here
+        self._driven = weakref.ref(optim)  # weak: its hooks may refer to this wrapper
 
     def tell_schedulers(self) -> None:
-        """Have those that were made for the wrapped optimizer know that it has stepped: they warn where its
-        own ``step`` was not called first."""
+        """Mark the wrapped optimizer as stepped. Its schedulers warn if its own ``step`` was not called
+        before theirs.
+        """
         optim = self._driven()
         if optim is not None:
             optim._opt_called = True  # type: ignore[attr-defined]
@@ -71,7 +78,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
 
     def _hooked_state(self, export: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what ``export`` does, between the hooks of ``state_dict()``."""
+        """Return the result of ``export``, with the hooks of ``state_dict()`` run before and after it."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = export()
@@ -81,7 +88,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return state
 
     def _before_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return what the hooks that run before ``load_state_dict()`` make of a copy of its argument."""
+        """Return a copy of ``state_dict`` after the pre-hooks of ``load_state_dict()``."""
         state = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = hook(self, state)
@@ -89,19 +96,20 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return state
 
     def _after_load(self) -> None:
-        """Run the hooks that follow ``load_state_dict()``."""
+        """Run the post-hooks of ``load_state_dict()``."""
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
 
 def refuse_states_of(optim: torch.optim.Optimizer, wrapper: W, in_charge: Callable[[W], bool]) -> None:
-    """Have ``state_dict()`` and ``load_state_dict()`` of ``optim`` raise StateError as long as ``wrapper``
-    drives it and is in charge: what they know of the states is none, or a part."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of ``optim`` raise StateError while ``wrapper`` drives
+    it and ``in_charge(wrapper)`` holds: ``optim`` has no states, or only a part of them.
+    """
     this, kind, own = weakref.ref(wrapper), type(optim).__name__, type(wrapper).__name__
 
     def refuse(call: str, asked: torch.optim.Optimizer) -> None:
         found = this()
-        # The hooks are the wrapper's, too, and those of a later one of the same optimizer.
+        # The wrapper, and later wrappers of the same optimizer, share these hooks: check who is asked.
         if found is not None and asked is found._driven() and in_charge(found):
             raise StateError(
                 f"{call}() of the {kind} that a {own} drives, which has the states of its parameters; "
@@ -114,7 +122,9 @@ def refuse_states_of(optim: torch.optim.Optimizer, wrapper: W, in_charge: Callab
 
 @contextmanager
 def hooks_set_aside(optim: torch.optim.Optimizer) -> Iterator[None]:
-    """Let no hook of ``optim`` run within the block, in which a wrapper uses it for a part of its work."""
+    """Run the block without the hooks of ``optim``; a wrapper uses ``optim`` in it for a part of its own
+    work.
+    """
     kept = {name: getattr(optim, name) for name in HOOKS}
     try:
         for name in HOOKS:
@@ -126,11 +136,11 @@ def hooks_set_aside(optim: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def step_within(optim: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-    """Run the step of ``optim`` as a part of its wrapper's, around which all hooks run; with ``closure``
-    where it has one.
+    """Run the step of ``optim`` as a part of its wrapper's step, around which all hooks run.
 
-    What others have put in place of its ``step`` runs as it is, with torch's hooks for all optimizers where
-    it calls the original; that of a scheduler only counts.
+    A ``step`` that user code put on the object is called as it is; torch's global hooks then run if it calls
+    the original. A scheduler's wrapper around ``step`` only counts and is skipped. ``closure`` is passed if
+    given.
     """
     given = () if closure is None else (closure,)
     replaced = vars(optim).get("step")
