@@ -74,7 +74,7 @@ _LATE = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is there for few programs when it is asked for."""
+    """Import a rarely used name when it is first accessed."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LATE[name]), name)

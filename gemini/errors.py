@@ -1,4 +1,6 @@
-"""Errors a user can meet. Each names the thing, the numbers and the way out."""
+"""The exceptions that users can meet. Each message says what failed, with its numbers, why, and
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,14 @@ class OutOfBudgetError(GeminiError, MemoryError):
 
 
 class DeviceFullError(OutOfBudgetError):
-    """The computing device has no memory left for a chunk that its budget allows: somebody else has it."""
+    """The computing device has no free memory for a chunk that its budget allows: another program or another
+    user of the device holds it.
+    """
 
 
 _FREE_SOME = ("free some space", "free some space there, or name another directory")
 _MORE_FILES = "raise the limit on open files (ulimit -n)"
-# The way out of an errno, and what of it a message has that names one already.
+# errno -> (text that a message with the advice already contains, the advice).
 _WAYS_OUT = {
     ENOSPC: _FREE_SOME,
     EDQUOT: _FREE_SOME,
@@ -48,15 +52,15 @@ class IoError(GeminiError, OSError):
         self.offset = offset
 
     def __str__(self) -> str:
-        """Return the message with the path in it, once, and printable: names of files need not be text."""
+        """Return the message with the path in it once. The text is printable even if the file name is not."""
         text, path = str(self.strerror), self.filename
-        if path and f" {path} at offset " not in text:  # as the core says it
+        if path and f" {path} at offset " not in text:  # the C++ core puts the path in itself
             text = f"{text}: {path!r}"
         return f"[Errno {self.errno}] {text}".encode(errors="backslashreplace").decode()
 
 
 class ThreadError(IoError):
-    """A thread that the system did not start; ``errno`` is mostly EAGAIN, and there is no file."""
+    """The system did not start a thread; ``errno`` is usually EAGAIN, and there is no file."""
 
     def __init__(self, errno: int, message: str, path: str = "", offset: int = 0) -> None:
         if _MORE_THREADS not in message:
@@ -65,7 +69,7 @@ class ThreadError(IoError):
 
 
 class ChecksumError(IoError):
-    """Bytes read back from a file are not those that were written; ``errno`` is EIO."""
+    """Bytes read back from a file differ from the bytes that were written; ``errno`` is EIO."""
 
 
 class CheckpointError(GeminiError):
@@ -73,8 +77,9 @@ class CheckpointError(GeminiError):
 
 
 class InputError(CheckpointError, ConfigError):
-    """A file or a directory of somebody else's that cannot be read: damaged, of another kind, or one that
-    leads elsewhere. Its message is one line that any terminal takes, whatever names are in it."""
+    """An input file or directory from another program cannot be read: it is damaged, of another kind, or
+    leads outside its directory. The message is one printable line, even if a file name is not printable.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
@@ -89,8 +94,11 @@ class EvictedAccessError(GeminiError, RuntimeError):
 
 
 def in_words(error: BaseException) -> str:
-    """Return what an error says in one line, for the middle of a sentence: of a KeyError Python says the bare
-    key."""
+    """Return the message of an error as one line of at most 300 characters, for the middle of a sentence.
+
+    The text of KeyError, IndexError and RecursionError is replaced by one that a user understands: Python's
+    text of a KeyError is only the key.
+    """
     said = " ".join(str(error).split())
     if isinstance(error, GeminiError):
         return said
@@ -106,6 +114,7 @@ def in_words(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with what a terminal would not print as a character (escapes, ends of lines, halves of
-    surrogate pairs) written out."""
+    """Return ``text`` with unprintable characters (escapes, line ends, unpaired surrogates) written as escape
+    sequences.
+    """
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)

@@ -1,4 +1,4 @@
-"""The seeds' helper functions: a model and an optimizer wrapped by stage."""
+"""``zero_model_wrapper`` and ``zero_optim_wrapper``: wrap a model or an optimizer for a given ZeRO stage."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ if TYPE_CHECKING:
     from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer
 
 _MODEL = keyword_names(GeminiDDP) - {"module"}
-_NAMED = {"optim", "optimizer", "model", "stage", "clip_grad_norm"}  # said otherwise, or by the model
+# Keywords that zero_optim_wrapper passes itself, or reads from the model.
+_NAMED = {"optim", "optimizer", "model", "stage", "clip_grad_norm"}
 
 
 def zero_model_wrapper(
     model: nn.Module, zero_stage: int = 1, gemini_config: dict[str, Any] | None = None
 ) -> GeminiDDP | LowLevelZeroModel:
-    """Return :class:`GeminiDDP` of ``model`` for stage 3; for stages 1 and 2 a module that leaves it as it is
-    and tells :func:`zero_optim_wrapper` the stage.
+    """Wrap ``model`` for a ZeRO stage: in :class:`GeminiDDP` for stage 3; for stages 1 and 2 in a module that
+    leaves the parameters as they are and tells :func:`zero_optim_wrapper` the stage.
 
-    ``gemini_config`` holds keywords of GeminiDDP, for stage 3 only.
+    Args:
+        model: the model.
+        zero_stage: 1, 2 or 3.
+        gemini_config: keywords of GeminiDDP, for stage 3 only.
 
     Raises:
         ConfigError: another stage, or ``gemini_config`` with stages 1 and 2.
@@ -37,7 +41,7 @@ def zero_model_wrapper(
         raise ConfigError(f"zero_stage={zero_stage}; there are 1, 2 and 3")
     if gemini_config:
         raise ConfigError(f"gemini_config is for zero_stage=3, not {zero_stage}; leave it out")
-    # Not above: it brings torch.distributed along, which `import gemini` does without.
+    # Imported here because it imports torch.distributed, which `import gemini` must not.
     from gemini.parallel.zero import LowLevelZeroModel
 
     return LowLevelZeroModel(model, stage=zero_stage)
@@ -51,7 +55,7 @@ def zero_optim_wrapper(
     ``options`` are keywords of GeminiOptimizer or, for stages 1 and 2, of LowLevelZeroOptimizer.
 
     Raises:
-        ConfigError: another model, or an optimizer that the stage cannot drive.
+        ConfigError: a model from elsewhere, an unknown option, or an optimizer that the stage cannot drive.
     """
     if isinstance(model, GeminiDDP):
         refuse_unknown("zero_optim_wrapper", options, keyword_names(GeminiOptimizer) - _NAMED)
