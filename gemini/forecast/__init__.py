@@ -1,1 +1,1 @@
-"""Forecast: what a step of a model would take, found out without its weights."""
+"""Forecasts the time and memory of a model's training step, without its weights."""

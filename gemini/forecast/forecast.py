@@ -1,4 +1,5 @@
-"""Forecast: will it fit, how long is a step, what bounds it; from a rehearsal and a machine's speeds."""
+"""Forecasts a step from a rehearsal and a machine's speeds: whether it fits, how long it takes, and which
+resource bounds it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,18 @@ from gemini.system.config import format_bytes
 
 
 def _say_nothing(_doing: str) -> None:
-    """Nobody waits to hear."""
+    """Ignore progress messages."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked. ``sample_seconds``: how long operations are timed on this machine; 0 for a machine that
-    is only described. ``disk_is_here``: whether the directory of the DISK tier is on this machine. ``tell``
-    is told what is being done."""
+    """The input of a forecast.
+
+    Attributes:
+        sample_seconds: how long operations are timed on this machine; 0 for a machine that is only described.
+        disk_is_here: whether the directory of the DISK tier is on this machine.
+        tell: called with a description of each phase of the forecast.
+    """
 
     batch: int
     config: GeminiConfig
@@ -45,8 +50,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Outlook:
-    """One batch size: what it needs, and why it does not fit, if so. ``source``: how it was rehearsed;
-    ``stretch``: where that was with fewer tokens."""
+    """The memory need of one batch size, and the reasons if it does not fit.
+
+    Attributes:
+        source: the model as it was rehearsed.
+        obstacles: why a step cannot run; empty if it fits.
+        stretch: set if the rehearsal used fewer tokens.
+    """
 
     source: ModelSource
     batch: int
@@ -57,15 +67,20 @@ class Outlook:
 
     @property
     def non_model_bytes(self) -> int:
-        """The most that a period needs besides model data."""
+        """The peak of non-model data over all periods."""
         return max(self.rehearsal.trace.non_model_bytes, default=0)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where a step's seconds go, as the planner simulates it. ``bound``: the busiest resource, ``"compute"``,
-    ``"Adam"``, a link, or ``"disk"`` where its directions share a channel; ``busy_seconds``: of each.
-    ``sampled_share``: the part of the compute time that was timed on this machine rather than estimated."""
+    """The time of a step, as the placement planner simulates it.
+
+    Attributes:
+        busy_seconds: seconds in which each resource works.
+        bound: the busiest resource: ``"compute"``, ``"Adam"``, a link, or ``"disk"`` if both directions share
+            a channel.
+        sampled_share: share of the compute time that was timed on this machine rather than estimated.
+    """
 
     seconds: float
     busy_seconds: dict[str, float]
@@ -74,16 +89,17 @@ class StepTime:
     sampled_share: float
 
 
-# Chunks become as fine as DEVICE is small, and a rehearsal as long. Of one that is refused in any case, it is
-# that of a DEVICE with at least this part of the model data.
+# A small DEVICE means small chunks and a long rehearsal. If the model data does not fit anyway, the rehearsal
+# uses a DEVICE of at least 1/256 of the model data.
 _FINEST = 256
-# Some seconds. A pass of more is one of many layers, or of a loop over tokens: then fewer tokens do.
+# Takes some seconds. A longer pass has many layers, or loops over tokens; a loop needs only a few tokens.
+
 _MOST_CALLS = 16_000
 _FEW_TOKENS = 16
 
 
 def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
-    """Rehearse a step with ``batch`` and see whether it fits the budgets of ``settings``.
+    """Rehearse a step with ``batch``, and check whether it fits the budgets of ``settings``.
 
     Raises:
         ConfigError: the model cannot be managed.
@@ -98,8 +114,8 @@ def look_at_rank(
     source: ModelSource, config: GeminiConfig, batch: int, copies: int, *, accumulation: int = 1
 ) -> Outlook:
     """Rehearse a step with ``batch`` on one of ``copies`` ranks of this machine that cut all chunks among
-    them (ZeRO 3), and see whether it fits its budgets. What it computes is what one process would; chunks
-    that operators use are whole there.
+    them (ZeRO 3), and check whether it fits the rank's budgets. The rank computes the same as a single
+    process; chunks are whole while operators use them.
 
     Raises:
         ConfigError: the model cannot be managed.
@@ -116,7 +132,8 @@ def look_at_rank(
 def _rehearsed_in_bounds(
     source: ModelSource, settings: Settings, batch: int
 ) -> tuple[ModelSource, Blueprint, Rehearsal, Stretch | None]:
-    """Rehearse a step, one of fewer tokens where it runs token by token; return how that was done, too."""
+    """Rehearse a step, with fewer tokens if the model runs token by token. Return the source, blueprint,
+    rehearsal, and the stretch (None if all tokens were rehearsed)."""
     if source.spans is None:
         try:
             most_calls = None if source.resized is None else _MOST_CALLS
@@ -132,7 +149,7 @@ def _rehearsed_in_bounds(
 
 
 def _with_spans(source: ModelSource, settings: Settings, batch: int) -> ModelSource:
-    """Return the source with what to rehearse instead, if it runs token by token."""
+    """Return the source with ``spans`` set to smaller numbers of tokens, if the model runs token by token."""
     assert source.resized is not None
     few, more = (_rehearsed(source.resized(n * _FEW_TOKENS), settings, batch)[1] for n in (1, 2))
     most_calls = _MOST_CALLS // 2 * settings.accumulation
@@ -191,8 +208,8 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
 
 
 def _budgets(outlook: Outlook, machine: MachineSpeeds) -> Machine:
-    """Return what the planner may use: the lower tiers only where DEVICE cannot keep everything
-    permanently, as the runtime does."""
+    """Return the budgets for the placement planner. As in the runtime, the lower tiers are used only if
+    DEVICE cannot keep everything permanently."""
     context = outlook.blueprint.context
     capacity = context.capacity
     if context.size.total_bytes + outlook.non_model_bytes <= capacity.device_bytes:
@@ -207,12 +224,12 @@ def _budgets(outlook: Outlook, machine: MachineSpeeds) -> Machine:
 
 
 def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> int:
-    """Return the largest batch that fits, 0 where not even one sample does.
+    """Return the largest batch that fits; 0 if a single sample does not fit.
 
-    What activations take grows nearly evenly with the batch, so two rehearsals say about where the limit is;
-    the rest is bisection between what was seen to fit and what was seen not to.
+    Memory of activations grows almost linearly with the batch, so two rehearsals give an estimate. Bisection
+    between a batch that fits and one that does not finds the exact limit.
     """
-    # Whatever the batch.
+    # These obstacles do not depend on the batch.
     if _misfit(known.blueprint) is not None or _lacking_space(known.blueprint, settings):
         return 0
     fits, fails = (known.batch, 0) if not known.obstacles else (0, known.batch)
@@ -234,13 +251,16 @@ def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> in
     return fits
 
 
-# A batch beyond this is limited by something else than memory.
+# Memory does not limit a batch beyond this.
 _LARGEST = 1 << 20
 
 
 def samples_to_compute_bound(step: StepTime, samples: int) -> int | None:
-    """Return how many samples a forward pass needs until computing takes as long as the busiest link, which
-    moves the same bytes for any number of them; ``samples`` are those of ``step``. None: nothing is moved."""
+    """Return how many samples a forward pass needs until computing takes as long as the busiest link; None if
+    nothing is transferred.
+
+    Links move the same bytes for any number of samples. ``samples``: the number of samples of ``step``.
+    """
     links = [seconds for name, seconds in step.busy_seconds.items() if name not in ("compute", "Adam")]
     slowest = max(links, default=0.0)
     if slowest == 0 or step.busy_seconds["compute"] == 0:
@@ -249,7 +269,8 @@ def samples_to_compute_bound(step: StepTime, samples: int) -> int | None:
 
 
 def _extrapolated(first: Outlook, second: Outlook) -> int:
-    """Return the batch at which the memory of the tightest moment is used up, if each grows evenly."""
+    """Return the batch at which the tightest moment fills DEVICE, by linear extrapolation of each moment's
+    memory."""
     device_bytes = first.blueprint.context.capacity.device_bytes
     limit = math.inf
     pairs = zip(_moment_needs(first), _moment_needs(second), strict=False)
@@ -269,7 +290,7 @@ def _moment_needs(outlook: Outlook) -> list[int]:
 
 
 def _misfit(blueprint: Blueprint) -> OutOfBudgetError | None:
-    """Return why the model data alone does not fit the budgets, if so."""
+    """Return the error if the model data alone does not fit the budgets, otherwise None."""
     try:
         blueprint.refuse_misfit()
     except OutOfBudgetError as error:
@@ -278,7 +299,7 @@ def _misfit(blueprint: Blueprint) -> OutOfBudgetError | None:
 
 
 def _lacking_space(blueprint: Blueprint, settings: Settings) -> list[str]:
-    """Return why wrapping would find too little space on the disk, if so."""
+    """Return the reason, in a list, if wrapping would find too little disk space; otherwise an empty list."""
     if not settings.disk_is_here:
         return []
     lack = lacking_space(blueprint.budgets, blueprint.context.size.total_bytes)
@@ -286,7 +307,7 @@ def _lacking_space(blueprint: Blueprint, settings: Settings) -> list[str]:
 
 
 def _obstacles(blueprint: Blueprint, trace: Trace, batch: int) -> list[str]:
-    """Return why a step cannot run within the budgets, each with the numbers and the way out."""
+    """Return the reasons why a step cannot run within the budgets, each with its numbers and a remedy."""
     misfit = _misfit(blueprint)
     obstacles = [] if misfit is None else [str(misfit)]
     capacity = blueprint.context.capacity
@@ -312,7 +333,7 @@ def _activation_text(pinned: int, reserve: int, phase: str, device_bytes: int, b
 
 
 def _busy_seconds(trace: Trace, plan: ChosenPlan, disk_shared: bool) -> dict[str, float]:
-    """Return for how long each resource works in a step."""
+    """Return the seconds in which each resource works in a step."""
     update = sum(s for s, phase in zip(trace.seconds, trace.phases, strict=True) if phase == OPTIMIZER)
     busy = {"compute": sum(trace.seconds) - update, "Adam": update}
     links = {name: seconds for name, seconds in plan.simulation.link_seconds.items() if seconds > 0}

@@ -1,6 +1,5 @@
-"""MachineSpeeds: how fast a machine is and what its tiers hold, as a small JSON file; measured in a few
-seconds of the operators that training consists of.
-"""
+"""MachineSpeeds: the speeds of a machine and the sizes of its tiers, stored as a small JSON file. Measuring
+takes a few seconds of typical training operators."""
 
 from __future__ import annotations
 
@@ -38,18 +37,21 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 
 @dataclass(frozen=True)
 class MachineSpeeds:
-    """What a forecast knows of a machine.
+    """The speeds and budgets of a machine, for forecasts.
 
-    ``matmul_flops``: per second, of large matrix products, by dtype (``fp32``, ``bf16``, ``fp16``).
-    ``memory_bytes_per_second``: read and written by operators that only pass over tensors.
-    ``adam_bytes_per_second``: read and written by the optimizer's kernel. ``moment_seconds``: what an
-    operator costs besides its arithmetic: Python, autograd, PreOp and PostOp. ``links``: those between the
-    tiers. ``transfers_take``: as :class:`gemini.placement.problem.Machine` has it. ``device_bytes``,
-    ``host_bytes``, ``disk_bytes``: budgets where the command line names none. ``collectives``: how long ranks
-    take to exchange tensors.
+    Attributes:
+        matmul_flops: floating-point operations per second of large matrix products, by dtype (``fp32``,
+            ``bf16``, ``fp16``).
+        memory_bytes_per_second: bytes read and written by memory-bound operators.
+        adam_bytes_per_second: bytes read and written by the optimizer's kernel.
+        moment_seconds: overhead of an operator: Python, autograd, PreOp and PostOp.
+        links: speeds between the tiers.
+        transfers_take: as in :class:`gemini.placement.problem.Machine`.
+        device_bytes, host_bytes, disk_bytes: budgets that apply unless the command line sets others.
+        collectives: speeds of collectives among ranks.
 
     Raises:
-        ConfigError: a field that no machine can have.
+        ConfigError: a field has an impossible value.
     """
 
     name: str
@@ -91,7 +93,7 @@ class MachineSpeeds:
                 )
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """Return the rate for ``dtype``; of the fastest other where it is not known."""
+        """Return the rate for ``dtype``; if it is unknown, the highest known rate."""
         rate = self.matmul_flops.get(DTYPE_NAMES.get(dtype, ""))
         return rate if rate is not None else max(self.matmul_flops.values())
 
@@ -102,10 +104,10 @@ class MachineSpeeds:
 
     @classmethod
     def load(cls, path: Path) -> MachineSpeeds:
-        """Return what a file describes.
+        """Return the machine that a file describes.
 
         Raises:
-            ConfigError: it is missing, no such file, or describes no machine.
+            ConfigError: the file cannot be read, or does not describe a machine.
         """
         try:
             document = parse_json(read_regular(path, _MAX_BYTES))
@@ -141,13 +143,13 @@ _KIB = 1024
 
 
 def own_name() -> str:
-    """Return the name that a description of this machine has."""
+    """Return the name of this machine for its description."""
     return f"{platform.node() or 'this machine'}, {len(usable_processors())} cores"
 
 
 def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> MachineSpeeds:
-    """Measure this machine for models that compute in ``dtype``, in a second or two and 200 MB of memory. One
-    rank alone may call this."""
+    """Measure this machine for models that compute in ``dtype``, in a second or two and with 200 MB of
+    memory. Not collective: a single rank may call it."""
     return MachineSpeeds(
         name=own_name(),
         matmul_flops={
@@ -166,7 +168,7 @@ def measure_machine(dtype: torch.dtype | None, links: tuple[LinkSpeed, ...]) -> 
 
 @contextmanager
 def threads_of_a_rank(ranks: int) -> Iterator[None]:
-    """Have operators run, and be timed, with the threads that one of some ranks on this machine has."""
+    """Context manager that sets torch's number of threads to one rank's part of the processors."""
     before = torch.get_num_threads()
     if ranks > 1:
         torch.set_num_threads(max(1, len(usable_processors()) // ranks))
@@ -177,7 +179,7 @@ def threads_of_a_rank(ranks: int) -> Iterator[None]:
 
 
 def seconds_of(call: Callable[[], object], *, repeats: int = _REPEATS, limit_seconds: float = 1.0) -> float:
-    """Return the median time of ``call`` after one that does not count; fewer repeats past the limit."""
+    """Return the median time of ``call`` after one warm-up call. Stops repeating after ``limit_seconds``."""
     call()
     begin = time.perf_counter()
     times: list[float] = []
@@ -207,7 +209,7 @@ def _adam_rate() -> float:
 
 
 def _moment_seconds() -> float:
-    """Time a managed model that has next to nothing to compute, and all of it in moments."""
+    """Time a managed model that computes almost nothing, and return its seconds per moment."""
     model = nn.Sequential(
         *(nn.Linear(16, 16, device="cpu", dtype=torch.float32) for _ in range(_TINY_LAYERS))
     )

@@ -1,6 +1,5 @@
-"""What the operators of a step compute and hold, counted while they run on ``meta`` tensors; and how long
-each takes: timed here on memory of its own, or estimated from a machine's speeds.
-"""
+"""Counts the operators and the memory of a step while it runs on ``meta`` tensors, and estimates the seconds
+of each operator from samples or from a machine's speeds."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TensorForm:
-    """A tensor without its memory."""
+    """The shape, stride and dtype of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,17 +33,20 @@ class TensorForm:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorForm:
-        """Return the description of a strided tensor."""
+        """Return the form of a strided tensor."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One kind of operator call: equal for calls that take equally long.
+    """One kind of operator call. Equal operations take equally long.
 
-    ``function`` of ``signature``, its arguments without memory (``None`` for the update of optimizer states);
-    ``flops``: multiplications and additions of matrix products and attention; ``moved_bytes``: read and
-    written at least; ``dtype``: what it computes in.
+    Attributes:
+        function: the operator; None for the update of optimizer states.
+        signature: its arguments without memory.
+        flops: multiplications and additions of matrix products and attention.
+        moved_bytes: minimum of bytes read and written.
+        dtype: type in which it computes.
     """
 
     function: Any
@@ -62,26 +64,28 @@ class Operation:
 
 @dataclass
 class Period:
-    """What happens between two moments: operators by kind, and the most bytes of non-model data."""
+    """The operators between two moments, by kind, and the peak of non-model data."""
 
     operations: Counter[Operation] = field(default_factory=Counter)
     peak_bytes: int = 0
 
 
 class TooManyCalls(GeminiError):
-    """A step makes more operator calls than were allowed."""
+    """A step makes more operator calls than the limit."""
 
 
 class Meter(TorchDispatchMode):
-    """Counts every operator, and every storage that one of them makes for as long as somebody holds it.
+    """Counts every operator, and the bytes of every storage that an operator makes, for as long as it is
+    alive.
 
-    It raises TooManyCalls at the operator call behind the last of ``most_calls``.
+    The operator call after the first ``most_calls`` raises TooManyCalls.
 
-    Storages that exist before are no non-model data of the step: inputs, buffers, chunks. Periods begin with
-    :meth:`open_period`; what comes before the first belongs to the last, because the iteration repeats.
+    Storages that exist before (inputs, buffers, chunks) are not non-model data of the step. A period begins
+    with :meth:`open_period`. Everything before the first period belongs to the last one, because the
+    iteration repeats.
 
-    There are no values. A model that asks for a truth value (mostly: is this mask all true) is told yes,
-    counted in ``num_guesses``; any other value cannot be had.
+    Tensors have no values. If a model asks for a truth value (usually: is this mask all true), the answer is
+    True, counted in ``num_guesses``. Queries for other values raise.
     """
 
     def __init__(self, most_calls: int | None = None) -> None:
@@ -100,7 +104,7 @@ class Meter(TorchDispatchMode):
         self.periods.append(Period(peak_bytes=self._live_bytes))
 
     def finish(self) -> list[Period]:
-        """Return the periods of the step, which is over."""
+        """End the step, and return its periods."""
         if self.periods:
             last = self.periods[-1]
             last.operations.update(self._prelude.operations)
@@ -113,7 +117,7 @@ class Meter(TorchDispatchMode):
 
     @property
     def live_bytes(self) -> int:
-        """What somebody holds now of what the step made."""
+        """Bytes of storages made by the step that are still alive."""
         return self._live_bytes
 
     @property
@@ -124,7 +128,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # a wrapper answers by operators on plain tensors, which come here
+            return NotImplemented  # the wrapper then calls operators on plain tensors, which are counted
         kwargs = kwargs or {}
         self.num_calls += 1
         if self._most_calls is not None and self.num_calls > self._most_calls:
@@ -136,7 +140,7 @@ class Meter(TorchDispatchMode):
             args = (args[0], self._chosen(args[1]))
         for tensor in chain(_tensors(args), _tensors(kwargs)):
             self._know(tensor, new=False)
-        # Some kernels for meta are Python: what they do with a managed tensor is no operator of the step.
+        # Some meta kernels are Python: their operators on managed tensors are not operators of the step.
         with torch._C.DisableTorchFunction():
             out = (grouped_mm if func is GROUPED_MM else func)(*args, **kwargs)
         for tensor in _tensors(out):
@@ -149,7 +153,8 @@ class Meter(TorchDispatchMode):
         return out
 
     def _chosen(self, indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Return indices without masks: the gradient of what a mask chose is taken to be that of all."""
+        """Replace boolean masks in ``indices`` by integer indices of all elements: backward of a masked
+        selection is counted as if the mask selected everything."""
         chosen: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype != torch.bool:
@@ -160,7 +165,8 @@ class Meter(TorchDispatchMode):
         return chosen
 
     def _know(self, tensor: torch.Tensor, *, new: bool) -> None:
-        """Count the storage of ``tensor`` from its first sight to its end; an old one counts nothing."""
+        """Count the storage of ``tensor`` from the first time it is seen until it dies. If it is not ``new``,
+        it counts 0 bytes."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -191,9 +197,9 @@ class Meter(TorchDispatchMode):
         return operation
 
 
-# Namespaces with operators that take time; other ones call these.
+# Namespaces with operators that take time; operators of other namespaces call these.
 _COUNTED = ("aten", "bitsandbytes", "torchao")
-# Of activations [..., K] and a packed weight [N, K].
+# Activations [..., K] times a packed weight [N, K].
 _PRODUCT_OF_4_BITS, _SCALE_BYTES = "bitsandbytes::gemm_4bit", 4
 
 
@@ -201,7 +207,7 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Make memory known and touch none of it.
+# Operators that do not touch the memory of their tensors.
 _FREE = {
     _aten.detach.default,
     _aten.empty.memory_format,
@@ -223,7 +229,7 @@ def _cpu_attention_backward_flops(args: tuple[Any, ...], _out: Any) -> int:
     return int(sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape))
 
 
-# Not in torch's registry.
+# Operators that are missing in torch's registry.
 _MORE_FLOPS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward_flops,
@@ -241,8 +247,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
 
 
 def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """Return what an operator of bitsandbytes holds on the CPU until it has its result: the weight and its
-    scales, unpacked."""
+    """Return the temporary bytes of a bitsandbytes operator on the CPU: the unpacked weight and its scales; 0
+    for other operators."""
     if func.name() != _PRODUCT_OF_4_BITS:
         return 0
     x, shape, block_size = args[0], args[2], args[4]
@@ -251,7 +257,7 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's elements; an expanded one has fewer in memory."""
+    """Return the bytes of a tensor's elements. An expanded tensor has fewer bytes in memory."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -266,7 +272,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _signature(value: Any) -> Any:
-    """Return something hashable that is equal for arguments which take equally long."""
+    """Return a hashable key: arguments with equal keys take equally long."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -279,8 +285,8 @@ def _signature(value: Any) -> Any:
 class OperationCosts:
     """Seconds per operation on one machine.
 
-    Operations that were sampled take what they took. Others take the roofline's time (arithmetic or memory,
-    whichever is longer), corrected by how far it was off for samples of the same function.
+    Sampled operations take their measured time. Others take the roofline's time (the longer of arithmetic and
+    memory), corrected by the roofline's error for samples of the same function.
     """
 
     def __init__(self, machine: MachineSpeeds, samples: dict[Operation, float] | None = None) -> None:
@@ -294,13 +300,13 @@ class OperationCosts:
         self._correction = {name: measured[name] / expected[name] for name in measured if expected[name] > 0}
 
     def seconds(self, operation: Operation) -> float:
-        """Return how long one call takes."""
+        """Return the seconds of one call."""
         if operation in self.samples:
             return self.samples[operation]
         return self._roofline(operation) * self._correction.get(operation.function, 1.0)
 
     def period_seconds(self, period: Period) -> float:
-        """Return how long the operators of a period take, one after the other."""
+        """Return the seconds of a period's operators, one after another, plus the overhead of its moment."""
         calls = sum(self.seconds(operation) * count for operation, count in period.operations.items())
         return calls + self._machine.moment_seconds
 

@@ -1,13 +1,13 @@
-"""One step of a managed model with nothing in its memory: the runtime itself on ``meta`` tensors.
+"""Rehearses one step of a managed model without memory: the real runtime on ``meta`` tensors.
 
-Interception, backward hooks, gradients, the chunk table and the optimizer are those of a real step, so what
-is recorded is what a real step would record. Only memory, transfers and kernels are missing. ModelSource
-builds the model for any batch size.
+Interception, backward hooks, gradients, the chunk table and the optimizer are those of a real step, so the
+recorded trace is that of a real step. Only memory, transfers and kernels are missing. ModelSource builds the
+model for any batch size.
 
-A step of more tokens than are worth rehearsing is stretched from three shorter ones, for models that run
-token by token. Times follow a parabola: the gradient of a token's part of a tensor is made of the whole
-tensor's size. Memory follows a line; what keeps all products of queries and keys beside the loop comes out
-too low.
+If a model runs token by token and has too many tokens to rehearse, the step is extrapolated from three
+shorter ones. Times follow a parabola, because the gradient of one token's slice has the size of the whole
+tensor. Memory follows a line. It is underestimated if the model also keeps all products of queries and keys
+outside the loop.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from gemini.runtime.storage.model_storage import ManagedSlot
 
 _UNLIMITED = 2**62
 
-# A scalar to differentiate, from what the model returned and the inputs.
+# (outputs, inputs) -> the scalar to differentiate.
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a step trains. ``accumulation``: forward and backward passes per update. ``most_calls``: of
-    operators in one pass."""
+    """How a step trains. ``accumulation``: forward and backward passes per update. ``most_calls``: limit on
+    operator calls per pass."""
 
     loss: LossFunction
     accumulation: int = 1
@@ -68,9 +68,14 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one step does. ``trace`` has no compute times; ``periods`` say what there is to compute.
-    ``num_guesses``: how often the model looked at a value, which was not there.
-    ``num_calls``: of operators."""
+    """The record of one step.
+
+    Attributes:
+        trace: the recorded trace, without compute times.
+        periods: the operators of each period.
+        num_guesses: how often the model asked for a value of a tensor.
+        num_calls: number of operator calls.
+    """
 
     trace: Trace
     periods: tuple[Period, ...]
@@ -81,11 +86,11 @@ class Rehearsal:
 def rehearse(
     module: nn.Module, inputs: tuple[Any, ...], recipe: Recipe, config: GeminiConfig, blueprint: Blueprint
 ) -> Rehearsal:
-    """Run one training step of ``module``, which is on ``meta`` and is managed from then on.
+    """Run one training step of ``module``, which is on ``meta`` and is managed afterwards.
 
     Raises:
-        ConfigError: the module cannot be managed, or looks at values, which are not there.
-        TooManyCalls: as the recipe has it.
+        ConfigError: the module cannot be managed, or reads values of tensors.
+        TooManyCalls: a pass makes more operator calls than the recipe permits.
     """
     meter = Meter(None if recipe.most_calls is None else recipe.most_calls * recipe.accumulation)
     model = _RehearsedModel(module, config, blueprint, meter)
@@ -106,7 +111,7 @@ def rehearse(
 
 @contextmanager
 def _as_refusal() -> Iterator[None]:
-    """Turn what a module raises on ``meta`` into a ConfigError that says what may be wrong."""
+    """Convert a RuntimeError of a module on ``meta`` to a ConfigError with a likely cause."""
     try:
         yield
     except GeminiError:
@@ -120,9 +125,9 @@ def _as_refusal() -> Iterator[None]:
 
 
 class _NoWindow:
-    """Addresses of a chunk that has none."""
+    """The window of a chunk without memory."""
 
-    address = 0  # where all of ``meta`` is
+    address = 0  # every meta tensor has the address 0
     mapped = False
 
 
@@ -130,13 +135,13 @@ _NO_WINDOW = _NoWindow()
 
 
 class _MetaMemory:
-    """Memory of chunks that hold nothing, all of which fit. See :class:`gemini.chunk.memory.ChunkMemory`;
-    what only transfers ask for is missing, as there are none."""
+    """Memory for chunks on ``meta``; everything fits. See :class:`gemini.chunk.memory.ChunkMemory`. The
+    methods that only transfers use are missing, because there are no transfers."""
 
     mapped_bytes = parked_bytes = 0
 
     def __init__(self) -> None:
-        self._largest_bytes = 1  # of a chunk: on ``meta`` a tensor is at its offset in its storage
+        self._largest_bytes = 1  # largest chunk: the address of a meta tensor is its offset in its storage
 
     def windows(
         self, nbytes: int, *, later: bool = False, floats: bool = False, follows: bool = False
@@ -168,7 +173,7 @@ class _MetaMemory:
 
 
 class _MetaDevice(CpuDevice):
-    """The CPU, as far as what is decided goes: what it would hold (chunks, buffers) is on ``meta``."""
+    """The CPU with chunks and buffers on ``meta``. Decisions are those for a real CPU."""
 
     torch_device = torch.device("meta")
     cuts_chunks = False
@@ -193,8 +198,8 @@ class _MeteredChunks(ChunkManager):
 
 
 class _RehearsedManager(GeminiManager):
-    """Tells views of a chunk by their storage: addresses on ``meta`` begin at 0 in each. Is never
-    resident permanently: every operator is a moment."""
+    """A manager that recognizes views of a chunk by their storage, because addresses on ``meta`` begin at 0
+    in each storage. It never becomes permanently resident, so every operator is a moment."""
 
     def viewed(self, ref: TensorRef, tensor: torch.Tensor) -> TensorRef | None:
         chunk = self.chunks.chunks[self.chunks.table.chunk_of(ref.tensors[0])]
@@ -207,13 +212,14 @@ class _RehearsedManager(GeminiManager):
 
 class _RehearsedHandle(ManagedModel):
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the engine itself: ``loss.backward()`` would leave the modes that what it recomputes needs."""
+        """Call the autograd engine directly. ``loss.backward()`` would leave the dispatch modes that
+        recomputation needs."""
         run = torch.autograd.Variable._execution_engine.run_backward
         run((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _RehearsedModel(GeminiDDP):
-    """A managed model whose chunks hold nothing."""
+    """A managed model with chunks on ``meta``."""
 
     def __init__(self, module: nn.Module, config: GeminiConfig, blueprint: Blueprint, meter: Meter) -> None:
         self._blueprint = blueprint
@@ -244,7 +250,7 @@ class _RehearsedModel(GeminiDDP):
             else:
                 params[name].data = slot.param_view
                 manage(params[name], slot)
-            # As wrapping leaves them: with content.
+            # Give the chunks content, as wrapping does.
             with manager.operator(slot.param_ref.tensors, slot.param_ref.tensors):
                 pass
         manager.name_parameters(storage.parameter_names())
@@ -252,7 +258,7 @@ class _RehearsedModel(GeminiDDP):
 
 
 def _manage_quantized(module: nn.Module, param: nn.Parameter, slot: ManagedSlot) -> None:
-    """Replace ``param`` with a managed weight that has its inner tensors on ``meta``."""
+    """Replace ``param`` with a managed weight with inner tensors on ``meta``."""
     owner = module.get_submodule(slot.name.rpartition(".")[0])
     made = like(param, owner, without_values=True)
     for each in module.modules():
@@ -263,14 +269,14 @@ def _manage_quantized(module: nn.Module, param: nn.Parameter, slot: ManagedSlot)
 
 
 class _RehearsedUpdate(ChunkUpdate):
-    """An update that counts what Adam's kernel would read and write."""
+    """An update that counts the bytes that Adam's kernel would read and write."""
 
     meter: Meter
 
     def _prepare(self, parts: Sequence[Part]) -> Callable[[], object]:
         dtype = self._group.param.spec.dtype
         masters = dtype.itemsize < 4
-        # Parameter (or its master) and two moments, read and written; the gradient; the copy of a master.
+        # fp32 parameter (or master) and two moments, read and written; the gradient; the copy of a master.
         element_bytes = 3 * 8 + dtype.itemsize * (2 if masters else 1)
         for part in parts:
             numel = part.values.numel()
@@ -279,7 +285,7 @@ class _RehearsedUpdate(ChunkUpdate):
 
 
 class _RehearsedOptimizer(GeminiOptimizer):
-    """Looks at gradients and updates, and has no numbers to decide anything by."""
+    """An optimizer that accesses gradients and updates as usual, but makes no decision by values."""
 
     update_type = _RehearsedUpdate
 
@@ -306,10 +312,9 @@ class _RehearsedOptimizer(GeminiOptimizer):
 
 @dataclass(frozen=True)
 class Example:
-    """A model on ``meta``, and arguments that it can be called with.
+    """A model on ``meta``, and arguments for a call.
 
-    ``is_wrapped``: ``module`` is made around the user's model, its only child, so that it can be called with
-    these.
+    ``is_wrapped``: ``module`` was made around the user's model, its only child, to accept these arguments.
     """
 
     module: nn.Module
@@ -318,22 +323,26 @@ class Example:
 
     @property
     def model(self) -> nn.Module:
-        """The model as the user has it, with the names that it has there."""
+        """The user's model, with its original parameter names."""
         return next(self.module.children()) if self.is_wrapped else self.module
 
     def around(self, model: nn.Module) -> nn.Module:
-        """Return what can be called with the inputs, around a model that is like the user's."""
+        """Return a module that accepts the inputs, around ``model``, which is like the user's."""
         return type(self.module)(model) if self.is_wrapped else model
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """``build(batch)`` makes the model again, with inputs of that batch size; it runs while torch makes
-    everything on ``meta``. ``tokens`` is what one sample counts in the report, in ``unit``.
+    """Builds a model and inputs of any batch size.
 
-    ``notes``: lines for the report, on what was decided in the user's place. ``resized(tokens)`` is the same
-    with another number of tokens per sample, where that can be had; ``spans``: the numbers that are rehearsed
-    instead of ``tokens``.
+    Attributes:
+        build: takes the batch size and makes the model again. It runs while torch makes all tensors on
+            ``meta``.
+        tokens: how much one sample counts in the report, in ``unit``.
+        notes: lines for the report about decisions made for the user.
+        resized: takes a number of tokens per sample and returns the source with that many; None if
+            impossible.
+        spans: the numbers of tokens to rehearse instead of ``tokens``.
     """
 
     name: str
@@ -349,7 +358,7 @@ class ModelSource:
         """Return the model and inputs for ``batch``.
 
         Raises:
-            ConfigError: the model has parameters with memory, none to train, or inputs that are no tensors.
+            ConfigError: the model has parameters with memory or none to train, or its inputs are not tensors.
         """
         with init_on("meta"):
             example = self.build(batch)
@@ -369,11 +378,11 @@ class ModelSource:
 
 
 def mean_of_outputs(outputs: Any, _inputs: Any) -> torch.Tensor:
-    """Return a scalar that depends on what the model returned: its ``loss`` where it has one, else the mean
-    of the first floating-point tensor.
+    """Return a scalar that depends on the outputs: their ``loss`` if they have one, otherwise the mean of the
+    first floating-point tensor.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such tensor.
     """
     loss = getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -394,7 +403,8 @@ Spans = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Rehearsals of ``spans`` tokens, each of twice as many as the one before, and the number wanted."""
+    """Rehearsals of ``spans`` tokens, each with twice as many as the one before, to extrapolate to ``wanted``
+    tokens."""
 
     rehearsals: tuple[Rehearsal, ...]
     spans: Spans
@@ -402,7 +412,7 @@ class Stretch:
 
     @property
     def longest(self) -> Rehearsal:
-        """The last rehearsal, whose moments stand for those of the wanted step."""
+        """The last rehearsal. Its moments represent those of the wanted step."""
         return self.rehearsals[-1]
 
     def rehearsal(self) -> Rehearsal:
@@ -413,9 +423,10 @@ class Stretch:
         return replace(self.longest, trace=replace(trace, non_model_bytes=reserves))
 
     def growth(self, seconds: Callable[[Period], float]) -> tuple[float, ...]:
-        """Return how many times as long each moment takes in the wanted step as in the longest rehearsal.
+        """Return for each moment the ratio of its time in the wanted step to its time in the longest
+        rehearsal.
 
-        ``seconds`` must say the same for equal work: measured times differ by more than some tokens add.
+        ``seconds`` must be deterministic for equal work: measured times vary by more than a few tokens add.
         """
         values = [[seconds(period) for period in each.periods] for each in self.rehearsals]
         stretched = self._values(values, sum, self._parabola)
@@ -427,7 +438,8 @@ class Stretch:
         total: Callable[[Sequence[float]], float],
         curve: Callable[[Sequence[float]], float],
     ) -> list[float]:
-        """Extrapolate moment by moment; where their number grows, too, all evenly, by their total."""
+        """Extrapolate moment by moment. If the number of moments grows too, scale all moments by the ratio of
+        the totals."""
         phases = [each.trace.phases for each in self.rehearsals]
         if phases[0] == phases[1] == phases[2]:
             return [curve(each) for each in zip(*values, strict=True)]
@@ -454,11 +466,14 @@ class Stretch:
 
 
 def spans(few: int, few_calls: int, more_calls: int, most_calls: int) -> Spans | None:
-    """Return the numbers of tokens to rehearse instead of all.
+    """Return the numbers of tokens to rehearse instead of all; None if the number of calls does not grow as
+    in a loop over tokens.
 
-    A step of ``few`` tokens made ``few_calls`` operator calls, one of twice as many ``more_calls``; the three
-    together should make at most ``most_calls``, if that is enough for ``few`` and its half. None: the
-    calls are not those of a loop over tokens.
+    Args:
+        few: number of tokens of the first step.
+        few_calls: its operator calls.
+        more_calls: operator calls of a step with twice as many tokens.
+        most_calls: limit for the three rehearsals together, unless half of ``few`` tokens already exceeds it.
     """
     if more_calls < 1.25 * few_calls:
         return None

@@ -24,7 +24,8 @@ SECONDS_PER_DAY = 86400
 
 @dataclass(frozen=True)
 class Wear:
-    """What a step writes to a drive whose maker promises ``tbw_bytes``, and for how many steps that lasts."""
+    """The bytes that a step writes to a drive with an endurance of ``tbw_bytes``, and how many steps and days
+    it lasts."""
 
     step_bytes: int
     tbw_bytes: int
@@ -34,8 +35,8 @@ class Wear:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything ``gemini plan`` says. ``step`` is None where the model does not fit; ``largest_batch`` is 0
-    where no batch does."""
+    """The output of ``gemini plan``. ``step`` is None if the model does not fit; ``largest_batch`` is 0 if no
+    batch does."""
 
     source: ModelSource
     settings: Settings
@@ -52,12 +53,13 @@ class Report:
 
     @property
     def units_per_step(self) -> int:
-        """Tokens, or samples, that one optimizer step learns from."""
+        """Tokens, or samples, of one optimizer step."""
         return self.settings.batch * self.settings.accumulation * self.source.tokens
 
     @property
     def units_to_compute_bound(self) -> int | None:
-        """Tokens, or samples, that one forward pass needs to hide what is moved; None: nothing is."""
+        """Tokens, or samples, with which one forward pass hides its transfers; None if there are no
+        transfers."""
         if self.step is None:
             return None
         samples = samples_to_compute_bound(self.step, self.settings.batch)
@@ -65,25 +67,25 @@ class Report:
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters that are not quantized, tied ones once."""
+        """Number of elements of all parameters that are not quantized; tied ones count once."""
         groups = self.outlook.blueprint.groups
         return sum(spec.layout.used_numel for spec in groups if spec.dtype is not BYTES)
 
     @property
     def quantized_bytes(self) -> int:
-        """What weights in 4 and 8 bits take, with their scales."""
+        """Bytes of 4-bit and 8-bit weights with their scales."""
         groups = self.outlook.blueprint.groups
         return sum(spec.layout.used_numel for spec in groups if spec.dtype is BYTES)
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Bytes that each tier may hold, 0 for a tier that is not used."""
+        """Byte limit of each tier; 0 for an unused tier."""
         capacity = self.outlook.blueprint.context.capacity
         return {"device": capacity.device_bytes, "host": capacity.host_bytes, "disk": capacity.disk_bytes}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided in the user's place, a line each."""
+        """Decisions made for the user, one line each."""
         if self.source.spans is None:
             return self.source.notes
         few, more, most = self.source.spans
@@ -94,7 +96,7 @@ class Report:
         )
 
     def code(self) -> str:
-        """Return the Python lines that build what was forecast."""
+        """Return the Python lines that build the forecast model."""
         config, accumulation = self.settings.config, self.settings.accumulation
         options = []
         if config.precision is not None:

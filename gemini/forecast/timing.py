@@ -1,7 +1,7 @@
-"""How long operators take on this machine: each is called on tensors of its shapes and strides.
+"""Times operators on this machine: each one is called on tensors with the shapes and strides of the step.
 
-Operators of a step read memory that the caches lost since it was last read, so here they do, too: their
-tensors lie one behind the other in an arena. It is as large as the step may be, not as all tensors together.
+In a real step, operators read memory that has left the caches since its last use. To reproduce this, the
+tensors lie one behind another in an arena, which is as large as the step may be, not as all tensors together.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gemini.system.device import free_memory_bytes
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_SHARE = 0.25  # of the free memory
+_MEMORY_SHARE = 0.25  # share of the free memory
 _ALIGNMENT = 64
-_MUCH = 0.3  # of the time, in which this thread did not run though it had something to compute
+_MUCH = 0.3  # warn if this thread was not scheduled for this share of the time
 
 
 class Arena:
-    """Memory of floats that operators share. Each tensor begins behind the one before it, and at the front
-    where the end is near. Memory is taken when it is first handed out."""
+    """Floating-point memory that operators share. Each tensor begins behind the one before it, or at the
+    front if the end is near. Memory is touched when it is first handed out."""
 
     def __init__(self, nbytes: int) -> None:
         self._values = torch.empty(nbytes // 2, dtype=torch.bfloat16, device="cpu")
@@ -37,8 +37,7 @@ class Arena:
         self._touched = 0
 
     def tensor(self, spec: TensorForm) -> torch.Tensor | None:
-        """Return a tensor like ``spec`` with values that are no denormals; None where the arena is too
-        small."""
+        """Return a tensor like ``spec`` without denormal values; None if the arena is too small."""
         count = -(-_extent_bytes(spec) // _ALIGNMENT) * _ALIGNMENT // 2
         if count > self._values.numel():
             return None
@@ -46,7 +45,7 @@ class Arena:
             self._next = 0
         begin, self._next = self._next, self._next + count
         if self._touched < self._next:
-            # Two of these 16-bit halves side by side are about 0.5 in fp32, too.
+            # Two of these bf16 values side by side are also about 0.5 as one fp32 value.
             self._values[self._touched : self._next].fill_(0.5)
             self._touched = self._next
         values = self._values[begin : self._next].view(spec.dtype)
@@ -60,12 +59,16 @@ def sample(
     limit_seconds: float,
     most_bytes: int | None = None,
 ) -> dict[Operation, float]:
-    """Time operations on this machine, those first that a step spends most on; return the median of each.
+    """Time operations on this machine, beginning with those that a step spends most time on. Return the
+    median of each.
 
-    They take turns until the time is over, so that a moment in which the machine is busy with something else
-    spoils no single one; a warning says so where it was busy for much of the time. One that would need too
-    much memory or time, or that values of our own making do not suit, is left out. ``most_bytes``: what their
-    arguments may take together, and one operator with its result; by default a quarter of the free memory.
+    Operations take turns until the time is over, so that a moment in which the machine is busy does not spoil
+    a single operation. A warning is logged if the machine was busy for much of the time. Operations are left
+    out if they need too much memory or time, or fail with made-up values.
+
+    Args:
+        most_bytes: limit for the arguments of all operations together, and for one operation with its result.
+            Never more than a quarter of the free memory, which is the default.
     """
     calls: Counter[Operation] = Counter()
     for period in periods:
@@ -77,14 +80,14 @@ def sample(
     arena = Arena(min(room, sum(_bytes_of(operation, floats=True) for operation in total)))
     others_room = room
     end = time.perf_counter() + limit_seconds
-    prepared_by = end - limit_seconds / 2  # first calls, which are slow, leave time for those that count
+    prepared_by = end - limit_seconds / 2  # slow first calls must leave time for measured ones
     times: dict[Operation, list[float]] = {}
     turns: list[tuple[Operation, Callable[[], object]]] = []
     for operation in sorted(total, key=lambda each: -total[each]):
         if turns and time.perf_counter() >= prepared_by:
             break
         others_bytes = _bytes_of(operation, floats=False)
-        # Beside the arena come what it returns, and what is no float, which stays.
+        # The arena does not hold the result, nor arguments that are not floats; the latter stay allocated.
         if operation.is_update or operation.moved_bytes > room or others_bytes > others_room:
             continue
         if 2 * costs.seconds(operation) > (end - time.perf_counter()) / 2:
@@ -107,7 +110,7 @@ def sample(
 
 
 def _warn_of_others(seconds: float, ran_seconds: float) -> None:
-    """Warn if this thread ran for much less than the ``seconds`` in which it was computing."""
+    """Warn if this thread ran for much less than the ``seconds`` of the measurement."""
     if ran_seconds < (1 - _MUCH) * seconds:
         logger.warning(
             "while operators were timed, other programs had the processor for %.0f%% of the time: the times "
@@ -117,7 +120,8 @@ def _warn_of_others(seconds: float, ran_seconds: float) -> None:
 
 
 def prepare(operation: Operation, arena: Arena) -> Callable[[], object] | None:
-    """Return a call of the operation that has been made once, or None where it cannot be called like this."""
+    """Call the operation once, and return a function that calls it again; None if it cannot be called with
+    made-up values."""
     specs = [each for each in tree_iter(operation.arguments) if isinstance(each, TensorForm)]
     made = [_materialize(spec, arena) for spec in specs]
     if any(tensor is None for tensor in made):
@@ -143,7 +147,8 @@ def prepare(operation: Operation, arena: Arena) -> Callable[[], object] | None:
 
 
 def _materialize(spec: TensorForm, arena: Arena) -> torch.Tensor | None:
-    """Return a tensor like ``spec`` whose values suit most operators: no denormals, no index above 0."""
+    """Return a tensor like ``spec`` with values that suit most operators: no denormals, and 0 for all
+    indices; None if the arena is too small."""
     if spec.dtype.is_floating_point:
         return arena.tensor(spec)
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
@@ -151,8 +156,8 @@ def _materialize(spec: TensorForm, arena: Arena) -> torch.Tensor | None:
 
 
 def _random_offsets(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Return where groups of rows end that choose their group at random, so that groups differ in size as
-    those of a router do: kernels are compiled for each size."""
+    """Return the end offsets of groups of rows for a grouped product. Rows choose groups at random, so that
+    group sizes differ as with a router: kernels are compiled for each size."""
     cut = left.shape[-2] if right.ndim == 3 else right.shape[-1] if left.ndim == 3 else left.shape[-1]
     groups = offs.shape[0]
     rows = torch.randint(groups, (cut,), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -160,13 +165,13 @@ def _random_offsets(left: torch.Tensor, right: torch.Tensor, offs: torch.Tensor)
 
 
 def _bytes_of(operation: Operation, *, floats: bool) -> int:
-    """Return what the arguments that are floats take in an arena, or those that are not beside it."""
+    """Return the arena bytes of the arguments that are floats, or the bytes of the other arguments."""
     specs = (each for each in tree_iter(operation.arguments) if isinstance(each, TensorForm))
     return sum(_extent_bytes(spec) + _ALIGNMENT for spec in specs if spec.dtype.is_floating_point is floats)
 
 
 def _extent_bytes(spec: TensorForm) -> int:
-    """Return the bytes from the first element to behind the last one."""
+    """Return the bytes from the first element to the end of the last one."""
     if 0 in spec.shape:
         return 0
     last = sum((size - 1) * step for size, step in zip(spec.shape, spec.stride, strict=True))
