@@ -1,7 +1,8 @@
-"""GeminiManager: runs an iteration over the chunks; records it once, then follows the plan made from it.
+"""GeminiManager: records one iteration of a model, then follows the plan made from the record.
 
-Shortage: what follows where the computing device runs out of memory within all budgets, because non-model
-data needs more than was measured, or somebody else has the memory. See docs/notes/out-of-memory.md.
+Shortage: lowers the DEVICE share of model data if the computing device runs out of memory within all budgets.
+This happens if non-model data needs more than was measured, or if another program uses the memory. See
+docs/notes/out-of-memory.md.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ from gemini.system.process import shown_as
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-# Tensors of a step that is recorded though all of them stay: each takes 50 us, and the timeline shows them.
+# A first step is recorded even if all model data stays on DEVICE, because the timeline shows it. Each tensor
+# costs 50 us, so a model with more tensors than this is not recorded.
 _MOST_RECORDED = 2**14
 _Result = TypeVar("_Result")
 
 
 class Taker(Protocol):
-    """Model data, as far as it takes memory that others lack."""
+    """The owner of model data, which can be told to take less of DEVICE."""
 
     chunks: ChunkManager
     resident: bool
@@ -62,42 +64,42 @@ class Taker(Protocol):
 
     @property
     def room_bytes(self) -> int:
-        """What model data may take of DEVICE beside the non-model data that was measured."""
+        """The DEVICE bytes that model data may take beside the measured non-model data."""
         ...
 
     def abandon(self) -> None:
-        """Go on without recording: what ran so far does not say what an iteration does."""
+        """Stop recording the current iteration: the part that ran is not typical."""
 
     def end_residence(self) -> None:
-        """Let chunks leave DEVICE again."""
+        """Allow chunks to leave DEVICE again."""
 
     def withhold(self, nbytes: int) -> None:
-        """Have plans leave ``nbytes`` of DEVICE free beyond their reserves."""
+        """Make plans leave ``nbytes`` of DEVICE free in addition to their reserves."""
 
 
 class Shortage:
-    """Takes from model data what other data lacks on DEVICE, until :meth:`forget`. Not thread-safe.
+    """Lowers the DEVICE share of model data after an out-of-memory error, until :meth:`forget`. Not
+    thread-safe.
 
-    Over several ranks it does nothing: their plans have to be alike.
+    No effect over several ranks: their plans must be alike.
     """
 
     def __init__(self, taker: Taker) -> None:
         self.count = 0  # how often memory ran out
         self.withheld_bytes = 0
-        self.modules: WeakSet[nn.Module] = WeakSet()  # whose parameters graphs may have saved
+        self.modules: WeakSet[nn.Module] = WeakSet()  # modules with parameters that graphs may have saved
         self._taker = taker
 
     @property
     def share_bytes(self) -> int:
-        """What model data takes of DEVICE at most, except for what an operator holds."""
+        """The most DEVICE bytes that model data takes, except for chunks that an operator holds."""
         taker = self._taker
         needed = max(taker.size.total_bytes, taker.chunks.table.usage(_C.Tier.DEVICE))
         return max(0, min(taker.room_bytes, needed))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Where memory runs out in the block, lower what model data may take; within blocks of this kind
-        once."""
+        """Lower the share of model data if memory runs out in the block. Nested blocks lower it once."""
         count = self.count
         try:
             yield
@@ -107,8 +109,8 @@ class Shortage:
             raise
 
     def twice(self, run: Callable[[], T]) -> T:
-        """Call ``run``; where memory runs out, make room and call it once more. For what goes on where it
-        stopped, or only reads."""
+        """Call ``run``; if memory runs out, make room and call it again. ``run`` must resume where it
+        stopped, or only read."""
         if self._taker.is_sharded:
             return run()
         try:
@@ -123,7 +125,7 @@ class Shortage:
             return run()
 
     def make_room(self) -> None:
-        """Give back what torch keeps for later and what model data takes beyond its share.
+        """Release torch's cached memory, and evict model data beyond its share.
 
         Raises:
             OutOfBudgetError, IoError: as :meth:`gemini.chunk.ChunkManager.acquire`.
@@ -133,8 +135,8 @@ class Shortage:
         self._taker.chunks.make_room()
 
     def _note(self, error: Exception) -> None:
-        """Halve the share of model data, or lower it by what was asked for if that is more; to nothing where
-        it is less than a chunk. So no more than a few shortages lower it before there is nothing to give."""
+        """Halve the share of model data, or lower it by the failed allocation if that is more. A share below
+        the largest chunk becomes 0. So the share reaches 0 after a few shortages."""
         taker = self._taker
         self.count += 1
         if taker.is_sharded:
@@ -158,15 +160,15 @@ class Shortage:
         )
 
     def forget(self) -> None:
-        """Let model data take again what it took before the first shortage: what ran then will not run
-        again."""
+        """Restore the share of model data from before the first shortage: the program that ran then will not
+        run again."""
         if self.withheld_bytes:
             self.withheld_bytes = 0
             self._taker.withhold(0)
 
     def end_residence(self) -> None:
-        """Let chunks leave DEVICE again. Graphs that were made while none could know nothing of that: their
-        backward pass is refused."""
+        """Allow chunks to leave DEVICE again. Graphs that were built while the model was resident have no
+        hooks that pin chunks, so their parameters get a new version and their backward pass is refused."""
         if not self._taker.resident:
             return
         self._taker.end_residence()
@@ -176,7 +178,8 @@ class Shortage:
 
 
 def drop_locals(error: BaseException) -> None:
-    """Forget what the frames held that ``error`` went through: it keeps all activations alive."""
+    """Clear the local variables of the frames in the tracebacks of ``error`` and its causes: they keep all
+    activations alive."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
@@ -189,10 +192,10 @@ def drop_locals(error: BaseException) -> None:
 
 
 class StepClock:
-    """Measures steps by wall clock, each from its first training pass to the end of its update.
+    """Measures the wall-clock time of steps, from the first training pass to the end of the update.
 
-    ``seconds``: those of the last whole step; None before the first one. On a GPU a step is over when its
-    last operator is on its way.
+    ``seconds``: the time of the last whole step; None before the first one. On a GPU a step ends when its
+    last operator has been launched.
     """
 
     def __init__(self) -> None:
@@ -216,12 +219,13 @@ class StepClock:
 
 
 class GeminiManager(Gate):
-    """The memory manager of one model: the gate of its operators, and what its steps and evaluations do."""
+    """The memory manager of one model: the gate of its operators, and the order of its steps and
+    evaluations."""
 
     def __init__(
         self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None = None
     ) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when it belongs to this layout."""
+        """Start in warmup, or with the plan made from ``memstats`` if that was recorded with this layout."""
         super().__init__(chunks)
         self.raw = RawAccess(self)
         self.backward_pins = BackwardPins(self)
@@ -236,21 +240,21 @@ class GeminiManager(Gate):
         self.part: PartOfModel | None = None  # the model was cut before it was wrapped
         self.in_step = False  # a step that trains has begun and not ended
         self.clock = StepClock()
-        self.kv_estate: object = None  # of rooms for keys and values, if there were any
+        self.kv_estate: object = None  # see keep_estate()
         remember(self)
 
     def keep_estate(self, estate: object) -> None:
-        """Keep what rooms for keys and values leave to each other."""
+        """Keep the object that successive rooms for keys and values pass to each other."""
         self.kv_estate = estate
 
     def shard(self, sharding: Sharding) -> None:
-        """Have ``sharding`` see to it that what operators use is whole."""
+        """Let ``sharding`` gather the chunks that operators use."""
         self.sharding = sharding
         self.gather_before(sharding.gather, sharding.note_written)
 
     @cached_property
     def evaluations(self) -> Evaluations:
-        """The orders of evaluation passes; a model that only trains has none."""
+        """The orders of evaluation passes, created at the first evaluation."""
         made = Evaluations(self.chunks, self.context, self._memstats, self._names)
         if self.is_sharded:
             made.be_alike()
@@ -260,23 +264,23 @@ class GeminiManager(Gate):
 
     @property
     def _evaluations(self) -> Evaluations | None:
-        """The same, None before the first evaluation."""
+        """:attr:`evaluations`, or None before the first evaluation."""
         return self.__dict__.get("evaluations")
 
     def together(self, action: Callable[[], _Result]) -> _Result:
-        """Return what ``action`` does; over several ranks raise on all of them where it fails on one."""
+        """Return the result of ``action``. Over several ranks all ranks raise if it fails on one."""
         return action() if self.sharding is None else self.sharding.peers.together(action)
 
     def take_part(self, part: PartOfModel) -> None:
-        """The model is one part of several, as ``part`` says."""
+        """Note that the model is one part of a larger model, described by ``part``."""
         self.part = part
 
     def offload_activations(self, activations: ActivationOffload) -> None:
-        """Have ``activations`` say, at the end of each step, what the next one keeps."""
+        """Let ``activations`` choose, at the end of each step, which activations the next step keeps."""
         self.activations = activations
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
-        """Say which tensor is which parameter, so that a trace can list them by first use."""
+        """Set the parameter name of each tensor, so that a trace can list parameters by first use."""
         self.order.name_parameters(names)
         self._names = names
 
@@ -286,14 +290,15 @@ class GeminiManager(Gate):
     def can_defer_updates(self) -> bool:
         """Whether this step's updates may run after ``step()`` returns.
 
-        Not in warmup, nor outside a recorded step: nothing says when that is. Not where all model data fits:
-        there is no transfer to hide. Not where an update has no room beside the non-model memory of forward.
+        They may not in warmup or outside a recorded step, because the time of the next use is unknown; if all
+        model data fits on DEVICE, because there is no transfer to hide; or if an update does not fit beside
+        the non-model memory of forward.
         """
         return self._following is self.order and self.order.moves_updates
 
     def run_pending(self, *, parts: bool = True) -> None:
-        """Run every pending update now, but those of parts that move by themselves if not ``parts``. Raises
-        as :meth:`run_due`; StateError where tensors are locked."""
+        """Run every pending update now. Without ``parts``: except updates of parts that are scheduled by
+        themselves. Raises as :meth:`run_due`; StateError if tensors are locked."""
         self.threads.refuse_other("an update")
         self.lock.refuse_all()
         if not self._due:
@@ -315,11 +320,11 @@ class GeminiManager(Gate):
 
     @property
     def is_warmup(self) -> bool:
-        """Whether no iteration has been recorded yet."""
+        """Whether no step has been recorded yet."""
         return self.order.trace is None
 
     def report(self) -> PlanReport:
-        """Return the plans in force, and what steps take at the pace of the last ones."""
+        """Return the plans in force, and the expected time of a step at the pace of the last ones."""
         recompute = self.activations.recompute if self.activations is not None else None
         of_blocks = recompute.report() if recompute is not None else None
         stow = self.chunks.stow
@@ -338,8 +343,9 @@ class GeminiManager(Gate):
 
     @contextmanager
     def forward_pass(self, training: bool, call: Call) -> Iterator[None]:
-        """Run a forward pass of the whole model; one that trains belongs to a step. Any other is an
-        evaluation: outside a step it has an order of its own; between micro-batches it is part of none."""
+        """Context of a forward pass of the whole model. A pass that trains belongs to a step. Any other is an
+        evaluation: outside a step it has an order of its own; between micro-batches it belongs to no
+        order."""
         self.recover()
         if not training and not self.in_step:
             with self._evaluation(call):
@@ -351,14 +357,14 @@ class GeminiManager(Gate):
         if training and not self.in_step and not self.resident and self._needs_no_order():
             self.resident = self.snapshot.residence(True)
         if training and not self.in_step and not self.resident:
-            if self._following is not None:  # a step that begins inside an evaluation ends its order
+            if self._following is not None:  # a step inside an evaluation ends the evaluation's order
                 self.abandon()
             if self.observer is not None:
                 self.observer.step_begins(self.step + 1)
             self.order.begin(self.pending.moments())
             if self.sharding is not None:
                 self.sharding.begin(training=True)
-            self.in_step = True  # last: a step that Ctrl-C kept from beginning begins again
+            self.in_step = True  # last: after Ctrl-C above, the next pass begins the step again
         self._following = self.order if training and self.in_step else None
         self.phase = FORWARD
         try:
@@ -369,9 +375,9 @@ class GeminiManager(Gate):
 
     @contextmanager
     def _evaluation(self, call: Call) -> Iterator[None]:
-        """Follow the order of evaluations for the block, and that of steps again afterwards."""
+        """Follow the order of evaluations in the block, and that of steps again afterwards."""
         self.run_pending()
-        if self._following is not None:  # a pass inside another ends that one's order
+        if self._following is not None:  # a nested pass ends the order of the outer one
             self.abandon()
         if self.resident:
             yield
@@ -390,13 +396,13 @@ class GeminiManager(Gate):
                 self.abandon()
 
     def recover(self) -> None:
-        """Unpin what operators that raised half-way left pinned, as written: they may have been. Inside a
-        backward pass operators are still under way."""
+        """Unpin the chunks that operators left pinned when they raised. They count as written, because they
+        may have been. Inside a backward pass operators are still under way, so nothing happens."""
         if torch._C._current_graph_task_id() == -1:
             if self.raw_uses:
                 self.raw.settle()
             held = self.backward_pins.held
-            if held is not None:  # so is what the nodes within that one hold
+            if held is not None:  # these chunks are pinned again by nodes inside this one
                 self.backward_pins.forget()
                 self.chunks.release(held, dirty=False)
             self.settle()
@@ -412,7 +418,7 @@ class GeminiManager(Gate):
                 repin()
 
     def abandon(self) -> None:
-        """Go on without recording: the next training pass begins a new step, the next evaluation, too."""
+        """Stop recording: the next training pass begins a new step, and the next evaluation a new pass."""
         following, self._following = self._following, None
         evaluations = self._evaluations
         if evaluations is not None and following is evaluations.current:
@@ -425,7 +431,8 @@ class GeminiManager(Gate):
 
     @shown_as("plan")
     def end_step(self) -> None:
-        """Close the iteration after the optimizer's update; learn from it when it was the first or new."""
+        """End the step after the optimizer's update; make or change the trace if the step was the first or
+        had a new order."""
         self.step += 1
         self.clock.end()
         self.phase = FORWARD
@@ -434,7 +441,7 @@ class GeminiManager(Gate):
         self.settle()
         if self.sharding is not None:
             self.sharding.end()
-        if self.observer is not None:  # planning belongs to no step
+        if self.observer is not None:  # before planning, which belongs to no step
             self.observer.step_ended()
         if self.in_step:
             self.in_step = False
@@ -450,8 +457,8 @@ class GeminiManager(Gate):
         self.snapshot.step_ended()
 
     def replan(self, context: PlacementContext) -> None:
-        """Go on with what ``context`` says of model data, of which nothing is pending: the next step is a
-        warmup, unless its trace was given. A step under way is not recorded."""
+        """Plan for the model data in ``context``; no update may be pending. The next step is a warmup, unless
+        its trace was given. A step under way is not recorded."""
         self.abandon()
         self.shortage.end_residence()
         self.context = context
@@ -461,8 +468,12 @@ class GeminiManager(Gate):
         self.order.resume(())
 
     def observe(self, observer: StepObserver | None) -> None:
-        """Tell ``observer`` what happens from now on, None: nobody. Meanwhile operators go through their
-        PreOp also where the model is resident, so as to be seen. Raises StateError: somebody does already."""
+        """Report all events to ``observer`` from now on; None: to nobody. Meanwhile operators of a resident
+        model run their PreOp too, so that they are seen.
+
+        Raises:
+            StateError: another observer is active.
+        """
         if observer is not None and self.observer is not None:
             raise StateError("this model is being recorded already; leave that recording first")
         self.observer = self.chunks.observer = observer
@@ -478,49 +489,49 @@ class GeminiManager(Gate):
 
     @property
     def size(self) -> ModelDataSize:
-        """How large the model's data is."""
+        """The bytes of the model's data."""
         return self.context.size
 
     @property
     def room_bytes(self) -> int:
-        """What model data may take of DEVICE beside the non-model data that was measured."""
+        """The DEVICE bytes that model data may take beside the measured non-model data."""
         return self.order.room_bytes
 
     def end_residence(self) -> None:
-        """Let chunks leave DEVICE again: operators go through their PreOp."""
+        """Allow chunks to leave DEVICE again: operators run their PreOp."""
         self.resident = self.snapshot.residence(False)
         self.tell_of_residence()
 
     def withhold(self, nbytes: int) -> None:
-        """Have plans leave ``nbytes`` of DEVICE free beyond their reserves."""
+        """Make plans leave ``nbytes`` of DEVICE free in addition to their reserves."""
         if self._evaluations is not None:
             self._evaluations.withhold(nbytes)
         self.order.withhold(nbytes)
         self.order.resume(self.pending.moments())
 
     def update_on_host(self, updates: HostUpdates | None) -> None:
-        """Have ``updates`` say which states the CPU updates on HOST from now on. A step under way is not
+        """Let ``updates`` choose the states that the CPU updates on HOST from now on. A step under way is not
         recorded."""
         if updates == self.order.host_updates:
             return
         self.run_pending()
         self.abandon()
-        self.end_residence()  # what is updated on HOST leaves DEVICE
+        self.end_residence()  # states that are updated on HOST leave DEVICE
         self.order.host_updates = updates
 
     # -- the end --------------------------------------------------------------------------------------------
 
     def refuse_closed(self) -> None:
-        """Raise StateError where the memory was given back."""
+        """Raise StateError if the model is closed."""
         if self.is_closed:
             self.pre_op(())
 
     def close(self, *, run_pending: bool = True) -> None:
-        """Give all memory back; any later use of a managed tensor raises StateError.
+        """Return all memory; any later use of a managed tensor raises StateError.
 
         Raises:
-            OutOfBudgetError, IoError: a pending update failed, or a transfer. Everything is given back.
-            EvictedAccessError: as from a PreOp; everything is given back. Only with ``run_pending``.
+            OutOfBudgetError, IoError: a pending update or a transfer failed. Everything is returned.
+            EvictedAccessError: as from a PreOp; everything is returned. Only with ``run_pending``.
         """
         with self.strays.reported_last(run_pending and not self.is_closed):
             self._close(run_pending)
@@ -555,8 +566,8 @@ class GeminiManager(Gate):
         self.resident = self.snapshot.residence(self._stays_for_good())
 
     def _needs_no_order(self) -> bool:
-        """Say whether the first step is run as the later ones, not recorded: it has so many tensors that
-        recording takes seconds, and whatever was recorded, they would stay."""
+        """Say whether the first step need not be recorded: it has so many tensors that recording takes
+        seconds, and all model data would stay on DEVICE in any case."""
         if self.order.has_order or self.order.measures or self.order.plan.sample_non_model:
             return False
         return self.chunks.table.num_tensors() > _MOST_RECORDED and self._stays_for_good()
@@ -566,7 +577,7 @@ class GeminiManager(Gate):
         return kept and self.observer is None and not self.pending and self._fits_for_good()
 
     def _fits_for_good(self) -> bool:
-        """Say whether all model data is on DEVICE and nothing will ever make room there."""
+        """Say whether all model data is on DEVICE and no later event evicts it."""
         fits = self.context.size.total_bytes <= self.order.room_bytes and self.context.all_may_stay
         fits = fits and not self.order.host_chunks
         return fits and self.sharding is None and self.chunks.all_on_device()

@@ -1,1 +1,1 @@
-"""Steps: their order, recorded, planned and followed, and what is measured of them."""
+"""The order of steps and evaluations: recorded, planned and followed; and measurements of steps."""

@@ -1,9 +1,9 @@
-"""Evaluations: forward passes without gradients, outside a step. EvalOrder: passes that do the same.
+"""Evaluations: the orders of forward passes without gradients outside a step.
 
-The first token of an answer needs much more memory beside model data than the next ones, and an encoder uses
-other weights than the decoder. So there is an order for each entry of the model, and for each step of DEVICE
-memory that its passes need. A pass of a size that was not seen yet is measured once; nobody waits for a plan
-meanwhile, since it follows what is known of the others.
+The first token of an answer needs much more non-model memory than the next ones, and an encoder uses other
+weights than the decoder. So each entry of the model has several orders, one for each level of DEVICE memory
+that its passes need. A pass of a new size is measured once; meanwhile it follows the plan of the entry's
+other passes.
 """
 
 from __future__ import annotations
@@ -22,39 +22,38 @@ from gemini.runtime.step.schedule import Place, completed, reordered
 
 logger = logging.getLogger(__name__)
 
-_STEPS = 32  # of DEVICE, by which needs are told apart
+_STEPS = 32  # levels of DEVICE memory that are distinguished
 _ORDERS_KEPT = 8
-_GROWTH = 1.25  # a pass that is larger than the largest measured one by this factor is measured, too
+_GROWTH = 1.25  # a pass larger than the largest measured one by this factor is measured too
 
 
-_Key = tuple[Hashable, int]  # the entry, and the step of DEVICE that passes need
+_Key = tuple[Hashable, int]  # the entry, and the level of DEVICE memory that its passes need
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a model: ``entry`` tells apart the modules that are called, ``numel`` is the size of the
-    first tensor that is given."""
+    """A call of a model. ``entry`` identifies the module that is called; ``numel`` is the number of elements
+    of its first tensor input."""
 
     entry: Hashable = None
     numel: int = 1
 
 
 class EvalOrder(Learned):
-    """Records evaluation passes: forward, without gradients, outside a step; each pass is an iteration.
+    """The order of evaluation passes. Each pass (forward, without gradients, outside a step) is an iteration.
 
-    It shares the chunk table with the steps and leaves nothing there: between :meth:`begin` and the
-    ``resume`` of the steps' order the table follows this one.
+    It shares the chunk table with the order of steps: the table follows this order from :meth:`begin` until
+    ``resume`` of the steps' order.
     """
 
     def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when that is of an evaluation with this
+        """Start in warmup, or with the plan made from ``memstats`` if that is of an evaluation with this
         layout."""
         self._schedule: _C.Schedule | None = None
         super().__init__("eval", chunks, context, memstats)
 
     def begin(self, room_bytes: int) -> None:
-        """Start to record a pass; ``room_bytes`` is what model data may take while nothing is known of
-        it."""
+        """Start to record a pass; ``room_bytes``: the DEVICE limit of model data while there is no trace."""
         table = self._chunks.table
         table.set_schedule(self._schedule)
         self.enforce()
@@ -64,8 +63,8 @@ class EvalOrder(Learned):
         self.start_recording()
 
     def end(self) -> int | None:
-        """Close the pass; learn from it when it was the first or a new one. Return the most that it took
-        beside model data, where that was measured."""
+        """End the pass; make or change the trace if it was the first or had a new order. Returns the peak of
+        non-model bytes if it was measured, else None."""
         diverged = self._chunks.table.end_step()
         sampled = self.measures or (self.trace is None and self.plan.sample_non_model)
         if not (sampled or diverged or self.trace is None or not self.timed):
@@ -81,11 +80,11 @@ class EvalOrder(Learned):
         return max(recorded.non_model_bytes, default=0) if sampled else None
 
     def follow(self, trace: Trace, reserve_bytes: int) -> None:
-        """Follow the order of ``trace``, of passes that take so many bytes beside model data."""
+        """Adopt the order of ``trace`` for passes that need ``reserve_bytes`` of non-model memory."""
         self._adopt(replace(trace, non_model_bytes=(reserve_bytes,) * trace.num_moments), timed=False)
 
     def replan(self, context: PlacementContext) -> None:
-        """Plan for model data of another size; passes have the order that they had."""
+        """Plan for model data of another size; keep the order of passes."""
         trace, timed = self.trace, self.timed
         super().replan(context)
         if trace is not None and self.trace is None:
@@ -97,7 +96,7 @@ class EvalOrder(Learned):
         self._schedule = self.schedule_of(trace, places, steady=True).schedule
 
     def _reconsider(self, recorded: Recorded, trace: Trace) -> None:
-        """A pass left the trace: adopt the new order once it repeats."""
+        """Handle a pass that left the trace: adopt the new order once it repeats."""
         if self.repeats(recorded.accesses):
             self._adopt(reordered(self.grown(trace), recorded, keep_reserve=False), timed=False)
         else:
@@ -105,13 +104,13 @@ class EvalOrder(Learned):
 
 
 class PassNeeds:
-    """How many bytes beside model data the passes of one entry take, by their size."""
+    """The non-model bytes that passes of one entry need, by their size."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, int]] = {}  # by power of two: the largest pass, its bytes
 
     def note(self, numel: int, nbytes: int) -> None:
-        """Note what a pass took."""
+        """Record the peak non-model bytes of a pass."""
         largest, before = self._known.get(numel.bit_length(), (0, 0))
         self._known[numel.bit_length()] = max(largest, numel), max(before, nbytes)
 
@@ -121,8 +120,8 @@ class PassNeeds:
         return numel > _GROWTH * largest
 
     def guess(self, numel: int) -> int | None:
-        """Return what a pass may take: what the next larger one did that is known, or what the largest did,
-        in proportion. None: nothing is known."""
+        """Estimate the non-model bytes of a pass: those of the next larger known pass, or else of the
+        largest, scaled in proportion. None: nothing is known."""
         if not self._known:
             return None
         larger = [known for known in self._known.values() if known[0] >= numel]
@@ -131,10 +130,11 @@ class PassNeeds:
 
 
 class Evaluations:
-    """The orders of all evaluation passes. One pass at a time: :meth:`choose` and begin an order, then
-    :meth:`end` or :meth:`abandon`.
+    """The orders of all evaluation passes of a model. One pass at a time: :meth:`choose` an order and begin
+    it, then :meth:`end` or :meth:`abandon`.
 
-    ``current``: the order of the last pass; ``are_alike``: over ranks, which plan alike whatever each gets.
+    ``current``: the order of the last pass. ``are_alike``: all passes use one order, because ranks with
+    different inputs must plan alike.
     """
 
     def __init__(
@@ -144,13 +144,13 @@ class Evaluations:
         memstats: Trace | None,
         names: Mapping[int, str],
     ) -> None:
-        """Begin with the order of ``memstats`` where that is of evaluations with this layout. ``names``:
-        which tensor is which parameter, so that a trace can list them by first use."""
+        """Start with the order of ``memstats`` if that is of evaluations with this layout. ``names``: the
+        parameter name of each tensor, so that a trace can list parameters by first use."""
         self.are_alike = False
         self._chunks, self._context, self._names = chunks, context, names
         self._withheld_bytes = 0
         self._needs: dict[Hashable, PassNeeds] = {}
-        self._orders: OrderedDict[_Key, EvalOrder] = OrderedDict()  # used last comes last
+        self._orders: OrderedDict[_Key, EvalOrder] = OrderedDict()  # least recently used first
         self._call = Call()
         self.current = EvalOrder(chunks, context, memstats)
         self.current.name_parameters(names)
@@ -158,19 +158,19 @@ class Evaluations:
             self._file(None, self.current)
 
     def be_alike(self) -> None:
-        """Plan alike whatever a pass is given, as ranks have to."""
+        """Plan independently of a pass's inputs, as ranks must."""
         self.are_alike = True
 
     @property
     def trace(self) -> Trace | None:
-        """What the last pass followed, or another one where it had no order."""
+        """The trace of the last pass or, if it has none, of the most recently used order."""
         traces = (order.trace for order in (self.current, *reversed(self._orders.values())))
         return next((trace for trace in traces if trace is not None), None)
 
     # -- a pass ----------------------------------------------------------------------------------
 
     def choose(self, call: Call) -> EvalOrder:
-        """Return the order of a pass that begins."""
+        """Return the order for a pass that is about to begin."""
         self._call = call = Call() if self.are_alike else call
         needs = self._needs.setdefault(call.entry, PassNeeds())
         guess = needs.guess(call.numel) if self._samples else 0
@@ -179,7 +179,7 @@ class Evaluations:
         return self.current
 
     def end(self) -> None:
-        """Close the pass; learn from it when it was the first or a new one."""
+        """End the pass; make or change its trace if it was the first or had a new order."""
         order, call = self.current, self._call
         measured = order.end()
         trace = order.trace
@@ -187,32 +187,32 @@ class Evaluations:
             return
         needs = self._needs[call.entry]
         if measured is None and needs.guess(call.numel) is None:
-            measured = max(trace.non_model_bytes, default=0)  # as it was given
+            measured = max(trace.non_model_bytes, default=0)  # from the given trace
         if measured is not None:
             needs.note(call.numel, measured)
         if order not in self._orders.values():
             self._file(call.entry, order)
 
     def abandon(self) -> None:
-        """Forget the pass: what it recorded does not say what one does."""
+        """Discard the record of this pass: it is not typical."""
         self.current.abandon()
 
     # -- what changes for all of them ------------------------------------------------------------
 
     def replan(self, context: PlacementContext) -> None:
-        """Plan for model data of another size; passes have the order that they had."""
+        """Plan for model data of another size; keep the orders of passes."""
         self._context = context
         for order in self._all():
             order.replan(context)
 
     def withhold(self, nbytes: int) -> None:
-        """Plan again, with ``nbytes`` of DEVICE left free beyond what the policy says."""
+        """Plan again, with ``nbytes`` of DEVICE left free in addition to the policy's reserve."""
         self._withheld_bytes = nbytes
         for order in self._all():
             order.withhold(nbytes)
 
     def close(self) -> None:
-        """End what measures."""
+        """Stop all measuring."""
         for order in self._all():
             order.close()
 
@@ -220,7 +220,7 @@ class Evaluations:
 
     @property
     def _samples(self) -> bool:
-        """Whether the policy has non-model memory measured at all."""
+        """Whether the policy wants non-model memory measured."""
         context = self._context
         return context.policy.warmup_plan(context.size, context.capacity).sample_non_model
 
@@ -228,15 +228,15 @@ class Evaluations:
         return list(dict.fromkeys((self.current, *self._orders.values())))
 
     def _known(self, entry: Hashable) -> EvalOrder:
-        """Return an order of the entry, or a new one."""
+        """Return the entry's most recently used order, or a new one."""
         for (of, _), order in reversed(self._orders.items()):
             if of == entry:
                 return order
         return self._new()
 
     def _of(self, entry: Hashable, nbytes: int) -> EvalOrder:
-        """Return the order of passes that take so many bytes beside model data: at first with the moments of
-        the others of this entry."""
+        """Return the order for passes that need ``nbytes`` of non-model memory. A new order starts with the
+        trace of the entry's other passes."""
         key = entry, self._step(nbytes)
         found = self._orders.get(key)
         if found is None:
@@ -250,7 +250,7 @@ class Evaluations:
 
     def _new(self) -> EvalOrder:
         if not self.current.has_order and self.current not in self._orders.values():
-            return self.current  # of a pass that taught nothing
+            return self.current  # still without a trace
         order = EvalOrder(self._chunks, self._context, None)
         order.name_parameters(self._names)
         if self._withheld_bytes:

@@ -1,11 +1,12 @@
-"""Learned: the order of one kind of iteration, its trace and the plan made from it. StepOrder: what a step
-does at which moment; recorded once, then planned for and followed. UpdateOperators: how updates pin what they
-need.
+"""The order of an iteration, its trace and the plan made from it.
 
-A trace says what an iteration does in the order of the program: forward, backward, update. Where updates are
-deferred, the schedule that the chunk table follows is made from it: the moments of forward and backward, and
-before the first use of each chunk group the pending update of that group; or, where they run in backward,
-behind the last gradient of each group its update (docs/notes/overlap.md).
+Learned: the common part of training steps and evaluations: recording, the trace, the plan. StepOrder:
+training steps, whose updates may run later or earlier. UpdateOperators: pins the chunks of updates.
+
+A trace lists an iteration in program order: forward, backward, update. If updates are deferred, the schedule
+for the chunk table is derived from it: the moments of forward and backward, with the pending update of each
+chunk group before the first use of that group. If updates run in backward, each follows the last gradient of
+its group (docs/notes/overlap.md).
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from gemini.system.process import paused_collector
 logger = logging.getLogger(__name__)
 
 
-TIMED_ITERATIONS = 3  # the middle one by its computing time counts
+TIMED_ITERATIONS = 3  # the one with the median computing time counts
 
 
 @dataclass(frozen=True)
 class PlacementContext:
-    """Everything a plan is made from, besides the trace.
+    """The inputs of a plan besides the trace.
 
-    ``capacity``: of what plans know. Beside it there may be chunks of ``other_bytes`` that no plan knows,
-    since they come and go: they have ``other_device_bytes`` of DEVICE to themselves.
+    ``capacity``: the tiers for chunks that plans cover. ``other_bytes``: chunks that no plan covers, because
+    they come and go; ``other_device_bytes`` of DEVICE are set aside for them.
     """
 
     policy: PlacementPolicy
@@ -63,25 +64,25 @@ class PlacementContext:
 
     @property
     def all_may_stay(self) -> bool:
-        """Whether no chunk has to leave DEVICE for those that no plan knows."""
+        """Whether the chunks outside plans fit their DEVICE share, so that no other chunk must leave for
+        them."""
         return self.other_bytes <= self.other_device_bytes
 
 
 class Learned:
-    """What training steps and evaluation passes have in common.
+    """The common part of training steps and evaluation passes: recording, trace and plan.
 
-    The first iteration is the warmup. Its record becomes the trace, and the plan is made. The times of a
-    warmup are those of memory that is touched for the first time, so the first iterations that follow a new
-    trace are timed; with typical times of these the trace is final and the plan is made once more.
+    The first iteration is the warmup. Its record becomes the trace, and the plan is made. A warmup touches
+    memory for the first time, so its times are not typical. Therefore the first iterations that follow a new
+    trace are timed. Their typical times make the trace final, and the plan is made once more.
     """
 
     def __init__(
         self, kind: str, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None
     ) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when that is of this ``kind`` and
-        layout."""
-        self.withheld_bytes = 0  # of DEVICE, since memory ran out
-        self.measures = False  # the non-model memory of the next iteration, though its order is known
+        """Start in warmup, or with the plan made from ``memstats`` if that has this ``kind`` and layout."""
+        self.withheld_bytes = 0  # DEVICE bytes left free since memory ran out
+        self.measures = False  # measure the next iteration's non-model memory again
         self._context = context
         self.plan: PlacementPlan = self._warmup_plan()
         self.trace: Trace | None = None
@@ -95,40 +96,41 @@ class Learned:
         self.pre_op = self._recorder.pre_op  # called per operator
         self.beside = self._recorder.beside
         self._links = LinkMeter(chunks)
-        self._rival: Accesses | None = None  # what the last diverging iteration did
+        self._rival: Accesses | None = None  # accesses of the last diverging iteration
         self._names: dict[int, str] = {}
-        self._num_compilations = 0  # when the iteration began
-        self._memstats = memstats  # until its chunks are there
+        self._num_compilations = 0  # count at the start of the iteration
+        self._memstats = memstats  # given trace, kept until its chunks exist
         self._adopt_given()
 
     @property
     def has_order(self) -> bool:
-        """Whether the order of iterations is known: recorded, or given with chunks that are still to come."""
+        """Whether the order of iterations is known: recorded, or given for chunks that do not exist yet."""
         return self.trace is not None or self._memstats is not None
 
     @property
     def room_bytes(self) -> int:
-        """DEVICE bytes that model data may take in every period, beside chunks that no plan knows."""
+        """DEVICE bytes that model data may take in every period, without chunks outside plans."""
         reserve = max(self.plan.reserve_bytes, default=0)
         return min(self.plan.device_limit_bytes, self._context.capacity.device_bytes - reserve)
 
     def measure(self, wanted: bool) -> None:
-        """Say whether the non-model memory of the next iteration is measured, though its order is known."""
+        """Set whether the next iteration's non-model memory is measured although its order is known."""
         self.measures = wanted
 
     def name_parameters(self, names: Mapping[int, str]) -> None:
-        """Say which tensor is which parameter, so that a trace can list them by first use."""
+        """Set the parameter name of each tensor, so that a trace can list parameters by first use."""
         self._names = dict(names)
 
     def enforce(self) -> None:
-        """Put the plan in force."""
+        """Apply the plan's limit to the chunk table and the arenas."""
         others = self._context.other_device_bytes
         self._chunks.table.set_limit(self.plan.device_limit_bytes + others)
-        # Once it is known what non-model memory takes, what is parked holds none of it away.
+        # Once non-model memory is known, parked blocks stay within room_bytes, so they take none of it.
+        # Before that, blocks are parked only while memory is short.
         self._chunks.park(max(0, self.room_bytes + others), always=self.trace is not None)
 
     def start_recording(self) -> None:
-        """Begin an iteration, and measure what is not known yet."""
+        """Start to record an iteration, and measure times and memory that are not known yet."""
         warmup = self.trace is None
         self._num_compilations = num_compilations()
         if not self.timed and not self._candidates:
@@ -137,36 +139,35 @@ class Learned:
         self._recorder.begin(warmup=warmup, timed=not self.timed, sampled=sampled)
 
     def abandon(self) -> None:
-        """Forget the iteration: what it recorded does not say what one does."""
+        """Discard the record of this iteration: it is not typical."""
         self._recorder.stop()
         self._recorder.forget()
 
     def close(self) -> None:
-        """End what measures."""
+        """Stop all measuring."""
         self._recorder.stop()
 
     @property
     def log(self) -> MomentLog:
-        """The moments of the iteration under way, so far."""
+        """The moments of the current iteration so far."""
         return self._recorder.log
 
     def measured(self) -> Trace | None:
-        """Return the trace once its times are final, with the speed of every link whether it is needed or
-        not."""
+        """Return the trace with the speed of every link, needed or not; None until its times are final."""
         if self.trace is None or not self.timed:
             return None
         return replace(self.trace, links=self.trace.links or self._links.speeds())
 
     def machine(self, trace: Trace) -> Machine:
-        """Return what iterations of ``trace`` have to work with under the plan in force. Raises ConfigError
-        where it does not know a link."""
+        """Return the tiers and links that iterations of ``trace`` have under the plan in force. Raises
+        ConfigError if the trace lacks the speed of a link."""
         return self.planner.machine(trace, self.plan)
 
     # -- learning --------------------------------------------------------------------------------
 
     def learn(self, recorded: Recorded) -> None:
-        """Make the warmup's record the trace, unless something was compiled meanwhile: then the next one is
-        the warmup."""
+        """Make the warmup's record the trace. If torch.compile ran meanwhile, the next iteration is the
+        warmup instead."""
         if num_compilations() != self._num_compilations:
             return
         specs = [chunk.spec for chunk in self._chunks.chunks]
@@ -189,8 +190,8 @@ class Learned:
         self._adopt(self._with_links(trace), timed=False)
 
     def complete(self, trace: Trace | None) -> None:
-        """Take the trace with the times of this iteration, if it has any; plan once more when there are
-        enough of them. Of the one in the middle all but the times of single periods is taken."""
+        """Collect the times of this iteration, if ``trace`` has any. After TIMED_ITERATIONS of them make the
+        trace final and plan again. The final trace is the median iteration with typical times per period."""
         if trace is None or num_compilations() != self._num_compilations:
             return
         self._candidates.append(trace)
@@ -200,7 +201,7 @@ class Learned:
             self._adopt(self._with_links(self.grown(replace(middle, seconds=seconds))), timed=True)
 
     def grown(self, trace: Trace) -> Trace:
-        """Return ``trace`` with the chunks that were made since it was recorded: those of activations."""
+        """Return ``trace`` with the chunks that were created since it was recorded: those of activations."""
         specs = [chunk.spec for chunk in self._chunks.chunks]
         return replace(
             trace,
@@ -209,13 +210,13 @@ class Learned:
         )
 
     def repeats(self, accesses: Accesses) -> bool:
-        """Say whether the last iteration that left the trace did the same; remember what this one did."""
+        """Say whether the previous iteration that left the trace had these accesses; remember them."""
         repeated = accesses == self._rival
         self._rival = accesses
         return repeated
 
     def forget(self) -> None:
-        """Go back to before the warmup."""
+        """Return to the state before the warmup."""
         self.plan = self._warmup_plan()
         self.planner.forget()
         self.trace, self.timed, self._rival = None, False, None
@@ -224,21 +225,21 @@ class Learned:
     def schedule_of(
         self, trace: Trace, places: Sequence[Place], *, steady: bool, on_host: Sequence[int] = ()
     ) -> Planned:
-        """Return what the table follows; planned if the order is ``steady``, to be repeated. ``on_host``: the
-        places whose operators are the CPU's, on HOST."""
+        """Return the schedule for the table; with a plan if the order is ``steady``, which means it will
+        repeat. ``on_host``: the places whose operators the CPU runs on HOST."""
         final = steady and self.timed
         return self.planner.schedule(trace, places, self.plan, final=final, on_host=on_host)
 
     def replan(self, context: PlacementContext) -> None:
-        """Forget the trace and go on with model data of another size, by the trace that was given at first
-        where it is of the chunks that there are now."""
+        """Discard the trace and plan for model data of another size; use the originally given trace if it has
+        the current chunks."""
         self._context = context
         self.planner.take(context.capacity)
         self.forget()
         self._adopt_given()
 
     def withhold(self, nbytes: int) -> None:
-        """Plan again, with ``nbytes`` of DEVICE left free beyond what the policy says."""
+        """Plan again, with ``nbytes`` of DEVICE left free in addition to the policy's reserve."""
         self.withheld_bytes = nbytes
         if self.trace is None:
             self.plan = self._warmup_plan()
@@ -253,7 +254,7 @@ class Learned:
         return plan.withholding(self.withheld_bytes, context.capacity.device_bytes)
 
     def _adopt(self, trace: Trace, *, timed: bool) -> None:
-        """Plan the iterations to come from ``trace``; ``timed``: its times are final."""
+        """Make ``trace`` the trace and plan the next iterations from it; ``timed``: its times are final."""
         context = self._context
         plan = context.policy.plan(context.size, context.capacity, trace)
         self.plan = plan.withholding(self.withheld_bytes, context.capacity.device_bytes)
@@ -279,42 +280,42 @@ class Learned:
         return trace.kind == self._kind and trace.chunk_signature == self._context.chunk_signature
 
     def _with_links(self, trace: Trace) -> Trace:
-        """Say how fast the links are, unless nothing is ever going to be transferred."""
-        chunks = max(self._context.size.total_bytes, sum(trace.chunk_bytes))  # those of activations, too
+        """Return ``trace`` with the speeds of the links, unless all model data fits on DEVICE."""
+        chunks = max(self._context.size.total_bytes, sum(trace.chunk_bytes))  # includes chunks of activations
         needed = chunks + max(trace.reserve_bytes(), default=0)
         fits = needed + (self._context.capacity.non_model_bytes or 0) <= self._context.capacity.device_bytes
         return trace if fits else replace(trace, links=self._links.speeds())
 
 
-# Schedules kept: one in steady state, another after an evaluation, a few where updates ran one by one.
+# Number of cached schedules: one for steady steps, one after an evaluation, and a few for updates that ran
+# one by one.
 _SCHEDULES_KEPT = 8
 
 
 class EarlyUpdate(NamedTuple):
-    """The moments of an update, and the moment of backward behind which they may run."""
+    """The moments of an update that may run in backward, after moment ``behind``."""
 
     behind: int
     moments: tuple[int, ...]
 
 
 class StepOrder(Learned):
-    """Records steps, keeps the trace and the plan made from it, and tells the chunk table what comes next."""
+    """Records steps, keeps the trace and its plan, and sets the chunk table's schedule."""
 
     def __init__(self, chunks: ChunkManager, context: PlacementContext, memstats: Trace | None) -> None:
-        """Start in warmup, or with the plan made from ``memstats`` when that is of a step with this
-        layout."""
-        self._warned = False  # that activations and one update do not fit
-        self.updates_in_backward = False  # as far as they may be moved at all
-        self.timeline = MomentLog()  # of the last complete step; pending updates append to it
-        self.host_chunks: frozenset[int] = frozenset()  # of states that are updated on HOST
-        self._host_updates: HostUpdates | None = None  # what chooses them
-        self._early: dict[int, EarlyUpdate] = {}  # in the trace, by the chunk of their gradients
-        self._inside: set[int] = set()  # chunks of gradients whose updates do not run early
-        self._late: set[int] = set()  # moments of the log that belong to the step before
+        """Start in warmup, or with the plan made from ``memstats`` if that is of a step with this layout."""
+        self._warned = False  # that activations and the largest update do not fit together
+        self.updates_in_backward = False  # whether updates run in backward, if they can be moved
+        self.timeline = MomentLog()  # the last complete step; pending updates append to it
+        self.host_chunks: frozenset[int] = frozenset()  # chunks of states that are updated on HOST
+        self._host_updates: HostUpdates | None = None  # chooses host_chunks
+        self._early: dict[int, EarlyUpdate] = {}  # in the trace, by gradient chunk
+        self._inside: set[int] = set()  # gradient chunks with updates that may not run early
+        self._late: set[int] = set()  # moments of the log that belong to the previous step
         self._updates_inside = True  # whether steps end with their own update
         self._schedules: dict[object, Planned] = {}
-        self._planned: PlannedStep | None = None  # the steady step that was planned and followed last
-        self._expected: PlannedStep | None = None  # the plan that the table follows now
+        self._planned: PlannedStep | None = None  # the latest planned steady step that was followed
+        self._expected: PlannedStep | None = None  # the plan behind the table's current schedule
         self._promised = PromisedStep(StepMeter(chunks))
         super().__init__("train", chunks, context, memstats)
         self.enforce()
@@ -322,19 +323,19 @@ class StepOrder(Learned):
 
     @property
     def moves_updates(self) -> bool:
-        """Whether updates need not run at the end of their step: its order is known, there are transfers to
-        hide, and the largest update has room beside the non-model memory of the worst period."""
+        """Whether updates may run at another time than the end of their step: the order is known, there are
+        transfers to hide, and the largest update fits beside the non-model memory of the worst period."""
         size = self._context.size
         transfers = self.room_bytes < size.total_bytes or bool(self.host_chunks)
         return self.trace is not None and transfers and size.working_set_bytes <= self.room_bytes
 
     def update_in_backward(self, wanted: bool) -> None:
-        """Say whether updates run within backward, as far as they may be moved at all."""
+        """Set whether updates run in backward, if they can be moved at all."""
         self.updates_in_backward = wanted
 
     @property
     def host_updates(self) -> HostUpdates | None:
-        """What chooses the states that are updated on HOST; None: none are."""
+        """Chooses the states that are updated on HOST; None: no states."""
         return self._host_updates
 
     @host_updates.setter
@@ -345,7 +346,7 @@ class StepOrder(Learned):
         self.resume(())
 
     def is_on_host(self, chunks: Sequence[int]) -> bool:
-        """Whether the update that needs ``chunks`` at once belongs on HOST."""
+        """Whether the update that needs ``chunks`` at once runs on HOST."""
         return not self.host_chunks.isdisjoint(chunks)
 
     @property
@@ -354,48 +355,52 @@ class StepOrder(Learned):
         return not self._updates_inside
 
     def is_early(self, gradient: int) -> bool:
-        """Whether the update that uses up chunk ``gradient`` may run in backward, behind its last moment."""
+        """Whether the update that consumes gradient chunk ``gradient`` may run in backward, after the last
+        moment of that chunk."""
         return self.updates_in_backward and self.moves_updates and gradient in self._early
 
     def keep_inside(self, gradient: int) -> None:
-        """Expect the update that uses up chunk ``gradient`` at the end of its step from the next one on."""
+        """From the next step on, expect the update that consumes gradient chunk ``gradient`` at the end of
+        its step."""
         self._inside.add(gradient)
         self._early.pop(gradient, None)
 
     # -- one step --------------------------------------------------------------------------------
 
     def begin(self, pending: Sequence[PendingUpdate]) -> None:
-        """Start to record a step during which ``pending`` will run."""
+        """Start to record a step. The ``pending`` updates will run in it."""
         self._late.clear()
         self.resume(pending)
         self.start_recording()
-        # On a device of its own operators run on after their calls returned: nothing says when a step ends.
+        # A GPU runs operators after their calls returned, so the end of a step is not known and no step is
+        # measured.
         self._promised.begin(None if self._chunks.device.has_own_memory else self._expected)
 
     def expect(self, pending: Sequence[PendingUpdate], *, first: bool = False) -> None:
-        """Tell the table what comes next: a step, its ``pending`` updates before their groups or all
-        ``first``."""
+        """Set the table's schedule for the next step. Its ``pending`` updates come before their groups, or
+        all of them ``first``."""
         found = self._schedule(self.trace, pending, first) if self.trace is not None else None
         self._expected = found.step if found is not None else None
         self._chunks.table.set_schedule(found.schedule if found is not None else None)
         self._chunks.table.begin_step()
 
     def resume(self, pending: Sequence[PendingUpdate]) -> None:
-        """Put the plan in force and tell the table what comes next; an evaluation may have changed both."""
+        """Apply the plan and the schedule of the next step again; an evaluation may have replaced both."""
         self.enforce()
         self.expect(pending)
 
     def note_late(self, *, traced: bool) -> None:
-        """Count the moment that :meth:`pre_op` has just logged, if ``traced``, or this untraced access to
-        the step before, which left its update pending."""
+        """Assign an access to the previous step, which left its update pending: the moment that
+        :meth:`pre_op` just logged, if ``traced``, else an untraced access."""
         log = self._recorder.log
         if traced:
             self._late.add(len(log) - 1)
         self.timeline.append(OPTIMIZER, log.usages[-3:] if traced else self._chunks.usages())
 
-    @paused_collector()  # a trace is made of as many objects as there are moments
+    @paused_collector()  # a trace has as many objects as moments
     def end(self, pending: Sequence[PendingUpdate]) -> None:
-        """Close the step, which leaves ``pending``; learn from it when it was the first or a new one."""
+        """End the step, which leaves ``pending`` updates; make or change the trace if it was the first step
+        or had a new order."""
         diverged = self._chunks.table.end_step()
         self._promised.end(followed=not diverged)
         log = self._recorder.log
@@ -409,37 +414,38 @@ class StepOrder(Learned):
                 self._reconsider(self._recorder.end().moments(kept), pending, self.grown(self.trace))
             elif not self.timed:
                 self.complete(completed(self.grown(self.trace), self._recorder.end()))
-        finally:  # a policy may raise
+        finally:  # policies may raise
             self._recorder.stop()
             self.timeline = own
             self._recorder.forget()
             self._late.clear()
-            if pending or num_updates:  # else a skipped step: the next one may be like the one before
+            # Otherwise the step was skipped: the next may be like the previous one.
+            if pending or num_updates:
                 self._updates_inside = not pending
             self.resume(pending)
 
     def record_again(self) -> None:
-        """Forget the trace: the next step is a warmup. Nothing may be pending."""
+        """Discard the trace: the next step is a warmup. No update may be pending."""
         self._forget_plans()
         self.forget()
         self.resume(())
 
     def replan(self, context: PlacementContext) -> None:
-        """Plan again for another ``context``. Nothing may be pending."""
+        """Plan again for another ``context``. No update may be pending."""
         self._forget_plans()
         super().replan(context)
         self._choose_host_chunks()
 
     def abandon(self) -> None:
-        """Forget the step: what it recorded does not say what an iteration does."""
+        """Discard the record of this step: it is not typical."""
         super().abandon()
         self._promised.end(followed=False)
         self._late.clear()
         self._chunks.table.begin_step()
 
     def planned(self) -> PlannedStep | None:
-        """Return the steady step that was planned and followed last, with what it takes at the pace of the
-        last steps. Simulates it if that has changed."""
+        """Return the latest planned steady step that was followed, with the time it takes at the pace of the
+        last steps. Simulates it again if the pace has changed."""
         return self._promised.renewed(self._planned)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -500,11 +506,11 @@ class StepOrder(Learned):
             self.host_chunks = updates.on_host(self.room_bytes, trace.links)
 
     def _reconsider(self, own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> None:
-        """A step left the trace: keep the old plan for a passing change, adopt the new order once it
-        repeats. ``own`` are the moments that belong to the step itself."""
+        """Handle a step that left the trace: keep the old plan if the change is temporary, adopt the new
+        order once it repeats. ``own``: the moments that belong to this step."""
         recorded = _with_pending(own.moments(_program_order(own, trace)), pending, trace)
         if recorded.accesses == trace.accesses:
-            return  # only the updates came at another time
+            return  # only the updates ran at another time
         same = _core(trace.accesses, trace.phases) == _core(recorded.accesses, recorded.phases)
         if same and OPTIMIZER not in recorded.phases:
             return  # an update was skipped
@@ -522,12 +528,12 @@ def place_updates(
     inside: bool,
     early: Sequence[EarlyUpdate] = (),
 ) -> list[Place]:
-    """Return the moments of a step.
+    """Return the moments of a step in the order in which they run.
 
-    A pending update comes before the first moment that uses a chunk of its group, all of them at the
-    beginning where ``first``; behind each come those that the CPU begins then. ``inside``: the step ends with
-    the update that the trace ends with, except for those parts that run ``early``. Before the first moment of
-    the trace lies its last period: the iteration repeats.
+    A pending update comes before the first moment that uses a chunk of its group, or with ``first`` all come
+    at the beginning. After each update come those that the CPU begins at that time. ``inside``: the step ends
+    with the update at the end of the trace, except for the parts that run ``early``. The period before the
+    first moment is the trace's last period, because the iteration repeats.
     """
     core = [index for index, phase in enumerate(trace.phases) if phase != OPTIMIZER]
     updates = [index for index, phase in enumerate(trace.phases) if phase == OPTIMIZER]
@@ -572,8 +578,8 @@ def place_updates(
 
 
 def early_updates(trace: Trace) -> dict[int, EarlyUpdate]:
-    """Return the updates that may run in backward, by the chunk of their gradients: those of groups whose
-    parameters nothing uses behind the last moment that uses their gradients."""
+    """Return the updates that may run in backward, by gradient chunk. These are the groups with parameters
+    that are not used after the last moment that uses their gradients."""
     last = {
         chunk: moment
         for moment, phase in enumerate(trace.phases)
@@ -594,7 +600,8 @@ def early_updates(trace: Trace) -> dict[int, EarlyUpdate]:
 
 
 def _program_order(own: Recorded, trace: Trace) -> list[int]:
-    """Return the moments of a step, those of its updates at the end and as ``trace`` has them."""
+    """Return the indices of a step's moments in program order: updates at the end, in the order of
+    ``trace``."""
     places = {
         chunks: index for index, chunks in enumerate(trace.accesses) if trace.phases[index] == OPTIMIZER
     }
@@ -604,13 +611,13 @@ def _program_order(own: Recorded, trace: Trace) -> list[int]:
 
 
 def _core(accesses: Accesses, phases: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the moments that are no updates."""
+    """Return the moments that are not updates."""
     return [chunks for chunks, phase in zip(accesses, phases, strict=True) if phase != OPTIMIZER]
 
 
 def _with_pending(own: Recorded, pending: Sequence[PendingUpdate], trace: Trace) -> Recorded:
-    """Return ``own`` with the updates at its end that have not run yet, as the like of them did in
-    ``trace``."""
+    """Return ``own`` with the pending updates appended; modes and frees of each are those of the same update
+    in ``trace``."""
     known = {chunks: index for index, chunks in enumerate(trace.accesses) if trace.phases[index] == OPTIMIZER}
     left = tuple(chunks for update in pending for chunks in update.accesses)
     likes = [known.get(chunks) for chunks in left]
@@ -630,10 +637,11 @@ def _with_pending(own: Recorded, pending: Sequence[PendingUpdate], trace: Trace)
 
 
 class UpdateOperators:
-    """Each pins ``tensors`` for a block; those in ``dirty`` count as written. ``on_host``: where they lie on
-    HOST, for the CPU, else on DEVICE. Raises as :meth:`Gate.pre_op`.
+    """Pins the chunks of updates. Each context manager pins ``tensors`` for its block; those in ``dirty``
+    count as written. ``on_host``: pin them on HOST for the CPU, otherwise on DEVICE. Raises as
+    :meth:`Gate.pre_op`.
 
-    ``thread``: on which the CPU may update what stays pinned beyond a block.
+    ``thread``: the thread on which the CPU may update chunks that stay pinned after a block.
     """
 
     def __init__(self, gate: Gate, order: StepOrder) -> None:
@@ -643,7 +651,7 @@ class UpdateOperators:
 
     @contextmanager
     def inside(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
-        """Of an update inside the step: a moment of it."""
+        """For an update inside the step: the block is a moment of the step."""
         self._gate.pre_op(tensors, on_host=on_host)
         try:
             yield
@@ -652,7 +660,8 @@ class UpdateOperators:
 
     @contextmanager
     def late(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
-        """Of a pending update: it waits for none, and counts to the step before."""
+        """For a pending update: the block belongs to the previous step, and waits for no other pending
+        update."""
         self.pin_late(tensors, on_host=on_host)
         try:
             yield
@@ -670,8 +679,8 @@ class UpdateOperators:
 
     @contextmanager
     def beside(self, tensors: TensorIds, dirty: TensorIds, *, on_host: bool = False) -> Iterator[None]:
-        """Of an update of chunks of a choice, on DEVICE. It is no moment: nobody knows before which chunks it
-        needs."""
+        """For an update of chunks of a choice, on DEVICE. The block is no moment, because the chunks that it
+        needs are not known in advance."""
         assert not on_host
         self._gate.next_beside(tensors)
         try:
@@ -681,8 +690,8 @@ class UpdateOperators:
 
     @contextmanager
     def aside(self, tensors: TensorIds) -> Iterator[None]:
-        """Pin ``tensors`` on DEVICE, to read them as they are: no moment of anything, and what is pending of
-        their update stays pending, except for what the CPU has begun."""
+        """For reading ``tensors`` as they are, on DEVICE. The block is no moment, and pending updates stay
+        pending, except those that the CPU has begun."""
         self._gate.finish_begun()
         self._gate.settle()
         self._gate.chunks.acquire(tensors, traced=False)
@@ -692,6 +701,6 @@ class UpdateOperators:
             self._gate.chunks.release(tensors, dirty=False)
 
     def can_use_host(self, tensors: TensorIds) -> bool:
-        """Say whether an operator of the CPU could use ``tensors`` on HOST: it has room, they are not on DISK
-        alone, and nothing uses their chunks on DEVICE."""
+        """Say whether the CPU could use ``tensors`` on HOST: HOST has room, they are not only on DISK, and no
+        operator uses their chunks on DEVICE."""
         return self._gate.chunks.table.can_access_on_host(tensors)

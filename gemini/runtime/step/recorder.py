@@ -1,7 +1,5 @@
-"""Recorder: carries out the PreOps of an iteration, times its operators apart from waiting for their chunks,
-and remembers what there is to learn from them; meters: how fast the links between tiers are, from use where
-there was enough of it, and how long the last steps computed.
-"""
+"""Recorder: runs the PreOps of an iteration, times its operators without waits for chunks, and records its
+accesses. LinkMeter and StepMeter: measure the speed of links and the computing time of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from gemini.memstats import LINKS, LinkSpeed, MemoryMonitor, MemStatsCollector
 from gemini.placement.probe import probe_links
 from gemini.placement.promise import Pace
 
-# Moments after which a step counts as one that nobody ends (an evaluation that records gradients, another
+# A step with more moments counts as one without an end (an evaluation with gradients enabled, or another
 # optimizer).
 _LONGEST_STEP = 2**20
 
@@ -29,8 +27,8 @@ Accesses = tuple[tuple[int, ...], ...]
 
 
 class MomentLog:
-    """Moments in the order in which they ran. In columns: a step may have hundreds of thousands, and the
-    garbage collector would look at every tuple."""
+    """The moments of an iteration, in the order in which they ran. Stored in columns: there may be hundreds
+    of thousands, and the garbage collector would visit every tuple."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -45,12 +43,12 @@ class MomentLog:
         return zip(phases, usages[::3], usages[1::3], usages[2::3], strict=True)
 
     def append(self, phase: str, usages: Iterable[int]) -> None:
-        """Note one more moment."""
+        """Append a moment."""
         self.usages.extend(usages)
         self.phases.append(phase)
 
     def without(self, moments: Container[int]) -> MomentLog:
-        """Return a log of all but these."""
+        """Return a log without the moments with these numbers."""
         rest = MomentLog()
         for number, (phase, *usages) in enumerate(self):
             if number not in moments:
@@ -60,10 +58,10 @@ class MomentLog:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What an iteration did, a moment at a time in the order in which it ran; fields as in
+    """The record of an iteration, one entry per moment in the order in which they ran; fields as in
     :class:`gemini.memstats.Trace`.
 
-    ``seconds`` and ``non_model_bytes`` are zeros where they were not measured.
+    ``seconds`` and ``non_model_bytes`` are zeros if they were not measured.
     """
 
     accesses: Accesses
@@ -74,7 +72,7 @@ class Recorded:
     non_model_bytes: tuple[int, ...]
 
     def moments(self, chosen: Sequence[int]) -> Recorded:
-        """Return these moments alone, in this order."""
+        """Return only the moments with these indices, in this order."""
         return Recorded(
             accesses=tuple(self.accesses[index] for index in chosen),
             modes=tuple(self.modes[index] for index in chosen),
@@ -86,11 +84,12 @@ class Recorded:
 
 
 class Recorder:
-    """Acquires chunks moment by moment. Not thread-safe; one iteration at a time over one chunk manager."""
+    """Acquires chunks moment by moment and records the moments. Not thread-safe; one iteration at a time over
+    one chunk manager."""
 
     def __init__(self, chunks: ChunkManager) -> None:
         self.log = MomentLog()
-        self.first_uses: dict[int, None] = {}  # tensors of the latest warmup
+        self.first_uses: dict[int, None] = {}  # tensors of the latest warmup, by first use
         self._chunks = chunks
         self._warmup = False
         self._timer: PeriodTimer | None = None
@@ -98,12 +97,12 @@ class Recorder:
         self._monitor: MemoryMonitor | None = None
 
     def forget(self) -> None:
-        """Give up what was recorded."""
+        """Discard the log."""
         self.log = MomentLog()
 
     def begin(self, *, warmup: bool, timed: bool, sampled: bool) -> None:
-        """Start an iteration. ``warmup``: nothing is known of it, so nothing is prefetched. ``timed``,
-        ``sampled``: measure its periods, its non-model memory."""
+        """Start an iteration. ``warmup``: its order is not known, so nothing is prefetched. ``timed``:
+        measure the time of its periods. ``sampled``: measure its non-model memory."""
         self.stop()
         self.log = MomentLog()
         self._warmup = warmup
@@ -120,13 +119,14 @@ class Recorder:
             self._collector.start()
 
     def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool = False) -> bool:
-        """Acquire ``tensors`` as the next moment, on DEVICE or ``on_host``; see to it that what comes after
-        is on its way. Return whether the iteration has become too long to be one."""
+        """Acquire ``tensors`` as the next moment, on DEVICE or ``on_host``, and start prefetches. Returns
+        True once the iteration has more moments than any real one."""
         chunks, timer = self._chunks, self._timer
         if timer is not None:
             timer.close_period()
-        again = chunks.has_choices and chunks.table.continues(tensors)  # within the moment before
-        measured = self._warmup or self._collector is not None  # then nothing else may come to DEVICE
+        again = chunks.has_choices and chunks.table.continues(tensors)  # it continues the previous moment
+        # No prefetch then: it would disturb the measurement.
+        measured = self._warmup or self._collector is not None
         if measured:
             self._acquire_measured(tensors, phase, on_host, again)
         else:
@@ -136,7 +136,7 @@ class Recorder:
         if not measured:
             try:
                 chunks.prefetch()
-            except BaseException:  # of another chunk's transfer
+            except BaseException:  # the transfer of another chunk failed
                 chunks.release(tensors, dirty=False)
                 raise
         log = self.log
@@ -147,8 +147,8 @@ class Recorder:
         return len(log.phases) == _LONGEST_STEP
 
     def beside(self, tensors: TensorIds) -> None:
-        """Acquire ``tensors`` on DEVICE within the moment under way, which stays what it is."""
-        collector = self._collector if self.log.phases else None  # before the first moment none is open
+        """Acquire ``tensors`` on DEVICE within the current moment, without a new one."""
+        collector = self._collector if self.log.phases else None  # no period is open before the first moment
         if self._timer is not None:
             self._timer.close_period()
         if collector is not None:
@@ -156,13 +156,13 @@ class Recorder:
         self._chunks.acquire(tensors, traced=False)
         if collector is not None:
             collector.note_model_data()
-        if not self._warmup and self._collector is None:  # else nothing else may come to DEVICE
+        if not self._warmup and self._collector is None:  # a prefetch would disturb the measurement
             self._chunks.prefetch()
         if self._timer is not None:
             self._timer.open_period(again=True)
 
     def end(self) -> Recorded:
-        """Close the last period; return all of the iteration."""
+        """Close the last period; return the record of the iteration."""
         table = self._chunks.table
         if self._timer is not None:
             self._timer.close_period()
@@ -170,7 +170,8 @@ class Recorder:
         count = len(accesses)
         non_model = self._collector.finish() if self._collector is not None else (0,) * count
         if self._chunks.device.has_own_memory:
-            non_model = (max(non_model, default=0),) * count  # torch gives nothing back within a step
+            # Torch's allocator returns nothing within a step.
+            non_model = (max(non_model, default=0),) * count
         recorded = Recorded(
             accesses=accesses,
             modes=tuple(table.record_modes()),
@@ -183,7 +184,7 @@ class Recorder:
         return recorded
 
     def stop(self) -> None:
-        """End what measures; what was measured is forgotten."""
+        """Stop all measuring and discard the measurements."""
         self._warmup = False
         self._timer = None
         self._collector = None
@@ -192,7 +193,7 @@ class Recorder:
             self._monitor = None
 
     def _acquire_measured(self, tensors: TensorIds, phase: str, on_host: bool, again: bool) -> None:
-        # Sample before the layout changes.
+        # Sample first: acquire() changes the memory of the process.
         if self._collector is not None and again:
             self._collector.go_on()
         elif self._collector is not None:
@@ -207,19 +208,19 @@ class Recorder:
 class PeriodTimer:
     """Times each period from the return of its PreOp to the entry of the next one.
 
-    What other accesses wait for transfers in between (an evaluation between micro-batches) does not count.
+    Waits of other accesses for transfers in between (an evaluation between micro-batches) do not count.
     """
 
     def __init__(self, chunks: ChunkManager) -> None:
-        self.seconds: list[float] = []  # of the periods that are over
+        self.seconds: list[float] = []  # of finished periods
         self._chunks = chunks
-        self._runs_behind = chunks.device.has_own_memory  # operators go on after their calls returned
+        self._runs_behind = chunks.device.has_own_memory  # operators run on after their calls returned
         self._since: float | None = None  # None: no period is open
-        self._before = 0.0  # of the period that is open
+        self._before = 0.0  # seconds of the open period before it was interrupted
         self._stalled = 0.0
 
     def close_period(self) -> None:
-        """Note that a PreOp begins, or that the iteration is over."""
+        """Close the open period: a PreOp begins, or the iteration ends."""
         if self._since is not None:
             if self._runs_behind:
                 self._chunks.device.synchronize()
@@ -228,7 +229,7 @@ class PeriodTimer:
             self._since, self._before = None, 0.0
 
     def open_period(self, *, again: bool = False) -> None:
-        """Note that a PreOp has its chunks; ``again``: the period before goes on."""
+        """Open a period after a PreOp has its chunks; ``again``: continue the previous period."""
         if again and self.seconds:
             self._before = self.seconds.pop()
         if self._runs_behind:
@@ -237,26 +238,26 @@ class PeriodTimer:
         self._since = time.perf_counter()
 
 
-# What a link must have moved in one iteration to be judged by it.
+# A link that moved fewer bytes in one iteration is probed instead.
 ENOUGH_BYTES = 64 * 2**20
 
-LinkStats = Mapping[str, Mapping[str, float]]  # of ChunkManager.link_stats
-STEPS = 5  # that are remembered; the middle one counts
+LinkStats = Mapping[str, Mapping[str, float]]  # as returned by ChunkManager.link_stats
+STEPS = 5  # steps that are remembered; their median counts
 _ENOUGH_STEPS = 3
 
 
 class Moved(NamedTuple):
-    """What a link did, and the seconds that it would have needed with the disk to itself."""
+    """The bytes that a link moved, and the seconds that it would have needed with the disk to itself."""
 
     nbytes: float
     seconds_alone: float
 
 
 def moved_since(before: LinkStats, now: LinkStats) -> dict[str, Moved]:
-    """Return what each link did between two readings.
+    """Return the traffic of each link between two readings.
 
-    While both directions of a disk were busy, each counts as having had half of it, as the simulator gives
-    it.
+    While both directions of a disk were busy, each counts as having had half of its bandwidth, as in the
+    simulator.
     """
     return {
         name: Moved(
@@ -270,7 +271,8 @@ def moved_since(before: LinkStats, now: LinkStats) -> dict[str, Moved]:
 
 
 class LinkMeter:
-    """Judges links by what the engine did since :meth:`begin`, else by :func:`probe_links`."""
+    """Measures links by their traffic since :meth:`begin`, or by :func:`probe_links` if there was too
+    little."""
 
     def __init__(self, chunks: ChunkManager) -> None:
         self._chunks = chunks
@@ -283,8 +285,8 @@ class LinkMeter:
     def speeds(self) -> tuple[LinkSpeed, ...]:
         """Return the speed of each link between tiers that exist.
 
-        A speed from use contains the latency of transfers as large as those were, and is that of the link
-        alone. Probes where a link was used little.
+        A speed measured by use includes the latency of transfers of that size, and is the speed of the link
+        alone. Links with little traffic are probed.
         """
         budgets = self._chunks.budgets
         disk_dir = budgets.disk_dir if budgets.disk_bytes else None
@@ -294,12 +296,12 @@ class LinkMeter:
         device = self._chunks.device
         probed = {speed.name: speed for speed in probe_links(disk_dir=disk, host=host, device=device)}
         both = {**probed, **found}
-        if budgets.reads_files and "disk_read" in both:  # nothing is written there
+        if budgets.reads_files and "disk_read" in both:  # files of the user are never written
             both.setdefault("disk_write", replace(both["disk_read"], name="disk_write"))
         return tuple(both[name] for name in LINKS if name in both)
 
     def _used(self) -> list[LinkSpeed]:
-        least = 1 if self._chunks.budgets.reads_files else ENOUGH_BYTES  # files of the user are not probed
+        least = 1 if self._chunks.budgets.reads_files else ENOUGH_BYTES  # files of the user cannot be probed
         return [
             LinkSpeed(name, moved.nbytes / moved.seconds_alone, 0.0)
             for name, moved in moved_since(self._before, self._chunks.link_stats()).items()
@@ -319,28 +321,28 @@ class _Step(NamedTuple):
 
 
 class StepMeter:
-    """Measures whole steps. A step costs two readings of a clock and of counters that are kept anyway; its
-    operators cost nothing.
+    """Measures whole steps. A step costs two readings of the clock and of existing counters; its operators
+    cost nothing.
 
-    What a step takes and does not wait for transfers counts as computing.
+    Time in which a step does not wait for transfers counts as computing.
     """
 
     def __init__(self, chunks: ChunkManager, clock: Callable[[], float] = time.perf_counter) -> None:
         self._chunks = chunks
         self._clock = clock
-        self._before: _Look | None = None  # None: no step is measured
-        self._steps: tuple[_Step, ...] = ()  # replaced as a whole: other threads read it
+        self._before: _Look | None = None  # None: no step is being measured
+        self._steps: tuple[_Step, ...] = ()  # replaced as a whole, because other threads read it
 
     def begin(self) -> None:
-        """Note that a step begins."""
+        """Begin to measure a step."""
         self._before = self._look()
 
     def drop(self) -> None:
-        """Do not count the step that began last."""
+        """Discard the current step."""
         self._before = None
 
     def end(self) -> bool:
-        """Count the step that began last; say whether one had begun."""
+        """Count the current step; say whether one had begun."""
         before, self._before = self._before, None
         if before is None:
             return False
@@ -351,14 +353,14 @@ class StepMeter:
         return True
 
     def forget(self) -> None:
-        """Forget all steps."""
+        """Discard all steps."""
         self._before = None
         self._steps = ()
 
     def pace(self) -> Pace | None:
-        """Return the middle of the last steps, of each quantity by itself; None before there were three.
+        """Return the median of each quantity over the last steps; None before there were three steps.
 
-        Only links that moved 64 MiB in these steps are in it, each as fast as it is alone.
+        It has only links that moved at least 64 MiB in these steps, each with its speed alone.
         """
         steps = self._steps
         if len(steps) < _ENOUGH_STEPS:

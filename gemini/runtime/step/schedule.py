@@ -1,6 +1,5 @@
-"""From what an iteration did to what the next ones follow: the moments of a step in the order of the program,
-and Planned, the plan for them with its promise, kept true to what steps take.
-"""
+"""Makes schedules and plans from a recorded iteration: its moments in program order, the plan, and the
+promise, which follows the pace of the last steps."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 def steady_modes(modes: Sequence[str], accesses: Accesses, frees: Accesses) -> tuple[str, ...]:
-    """Return the modes of the next iteration, of one whose chunks were used for the first time.
+    """Return the modes of the next iteration, given those of one that used its chunks for the first time.
 
-    A chunk that nothing frees is allocated once: the next time it has content and is modified.
+    A chunk that is never freed is allocated once: the next time it has content and is modified.
     """
     freed = {chunk for chunks in frees for chunk in chunks}
 
@@ -45,10 +44,10 @@ def steady_modes(modes: Sequence[str], accesses: Accesses, frees: Accesses) -> t
 
 
 def typical_seconds(iterations: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the times of periods, of those of some iterations.
+    """Return typical seconds per period, from several iterations.
 
-    They add up to the iteration in the middle. Each period has the share that its middle time gives it: what
-    interrupts a single one does not make it look long forever.
+    They add up to the median iteration. Each period gets the share of its median time, so an interruption of
+    a single period does not count.
     """
     middle = [median(periods) for periods in zip(*iterations, strict=True)]
     total = sum(middle)
@@ -57,7 +56,8 @@ def typical_seconds(iterations: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def program_order(trace: Trace, recorded: Recorded) -> list[int] | None:
-    """Return, per moment of ``trace``, which moment of ``recorded`` was it; None where one did not occur.
+    """Return, for each moment of ``trace``, the index of the same moment in ``recorded``; None if a moment
+    did not occur.
 
     ``recorded`` has the moments of forward and backward in the order of the trace, and updates anywhere.
     """
@@ -84,8 +84,8 @@ def program_order(trace: Trace, recorded: Recorded) -> list[int] | None:
 
 
 def completed(trace: Trace, recorded: Recorded) -> Trace | None:
-    """Return ``trace`` with modes, frees and times of an iteration that followed it; None where parts of it
-    did not occur."""
+    """Return ``trace`` with modes, frees and times of an iteration that followed it; None if a moment did not
+    occur."""
     order = program_order(trace, recorded)
     if order is None:
         return None
@@ -101,9 +101,9 @@ def completed(trace: Trace, recorded: Recorded) -> Trace | None:
 def reordered(trace: Trace, recorded: Recorded, *, keep_reserve: bool) -> Trace:
     """Return the trace of an iteration that left ``trace``.
 
-    What was not measured is taken from the moment of ``trace`` that accessed the same chunks in the same
-    phase, or guessed: an average time, a modification. ``keep_reserve``: forward and backward are those of
-    ``trace``, so their periods need the memory they needed; otherwise every period is given the most.
+    Missing measurements come from the moment of ``trace`` that accessed the same chunks in the same phase;
+    without one, the time is the average. ``keep_reserve``: forward and backward are those of ``trace``, so
+    their periods keep their reserves; otherwise every period gets the largest.
     """
     known = {key: index for index, key in enumerate(zip(trace.phases, trace.accesses, strict=True))}
     likes = [known.get(key) for key in zip(recorded.phases, recorded.accesses, strict=True)]
@@ -130,7 +130,7 @@ def _reserve(trace: Trace, phases: Sequence[str], *, keep: bool) -> tuple[int, .
 
 class Place(NamedTuple):
     """A moment of a step: the chunks that its operator needs, the moment of the trace whose period it lies
-    in, and the moment of the trace that it is, None for part of one."""
+    in, and its own moment in the trace (None for a part of a moment)."""
 
     chunks: tuple[int, ...]
     period: int
@@ -138,7 +138,7 @@ class Place(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """What the chunk table follows, and the plan behind it; None for the order alone, unplanned."""
+    """The schedule for the chunk table, and its plan; None if only the order is known."""
 
     schedule: _C.Schedule
     step: PlannedStep | None
@@ -148,17 +148,17 @@ class StepPlanner:
     """Plans each steady order of one trace once."""
 
     def __init__(self, capacity: TierCapacity, *, transfers_take: float) -> None:
-        """``transfers_take``: as :class:`Machine` has it."""
+        """``transfers_take``: as in :class:`Machine`."""
         self._capacity = capacity
         self._transfers_take = transfers_take
         self._steps: dict[tuple[tuple[int, int], ...], PlannedStep | None] = {}
 
     def take(self, capacity: TierCapacity) -> None:
-        """Plan for tiers of this ``capacity``."""
+        """Plan for tiers with this ``capacity``."""
         self._capacity = capacity
 
     def forget(self) -> None:
-        """Forget all plans: the trace has changed."""
+        """Discard all plans, because the trace has changed."""
         self._steps.clear()
 
     def schedule(
@@ -170,10 +170,11 @@ class StepPlanner:
         final: bool,
         on_host: Sequence[int] = (),
     ) -> Planned:
-        """Return what the chunk table follows; operators of the places ``on_host`` use their chunks there.
+        """Return the schedule for the chunk table; operators of the places ``on_host`` use their chunks on
+        HOST.
 
-        A plan is part of it if the policy asks for one, the times of the trace are ``final`` and the step is
-        a whole iteration of it, all of it on DEVICE: operators on HOST are beyond the simulator.
+        It has a plan if the policy asks for one, the times of the trace are ``final``, and the step is a
+        whole iteration of the trace on DEVICE: the simulator does not cover operators on HOST.
         """
         reserve = placement.reserve_bytes
         order = [(place.moment, place.period) for place in places if place.moment is not None]
@@ -192,10 +193,11 @@ class StepPlanner:
         return Planned(make_schedule(iteration, step.chosen.hints if step is not None else None), step)
 
     def machine(self, trace: Trace, placement: PlacementPlan) -> Machine:
-        """Return the tiers as far as ``placement`` gives them to model data, and the links of ``trace``.
+        """Return the DEVICE bytes that ``placement`` gives to model data, the other tiers, and the links of
+        ``trace``.
 
         Raises:
-            ConfigError: the trace does not know the speed of a link that is there.
+            ConfigError: the trace lacks the speed of a link that exists.
         """
         capacity = self._capacity
         return Machine(
@@ -212,7 +214,7 @@ class StepPlanner:
             machine = self.machine(trace, placement)
             chosen = choose_plan(iteration, machine)
         except (OutOfBudgetError, ConfigError) as error:
-            # The model of the step leaves out that operators may pass the soft limit.
+            # The simulator does not know that operators may exceed the soft limit.
             logger.info("the step was not planned, it follows the order alone: %s", error)
             return None
         logger.info(
@@ -226,19 +228,18 @@ class StepPlanner:
 
 
 class PromisedStep:
-    """Measures each step that follows the plan. Simulates one only when somebody asks, and only if the pace
-    has changed since the promise in force was made. The plan stays as it is.
-    """
+    """Measures each step that follows the plan, and updates its promise. A step is simulated only when
+    somebody asks, and only if the pace has changed since the promise was made. The plan does not change."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter = meter
-        self._followed: PlannedStep | None = None  # which steps the meter has measured
-        self._in_force: PlannedStep | None = None  # the same with the promise in force
-        self._is_new = False  # whether a step was measured since somebody asked
-        self._lock = Lock()  # guards the three: any thread may ask, and simulates outside of it
+        self._followed: PlannedStep | None = None  # the plan that the measured steps followed
+        self._in_force: PlannedStep | None = None  # the same plan with the current promise
+        self._is_new = False  # a step was measured since the last renewed()
+        self._lock = Lock()  # guards the three; any thread may ask; not held while simulating
 
     def begin(self, step: PlannedStep | None) -> None:
-        """Note that a step begins which follows ``step``, or no plan."""
+        """Begin to measure a step that follows the plan of ``step``; None: it follows no plan."""
         self._meter.drop()
         if step is None:
             return
@@ -249,21 +250,22 @@ class PromisedStep:
         self._meter.begin()
 
     def end(self, *, followed: bool) -> None:
-        """Note that the step has ended; it counts if it ``followed`` the plan to its end."""
+        """End the step; it counts if it ``followed`` the plan to its end."""
         if not followed:
             self._meter.drop()
         elif self._meter.end():
             self._is_new = True
 
     def forget(self) -> None:
-        """Forget what was measured, and all promises made of it."""
+        """Discard all measurements and the promises made from them."""
         self._meter.forget()
         with self._lock:
             self._followed = self._in_force = None
             self._is_new = False
 
     def renewed(self, step: PlannedStep | None) -> PlannedStep | None:
-        """Return ``step`` with the promise in force, made again if its last steps had another pace."""
+        """Return ``step`` with the current promise, which is made again if the last steps had another
+        pace."""
         with self._lock:
             in_force, is_new = self._in_force, self._is_new
             if step is None or step is not self._followed or in_force is None:
@@ -274,7 +276,7 @@ class PromisedStep:
             return in_force
         renewed = _at_pace(in_force, measured)
         with self._lock:
-            if self._in_force is in_force:  # else steps follow another plan by now
+            if self._in_force is in_force:  # otherwise steps follow another plan by now
                 self._in_force = renewed
         return renewed
 
@@ -287,7 +289,7 @@ def _at_pace(step: PlannedStep, measured: Pace) -> PlannedStep:
     try:
         promise = promise_at(pace, step.iteration, step.machine, step.chosen.hints)
     except OutOfBudgetError as error:
-        # At another pace prefetches are in each other's way where they were not before.
+        # At another pace prefetches may conflict that did not before.
         logger.info("the promise of %.3g s stays: %s", before.simulation.step_seconds, error)
         return step
     logger.info(
