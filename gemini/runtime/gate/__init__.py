@@ -1,1 +1,1 @@
-"""The gate: every use of managed memory goes through it, and what it asks first."""
+"""The gate that every use of managed memory passes, and its checks before an operator."""

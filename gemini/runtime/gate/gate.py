@@ -1,8 +1,8 @@
-"""Gate: every use of managed memory goes through it, one operator after another.
+"""Gate: every use of managed memory passes it, one operator after another.
 
-StatefulTensorMgr has the documents' three operations over the chunk table. This process knows its gates:
-it finds the one that has an address. A fork ends the use of all; after the last one classes are again what
-they were.
+StatefulTensorMgr implements the three operations of ColossalAI's documents over the chunk table. The module
+also keeps a registry of the process's gates: it finds the parameter at an address, disables all gates in a
+forked child, and restores patched classes after the last gate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gemini.runtime.gate.guards import OneThread, ParametersByAddress, Strays, T
 from gemini.runtime.gate.waiting import NO_SNAPSHOT, PendingUpdate, PendingUpdates, Snapshot, StepObserver
 
 TensorState = _C.TensorState
-_UPDATES_AHEAD = 2  # parts whose chunks come while one is updated
+_UPDATES_AHEAD = 2  # updates with chunks that are fetched while one runs
 
 
 class StatefulTensorMgr:
@@ -66,7 +66,7 @@ class StatefulTensorMgr:
             self._chunks.release(tensors, dirty=True)
 
     def adjust(self, tensors: TensorIds) -> None:
-        """Pin the tensors on DEVICE, evicting HOLD tensors where space is short."""
+        """Pin the tensors on DEVICE, evicting HOLD tensors if space is short."""
         self._chunks.acquire(tensors, traced=False)
 
 
@@ -74,8 +74,8 @@ NodeHooks = tuple[Callable[..., None], Callable[..., None]]
 
 
 class TensorRef:
-    """Which managed memory a tensor views: the gate of its use, and its ids in the chunk table, one unless
-    it is cut."""
+    """A reference from a tensor to the managed memory that it views: its gate, and its ids in the chunk table
+    (one unless it is cut)."""
 
     __slots__ = ("manager", "tensors")
 
@@ -84,17 +84,17 @@ class TensorRef:
         self.tensors = tensors
 
     def lead_to(self, manager: Gate) -> None:
-        """Have ``manager`` asked from now on."""
+        """Replace the gate that uses of the tensor pass."""
         self.manager = manager
 
     def again(self) -> TensorRef:
-        """Return another reference to the same."""
+        """Return another reference to the same memory."""
         return TensorRef(self.manager, *self.tensors)
 
 
 class CutRef(TensorRef):
-    """The same of a tensor that is cut: ``tensors`` are its parts, the first at the address ``begin``, each
-    of ``part_bytes``. ``row_gradient``: what collects the gradients of rows of it, if it trains."""
+    """A reference to the memory of a cut tensor. ``tensors``: the ids of its parts, each of ``part_bytes``,
+    beginning at the address ``begin``. ``row_gradient``: collects gradients of its rows, if it trains."""
 
     __slots__ = ("begin", "part_bytes", "row_gradient")
 
@@ -110,21 +110,21 @@ class CutRef(TensorRef):
         self.begin, self.part_bytes, self.row_gradient = begin, part_bytes, row_gradient
 
     def again(self) -> TensorRef:
-        """Return another reference to the same."""
+        """Return another reference to the same memory."""
         return CutRef(self.manager, self.tensors, self.begin, self.part_bytes)
 
     def train_rows(self, gradient: RowGradient) -> None:
-        """Have ``gradient`` collect the gradients of rows."""
+        """Collect the gradients of rows in ``gradient``."""
         self.row_gradient = gradient
 
     def covering(self, address: int, nbytes: int) -> tuple[int, ...]:
-        """Return the tensors that have ``nbytes`` from ``address`` on; () where they lie outside."""
+        """Return the tensors that contain the ``nbytes`` from ``address`` on; () if they lie outside."""
         first = (address - self.begin) // self.part_bytes
         last = (address + max(nbytes, 1) - 1 - self.begin) // self.part_bytes
         return self.tensors[first : last + 1] if first >= 0 and last < len(self.tensors) else ()
 
     def of(self, address: int, nbytes: int) -> TensorRef | None:
-        """Return what a view of these bytes refers to; None where they lie outside."""
+        """Return a reference for a view of these bytes; None if they lie outside."""
         tensors = self.covering(address, nbytes)
         if len(tensors) < 2:
             return TensorRef(self.manager, *tensors) if tensors else None
@@ -134,18 +134,19 @@ class CutRef(TensorRef):
 
 
 class Moments(Protocol):
-    """An order of use that operators are moments of: that of steps, or that of evaluations."""
+    """An order of use that operators are moments of: the order of steps, or of evaluations."""
 
     def pre_op(self, tensors: TensorIds, phase: str, *, on_host: bool) -> bool:
-        """Pin ``tensors`` as the next moment; say whether the iteration has become too long to be one."""
+        """Pin ``tensors`` as the next moment. Returns True once the iteration has more moments than any real
+        one."""
         ...
 
     def beside(self, tensors: TensorIds) -> None:
-        """Pin ``tensors`` within the moment under way."""
+        """Pin ``tensors`` within the current moment."""
 
 
 class NodePins(Protocol):
-    """What autograd nodes keep pinned."""
+    """The pins of autograd nodes."""
 
     held: tuple[int, ...] | None
 
@@ -154,67 +155,68 @@ class NodePins(Protocol):
         ...
 
     def settle(self) -> None:
-        """End the pin of the node that ran last."""
+        """Unpin the tensors of the node that ran last."""
 
     def forget(self) -> None:
         """Drop the record of every pin; the caller unpins."""
 
 
 class RawMemory(Protocol):
-    """Memory that was asked for by its address."""
+    """Managed memory that user code uses by its address."""
 
     def plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a plain tensor whose memory holds ``tensor`` until the next operator. Raises as a PreOp."""
+        """Return a plain tensor with the content of ``tensor``, valid until the next operator. Raises as a
+        PreOp."""
         ...
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy whose address was given for ``tensor`` since the last operator."""
+        """Return the copy whose address was handed out for ``tensor`` since the last operator."""
         ...
 
     def settle(self) -> None:
-        """End all uses. Raises as a PreOp."""
+        """End all raw uses. Raises as a PreOp."""
 
 
 class Grows(Protocol):
-    """Makes the chunks that come after a model was wrapped."""
+    """Adds chunks after a model was wrapped."""
 
     def provide(self, owner: Any) -> None:
-        """Make the states of what ``owner``, an optimizer, updates."""
+        """Create the state chunks for the parameters of the optimizer ``owner``."""
 
     def unfreeze(self, param: Any) -> None:
-        """Have ``param``, which never trained, take gradients."""
+        """Create the gradient of ``param``, which never trained before."""
 
     def take_in(self, specs: Any, operator: tuple[int, str], *, raises_disk: bool) -> Any:
-        """Make the chunks of what came into the module."""
+        """Create the chunks of parameters that were added to the module."""
 
 
 _numbers = count()
 
 
 class Gate(ABC):
-    """``pre_op`` and ``post_op`` bracket the operators of one model. For one thread at a time.
+    """Brackets the operators of one model with ``pre_op`` and ``post_op``. For one thread at a time.
 
-    What has to come before an operator is registered once, with :meth:`settle_before`; steps, plans and
-    updates are the subclass's.
+    Work that must happen before an operator is registered once, with :meth:`settle_before`. Subclasses
+    implement steps, plans and updates.
     """
 
     backward_pins: NodePins
     raw: RawMemory
 
     def __init__(self, chunks: ChunkManager) -> None:
-        self.number = next(_numbers)  # in the order of their making, which is the same on all ranks
+        self.number = next(_numbers)  # in order of creation, the same on all ranks
         self.chunks = chunks
         self.tensors = StatefulTensorMgr(chunks)
         self.parameters = ParametersByAddress()
         self.phase = FORWARD
-        self.step = 0  # finished ones
+        self.step = 0  # finished steps
         self.resident = False  # True: every chunk is on DEVICE permanently, operators need no PreOp
         self._at_end_of_residence: Callable[[], None] | None = None
-        self.cuts_tensors = False  # whether there are any that lie in several chunks
+        self.cuts_tensors = False  # whether any tensor lies in several chunks
         self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
         self.gradient_scale = GradientScale(self.operator)
-        self.gradients_are_lent = False  # by a compiler, whose next graph takes their memory back
-        self.num_gradients = 0  # that arrived since the model was wrapped
+        self.gradients_are_lent = False  # torch.compile reuses gradients' memory in its next graph
+        self.num_gradients = 0  # gradients that arrived since the model was wrapped
         self.loose = LooseBytes(chunks.table)
         self.growth: Grows | None = None
         self.threads = OneThread()
@@ -224,61 +226,63 @@ class Gate(ABC):
         self.pending = PendingUpdates()
         self.observer: StepObserver | None = None
         self.snapshot: Snapshot = NO_SNAPSHOT
-        self.raw_uses: list[Any] = []  # of ``raw``; always the same object, one look per PreOp
+        self.raw_uses: list[Any] = []  # current uses of ``raw``; always the same list, checked in each PreOp
         self.windows = range(*chunks.address_range())  # the addresses of model data
         self._is_over = False
-        self._following: Moments | None = None  # what the next PreOp is a moment of
+        self._following: Moments | None = None  # the order that the next PreOp is a moment of
         self._before: list[tuple[Collection[object], Callable[[], None]]] = []
-        self.repins: list[Callable[[], None]] = []  # pin again, after all was unpinned, what is in use
+        # After everything was unpinned, pin again what is still in use.
+        self.repins: list[Callable[[], None]] = []
         self._gather: Callable[[TensorIds], None] | None = None
         self._note_written: Callable[[TensorIds], None] | None = None
         self._locked = self.lock.tensors
-        self._due = self.pending.by_tensor  # one look per PreOp
+        self._due = self.pending.by_tensor  # checked in each PreOp
 
     def take_types(self, precision: torch.dtype | None, slots: Collection[Slot]) -> None:
-        """Have the parameters of ``slots``, which may come to be others, be used in ``precision``; None: each
-        in its own type."""
+        """Set the ``precision`` in which operators use the parameters of ``slots``, a live collection; None:
+        each in its own dtype."""
         self.mixes_types = precision is not None
         self.gradient_scale = GradientScale(self.operator, slots, is_needed=precision == torch.float16)
 
     def expect_cut(self) -> None:
-        """There are tensors that lie in several chunks."""
+        """Note that there are tensors that lie in several chunks."""
         self.cuts_tensors = True
 
     def grow_with(self, growth: Grows) -> None:
-        """Have ``growth`` make what comes after wrapping."""
+        """Set the object that adds chunks after wrapping."""
         self.growth = growth
 
     def enter(self, phase: str) -> None:
-        """What runs from now on is of ``phase``."""
+        """Set the phase of the following operators."""
         self.phase = phase
 
     def go_on_after(self, step: int) -> None:
-        """``step`` steps were finished: those of a run that is continued."""
+        """Set the number of finished steps, for a resumed run."""
         self.step = step
 
     def count_gradient(self) -> None:
-        """One more gradient has arrived."""
+        """Count a gradient that arrived."""
         self.num_gradients += 1
 
     def keep_for(self, snapshot: Snapshot) -> None:
-        """Have ``snapshot`` asked before anything that it still wants is changed, until it is over."""
+        """Ask ``snapshot`` before model data that it still wants is changed, until it is over."""
         self.snapshot = snapshot
 
     def let_go_of(self, snapshot: Snapshot) -> None:
-        """``snapshot`` is over; another one stays."""
+        """Stop asking ``snapshot``; no effect if another one is set."""
         if self.snapshot is snapshot:
             self.snapshot = NO_SNAPSHOT
 
     # -- what comes before an operator ---------------------------------------------------------------
 
     def settle_before(self, waiting: Collection[object], settle: Callable[[], None]) -> None:
-        """Have ``settle`` called before every operator while there is anything in ``waiting``, which is
-        always the same object. It unpins, and raises nothing."""
+        """Call ``settle`` before every operator while ``waiting``, always the same collection, is not empty.
+        ``settle`` unpins, and raises nothing."""
         self._before.append((waiting, settle))
 
     def settle(self) -> None:
-        """Unpin what the next operator would: what a node was done with, what nobody holds any more."""
+        """Unpin everything that the next operator would unpin: the last node's tensors, and tensors that
+        nobody holds any longer."""
         if self.backward_pins.held is not None:
             self.backward_pins.settle()
         for waiting, settle in self._before:
@@ -288,47 +292,47 @@ class Gate(ABC):
     def gather_before(
         self, gather: Callable[[TensorIds], None], note_written: Callable[[TensorIds], None]
     ) -> None:
-        """Have ``gather`` see to it, over ranks, that what an operator uses is whole, and ``note_written``
-        told what one has written."""
+        """Over ranks: call ``gather`` before each operator, to make its tensors whole, and ``note_written``
+        with the tensors that it has written."""
         self._gather, self._note_written = gather, note_written
 
     @property
     def gathers(self) -> bool:
-        """Whether using what is managed is a call of several ranks."""
+        """Whether a use of managed memory is a collective call."""
         return self._gather is not None
 
     @property
     def is_followed(self) -> bool:
-        """Whether what runs now is part of the order of steps or of evaluations."""
+        """Whether the current operators belong to the order of steps or of evaluations."""
         return self._following is not None
 
     def lend_gradients(self, lent: bool) -> None:
-        """Say whether gradients lie in memory that the next call of a compiled block takes back."""
+        """Set whether gradients lie in memory that the next call of a compiled block reuses."""
         self.gradients_are_lent = lent
 
     @property
     def is_closed(self) -> bool:
-        """Whether the model was closed, or is another process's."""
+        """Whether the model was closed, or belongs to another process."""
         return self._is_over
 
     def when_residence_ends(self, call: Callable[[], None] | None) -> None:
-        """Have ``call`` called as soon as chunks may leave DEVICE again; None: nothing is to be done."""
+        """Call ``call`` as soon as chunks may leave DEVICE again; None: no call."""
         self._at_end_of_residence = call
 
     def tell_of_residence(self) -> None:
-        """Chunks may leave DEVICE from now on."""
+        """Note that chunks may leave DEVICE from now on."""
         if self._at_end_of_residence is not None:
             self._at_end_of_residence()
 
     def refuse_use(self, refuse: Callable[..., None]) -> None:
-        """Have ``refuse``, which raises, called instead of every PreOp from now on."""
+        """Replace pre_op by ``refuse``, which raises (closed or forked model)."""
         self.resident, self._is_over = False, True
         self.tell_of_residence()
         self.pre_op = refuse  # type: ignore[method-assign]
 
     def leave_to_parent(self) -> None:
-        """This is a forked process: the memory is the parent's."""
-        self.snapshot = NO_SNAPSHOT  # its thread is in the parent
+        """Disable the gate in a forked child: the memory is the parent's."""
+        self.snapshot = NO_SNAPSHOT  # its thread exists in the parent only
         self.threads.forget_others()
         self.pending.clear()
         self.refuse_use(guards.in_child)
@@ -336,25 +340,26 @@ class Gate(ABC):
 
     @abstractmethod
     def recover(self) -> None:
-        """Unpin what operators that raised half-way left pinned, as written: they may have been."""
+        """Unpin the chunks that operators left pinned when they raised. They count as written, because they
+        may have been."""
 
     @abstractmethod
     def run_pending(self, *, parts: bool = True) -> None:
-        """Run every pending update now, but those of parts that move by themselves if not ``parts``. Raises
-        as :meth:`run_due`; StateError where tensors are locked."""
+        """Run every pending update now. Without ``parts``: except updates of parts that are scheduled by
+        themselves. Raises as :meth:`run_due`; StateError if tensors are locked."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Go on without recording: what ran so far says nothing of an iteration."""
+        """Stop recording: the part of the iteration that ran is not typical."""
 
     # -- operators -------------------------------------------------------------------------------------
 
     def pre_op(self, tensors: TensorIds, *, on_host: bool = False) -> None:
-        """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching what is missing; or ``on_host``.
+        """Pin ``tensors`` on DEVICE (they become COMPUTE), fetching missing chunks; or ``on_host``.
 
         Raises:
-            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; StateError: locked, or another thread
-                is in a call of this model; nothing is pinned.
+            OutOfBudgetError, IoError: as :meth:`ChunkManager.acquire`; nothing is pinned.
+            StateError: a tensor is locked, or another thread is in a call of this model; nothing is pinned.
             EvictedAccessError: memory of an evicted chunk was touched outside an operator before this one.
         """
         holder = self.threads.holder
@@ -378,7 +383,8 @@ class Gate(ABC):
         self.next_moment(tensors, on_host=on_host)
 
     def next_moment(self, tensors: TensorIds, *, on_host: bool = False) -> None:
-        """Pin ``tensors`` as the next moment; nothing is left to be done before. Raises as :meth:`pre_op`."""
+        """Pin ``tensors`` as the next moment, without the checks of :meth:`pre_op`. Raises as
+        :meth:`pre_op`."""
         following = self._following
         if following is None:
             self.chunks.acquire(tensors, traced=False, on_host=on_host)
@@ -392,8 +398,8 @@ class Gate(ABC):
             self.abandon()
 
     def next_late_moment(self, order: Moments, tensors: TensorIds, *, on_host: bool) -> bool:
-        """Pin ``tensors`` for a pending update, which counts to the step before; say whether that is part of
-        ``order``, that of steps. Raises as :meth:`pre_op`."""
+        """Pin ``tensors`` for a pending update, which belongs to the previous step. Returns whether it is a
+        moment of ``order``, the order of steps. Raises as :meth:`pre_op`."""
         self.settle()
         if self._following is not order:
             self.chunks.acquire(tensors, traced=False, on_host=on_host)
@@ -406,7 +412,7 @@ class Gate(ABC):
         return True
 
     def next_beside(self, tensors: TensorIds) -> None:
-        """Pin ``tensors`` within the moment under way. Raises as :meth:`pre_op`."""
+        """Pin ``tensors`` within the current moment. Raises as :meth:`pre_op`."""
         self.settle()
         if self._following is None:
             self.chunks.acquire(tensors, traced=False)
@@ -418,7 +424,7 @@ class Gate(ABC):
             raise
 
     def post_op(self, tensors: TensorIds, dirty: bool) -> None:
-        """Unpin ``tensors`` (they become HOLD); ``dirty`` when the operator wrote to them."""
+        """Unpin ``tensors`` (they become HOLD); ``dirty``: the operator wrote to them."""
         if dirty and self._note_written is not None:
             self._note_written(tensors)
         self.chunks.release(tensors, dirty=dirty)
@@ -439,10 +445,10 @@ class Gate(ABC):
             self.post_ops(tensors, dirty)
 
     def run_due(self, tensors: TensorIds) -> None:
-        """Run the pending updates that have to come before any use of ``tensors``.
+        """Run the pending updates that must come before any use of ``tensors``.
 
         Raises:
-            OutOfBudgetError, IoError: a chunk could not be had. What is left of the update stays pending.
+            OutOfBudgetError, IoError: a chunk could not be fetched. The rest of the update stays pending.
         """
         updates = self.pending.needed_by(tensors)
         for index, update in enumerate(updates):
@@ -454,8 +460,7 @@ class Gate(ABC):
                 self._update(following, following.begin)
 
     def finish_begun(self) -> None:
-        """Run to their end the updates that the CPU has begun, which keep chunks pinned. Raises as
-        :meth:`run_due`."""
+        """Finish the updates that the CPU has begun; they keep chunks pinned. Raises as :meth:`run_due`."""
         if self._due:
             for update in self.pending.begun():
                 self._finish_update(update)
@@ -473,7 +478,8 @@ class Gate(ABC):
     # -- where memory is -------------------------------------------------------------------------------
 
     def viewed(self, ref: TensorRef, tensor: torch.Tensor) -> TensorRef | None:
-        """Return what ``tensor``, which begins in a window, views of the memory of ``ref``; None: nothing."""
+        """Return a reference to the part of ``ref``'s memory that ``tensor``, which begins in a window,
+        views; None: no part."""
         if type(ref) is CutRef:
             return ref.of(tensor.data_ptr(), guards.span_bytes(tensor))
         is_there = self.chunks.chunk_at(tensor.data_ptr()) == self.chunks.table.chunk_of(ref.tensors[0])
@@ -485,14 +491,14 @@ _undo: list[Callable[[], None]] = []
 
 
 def remember(gate: Gate) -> None:
-    """Count ``gate`` among the living for as long as it is one: until neither its model nor a managed tensor,
-    which refuses use once the model is closed, is left."""
+    """Register ``gate`` for as long as it lives: until its model is gone and every managed tensor, too. A
+    managed tensor of a closed model needs its gate to refuse use."""
     weakref.finalize(gate, _one_is_gone).atexit = False
     _living.add(gate)
 
 
 def at_the_last(undo: Callable[[], None]) -> None:
-    """Have ``undo`` called once, as soon as no gate lives."""
+    """Call ``undo`` once, as soon as no gate lives."""
     _undo.append(undo)
 
 
@@ -508,7 +514,8 @@ def others(gate: Gate) -> list[Gate]:
 
 
 def parameter_at(address: int) -> torch.nn.Parameter | None:
-    """Return the managed parameter, of a model that is not closed, in whose memory ``address`` lies."""
+    """Return the managed parameter that contains ``address``, of a model that is not closed; None if there is
+    none."""
     for gate in list(_living):
         if address in gate.windows and not gate.is_closed:
             return gate.parameters.at(address)

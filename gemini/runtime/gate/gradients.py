@@ -1,6 +1,8 @@
-"""Gradients as the gate knows them: their parameters, their loss scale, the other models that have gradients
-of the same losses, and how much of them is in no chunk. StatePiece: a part of a parameter
-chunk's optimizer state; and which parameters user code has written to since their fp32 masters were made.
+"""Gradients as the gate sees them: the loss scale of gradients, also across models; bytes of gradients
+outside chunks.
+
+StatePiece: a part of a parameter chunk's optimizer state. WrittenTensors: the parameters that user code wrote
+to since their fp32 masters were made.
 """
 
 from __future__ import annotations
@@ -29,35 +31,35 @@ class Gradient(Protocol):
     """The gradient of a managed parameter, as ``param.grad`` shows it."""
 
     def alias(self) -> torch.Tensor | None:
-        """Return what ``param.grad`` is."""
+        """Return the value of ``param.grad``."""
         ...
 
     def assign(self, grad: torch.Tensor | None) -> None:
-        """Do what ``param.grad = grad`` says."""
+        """Implement ``param.grad = grad``."""
 
     def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield what there is of the gradient here: the ids to pin, and the values."""
+        """Yield the existing parts of the gradient on this rank: the ids to pin, and the values."""
         ...
 
 
 class RowGradient(Protocol):
-    """The gradient of a parameter that is cut, which gets rows of it one by one."""
+    """The gradient of a cut parameter, which receives gradients of single rows."""
 
     def row_use(self, first: int, numel: int) -> Any:
-        """Return what counts as a use of the rows with these elements, for as long as it lives."""
+        """Return an object that counts as a use of the rows with these elements while it lives."""
 
     def takes_rows(self, use: Any, grad: torch.Tensor) -> bool:
-        """Say whether ``grad``, of the rows of ``use``, may be taken by itself."""
+        """Say whether ``grad``, of the rows of ``use``, may be added directly."""
         ...
 
     def collect_rows(
         self, first: int, shape: Sequence[int], stride: Sequence[int], grad: torch.Tensor
     ) -> None:
-        """Add the gradient of a view of the parameter, whose first element is ``first``."""
+        """Add the gradient of a view of the parameter; ``first`` is the view's first element."""
 
 
 class Slot(Protocol):
-    """A managed parameter's place, as the parameter knows it."""
+    """A managed parameter's place, as the parameter sees it."""
 
     @property
     def name(self) -> str: ...
@@ -72,12 +74,12 @@ class Slot(Protocol):
     def trainable_grad(self) -> Gradient: ...
 
     def free_grad(self) -> None:
-        """Give up the gradient's memory."""
+        """Discard the gradient and free its memory."""
 
 
 def _stash(key: str, value: object) -> None:
-    """Put ``value`` where autograd takes it along to its threads. torch 2.8 keeps it without a reference of
-    its own, but gives one back."""
+    """Put ``value`` into the thread-local state that autograd propagates to its threads. torch 2.8 stores it
+    without taking a reference but releases one, so take one here."""
     if _takes_references():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     torch._C._stash_obj_in_tls(key, value)
@@ -95,21 +97,23 @@ def _takes_references() -> bool:
 
 
 class ScaledLosses:
-    """What one optimizer scales from one of its steps to the next, and the models with gradients of it."""
+    """The losses that one optimizer scales between two of its steps, and the models with gradients of
+    them."""
 
     def __init__(self) -> None:
-        self.overflowed: bool | None = None  # None: no step has used a gradient of them
+        self.overflowed: bool | None = None  # None: no step has used their gradients yet
         self.reached: WeakSet[GradientScale] = WeakSet()
 
     def note_step(self, overflowed: bool) -> None:
-        """A step was to use gradients of them, which have ``overflowed`` or not."""
+        """Note that a step was to use gradients of these losses, and whether they have ``overflowed``."""
         self.overflowed = overflowed
 
     @contextmanager
     def backward_pass(self, scale: float) -> Iterator[None]:
-        """Run the backward pass of a loss times ``scale`` within the block. Passes may be within others."""
+        """Context of the backward pass of a loss times ``scale``. Passes may be nested."""
         outer = _pass_under_way()
-        # Not an attribute of a model: the pass reaches others. Autograd takes this along to its own threads.
+        # Not an attribute of a model, because the pass reaches other models. Autograd propagates this to its
+        # own threads.
         _stash(_KEY, (self, scale))
         try:
             yield
@@ -118,8 +122,8 @@ class ScaledLosses:
 
 
 class GradientScale:
-    """The scale of the gradients that one model has: that of the first loss that has reached it. Gradients of
-    a loss with another scale are brought to this one."""
+    """The loss scale of one model's gradients: the scale of the first loss that reached the model. Gradients
+    of a loss with another scale are converted to this one."""
 
     def __init__(
         self,
@@ -128,21 +132,21 @@ class GradientScale:
         *,
         is_needed: bool = False,
     ) -> None:
-        """``operator`` pins tensors of the model for a block; ``is_needed``: gradients are fp16, which those
-        of an unscaled loss underflow."""
+        """``operator``: pins tensors of the model for a block. ``is_needed``: gradients are fp16, where
+        gradients of an unscaled loss underflow."""
         self.operator = operator
         self.slots = slots
-        self.value: float | None = None  # None: there is no gradient of a scaled loss
-        self.losses: list[ScaledLosses] = []  # those that have gradients here
+        self.value: float | None = None  # None: no gradient of a scaled loss exists
+        self.losses: list[ScaledLosses] = []  # losses with gradients in this model
         self._is_needed = is_needed
 
     @property
     def is_in_use(self) -> bool:
-        """Whether gradients have a scale, or are to have one."""
+        """Whether gradients have a scale, or will have one."""
         return self._is_needed or self.value is not None
 
     def admit(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return what to add to the gradients that are there for ``grad``, which a backward pass has made.
+        """Convert ``grad``, which a backward pass made, to the scale of the existing gradients.
 
         Raises:
             ConfigError: its loss was not scaled, and had to be.
@@ -167,17 +171,18 @@ class GradientScale:
         return grad if here == scale else grad * (here / scale)
 
     def _begins(self) -> bool:
-        """Say whether no gradient is there that has a scale; one that was assigned under fp16 has that which
-        comes."""
+        """Say whether no existing gradient has a scale. A gradient that was assigned under fp16 adopts the
+        new scale."""
         is_assigned = self.value is None and self._is_needed
         return is_assigned or not any(slot.has_grad for slot in self.slots)
 
     def agree(self, value: float | None) -> None:
-        """Take the scale that the gradients have on all ranks."""
+        """Set the scale that the gradients have on all ranks."""
         self.value = value
 
     def linked(self) -> list[GradientScale]:
-        """Return those of other models with gradients of the same losses, or of losses that share a model."""
+        """Return the scales of other models that share a loss with this one, directly or through further
+        models."""
         found, losses = [self], list(self.losses)
         while losses:
             for reached in losses.pop().reached:
@@ -187,14 +192,14 @@ class GradientScale:
         return found[1:]
 
     def forget(self) -> None:
-        """The gradients were given up."""
+        """Reset after the gradients were discarded."""
         for losses in self.losses:
             losses.reached.discard(self)
         self.losses, self.value = [], None
 
 
 def _pass_under_way() -> tuple[ScaledLosses, float] | None:
-    """Return whose scaled loss is in its backward pass on this thread, and the scale."""
+    """Return the losses whose backward pass runs on this thread, and their scale; None if there is none."""
     if not torch._C._is_key_in_tls(_KEY):
         return None
     found: tuple[ScaledLosses, float] | None = torch._C._get_obj_in_tls(_KEY)
@@ -202,7 +207,7 @@ def _pass_under_way() -> tuple[ScaledLosses, float] | None:
 
 
 class LooseBytes:
-    """How much there is now, and the most that there was on DEVICE together with chunks."""
+    """Counts gradient bytes outside chunks, and the peak of these plus chunks on DEVICE."""
 
     def __init__(self, table: _C.ChunkTable) -> None:
         self._table = table
@@ -210,7 +215,7 @@ class LooseBytes:
         self.peak_device = 0
 
     def add(self, nbytes: int) -> None:
-        """Count ``nbytes`` more, or less."""
+        """Add ``nbytes``, which may be negative."""
         self.now += nbytes
         self.peak_device = max(self.peak_device, self._table.usage(_C.Tier.DEVICE) + self.now)
 
@@ -219,9 +224,9 @@ MASTER = ChunkKind.MASTER.value  # the name of fp32 masters among the states of 
 
 
 class Place(NamedTuple):
-    """The memory of a parameter in a piece: elements ``[first, stop)`` of it. ``values``: the fp32 master or
-    the parameter itself; ``half_out``: where the 16-bit copy of a master goes; ``states`` by name; ``kept``:
-    what a rule keeps of it."""
+    """The memory of a parameter in a piece: its elements ``[first, stop)``. ``values``: the fp32 master, or
+    the parameter itself. ``half_out``: the destination of a master's 16-bit copy. ``states``: by name.
+    ``kept``: values that a rule keeps for it."""
 
     values: torch.Tensor
     half_out: torch.Tensor | None
@@ -232,8 +237,8 @@ class Place(NamedTuple):
 
 
 class Places:
-    """The places of parameters in a piece, which updates keep from step to step, as long as its states and
-    their memory are the same."""
+    """Cache of the parameters' places in a piece, valid from step to step as long as its states and their
+    memory are the same."""
 
     def __init__(self) -> None:
         self.by_slot: dict[Slot, Place] = {}
@@ -241,22 +246,24 @@ class Places:
         self._memory: Sequence[torch.Tensor] = ()
 
     def is_of(self, states: object, memory: Sequence[torch.Tensor]) -> bool:
-        """Say whether they are of these ``states`` and these tensors."""
+        """Say whether the cache is valid for these ``states`` and these tensors."""
         is_like = self._states == states and len(memory) == len(self._memory)
         return is_like and all(map(operator.is_, memory, self._memory))
 
     def begin(self, states: object, memory: Sequence[torch.Tensor]) -> None:
-        """Know no place yet, of these."""
+        """Clear the cache; it will be for these ``states`` and tensors."""
         self.by_slot.clear()
         self._states, self._memory = states, memory
 
 
 @dataclass
 class StatePiece:
-    """Elements ``[start, stop)`` of a parameter chunk: the part of its optimizer state that moves as one.
+    """Elements ``[start, stop)`` of a parameter chunk: the part of its optimizer state that is updated at
+    once.
 
-    By key: :data:`MASTER`, where there are fp32 masters, and what optimizers keep. ``first_block``: the first
-    block of it, of those of all parameters of the chunk.
+    ``chunks`` and ``tensors`` have the keys of the states: :data:`MASTER`, if there are fp32 masters, and the
+    states of optimizers. ``first_block``: the index of its first block among the blocks of all parameters of
+    the chunk.
     """
 
     start: int
@@ -277,19 +284,19 @@ class StatePiece:
 
 
 class WrittenTensors:
-    """A set of tensors of the chunk table."""
+    """The tensors of the chunk table that user code has written to."""
 
     def __init__(self) -> None:
         self._tensors: set[int] = set()
         self._times: Counter[int] = Counter()
 
     def note(self, tensors: TensorIds) -> None:
-        """Remember that user code wrote to ``tensors``."""
+        """Note that user code wrote to ``tensors``."""
         self._times.update(tensors)
         self._tensors.update(tensors)
 
     def times(self, tensors: Iterable[int] | None = None) -> int:
-        """Return how often ``tensors``, or any, have been written to."""
+        """Return how often ``tensors`` (None: all) have been written to."""
         return self._times.total() if tensors is None else sum(self._times[tensor] for tensor in tensors)
 
     def take(self, tensors: TensorIds) -> frozenset[int]:

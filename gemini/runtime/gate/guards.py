@@ -1,6 +1,6 @@
-"""What must not be used now, and why: tensors that are locked, a model that another thread is in, memory that
-is gone; and what lies at an address. A StateError says so.
-"""
+"""Guards against forbidden uses of managed memory, which raise StateError or EvictedAccessError: locked
+tensors, a model that another thread uses, freed memory, stray accesses. Also finds the parameter at an
+address."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 class TensorLock:
-    """Managed tensors, by id, that are in no state to be used, and why."""
+    """The managed tensors, by id, that must not be used now, and the reason."""
 
     def __init__(self) -> None:
-        self.tensors: set[int] = set()  # always the same object: every PreOp looks at it
+        self.tensors: set[int] = set()  # always the same set: every PreOp reads it
         self._reason = ""
 
     def add(self, tensors: Iterable[int], reason: str) -> None:
-        """Lock ``tensors`` too; ``reason`` says why what is locked is, and what to do."""
+        """Lock ``tensors`` too. ``reason``: why the locked tensors are locked, and what to do."""
         self.tensors.update(tensors)
         self._reason = reason
 
     def open(self) -> None:
-        """Lock nothing any more."""
+        """Unlock all tensors."""
         self.tensors.clear()
 
     def refuse(self, tensors: Iterable[int]) -> None:
@@ -53,34 +53,34 @@ class TensorLock:
             raise StateError(self._reason)
 
     def refuse_all(self) -> None:
-        """Raise StateError if anything is locked."""
+        """Raise StateError if any tensor is locked."""
         if self.tensors:
             raise StateError(self._reason)
 
 
 class OneThread:
-    """Which thread is in a call of one model (forward, backward, step, ...), and in which.
+    """Admits one thread at a time to the calls of a model (forward, backward, step, ...).
 
-    Autograd may run a backward pass on threads of its own while the one that called it waits: those are in
-    the model as well. Once it has left, any other thread may follow. Operators outside of calls take turns,
-    as those of loaders and writers that have a pool of threads for a state dict.
+    Autograd may run a backward pass on its own threads while the calling thread waits; these threads are
+    admitted as well. After a call has returned, any other thread may call. Operators outside of calls take
+    turns, for example in the thread pools of loaders and writers of state dicts.
     """
 
     def __init__(self) -> None:
-        self.holder = 0  # the thread within a call, 0: none; every PreOp looks at it
-        self._last = threading.get_ident()  # the one that was in one last, or wrapped the model
+        self.holder = 0  # the thread within a call, 0: none; every PreOp reads it
+        self._last = threading.get_ident()  # the last thread within a call, or the one that wrapped the model
         self._doing = ""
         self._other_pass: Callable[[], int] = lambda: 0
         self._lock = threading.RLock()  # held within a call
         self.operators = threading.RLock()  # held within an operator outside of calls
 
     def watch_passes(self, other_pass: Callable[[], int]) -> None:
-        """Ask ``other_pass`` for another thread that runs a backward pass of this model, 0: there is none."""
+        """Set ``other_pass``, which returns another thread that runs a backward pass of this model, or 0."""
         self._other_pass = other_pass
 
     @contextmanager
     def inside(self, doing: str) -> Iterator[None]:
-        """Be in the call ``doing`` for the block. Calls may be within each other.
+        """Hold the model in the call ``doing`` for the block. Calls may be nested.
 
         Raises:
             StateError: another thread is in the model.
@@ -95,7 +95,7 @@ class OneThread:
             self.refuse_second_pass(doing)
             self.holder = self._last = threading.get_ident()
             self._doing = doing
-            with self.operators:  # that of another thread, begun before
+            with self.operators:  # wait for another thread's operator
                 pass
             yield
         finally:
@@ -104,7 +104,7 @@ class OneThread:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Have operators of this thread and of others take turns for the block, though it is in a call."""
+        """Within a call: let operators of this thread and of others take turns for the block."""
         held = self.holder, self._doing
         self.holder, self._doing = 0, ""
         self._lock.release()
@@ -115,19 +115,19 @@ class OneThread:
             self.holder, self._doing = held
 
     def refuse_other(self, doing: str = "an operator") -> None:
-        """Raise StateError if a thread is in the model beside which this one must not be."""
+        """Raise StateError if another thread holds the model, unless this thread runs its backward pass."""
         holder, its_doing = self.holder, self._doing
         if holder not in (0, threading.get_ident()) and not self._serves_backward():
             raise _refusal(doing, holder, its_doing)
 
     def take_turn(self, doing: str = "an operator") -> threading.RLock | None:
-        """Wait until no other thread is within an operator, and return the lock that is to be released when
-        this one ends; None: a call holds the model.
+        """Wait until no other thread is within an operator, and return the lock to release when this operator
+        ends; None if a call holds the model.
 
         Raises:
             StateError: another thread runs a backward pass.
         """
-        if self.holder:  # and a PreOp refuses others
+        if self.holder:  # the PreOp refuses other threads then
             return None
         self.operators.acquire()
         try:
@@ -148,7 +148,7 @@ class OneThread:
                 lock.release()
 
     def forget_others(self) -> None:
-        """This is a forked process: the threads that held anything are the parent's."""
+        """Reset in a forked child: the threads that held the locks exist in the parent only."""
         self.holder, self._lock, self.operators = 0, threading.RLock(), threading.RLock()
 
     def refuse_second_pass(self, doing: str = "backward") -> None:
@@ -159,19 +159,19 @@ class OneThread:
 
     @property
     def only_looks(self) -> bool:
-        """Whether this is not the thread that was in the model last: it may look, but change nothing."""
+        """Whether this thread is not the last one that was in the model: it may read, but change nothing."""
         return self._last != threading.get_ident()
 
     def _serves_backward(self) -> bool:
-        """Say whether this thread runs a backward pass that the one in the model waits for."""
+        """Say whether this thread runs a backward pass for the thread that holds the model."""
         other = self.holder != threading.get_ident()
         return other and self._doing == _BACKWARD and torch._C._current_graph_task_id() != -1
 
 
 def in_one_thread(doing: str, *, shown_as: str | None = None) -> Callable[[_Method], _Method]:
-    """Make a method of a managed model, or of its optimizer, a call that one thread at a time is in.
+    """Make a method of a managed model or its optimizer a call that holds the model: one thread at a time.
 
-    torch.profiler shows it as the range ``gemini::doing``, or as that of ``shown_as``.
+    torch.profiler shows it as the range ``gemini::doing``, or ``gemini::shown_as``.
     """
     shown = f"gemini::{shown_as or doing}"
 
@@ -216,9 +216,10 @@ def in_child(_tensors: TensorIds = (), *, on_host: bool = False) -> None:
 
 
 class RefusingGate(ABC):
-    """Stands in for the gate of tensors whose values nobody may use: what an operator asks of it raises."""
+    """Replaces the gate of tensors with values that nobody may use: everything that an operator needs from it
+    raises."""
 
-    number = -1  # before all others: it refuses before they are pinned
+    number = -1  # before all other gates: it refuses before tensors are pinned
     resident = False
     cuts_tensors = False
     mixes_types = False
@@ -242,29 +243,31 @@ class RefusingGate(ABC):
 
 
 class ParametersByAddress:
-    """The managed parameters of one model. Weakly: they keep the model, not the other way round."""
+    """The managed parameters of one model, by address. Weak references: parameters keep the model alive, not
+    the other way round."""
 
     def __init__(self) -> None:
         self._params: WeakValueDictionary[int, torch.nn.Parameter] = WeakValueDictionary()
 
     def add(self, param: torch.nn.Parameter) -> None:
-        """Know ``param``, for as long as it is managed, if it has memory: on ``meta`` all are at 0."""
+        """Register ``param`` while it is managed, if it has memory: on ``meta`` all parameters are at address
+        0."""
         with PlainTensors():
             if param.numel() and param.data_ptr():
                 self._params.setdefault(param.data_ptr(), param)
 
     def at(self, address: int) -> torch.nn.Parameter | None:
-        """Return the parameter in whose memory ``address`` lies."""
+        """Return the parameter that contains ``address``; None if there is none."""
         found = self._params.get(address)
         if found is None:
             with PlainTensors():
                 params = list(self._params.items())
                 found = next((p for begin, p in params if begin < address < begin + p.nbytes), None)
-        return found if hasattr(found, "_slot") else None  # or it is an ordinary one again
+        return found if hasattr(found, "_slot") else None  # it may have been released since
 
 
 def span_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes lie between the beginning of the first element and the end of the last one."""
+    """Return the number of bytes from the beginning of the first element to the end of the last one."""
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -272,15 +275,15 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 class _StrayLog:
-    """Whose memory stray accesses hit. One per process: one fault handler serves all models."""
+    """Assigns stray accesses to models. One per process, because one fault handler serves all models."""
 
     def __init__(self) -> None:
         self._models: WeakSet[ChunkManager] = WeakSet()
-        self._struck: WeakKeyDictionary[ChunkManager, int] = WeakKeyDictionary()  # chunk, -1: not known
-        self._pid = 0  # of the process that tells of what is left
+        self._struck: WeakKeyDictionary[ChunkManager, int] = WeakKeyDictionary()  # chunk; -1: unknown
+        self._pid = 0  # of the process that logs unreported accesses at exit
 
     def join(self, model: ChunkManager) -> int:
-        """Count what hits the memory of ``model``; return how many stray accesses came before."""
+        """Watch the memory of ``model``; return the number of stray accesses so far."""
         before = self.sort()
         if not self._models:
             atexit.unregister(self._tell_last)
@@ -290,9 +293,9 @@ class _StrayLog:
         return before
 
     def _tell_last(self) -> None:
-        """Log at the end of the process what no operator has reported."""
+        """Log stray accesses at exit that no operator has reported."""
         if os.getpid() != self._pid:
-            return  # a forked process: the parent tells of it
+            return  # a forked child: the parent logs them
         self.sort()
         for model in list(self._models):
             chunk = self.take(model)
@@ -300,19 +303,19 @@ class _StrayLog:
                 logger.error("%s", _stray_error(chunk))
 
     def sort(self) -> int:
-        """Find out whom the stray accesses since the last call hit; return how many there were ever."""
+        """Assign the stray accesses since the last call to models; return the total number so far."""
         count = _C.stray_count()
         address = _C.take_stray()
         if address is not None:
             for model in list(self._models):
                 chunk = model.chunk_at(address)
-                # What else was hit shows by its poison, unless its chunk has come back since.
+                # heal() finds further hits by their poison, unless the chunk has returned to DEVICE since.
                 if model.heal() or chunk != -1:
                     self._struck.setdefault(model, chunk)
         return count
 
     def take(self, model: ChunkManager) -> int | None:
-        """Return the chunk of ``model`` that was hit and not reported, once."""
+        """Return a chunk of ``model`` with an unreported stray access, once; None if there is none."""
         return self._struck.pop(model, None)
 
 
@@ -320,24 +323,24 @@ _LOG = _StrayLog()
 
 
 class Strays:
-    """Stray accesses to the memory of one model, each reported once, by this model alone."""
+    """Reports the stray accesses to the memory of one model, each once."""
 
     def __init__(self, model: ChunkManager) -> None:
         self._model = model
-        self.seen = _LOG.join(model)  # of all in the process: a PreOp compares
+        self.seen = _LOG.join(model)  # process-wide count, which each PreOp compares
 
     def refuse(self) -> None:
-        """Raise EvictedAccessError where there was one that was not reported yet."""
+        """Raise EvictedAccessError if there is an unreported stray access."""
         error = self._take()
         if error is not None:
             raise error
 
     @contextmanager
     def reported_last(self, report: bool) -> Iterator[None]:
-        """Report one of before the block when the block has ended, not within it; or not at all.
+        """Report a stray access from before the block after the block has ended, or without ``report`` never.
 
         Raises:
-            EvictedAccessError: there was one, and the block raised nothing.
+            EvictedAccessError: there was one, and the block did not raise.
         """
         error = self._take()
         yield

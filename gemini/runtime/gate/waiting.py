@@ -1,6 +1,7 @@
-"""What waits at the gate: updates that an optimizer's step left to be run when their chunks are needed, the
-thread on which the CPU makes them beside the one that trains, snapshots that must copy data before it
-changes, and observers of steps. See docs/notes/overlap.md and docs/notes/gpu.md.
+"""Work that waits at the gate: pending updates, the thread on which the CPU runs updates beside training,
+snapshots that must copy data before it changes, and observers of steps.
+
+See docs/notes/overlap.md and docs/notes/gpu.md.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from gemini.system.threads import Workers
 
 
 class PendingUpdate(Protocol):
-    """What one optimizer step does to one chunk group, or a part of one, with everything it needs to know.
+    """The update of one chunk group, or a part of one, that an optimizer step decided but has not run yet.
 
-    ``order``: the group's place in forward order, and the part's, its identity among pending updates.
-    ``tensors``: all of it; using any of them needs the update first. ``gradients``: those that it will use
-    up. ``chunks``: the chunks that all of them lie in. ``has_moments``: its operators are moments of a step.
+    ``order``: the group's place in forward order and the part's; identifies the update. ``tensors``: all of
+    its tensors; a use of any of them needs the update first. ``gradients``: the gradients that it consumes.
+    ``chunks``: the chunks of all these tensors. ``has_moments``: its operators are moments of a step.
     """
 
     order: tuple[int, int]
@@ -34,55 +35,58 @@ class PendingUpdate(Protocol):
 
     @property
     def accesses(self) -> tuple[tuple[int, ...], ...]:
-        """The chunks, ascending, that each operator still to run needs at once."""
+        """For each operator that has not run yet, the chunks that it needs at once, in ascending order."""
         ...
 
     @property
     def can_begin(self) -> bool:
-        """Whether all of it belongs on HOST and none of it was begun: :meth:`begin` leaves it to the CPU."""
+        """Whether the whole update belongs on HOST and has not begun, so that :meth:`begin` hands it to the
+        CPU."""
         ...
 
     @property
     def is_begun(self) -> bool:
-        """Whether the CPU is at it, or has done it since: chunks are pinned on HOST until :meth:`run`."""
+        """Whether :meth:`begin` has handed it to the CPU: chunks are pinned on HOST until :meth:`run`."""
         ...
 
     def repeat(self, update: PendingUpdate) -> None:
-        """Do what ``update``, of the same at a later step, does, once this one has run."""
+        """Run ``update``, which is the same update of a later step, after this one."""
 
     def begin(self) -> None:
-        """Begin all of it, in the background where that is possible. Raises as :meth:`run`."""
+        """Begin the whole update, in the background if possible. Raises as :meth:`run`."""
         ...
 
     def settle(self) -> None:
-        """Wait for what was begun; the caller unpins everything. What is left stays for :meth:`run`."""
+        """Wait for the background work; the caller unpins everything. The rest is left for :meth:`run`."""
         ...
 
     def run(self) -> None:
-        """Do what is left, if anything. What fails to start can be repeated: it has changed nothing."""
+        """Run the rest of the update, if any. An operator that fails to start has changed nothing and can be
+        repeated."""
         ...
 
 
-# How many updates by the CPU are begun where a pending one becomes due: it has something to do while those on
-# DEVICE wait for their states, and what it uses is pinned step by step.
+# Number of CPU updates to begin when a pending one becomes due. They keep the CPU busy while updates on
+# DEVICE wait for their states, and pin memory only step by step.
 BEGUN_AT_ONCE = 2
 
 
 class PendingUpdates:
-    """The pending updates of one model, at most one per chunk group, or part of one.
+    """The pending updates of one model, at most one per chunk group or part of one.
 
-    Ctrl-C loses none: they come all at once, and each stays until it has run to its end.
+    Safe against Ctrl-C: updates are added all at once, and each stays until it has finished.
     """
 
     def __init__(self) -> None:
-        self.by_tensor: dict[int, PendingUpdate] = {}  # always the same object: every PreOp looks into it
-        self._moments: dict[tuple[int, int], PendingUpdate] = {}  # those that are moments, by their order
+        self.by_tensor: dict[int, PendingUpdate] = {}  # always the same dict: every PreOp reads it
+        self._moments: dict[tuple[int, int], PendingUpdate] = {}  # updates with moments, by their order
 
     def __bool__(self) -> bool:
         return bool(self.by_tensor)
 
     def add(self, updates: Iterable[PendingUpdate]) -> None:
-        """Keep updates until they have run; one that has not takes on the next of the same."""
+        """Add updates. If an earlier update of the same group is still pending, that one runs the new one
+        after itself."""
         pairs = [(update, self.by_tensor.get(update.tensors[0])) for update in updates]
         for update, before in pairs:
             if before is not None:
@@ -92,35 +96,35 @@ class PendingUpdates:
         self.by_tensor.update({tensor: update for update in updates for tensor in update.tensors})
 
     def remove(self, update: PendingUpdate) -> None:
-        """Forget an update that has run."""
+        """Remove an update that has run."""
         for tensor in update.tensors:
             self.by_tensor.pop(tensor, None)
         self._moments.pop(update.order, None)
 
     def clear(self) -> None:
-        """Forget every update: the memory they would change is going away."""
+        """Remove all updates, because their memory is being freed."""
         self.by_tensor.clear()
         self._moments.clear()
 
     def moments(self) -> list[PendingUpdate]:
-        """Return what is pending and a part of a step's order, in this order."""
+        """Return the pending updates with moments, in forward order."""
         return _in_order(self._moments.copy().values())
 
     def all(self) -> list[PendingUpdate]:
-        """Return what is pending, in forward order."""
-        return _in_order(self.by_tensor.copy().values())  # at once: another thread may ask
+        """Return all pending updates, in forward order."""
+        return _in_order(self.by_tensor.copy().values())  # copied at once: another thread may call this
 
     def needed_by(self, tensors: Iterable[int]) -> list[PendingUpdate]:
-        """Return what has to run before ``tensors`` may be used, in forward order."""
+        """Return the updates that must run before ``tensors`` may be used, in forward order."""
         found = self.by_tensor
         return _in_order(found[tensor] for tensor in tensors if tensor in found)
 
     def next_to_begin(self) -> list[PendingUpdate]:
-        """Return what the CPU is to begin where an update has become due, in forward order."""
+        """Return the updates that the CPU should begin when one has become due, in forward order."""
         return list(islice((update for update in self.moments() if update.can_begin), BEGUN_AT_ONCE))
 
     def begun(self) -> list[PendingUpdate]:
-        """Return what the CPU has begun, in forward order."""
+        """Return the updates that the CPU has begun, in forward order."""
         return [update for update in self.moments() if update.is_begun]
 
 
@@ -130,29 +134,29 @@ def _in_order(updates: Iterable[PendingUpdate]) -> list[PendingUpdate]:
 
 
 class UpdateThread:
-    """The thread beside the one that trains on which the CPU makes updates; started for the first of them."""
+    """The thread on which the CPU runs updates beside training; started at the first update."""
 
     def __init__(self) -> None:
         self._workers: Workers | None = None
         self._end: Callable[[], object] | None = None
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Have ``work``, which raises nothing, done after what was submitted before. Raises ThreadError."""
+        """Queue ``work``, which must not raise. Raises ThreadError if the thread cannot start."""
         if self._workers is None:
             self._workers = Workers(1, "update", "updates by the CPU")
-            # Also at exit: what runs uses memory that goes away.
+            # Also at exit: running work uses memory that is about to be freed.
             self._end = weakref.finalize(self, self._workers.close)
         self._workers.submit(work)
 
     def close(self) -> None:
-        """Do what was submitted and end the thread. Idempotent."""
+        """Finish the queued work and end the thread. Idempotent."""
         self._workers = None
         if self._end is not None:
             self._end()
 
 
 class GivenWork:
-    """Work that was given to :class:`UpdateThread`; done once, however often it was given."""
+    """Work for :class:`UpdateThread`, which runs once even if submitted several times."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
@@ -161,12 +165,12 @@ class GivenWork:
         self._is_given = False
 
     def give(self, thread: UpdateThread) -> None:
-        """Have it done. Ctrl-C may come between any two lines: :meth:`wait` gives it once more."""
+        """Submit the work. Ctrl-C may interrupt between any two lines: :meth:`wait` then submits it again."""
         thread.submit(self._do)
         self._is_given = True
 
     def wait(self, thread: UpdateThread) -> None:
-        """Wait until it is done. Raises what it raised."""
+        """Wait until the work is done. Raises the work's exception."""
         if not self._is_given:
             self.give(thread)
         self._is_over.wait()
@@ -186,7 +190,7 @@ class GivenWork:
 
 
 class Snapshot(Protocol):
-    """Keeps the model data as it was at some moment until it has a copy of all of it.
+    """Preserves the model data of one moment until it has copied all of it.
 
     Called on the thread that trains.
     """
@@ -196,38 +200,37 @@ class Snapshot(Protocol):
         ...
 
     def before_update(self, piece: StatePiece) -> None:
-        """An optimizer is about to change ``piece`` and the parameters over it, which are pinned on
-        DEVICE."""
+        """Called before an optimizer changes ``piece`` and its parameters, which are pinned on DEVICE."""
 
     def before_write(self) -> None:
-        """Weights or states are about to be replaced. May fetch chunks, and raise as that does."""
+        """Called before weights or states are replaced. May fetch chunks, and raise as a fetch does."""
 
     def unsaved(self, tensors: TensorIds) -> frozenset[int]:
         """Return those of ``tensors`` that :meth:`before_change` would copy."""
         ...
 
     def before_change(self, tensors: TensorIds) -> None:
-        """``tensors`` are about to be written to. May fetch chunks, and raise as that does."""
+        """Called before ``tensors`` are written to. May fetch chunks, and raise as a fetch does."""
 
     def spoil(self, tensors: Iterable[int]) -> None:
-        """User code has written to ``tensors`` before they were copied: nobody foresaw it."""
+        """Called after user code has written to ``tensors`` before they were copied, unforeseen."""
 
     def residence(self, resident: bool) -> bool:
-        """Return ``resident``: from now on chunks stay on DEVICE, or they may leave it."""
+        """Called when chunks begin to stay on DEVICE (``resident``) or may leave it. Returns ``resident``."""
         ...
 
     def step_ended(self) -> None:
-        """The optimizer has ended a step."""
+        """Called after the optimizer has ended a step."""
 
     def close(self, *, finish: bool) -> None:
-        """Finish, and raise what went wrong, or give up. Idempotent."""
+        """Finish the copy and raise its errors, or discard it without ``finish``. Idempotent."""
 
 
 _NOTHING: frozenset[int] = frozenset()
 
 
 class NoSnapshot:
-    """What is there while nobody wants to know."""
+    """The default while no snapshot is under way."""
 
     def wants(self, piece: StatePiece) -> bool:
         """Return False."""
@@ -264,19 +267,19 @@ NO_SNAPSHOT = NoSnapshot()
 
 
 class StepObserver(ChunkObserver, Protocol):
-    """Is also told where steps begin and end, and runs the updates that were deferred.
+    """Is notified of chunk events and of the beginning and end of steps, and runs deferred updates.
 
-    Called on the thread that trains; it must leave the manager alone.
+    Called on the thread that trains; it must not change the manager.
     """
 
     def step_begins(self, number: int) -> None:
-        """Step ``number``, from 1, begins with a forward pass."""
+        """Step ``number``, counted from 1, begins with a forward pass."""
 
     def step_ended(self) -> None:
-        """The optimizer has ended a step; planning, which belongs to none, may follow."""
+        """The optimizer has ended a step; planning, which belongs to no step, may follow."""
 
     def step_settled(self) -> None:
-        """All that follows from the step is done."""
+        """All work after the step is done."""
 
     def run_update(self, update: PendingUpdate, run: Callable[[], None]) -> None:
-        """Call ``run``, which begins ``update`` or does what is left of it, and let pass what it raises."""
+        """Call ``run``, which begins or finishes ``update``, and pass its exceptions on."""

@@ -1,12 +1,11 @@
-"""The sum of experts and a product of low rank, ``weight + alpha * left @ right``. Its rows are computed when
-an operator uses them.
+"""The sum of experts and a low-rank product, ``weight + alpha * left @ right``, as a lazy tensor: rows are
+computed when an operator uses them.
 
-PEFT adapts an array of experts so (``target_parameters``): in each pass it makes the sum of all experts, and
-backward its gradient. Here the sum is a tensor without memory. A product of groups of tokens, and a linear
-layer with one row, compute a run of used rows, multiply, and give the rows back. Backward computes them once
-more. Each row of sum, product and gradients is made by the operators that make all rows at once, so it has
-the same bits. What else is asked of the sum is asked of the whole one, which is computed then. See
-docs/notes/experts.md.
+PEFT adapts an array of experts this way (``target_parameters``): each pass would compute the sum of all
+experts, and backward its whole gradient. Here the sum is a tensor without memory. A grouped product, and a
+linear layer with one row, compute a run of used rows, multiply, and free the rows. Backward computes them
+again. Each row of sum, product and gradients is computed by the same operators as all rows at once, so it has
+the same bits. Any other operator computes the whole sum. See docs/notes/experts.md.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ _GROUPED: frozenset[Any] = frozenset(
 )
 _MATMUL: frozenset[Any] = frozenset((torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__))
 _ROW_TYPES = (torch.int64, torch.int32)
-# From here on a product of matrices has the same bits in a batch of any size. For rank 1, and in 16 bits for
-# fewer multiplications, torch chooses kernels by the size of the batch.
+# From these sizes on, a product of matrices has the same bits in a batch of any size. Below them (rank 1, or
+# few multiplications in 16 bits) torch chooses kernels by the batch size.
 _LEAST_RANK = 2
 _LEAST_MULTIPLICATIONS = 4097
 
 
 def lazy_sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operate: Operate) -> Any:
-    """Return the result of ``torch.baddbmm`` of a frozen tensor that is cut, without memory; NotImplemented
-    for what is none. ``operate`` runs the operator."""
+    """Return the lazy result of ``torch.baddbmm`` with a frozen, cut tensor; NotImplemented for anything
+    else. ``operate`` runs the operator."""
     if func is not torch.baddbmm or len(args) != 3 or kwargs.keys() - {"alpha"}:
         return NotImplemented
     weight, left, right = args
@@ -52,14 +51,14 @@ def lazy_sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operat
         rank, least = left.shape[-1], _LEAST_MULTIPLICATIONS if weight.element_size() < 4 else 0
         if rank < _LEAST_RANK or weight.shape[1] * weight.shape[2] * rank < least:
             return NotImplemented
-        if torch.is_autocast_enabled(weight.device.type):  # the sum is of another type
+        if torch.is_autocast_enabled(weight.device.type):  # the sum has another dtype
             return NotImplemented
         trains = weight.requires_grad or not (left.requires_grad or right.requires_grad)
         shapes = weight.shape[:1] + left.shape[1:2] + right.shape[2:], left.shape[2], left.shape[0]
         is_one_each = shapes == (weight.shape, right.shape[1], right.shape[0])
     if (trains and torch.is_grad_enabled()) or not is_one_each:
         return NotImplemented
-    if not torch.is_grad_enabled():  # whatever is on where rows are used
+    if not torch.is_grad_enabled():  # gradients may be enabled where rows are used later
         left, right = left.detach(), right.detach()
     versions = versions_of(weight, left, right)
     return AdaptedRows(_Sum(weight, left, right, dict(kwargs), operate, versions=versions))
@@ -69,7 +68,7 @@ def lazy_sum(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], operat
 class _Sum:
     """``weight`` (rows, m, n), cut and frozen; ``left`` (rows, m, rank); ``right`` (rows, rank, n).
 
-    ``operate`` runs ``torch.baddbmm``. ``is_transposed``: of each matrix the transposed one is meant.
+    ``operate`` runs ``torch.baddbmm``. ``is_transposed``: the lazy tensor is the transpose of each matrix.
     """
 
     weight: torch.Tensor
@@ -78,10 +77,10 @@ class _Sum:
     options: dict[str, Any]
     operate: Operate
     is_transposed: bool = False
-    versions: tuple[int, ...] = ()  # of all three when the sum was asked for
+    versions: tuple[int, ...] = ()  # versions of all three when the sum was created
 
     def check(self) -> None:
-        """Raise StateError where a part of the sum was changed in place since it was asked for."""
+        """Raise StateError if a part of the sum was changed in place since it was created."""
         if versions_of(self.weight, self.left, self.right) != self.versions:
             raise StateError(
                 "a weight of experts, or an adapter on it, was changed in place between the sum of both and "
@@ -89,14 +88,14 @@ class _Sum:
             )
 
     def whole(self) -> torch.Tensor:
-        """Return all rows, computed now. Raises as a PreOp."""
+        """Compute and return all rows. Raises as a PreOp."""
         ref: CutRef = self.weight._ref  # type: ignore[attr-defined]
         args = (self.weight, self.left, self.right)
-        with torch.autocast(self.weight.device.type, enabled=False):  # as where it was asked for
+        with torch.autocast(self.weight.device.type, enabled=False):  # as when the sum was created
             return self._turned(self.operate(args, self.options, ref, ref.tensors))
 
     def rows(self, run: range, factors: _Factors) -> torch.Tensor:
-        """Return a run of rows. Raises as a PreOp."""
+        """Compute and return a run of rows. Raises as a PreOp."""
         weight: Any = self.weight[run.start : run.stop]
         args = (weight, factors.left[run.start : run.stop], factors.right[run.start : run.stop])
         return self._turned(self.operate(args, self.options, weight._ref, weight._ref.tensors))
@@ -105,7 +104,7 @@ class _Sum:
         return rows.transpose(-2, -1) if self.is_transposed else rows
 
     def gradients(self, grad: torch.Tensor, run: range, factors: _Factors) -> None:
-        """Add to ``factors`` the gradients of a run of rows, as backward of ``torch.baddbmm``."""
+        """Add the gradients of a run of rows to ``factors``, as the backward of ``torch.baddbmm`` does."""
         given = self._turned(grad)
         alpha = self.options.get("alpha", 1)
         rows = slice(run.start, run.stop)
@@ -118,9 +117,9 @@ class _Sum:
 
 
 class _Factors:
-    """Copies of both factors, ordinary tensors: so the operators on rows use experts alone, and the order of
-    a step does not depend on how many there are. In backward with their gradients, None for one that needs
-    none."""
+    """Copies of both factors as ordinary tensors. Operators on rows then use only expert chunks, so the order
+    of a step does not depend on the number of runs. In backward also their gradients, None for a factor that
+    needs none."""
 
     def __init__(self, left: torch.Tensor, right: torch.Tensor) -> None:
         self.left, self.right = left.clone(), right.clone()
@@ -128,22 +127,22 @@ class _Factors:
         self.right_grad: torch.Tensor | None = None
 
     def with_gradients(self, of_left: bool, of_right: bool) -> _Factors:
-        """Return these with gradients, zeros so far."""
+        """Create the gradients that are needed, as zeros; return self."""
         self.left_grad = torch.zeros_like(self.left) if of_left else None
         self.right_grad = torch.zeros_like(self.right) if of_right else None
         return self
 
 
 class _Groups(NamedTuple):
-    """Groups of tokens, of which those before ``ends[row]`` that are of no row before it are of ``row``;
-    ``rows``: runs of used rows."""
+    """Groups of tokens: the tokens of ``row`` end at ``ends[row]`` and begin where those of the previous row
+    end. ``runs``: runs of used rows."""
 
     ends: list[int]
     offsets: torch.Tensor
     runs: list[range]
 
     def each(self) -> Iterator[tuple[range, slice, torch.Tensor]]:
-        """Yield each run, its tokens, and where the tokens of its rows end among these."""
+        """Yield each run, the slice of its tokens, and the ends of its rows' tokens within the slice."""
         for run in self.runs:
             begin = self.ends[run.start - 1] if run.start else 0
             offsets = self.offsets[run.start : run.stop] - begin
@@ -151,7 +150,7 @@ class _Groups(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """A product of groups of tokens (tokens, k), each with a row of a sum: (tokens, n)."""
+    """A grouped product: tokens (tokens, k), each group times a row of a sum, give (tokens, n)."""
 
     @staticmethod
     def forward(
@@ -185,8 +184,8 @@ class _Product(torch.autograd.Function):
 def _gradient_of_rows(
     grad: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, is_transposed: bool
 ) -> torch.Tensor:
-    """Return the gradient of the rows that groups were multiplied with, computed as torch does for a matrix
-    that is, or is not, a transposed one."""
+    """Return the gradient of the rows that groups were multiplied with, computed as torch does for a
+    transposed or a plain matrix."""
     if is_transposed:
         made = functional.grouped_mm(grad.transpose(-2, -1), tokens, offs=offsets)
         return made.transpose(-2, -1)
@@ -194,8 +193,8 @@ def _gradient_of_rows(
 
 
 class _RowProduct(torch.autograd.Function):
-    """A product of tokens (tokens, k) with one row of a sum: a matrix (k, n), or (n, k) for a linear layer;
-    (tokens, n)."""
+    """The product of tokens (tokens, k) with one row of a sum, a matrix (k, n), or (n, k) for a linear layer;
+    gives (tokens, n)."""
 
     @staticmethod
     def forward(
@@ -223,7 +222,8 @@ class _RowProduct(torch.autograd.Function):
 
 
 class AdaptedRows(LazyTensor):
-    """A :class:`_Sum`, or one row of it if ``is_row``, without memory until more than rows are asked for."""
+    """A :class:`_Sum`, or one row of it if ``is_row``, without memory until an operator needs more than
+    single rows."""
 
     description = METADATA_FUNCTIONS
     lost_gradient = (
@@ -249,14 +249,14 @@ class AdaptedRows(LazyTensor):
         return made
 
     def compute(self) -> torch.Tensor:
-        """Return all rows, or the one, computed now. Raises as :meth:`_Sum.check` and as a PreOp."""
+        """Compute and return all rows, or the one row. Raises as :meth:`_Sum.check` and as a PreOp."""
         self._sum.check()
         rows = self._sum.whole()
         return rows[0] if self._is_row else rows
 
     @classmethod
     def without_values(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return parts as lazy rows, and products with them by runs of used rows."""
+        """Return parts as lazy rows, and products with them computed by runs of used rows."""
         for rule in (_part, _grouped, _with_row):
             found = rule(func, args, kwargs)
             if found is not NotImplemented:
@@ -264,11 +264,11 @@ class AdaptedRows(LazyTensor):
         return NotImplemented
 
 
-# -- what keeps rows lazy; each returns NotImplemented for what only whole ones can do -----------------------
+# -- rules that keep rows lazy; each returns NotImplemented if the operator needs the whole sum -------------
 
 
 def _part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One row, or every matrix transposed."""
+    """Select one row, or transpose every matrix."""
     rows = args[0]
     if type(rows) is not AdaptedRows or rows._is_row or rows._whole is not None or kwargs:
         return NotImplemented
@@ -287,7 +287,7 @@ def _part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The product of groups of tokens, each with a row."""
+    """Multiply groups of tokens, each with a row."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     if func not in _GROUPED or len(args) != 2 or given.keys() != {"offs"}:
         return NotImplemented
@@ -304,7 +304,7 @@ def _grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _with_row(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """A linear layer with one row, or a product with it."""
+    """Apply a linear layer with one row, or multiply with it."""
     is_linear = func is functional.linear
     if not (is_linear or func in _MATMUL) or len(args) != 2 or kwargs:
         return NotImplemented
@@ -316,7 +316,8 @@ def _with_row(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _multiplies(tokens: Any, rows: Any) -> bool:
-    """Say whether ``tokens`` are ordinary rows of the type of ``rows``, and none were computed."""
+    """Say whether ``tokens`` is a plain tensor of the dtype of ``rows``, and ``rows`` were not computed
+    yet."""
     if type(rows) is not AdaptedRows or rows._whole is not None or type(tokens) is not torch.Tensor:
         return False
     is_same = tokens.dim() == 2 and len(tokens) > 0 and tokens.dtype is rows.dtype

@@ -1,11 +1,11 @@
 """PreOp and PostOp of the backward pass: hooks on the autograd nodes that an operator made.
 
-A node created by an operator may have saved a view of a managed weight. Hooks that run right before and right
-after that node pin the operator's chunks for exactly as long as the node reads them. Nodes are found by
-autograd's sequence number: those made since the operator began are its own, so composite operators, in-place
-results and recomputation under checkpointing need no special case. Each thread counts for itself, and a GPU's
-backward pass has a thread of its own: what an operator was given is known to be older, whatever its number.
-See docs/notes/interception.md.
+A node may have saved a view of a managed weight. Hooks right before and after the node pin the operator's
+chunks for exactly as long as the node reads them. Nodes are found by autograd's sequence number: those made
+since the operator began are its own. So composite operators, in-place results and recomputation under
+checkpointing need no special case. Each thread has its own sequence numbers, and backward on a GPU runs on a
+thread of its own; therefore the nodes of an operator's inputs are excluded explicitly, whatever their
+numbers. See docs/notes/interception.md.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gemini.memstats.trace import BACKWARD
 from gemini.runtime.gate.gate import Gate, NodeHooks
 from gemini.runtime.intercept.nested import map_tensors
 
-# The number of the next node, and nodes that are older, whatever theirs.
+# The sequence number of the next node, and the nodes of the inputs, which are older whatever their numbers.
 NodesSoFar = tuple[int, list[Any]]
 
-# A node that runs: its backward pass, what returns None once that is over, the number of the first node that
-# it may make, what it reads.
+# A running node: the id of its backward pass; a function that returns None once that pass is over; the number
+# of the first node that it may make; the tensors that it reads.
 _RunningNode = tuple[int, Callable[[], object], int, tuple[int, ...]]
 
-# Nodes of these kinds keep no tensor of a weight's memory for their backward.
+# Nodes of these kinds save no view of a weight.
 _SAVES_NO_WEIGHT = frozenset(
     f"{name}Backward0"
     for name in [
@@ -63,33 +63,34 @@ _SAVES_NO_WEIGHT = frozenset(
         "AsStrided",
         "Detach",
     ]
-) | {f"{TiledCrossEntropy.__name__}Backward"}  # made its gradients with the loss
+) | {f"{TiledCrossEntropy.__name__}Backward"}  # computes its gradients in forward
 
 next_node_number: Callable[[], int] = _get_sequence_nr
 current_pass: Callable[[], int] = torch._C._current_graph_task_id  # -1: none
 
 
 class _PassEnd:
-    """Queued in a backward pass, which alone keeps it alive: it is gone when the pass is over or raised."""
+    """Queued as a callback of a backward pass, which holds the only reference: a weak reference is dead once
+    the pass has ended or raised."""
 
     def __call__(self) -> None:
-        """Do nothing: autograd calls it at the end."""
+        """Do nothing. Autograd calls it at the end of the pass."""
 
 
 class BackwardPins:
-    """What autograd nodes keep pinned: the node that runs, those around it, and the one that ran last.
+    """The pins of autograd nodes: of the running node, of the nodes around it, and of the one that ran last.
 
     The pin of the last node stays until the next PreOp, so that nodes of one operator share it. A node may
-    call Python before it reads what it saved (recomputation under checkpointing, custom functions, a backward
-    pass within): operators run meanwhile leave its pin alone. A node that raised runs no more once its
-    backward pass is gone.
+    call Python before it reads its saved tensors (recomputation under checkpointing, custom functions, a
+    nested backward pass): operators that run meanwhile do not end its pin. A node that raised is no longer
+    running once its backward pass is gone.
     """
 
     def __init__(self, gate: Gate) -> None:
-        self.held: tuple[int, ...] | None = None  # by the outermost node that runs, or by the last one
+        self.held: tuple[int, ...] | None = None  # pins of the outermost running node, or of the last node
         self._running: list[_RunningNode] = []  # outermost first
-        self._pass = -1  # the backward pass seen last
-        self._pass_thread = 0  # that it runs on
+        self._pass = -1  # the latest backward pass
+        self._pass_thread = 0  # the thread of that pass
         self._pass_end: Callable[[], object] = _PassEnd()
         self._gate = gate
         gate.threads.watch_passes(self.other_thread)
@@ -103,7 +104,7 @@ class BackwardPins:
         return hooks
 
     def settle(self) -> None:
-        """End the pin of the node that ran last; called by every PreOp while there is one."""
+        """Unpin the tensors of the node that ran last; called by every PreOp while there are any."""
         if self._running:
             self._forget_raised()
         if not self._running:
@@ -112,8 +113,8 @@ class BackwardPins:
                 self._gate.chunks.release(held, dirty=False)
 
     def other_thread(self) -> int:
-        """Return the thread that runs a backward pass of this model beside this one; 0: there is none, or it
-        is one of autograd's own, which may still hold a pass that is over for the thread that called it."""
+        """Return another thread that runs a backward pass of this model; 0: none, or one of autograd's own
+        threads, which may still hold a finished pass of the thread that called it."""
         other = self._pass_thread
         if self._pass_end() is None or other == threading.get_ident() or not _is_pythons(other):
             return 0
@@ -134,7 +135,7 @@ class BackwardPins:
             else:
                 if self._pass_end() is not None:
                     gate.threads.refuse_second_pass()
-                with gate.threads.operators:  # one of another thread ends first, and none begins
+                with gate.threads.operators:  # wait for another thread's operator, and block new ones
                     pin()
                     self._watch(current)
             running.append((current, self._pass_end, next_node_number(), tensors))
@@ -152,57 +153,59 @@ class BackwardPins:
         def after(grad_inputs: object, grad_outputs: object) -> None:
             if len(running) > 1:
                 current = current_pass()
-                while running[-1][0] != current:  # of a pass within this node that raised
+                while running[-1][0] != current:  # left by a nested pass that raised
                     self._forget_last()
             first_node = running.pop()[2]
             if running:
                 gate.post_op(tensors, False)
-            if torch.is_grad_enabled():  # create_graph: what this node made reads the same weights
+            if torch.is_grad_enabled():  # create_graph: the new nodes read the same weights
                 grad_inputs, grad_outputs = map_tensors((grad_inputs, grad_outputs), _unbatched)
                 hook_backward(grad_inputs, (first_node, _given_to_current(grad_outputs)), gate, tensors)
 
         return before, after
 
     def _watch(self, current: int) -> None:
-        """See to it that ``_pass_end`` returns None once the current backward pass is over, or raised."""
+        """Make ``_pass_end`` return None once the current backward pass has ended or raised."""
         end = _PassEnd()
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._pass, self._pass_end, self._pass_thread = current, weakref.ref(end), threading.get_ident()
 
     def _forget_raised(self) -> None:
-        """Unpin what nodes that raised left pinned: they count as running but their backward pass is over."""
+        """Unpin the tensors of nodes that raised: they count as running, but their backward pass is over."""
         outside = current_pass() == -1
         while self._running and (outside or self._running[-1][1]() is None):
             self._forget_last()
 
     def _forget_last(self) -> None:
-        """Unpin for the innermost node; the outermost one's pin is ``held``, which the next PreOp ends."""
+        """Drop the innermost node and unpin its tensors. The pin of the outermost node is ``held``; the next
+        PreOp ends it."""
         tensors = self._running.pop()[3]
         if self._running:
             self._gate.post_op(tensors, False)
 
 
 def _is_pythons(ident: int) -> bool:
-    """Say whether Python has started a thread, not autograd."""
+    """Say whether Python started a thread, rather than autograd."""
     started = (t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
     return ident in started
 
 
 def nodes_so_far(arguments: Any) -> NodesSoFar:
-    """Return what tells the nodes that an operator is about to make from those that there are: the number of
-    its first one, and the nodes that made its ``arguments``."""
+    """Return what distinguishes the nodes of an operator that is about to run from existing ones: the number
+    of its first node, and the nodes of its ``arguments``."""
     given: list[Any] = []
     _note_nodes(arguments, given)
     return next_node_number(), given
 
 
 def node_of(tensor: torch.Tensor) -> Any:
-    """Return the node that made a tensor; None: there is none, or autograd refuses to say, as of a view whose
-    base was written where nobody recorded it, which no operator can use for backward either."""
+    """Return the node that made a tensor; None if there is none, or if autograd refuses to tell. It refuses
+    for a view with a base that was written without being recorded; no operator can use such a view in
+    backward either."""
     try:
         if type(tensor) is torch.Tensor:
             return tensor.grad_fn
-        with torch._C.DisableTorchFunctionSubclass():  # others may answer for themselves
+        with torch._C.DisableTorchFunctionSubclass():  # subclasses may handle the attribute
             return tensor.grad_fn
     except RuntimeError:
         return None
@@ -221,7 +224,7 @@ def _note_nodes(values: Any, found: list[Any]) -> None:
 
 
 def _given_to_current(grad_outputs: Any) -> list[Any]:
-    """Return the nodes that made what the node that runs was given, and what it may have saved."""
+    """Return the nodes of the running node's inputs, and of tensors that it may have saved."""
     node: Any = torch._C._current_autograd_node()
     found = [node, *(child for child, _ in node.next_functions)]
     _note_nodes(grad_outputs, found)
@@ -236,11 +239,12 @@ def hook_backward(
     arguments: Any = (),
     seen: list[Any] | None = None,
 ) -> bool:
-    """Hook every node made since ``before`` that ``out`` depends on so that it runs with ``tensors`` pinned.
-    Return whether those are all that were made.
+    """Hook every node made since ``before`` that ``out`` depends on, so that it runs with ``tensors`` pinned.
+    Returns whether all new nodes were found.
 
-    ``arguments`` are the operator's: some write to theirs in place and return nothing. The graph of tangents
-    counts. ``seen``: nodes that are hooked already; those hooked now are added.
+    ``arguments``: the operator's, because some operators write to them in place and return nothing. Graphs of
+    forward-mode tangents are searched as well. ``seen``: nodes that are hooked already; newly hooked ones are
+    added.
     """
     (first_node, older), behind = before, next_node_number()
     if behind == first_node:
@@ -269,13 +273,13 @@ def hook_backward(
 
 
 def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of a batch where a backward pass runs once for several gradients (``vmap``,
-    ``is_grads_batched``): the graph is of that."""
+    """Return the whole batch if a backward pass runs once for several gradients (``vmap``,
+    ``is_grads_batched``), because the graph belongs to the batch."""
     while is_functorch_wrapped_tensor(tensor):
         tensor = get_unwrapped(tensor)
     if not is_legacy_batchedtensor(tensor):
         return tensor
-    return torch._remove_batch_dim(tensor, 1, 1, 0)  # of level 1: nothing nests them
+    return torch._remove_batch_dim(tensor, 1, 1, 0)  # level 1: batches are never nested here
 
 
 def _nodes_of_written(_out: Any, arguments: Any) -> list[Any]:
@@ -283,8 +287,8 @@ def _nodes_of_written(_out: Any, arguments: Any) -> list[Any]:
 
 
 def _nodes_of_tangents(out: Any, arguments: Any) -> list[Any]:
-    """Return the nodes that made tangents, of forward-mode AD, of results and of what was written: tangents
-    have a graph of their own beside that of what they belong to."""
+    """Return the nodes of forward-mode tangents of results and written arguments. Tangents have a graph of
+    their own beside that of their primals."""
     if forward_ad._current_level < 0:
         return []
     tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors_in((out, arguments))]

@@ -1,7 +1,7 @@
-"""A model's blocks, the repeated parts that are compiled or recomputed as wholes; and compiled blocks: a
-submodule that torch.compile took is one operator.
+"""Finds a model's blocks, the repeated submodules that are compiled or recomputed as wholes, and runs a
+compiled block as one operator.
 
-A compiler is shown plain tensors over the windows, never managed parameters. The whole call is pinned as one
+torch.compile sees plain tensors over the windows, never managed parameters. The whole call is pinned as one
 operator, and so is the node that it leaves for backward. See docs/notes/interception.md.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 def find_blocks(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
     """Return the names and modules of a model's blocks: the outermost members of lists and sequences that
-    have a like beside them, and children."""
+    have children and another member of the same class beside them."""
     found: list[tuple[str, nn.Module]] = []
     inside: tuple[str, ...] = ()
     for name, container in module.named_modules():
@@ -58,8 +58,8 @@ def find_blocks(module: nn.Module) -> Sequence[tuple[str, nn.Module]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Say whether calling ``module`` calls code of torch.compile: after ``module.compile()``, as what
-    ``torch.compile(module)`` returned, or because its class has a compiled ``forward``."""
+    """Say whether a call of ``module`` runs code of torch.compile: after ``module.compile()``, if it was
+    returned by ``torch.compile(module)``, or if its class has a compiled ``forward``."""
     if module._compiled_call_impl is not None:
         return True
     forward = module.forward
@@ -67,20 +67,20 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def num_compilations() -> int:
-    """Return how many frames the compiler has taken up, none where nobody uses it."""
+    """Return the number of frames that torch.compile has traced; 0 if it is not in use."""
     used = sys.modules.get("torch._dynamo.utils")
     return 0 if used is None else int(sum(used.counters["frames"].values()))
 
 
-_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded where anything was compiled into them
+_CUDA_GRAPHS = "torch._inductor.cudagraph_trees"  # loaded if anything was compiled with CUDA graphs
 
 
-_FEW = 64  # members of a container
-_ALL: weakref.WeakSet[CompiledBlocks] = weakref.WeakSet()  # what the compiler is told counts for all models
+_FEW = 64  # the most members of a container that is searched
+_ALL: weakref.WeakSet[CompiledBlocks] = weakref.WeakSet()  # the compiler has one state for all models
 
 
 class CompiledBlock:
-    """Stands in for the compiled call of a module: pins what it uses around it."""
+    """Replaces the compiled call of a module: pins the module's parameters around it."""
 
     def __init__(self, gate: Gate, module: nn.Module, name: str) -> None:
         self._gate = gate
@@ -91,7 +91,7 @@ class CompiledBlock:
         module._compiled_call_impl = self
 
     def remove(self) -> None:
-        """Have the module called as before, if nobody compiled it again since."""
+        """Restore the module's previous call, unless it was compiled again since."""
         if self._module._compiled_call_impl is self:
             self._module._compiled_call_impl = self._before
 
@@ -101,7 +101,7 @@ class CompiledBlock:
         Raises:
             OutOfBudgetError: DEVICE cannot hold all of them at once.
         """
-        if in_transform() is not None:  # whose levels take copies of parameters, operator by operator
+        if in_transform() is not None:  # inside torch.func transforms operators run one by one on copies
             return self._module._call_impl(*args, **kwargs)
         places = managed_places(self._module)
         operands = operands_of(([param for *_, param in places], args), kwargs)
@@ -120,17 +120,17 @@ class CompiledBlock:
                 with views.replacing(self._module):
                     out = self._call(*args, **kwargs)
             finally:
-                views.managed(arguments)  # lists and the like, which the caller has
+                views.managed(arguments)  # restores containers that the caller owns
             if _num_graphs() != num_graphs and self._gate.is_followed:
-                self._gate.abandon()  # the compiler took memory and time that no other step takes
+                self._gate.abandon()  # compilation took memory and time that other steps do not
             if nodes is not None:
                 with PlainTensors():
                     self._hook_backward(out, nodes, operands, arguments)
             return views.managed(out)
 
     def _nodes_so_far(self, args: Any, kwargs: Any) -> NodesSoFar | None:
-        """Return what tells the call's own nodes from older ones; None: they need no hooks. What the call
-        uses comes as arguments or is held by the module."""
+        """Return what distinguishes the call's own nodes from older ones; None if they need no hooks. The
+        call's inputs are its arguments and tensors held by the module."""
         if self._gate.resident or not torch.is_grad_enabled():
             return None
         with PlainTensors():
@@ -141,14 +141,14 @@ class CompiledBlock:
         seen: list[Any] = []
         returned = tensors_in(out)
         if not hook_backward(returned, nodes, self._gate, tensors, arguments, seen):
-            # What the call may have left elsewhere than in what it returned.
+            # Results that the call may have left in attributes of the module.
             attributes = [vars(part) for part in self._module.modules()]
             hook_backward(attributes, nodes, self._gate, tensors, seen=seen)
 
 
 def _held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that attributes of a module and of its parts are, or that short containers there
-    have: long ones hold data."""
+    """Yield the tensors in attributes of a module and its submodules, and in short containers there. Long
+    containers hold data and are skipped."""
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, torch.Tensor):
@@ -159,22 +159,23 @@ def _held_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class CompiledBlocks:
-    """The compiled blocks of one model, as far as they are known."""
+    """The known compiled blocks of one model."""
 
     def __init__(self, gate: Gate, module: nn.Module) -> None:
         self._gate = gate
         self._module = module
         self._named = list(module.named_modules())
         self._blocks: list[CompiledBlock] = []
-        self.warned = False  # that the model was compiled as a whole
-        self._num_gradients = -1  # there had been when the last pass that trains began
-        self.run_uncompiled = _outside_compiler()  # not bound to this: that would be a cycle
+        self.warned = False  # whether it warned that the model was compiled as a whole
+        self._num_gradients = -1  # number of gradients when the last training pass began
+        self.run_uncompiled = _outside_compiler()  # not a bound method, which would be a reference cycle
         _keep_from_tracing()
         _ALL.add(self)
         self._find()
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compile every block of the model, or all of it where it has none; with torch.compile's options."""
+        """Compile every block of the model, or the whole model if it has no blocks, with torch.compile's
+        options."""
         blocks = find_blocks(self._module)
         if not blocks:
             nbytes = sum(param.numel() * param.element_size() for param in self._module.parameters())
@@ -190,41 +191,42 @@ class CompiledBlocks:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the outermost parts of the model that are compiled."""
+        """The names of the outermost compiled modules of the model."""
         self.refresh()
         return tuple(block.name for block in self._blocks)
 
     def close(self) -> None:
-        """Await nothing any more: the model is closed."""
+        """Stop waiting for backward passes: the model is closed."""
         _ALL.discard(self)
 
     def release(self) -> None:
-        """Have every block called as before: the model is an ordinary one again."""
+        """Restore the previous call of every block: the model is an ordinary one again."""
         self.close()
         while self._blocks:
             self._blocks.pop().remove()
 
     def new_buffers(self) -> Iterator[torch.Tensor]:
-        """Yield the buffers of parts that were not there when it looked last."""
+        """Yield the buffers of submodules that were added since the last search."""
         known = {id(module) for _, module in self._named}
         for part in self._module.modules():
             if id(part) not in known:
                 yield from part.buffers(recurse=False)
 
     def look_again(self) -> None:
-        """Look for blocks in what the module consists of now."""
+        """Search the current submodules for compiled blocks."""
         self._named = list(self._module.named_modules())
         self._find()
 
     def refresh(self) -> None:
-        """Look for modules that were compiled since the last time; called before every forward pass."""
+        """Search again if a module was compiled since the last search; called before every forward pass."""
         if self._calls() != self._seen:
             self._find()
 
     def begin_pass(self, *, training: bool) -> None:
-        """Say that a forward pass begins: where each block has CUDA graphs of its own, the compiler takes
-        every call of one for a new pass, in which nobody needs what was returned in those before, until it is
-        told. While a pass that trains, of any model, has had no gradient, it may still need it.
+        """Mark the beginning of a forward pass for CUDA graphs. If each block has CUDA graphs of its own, the
+        compiler takes every call of a block for a new pass and frees the outputs of the previous one, until
+        passes are marked. A pass is not marked while a training pass of any model has produced no gradient
+        yet: its backward may still need the outputs.
 
         Raises:
             StateError: the pass would be recorded into a CUDA graph.
@@ -247,7 +249,7 @@ class CompiledBlocks:
         return bool(has_pass) and any(param.requires_grad for param in self._module.parameters())
 
     def _find(self) -> None:
-        """Have a :class:`CompiledBlock` around every outermost compiled module."""
+        """Put a :class:`CompiledBlock` around every outermost compiled module."""
         while self._blocks:
             self._blocks.pop().remove()
         inside: tuple[str, ...] = ()
@@ -260,18 +262,18 @@ class CompiledBlocks:
         self._gate.lend_gradients(bool(self._blocks) and device.has_own_memory)
 
     def _calls(self) -> list[Any]:
-        """Return what may say of a module that it is compiled, and can be set at any time."""
+        """Return the attributes that show that a module is compiled; they can be set at any time."""
         return [(module._compiled_call_impl, vars(module).get("forward")) for _, module in self._named]
 
 
 @functools.cache
 def _outside_compiler() -> Callable[..., Any]:
-    """Return :func:`_run_uncompiled` as what the compiler calls and does not look into."""
+    """Return :func:`_run_uncompiled` as a function that torch.compile does not trace into."""
     return torch.compiler.disable(_run_uncompiled)  # type: ignore[no-any-return]
 
 
 def _run_uncompiled(blocks: CompiledBlocks, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run ``call``, the forward pass of a model that somebody has the compiler trace."""
+    """Run ``call``, the forward pass of a model that is being traced as a whole; warn once."""
     if not blocks.warned:
         blocks.warned = True
         logger.warning(
@@ -283,8 +285,8 @@ def _run_uncompiled(blocks: CompiledBlocks, call: Callable[..., Any], args: Any,
 
 @functools.cache
 def _keep_from_tracing() -> None:
-    """Have the compiler leave alone the managed tensors that it meets elsewhere, and the code that runs when
-    operators are given them."""
+    """Keep torch.compile from tracing managed tensors that it meets elsewhere, and the code that runs
+    operators on them."""
     import torch._dynamo.config as settings
     from torch._dynamo import trace_rules
 
@@ -294,7 +296,7 @@ def _keep_from_tracing() -> None:
 
 
 def _num_graphs() -> int:
-    """Return how many graphs were compiled in this process."""
+    """Return the number of graphs compiled in this process."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

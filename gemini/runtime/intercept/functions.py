@@ -1,6 +1,5 @@
-"""Torch functions that read no memory of their operands, and those that name a managed tensor rather than
-read it: its gradient, its data, a backward pass.
-"""
+"""Torch functions on managed tensors that are not operators: those that read no memory of their operands, and
+those that refer to a tensor rather than its values, like ``.grad``, ``.data`` and backward."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from gemini.system.lazy_tensor import DESCRIPTION
 
 
 def _slot_of(tensor: Any) -> Slot | None:
-    """Return the slot of a managed parameter; None: it is a view of one."""
+    """Return the slot of a managed parameter; None if ``tensor`` is a view of one."""
     slot: Slot | None = getattr(tensor, "_slot", None)
     return slot
 
@@ -40,7 +39,8 @@ def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
     slot = _slot_of(param)
     if slot is None:
         with PlainTensors():
-            if param.requires_grad and param.is_leaf:  # nn.Parameter(weight.detach()) has its own
+            # Nn.Parameter(weight.detach()) has a gradient of its own.
+            if param.requires_grad and param.is_leaf:
                 param.grad = grad
                 return
         raise ConfigError(
@@ -53,7 +53,8 @@ def _set_grad(param: Any, grad: torch.Tensor | None) -> None:
 
 
 def set_data(tensor: Any, value: torch.Tensor) -> None:
-    """``param.data = value`` writes the values into the chunk: a window's address never changes."""
+    """Implement ``param.data = value`` by copying the values into the chunk: a window's address never
+    changes."""
     for what in ("shape", "dtype", "device"):
         if getattr(value, what) != getattr(tensor, what):
             raise ConfigError(
@@ -63,7 +64,7 @@ def set_data(tensor: Any, value: torch.Tensor) -> None:
             )
     with PlainTensors():
         if value.data_ptr() == tensor.data_ptr() and value.stride() == tensor.stride():
-            return  # what module.to("cpu") does: nothing was written
+            return  # module.to("cpu") does this: nothing to write
     if _is_managed(value):
         raise ConfigError(
             "giving a managed tensor the data of another one would have both share memory, where each has a "
@@ -75,8 +76,8 @@ def set_data(tensor: Any, value: torch.Tensor) -> None:
 
 
 def set_memory(tensor: Any, *source: Any, **options: Any) -> Any:
-    """``param.set_(other)`` writes the values into the chunk, as :func:`set_data`. Torch asks no class about
-    ``set_``: the classes have it as a method."""
+    """Implement ``param.set_(other)`` by copying the values into the chunk, as :func:`set_data`. A method of
+    the classes, because torch does not dispatch ``set_`` to ``__torch_function__``."""
     if options or len(source) != 1 or not isinstance(source[0], torch.Tensor):
         return _refuse("set_")(tensor)
     set_data(tensor, source[0])
@@ -84,9 +85,9 @@ def set_memory(tensor: Any, *source: Any, **options: Any) -> Any:
 
 
 def write_items(tensor: Any) -> Callable[..., Any]:
-    """What ``torch.distributed.checkpoint.save`` looks for on a tensor (``__create_write_items__``), as a
-    property. Over ranks each would write some tensors, and wait for the others to read them too: refused on
-    all. Otherwise there is none, and the tensor is saved as any other."""
+    """The property ``__create_write_items__``, which ``torch.distributed.checkpoint.save`` looks up on
+    tensors. Over ranks it raises ConfigError: each rank would save some tensors and wait for the others to
+    read them too. Otherwise the attribute is absent, and the tensor is saved like any other."""
     if not tensor._ref.manager.gathers:
         raise AttributeError("__create_write_items__")
     raise ConfigError(
@@ -97,8 +98,8 @@ def write_items(tensor: Any) -> Callable[..., Any]:
 
 
 def _require_grad(tensor: Any, requires_grad: bool = True) -> Any:
-    """``param.requires_grad = ...``; a parameter that was frozen when it was wrapped gets a place for
-    gradients then."""
+    """Implement ``param.requires_grad = ...``. A parameter that was frozen when it was wrapped gets a
+    gradient chunk."""
     slot = _slot_of(tensor)
     growth = tensor._ref.manager.growth if slot is not None else None
     if requires_grad and growth is not None:
@@ -119,8 +120,8 @@ def _gradients(
     materialize_grads: bool = False,
     **options: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """``torch.autograd.grad``: its inputs name places in the graph; they are not operands and need no
-    memory."""
+    """Implement ``torch.autograd.grad``: its inputs name places in the graph; they are not operands and need
+    no memory."""
     outputs = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     if materialize_grads:
@@ -139,7 +140,7 @@ def _backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """``tensor.backward()`` on a view of a parameter: no operator either."""
+    """Implement ``tensor.backward()`` on a view of a parameter, which is not an operator."""
     torch.autograd.backward(torch.clone(tensor), gradient, retain_graph, create_graph, inputs=inputs)
 
 
@@ -150,25 +151,26 @@ def _backward_pass(
     create_graph: bool = False,
     inputs: Sequence[Any] | None = None,
 ) -> None:
-    """``torch.autograd.backward``: its inputs, too, name places in the graph. Run as one operator it would
-    pin them all, and leave what Python does within it to itself."""
+    """Implement ``torch.autograd.backward``: its inputs name places in the graph. Run as one operator it
+    would pin all of them, and Python code inside the pass would not be intercepted."""
     edges: Any = None
     if inputs is not None:
         for tensor in inputs:
             if _is_managed(tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.retain_grad()  # as torch does with a view that is asked for
+                tensor.retain_grad()  # torch does this for views in inputs=
         edges = [get_gradient_edge(t) if _is_managed(t) else t for t in inputs]
     torch.autograd.backward(_copied(tensors), grad_tensors, retain_graph, create_graph, inputs=edges)
 
 
 def _copied(tensors: Sequence[Any]) -> Any:
-    """Return the tensors with copies in the places of managed ones: what the graph begins with is read."""
+    """Return the tensors with managed ones replaced by copies, because backward reads the values of its
+    roots."""
     return [torch.clone(t) if _is_managed(t) else t for t in tensors]
 
 
 def _formatted(tensor: Any, spec: str) -> str:
-    """``f"{weight[0]:.3f}"``: torch formats the number in a view for its own class alone, and in no
-    parameter."""
+    """Implement ``f"{weight[0]:.3f}"``: torch formats the number in a zero-dimensional tensor only for its
+    own class, and never for parameters."""
     with PlainTensors():
         is_number = tensor.dim() == 0 and not isinstance(tensor, torch.nn.Parameter)
     return format(tensor.item(), spec) if is_number else object.__format__(tensor, spec)
@@ -185,7 +187,7 @@ def _refuse(name: str) -> Callable[..., Any]:
     return refuse
 
 
-# Torch functions that take a managed tensor and are no operators, and what is done instead.
+# Torch functions on managed tensors that are not operators, and their replacements.
 SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.grad.__get__: _grad_of,  # type: ignore[union-attr]
     torch.Tensor.grad.__set__: _set_grad,  # type: ignore[union-attr]
@@ -202,7 +204,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__dlpack__: raw_access.dlpack,
     torch.Tensor.__format__: _formatted,
     **{getattr(torch.Tensor, name): _refuse(name) for name in ("resize_", "resize_as_", "share_memory_")},
-    # Recurrent modules on a GPU would have their weights next to each other: they lie in chunks.
+    # Recurrent modules on a GPU want their weights contiguous, but the weights must stay in their chunks.
     torch._cudnn_rnn_flatten_weight: lambda *_args, **_kwargs: None,
 }
 
@@ -232,10 +234,10 @@ def _metadata_functions() -> frozenset[Any]:
     return DESCRIPTION.union(functions)
 
 
-# Answered from the tensor's description: no fetch.
+# Answered from the tensor's metadata: no fetch.
 METADATA_FUNCTIONS = _metadata_functions()
 
-# Make another name for the same memory: no fetch, the result is managed too.
+# Return the same memory under another name: no fetch, and the result is managed too.
 ALIASING_FUNCTIONS: frozenset[Any] = frozenset(
     (
         torch.Tensor.data.__get__,  # type: ignore[attr-defined]
@@ -246,7 +248,7 @@ ALIASING_FUNCTIONS: frozenset[Any] = frozenset(
     )
 )
 
-# Name a part of the same memory and read nothing; an index only where it is no list of elements.
+# Return a view of a part of the same memory and read nothing; indexing only with basic indices.
 _VIEWS: frozenset[Any] = frozenset(
     (torch.Tensor.view, torch.Tensor.select, torch.Tensor.narrow, torch.Tensor.__getitem__)
 )

@@ -1,4 +1,4 @@
-"""Tensors inside the containers that models take and return."""
+"""Maps functions over the tensors in the containers that models take and return."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 def exchange_tensors(
     value: Any, change: Callable[[torch.Tensor], torch.Tensor], around: tuple[int, ...] = ()
 ) -> Any:
-    """Return ``value`` with every tensor in it replaced by ``change(tensor)``, where that is another one.
+    """Return ``value`` with every tensor in it replaced by ``change(tensor)``, if that is another tensor.
 
-    Looks where :func:`map_tensors` does, but lists, mappings and dataclasses are changed in place, for
-    all who hold them. ``around``: ids of the containers that ``value`` is in; one in itself is looked
-    into once.
+    Looks where :func:`map_tensors` does, but changes lists, mappings and dataclasses in place, for everyone
+    who holds them. ``around``: ids of the containers around ``value``; a container inside itself is visited
+    once.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -79,7 +79,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _items(container: Any) -> list[tuple[Any, Any]]:
-    """Return keys and values of a list, a mapping or a dataclass; of anything else none."""
+    """Return keys and values of a list, a mapping or a dataclass; nothing for other objects."""
     if isinstance(container, list):
         return list(enumerate(container))
     if isinstance(container, MutableMapping):

@@ -1,8 +1,8 @@
-"""Operators as the CPU computes them, on tensors without memory.
+"""Runs operators on ``meta`` tensors as the CPU would compute them, for rehearsals.
 
-``scaled_dot_product_attention`` chooses by device, and for ``meta`` it chooses the plain one, which keeps
-every product of queries and keys. torch's own product of groups of rows with a matrix each (experts) takes
-bf16 alone on ``meta``, as a GPU does; the CPU takes every dtype.
+``scaled_dot_product_attention`` chooses an implementation by device, and on ``meta`` it chooses the plain
+one, which saves every product of queries and keys. torch's grouped matrix product (experts) accepts only bf16
+on ``meta``, as on a GPU; the CPU accepts every dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
 class AttentionOfCpu(TorchFunctionMode):
-    """Within it, attention on ``meta`` is the operator that the CPU would run."""
+    """Mode in which attention on ``meta`` is the operator that the CPU would run."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -56,8 +56,8 @@ def _attention(
 
 
 def _geometry(tensor: torch.Tensor | None) -> _Geometry | None:
-    """Return shape, stride, dtype, and whether it has a gradient (no fused kernel makes that of a mask), for
-    a batch of one: the choice does not depend on its size."""
+    """Return shape, stride, dtype, and whether a gradient is needed (no fused kernel computes that of a
+    mask), for a batch of one: the choice does not depend on the batch size."""
     if tensor is None:
         return None
     shape = (min(tensor.shape[0], 1), *tensor.shape[1:]) if tensor.ndim == 4 else tuple(tensor.shape)
@@ -68,7 +68,8 @@ def _geometry(tensor: torch.Tensor | None) -> _Geometry | None:
 def _choice(
     operands: tuple[_Geometry | None, ...], dropout_p: float, is_causal: bool, enable_gqa: bool
 ) -> int:
-    """Return which attention torch would take for such tensors on the CPU; their memory is not touched."""
+    """Return the attention implementation that torch would choose on the CPU for these shapes; no memory is
+    touched."""
     with _disable_current_modes():
         tensors: list[Any] = [None if geometry is None else _like(geometry) for geometry in operands]
         choose: Any = torch._fused_sdp_choice
@@ -90,7 +91,7 @@ def grouped_mm(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return what ``torch._grouped_mm`` would, for operands on ``meta``; the groups are those of ``offs``."""
+    """Return the result of ``torch._grouped_mm`` for operands on ``meta``, in groups that end at ``offs``."""
     shape: tuple[int, ...] = (left.shape[-2], right.shape[-1])
     if left.ndim == right.ndim:  # matrices cut along what is summed over, or a matrix of each per group
         groups = left.shape[0] if left.ndim == 3 or offs is None else offs.shape[0]
@@ -99,7 +100,8 @@ def grouped_mm(
 
 
 def grouped_mm_flops(args: tuple[Any, ...], _out: Any) -> int:
-    """Return the multiplications and additions, however rows are spread over the groups."""
+    """Return the number of multiplications and additions, which does not depend on the sizes of the
+    groups."""
     left, right = args[:2]
     groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
     return int(2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1])

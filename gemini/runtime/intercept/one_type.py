@@ -1,10 +1,10 @@
-"""Operators that get several types: what 16-bit parameters and fp32 buffers make together.
+"""Runs operators that torch refuses because 16-bit parameters meet fp32 buffers, again in one dtype.
 
-An operator that takes parameters and is refused for its types runs once more, in theirs (``precision.py``).
-One without parameters gets what a buffer in fp32 has promoted beside activations in 16 bits; it runs again in
-those. A managed model looks for such operators in its first passes alone: the module in which one ran looks
-in each of its calls from then on, recomputed ones included, and all others cost nothing. Where that is the
-outermost module, every pass looks.
+A refused operator with parameters runs again in their dtype (``precision.py``). One without parameters gets a
+value that an fp32 buffer has promoted, beside 16-bit activations; it runs again in 16 bits. A managed model
+looks for such operators only in its first passes. The module in which one ran then intercepts operators in
+all of its calls, recomputed ones included; all other modules cost nothing. If it was the outermost module,
+every pass is intercepted.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class InOneType(TorchFunctionMode):
-    """Run an operator that torch refuses for its types once more, in the type of its parameters, or else of
-    its operands in 16 bits (docs/notes/precision.md)."""
+    """Run an operator that torch refuses for its dtypes again, in the dtype of its parameters, or else of its
+    16-bit operands (docs/notes/precision.md)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -50,21 +50,21 @@ class InOneType(TorchFunctionMode):
             return out
 
     def note(self) -> None:
-        """Note that an operator without parameters ran once more."""
+        """Called after an operator without parameters ran again."""
 
 
 class FirstPasses:
-    """The first training pass and the first evaluation of a model, in which such operators are looked for."""
+    """The first training pass and the first evaluation of a model, which look for such operators."""
 
     def __init__(self, module: nn.Module, precision: torch.dtype | None) -> None:
         self._module = module
         self._to_see = {True, False} if precision in _SIXTEEN_BITS and _has_wide_buffers(module) else set()
-        self._looks_always = False  # True: such an operator ran in the outermost module itself
-        self.may_look = bool(self._to_see)  # False: no pass is looked at any more
+        self._looks_always = False  # True: an operator was refused in the outermost module itself
+        self.may_look = bool(self._to_see)  # False: no pass looks any longer
 
     @contextmanager
     def watched(self, training: bool) -> Iterator[None]:
-        """Look for such operators within the block where no such pass has ended before."""
+        """Look for such operators in the block if no pass of this kind has ended before."""
         if self._looks_always:
             with InOneType():
                 yield
@@ -84,12 +84,12 @@ def _has_wide_buffers(module: nn.Module) -> bool:
 
 
 class _Looking(InOneType):
-    """Have the module in which an operator ran once more look in each of its calls."""
+    """Makes the module in which an operator was refused intercept operators in all of its calls."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._inner = {id(part) for part in module.modules() if part is not module}
-        self.met_outside = False  # True: one ran in the outermost module, whose class manage() changes
+        self.met_outside = False  # True: refused in the outermost module, whose class manage() changes
 
     def note(self) -> None:
         frame: FrameType | None = sys._getframe(1)
@@ -103,11 +103,11 @@ class _Looking(InOneType):
 
 
 class _ComputesInOneType(nn.Module):
-    """A module in which operators get several types. Its copies are, too; it is pickled as one of its own
-    class."""
+    """Mixin for a module with refused operators: runs its forward in one dtype. Its copies have it too;
+    pickles have the module's original class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
+        """Run the module's own forward within :class:`InOneType`."""
         with InOneType():
             return super().forward(*args, **kwargs)
 
@@ -129,9 +129,9 @@ class _ComputesInOneType(nn.Module):
 def run_backward(
     tensor: torch.Tensor, grad: torch.Tensor | None, inputs: Sequence[torch.Tensor], retain_graph: bool
 ) -> None:
-    """Run ``torch.autograd.backward``; activations that are computed again get one type, too.
+    """Run ``torch.autograd.backward`` so that recomputed activations use one dtype, too.
 
-    That one is a torch function itself, so that no mode is left within it.
+    ``torch.autograd.backward`` itself is a torch function, so inside it no mode would be active.
     """
     grads = torch.autograd._make_grads((tensor,), (grad,), is_grads_batched=False)
     with InOneType():
@@ -141,7 +141,7 @@ def run_backward(
 
 
 def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return the parameters among the operands, and those in 16 bits."""
+    """Return the parameters among the operands, and the 16-bit operands."""
     params: list[torch.Tensor] = []
     short: list[torch.Tensor] = []
 
@@ -157,6 +157,6 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch
 
 
 def mixes_types(module: nn.Module) -> bool:
-    """Say whether floating-point parameters and buffers of ``module`` have several types."""
+    """Say whether the floating-point parameters and buffers of ``module`` have several dtypes."""
     tensors = (*module.parameters(), *module.buffers())
     return len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1

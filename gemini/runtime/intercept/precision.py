@@ -1,7 +1,7 @@
-"""Which type parameters and buffers of a model have in chunks, and operands that have others.
+"""Chooses the dtypes of parameters and buffers in chunks, and casts operands that have another dtype.
 
-Under mixed precision parameters compute in 16 bits except for those that stay in fp32; buffers keep their
-type: they hold frequencies, statistics and counts, which 16 bits spoil. Quantized weights are bytes. See
+Under mixed precision parameters compute in 16 bits, except for those that stay in fp32. Buffers keep their
+dtype: they hold frequencies, statistics and counts, which 16 bits spoil. Quantized weights are bytes. See
 docs/notes/precision.md and docs/notes/quantized.md.
 """
 
@@ -22,19 +22,19 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from gemini.errors import ConfigError
 from gemini.runtime.intercept.nested import map_tensors
 
-BYTES = torch.uint8  # the type of quantized weights in chunks
-# Classes of quantized weights over memory of their own, which are no wrappers around plain tensors.
+BYTES = torch.uint8  # dtype of quantized weights in chunks
+# Classes of quantized weights with memory of their own, which are not wrappers around plain tensors.
 FOUR_BITS, EIGHT_BITS = "bitsandbytes.nn.modules.Params4bit", "bitsandbytes.nn.modules.Int8Params"
-# Wrappers over several processes, which other parts manage.
+# Distributed wrappers, which other packages manage.
 _DISTRIBUTED = ("DTensor", "ColoParameter", "AsyncCollectiveTensor")
-# What computing in 16 bits meets; not the types of quantized weights.
+# Dtypes that may meet in computing; not those of quantized weights.
 _COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Where models of transformers name the parts that 16 bits spoil.
+# Attributes of transformers models that name the modules to keep in fp32.
 _LISTS_OF_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def is_quantized(param: torch.Tensor) -> bool:
-    """Say whether a parameter that is not managed has a class for quantized values that chunks can hold."""
+    """Say whether an unmanaged parameter has a class for quantized values that chunks can hold."""
     kind = type(param)
     if kind is nn.Parameter or kind.__name__ in _DISTRIBUTED:
         return False
@@ -42,17 +42,18 @@ def is_quantized(param: torch.Tensor) -> bool:
 
 
 def class_name(kind: type) -> str:
-    """Return the name of a class with that of its module."""
+    """Return the qualified name of a class, with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def compute_types(
     module: nn.Module, precision: torch.dtype | None, keep_fp32: Sequence[str], *, strict: bool = True
 ) -> dict[int, torch.dtype]:
-    """Return the type of each parameter in its chunk, by the parameter's id.
+    """Return the dtype of each parameter in its chunk, by the parameter's id.
 
     Raises:
-        ConfigError: ``strict``, and a name in ``keep_fp32`` is that of no parameter and no module with some.
+        ConfigError: with ``strict``, a name in ``keep_fp32`` matches no parameter and no module with
+            parameters.
     """
     params = list(module.parameters())
     if precision is None:
@@ -72,7 +73,7 @@ def compute_types(
 
 
 def _named(module: nn.Module, keep_fp32: Sequence[str], *, strict: bool) -> set[int]:
-    """Return the ids of parameters that the user, or the model itself, names."""
+    """Return the ids of the parameters that the user or the model names for fp32."""
     kept: set[int] = set()
     for pattern in keep_fp32:
         found = _matching(module, pattern)
@@ -92,8 +93,8 @@ def _named(module: nn.Module, keep_fp32: Sequence[str], *, strict: bool) -> set[
 
 
 def _matching(module: nn.Module, pattern: str) -> set[int]:
-    """Return the ids of the parameters in whose names ``pattern`` is one whole part or several; ``*`` stands
-    for anything."""
+    """Return the ids of the parameters that have ``pattern`` as one or several whole components of their
+    names; ``*`` matches anything."""
     parts = re.escape(pattern).replace(r"\*", ".*")
     within = re.compile(rf"(^|\.){parts}($|\.)")
     named = module.named_parameters(remove_duplicate=False)
@@ -101,18 +102,19 @@ def _matching(module: nn.Module, pattern: str) -> set[int]:
 
 
 def _computes_in_fp32(name: str, owner: nn.Module) -> bool:
-    """Say whether a submodule is one that computes in fp32 whatever comes: batch norm, whose operator takes
-    parameters and statistics of one type; and what says so itself (routers of experts, which cast their
-    parameters in forward), or what it casts its bias to (quantized layers of bitsandbytes)."""
+    """Say whether a submodule computes in fp32 in any case: batch norm, because its operator takes parameters
+    and statistics of one dtype; and modules with an fp32 ``dtype`` or ``compute_dtype`` attribute (routers of
+    experts, which cast their parameters in forward; quantized layers of bitsandbytes, which cast their
+    bias)."""
     if isinstance(owner, _NormBase) and not isinstance(owner, _InstanceNorm):
         return owner.running_mean is not None and owner.running_mean.dtype == torch.float32
     return bool(name) and torch.float32 in (vars(owner).get("dtype"), vars(owner).get("compute_dtype"))
 
 
 def place_buffers(module: nn.Module, device: torch.device | None, *, casts: bool) -> None:
-    """Replace the buffers of a module and its submodules by ones on ``device`` (None: where they are). With
-    ``casts`` those that torch itself derives from a parameter get its type, and so do weights that PEFT holds
-    as buffers. One that fits already stays."""
+    """Move the buffers of a module and its submodules to ``device`` (None: keep their device). With
+    ``casts``, buffers that torch derives from a parameter get its dtype, and so do weights that PEFT holds as
+    buffers. A buffer that fits already stays."""
     derived = dict((*_derived_buffers(module), *_weights_of_adapters(module))) if casts else {}
     for owner in module.modules():
         for name, buffer in list(owner.named_buffers(recurse=False)):
@@ -124,8 +126,8 @@ def place_buffers(module: nn.Module, device: torch.device | None, *, casts: bool
 
 
 def _derived_buffers(module: nn.Module) -> Iterator[tuple[tuple[int, str], torch.dtype]]:
-    """Yield owner's id and name of the buffers that operators take together with the parameter they are
-    computed from, and its type: singular vectors of spectral norm, bases of orthogonal parametrizations."""
+    """Yield (owner id, name) and dtype for buffers that operators use together with the parameter from which
+    they are computed: singular vectors of spectral norm, bases of orthogonal parametrizations."""
     for owner in module.modules():
         if isinstance(owner, ParametrizationList):
             dtype = next(owner.parameters(recurse=False)).dtype
@@ -141,8 +143,8 @@ def _derived_buffers(module: nn.Module) -> Iterator[tuple[tuple[int, str], torch
 
 
 def _weights_of_adapters(module: nn.Module) -> Iterator[tuple[tuple[int, str], torch.dtype]]:
-    """Yield owner's id and name of the buffers that adapters of PEFT have as weights that nobody trains, and
-    the type of those beside them that are trained: random projections of VeRA, which layers share."""
+    """Yield (owner id, name) and dtype for buffers that are untrained weights of PEFT adapters, such as
+    VeRA's shared random projections. The dtype is that of the trained parameters beside them."""
     for layer in module.modules():
         trained = [getattr(layer, name, None) for name in getattr(layer, "adapter_layer_names", ())]
         params = [param for part in trained if isinstance(part, nn.Module) for param in part.parameters()]
@@ -159,11 +161,11 @@ def run_in_one_type(
     operands: Sequence[torch.Tensor],
     refusal: RuntimeError,
 ) -> Any:
-    """Run once more an operator that torch refused, with its other operands cast to the type of ``operands``,
-    its managed ones: what comes of a buffer in fp32 meets parameters in 16 bits, and the other way round.
+    """Run an operator that torch refused again, with its other operands cast to the dtype of ``operands``,
+    the managed ones. Values computed from fp32 buffers may meet 16-bit parameters, and the other way round.
 
     Raises:
-        RuntimeError: ``refusal``, where it is not about that, or what was cast is written to.
+        RuntimeError: ``refusal``, if it is not about dtypes, or if a cast operand is written to.
     """
     types = {operand.dtype for operand in operands}
     if len(types) != 1 or "type" not in str(refusal):

@@ -1,8 +1,8 @@
 """Frozen quantized weights: their plain inner tensors lie in a chunk as bytes.
 
 A quantized weight is either a wrapper around plain tensors (``__tensor_flatten__``: torchao), or has memory
-of its own and statistics in attributes (bitsandbytes). Both are one slot of bytes, so that an operator pins
-all inner tensors at once. The weight stays the same object; by ``isinstance`` and by name it keeps its class.
+of its own and statistics in attributes (bitsandbytes). Each is one slot of bytes, so that an operator pins
+all inner tensors at once. The weight stays the same object; it keeps its class by ``isinstance`` and by name.
 See docs/notes/quantized.md.
 """
 
@@ -22,8 +22,8 @@ from gemini.chunk.layout import TENSOR_ALIGN_BYTES, is_dense, round_up
 from gemini.errors import ConfigError
 from gemini.runtime.intercept.precision import EIGHT_BITS, FOUR_BITS, class_name
 
-# Classes over memory of their own, and which of their tensors lie in chunks besides that. Tables of codes are
-# the same for all weights and stay where they are.
+# Classes with memory of their own, and the attributes with tensors that lie in chunks besides that memory.
+# Code tables are shared by all weights and stay where they are.
 _OWN_MEMORY: Mapping[str, tuple[str, ...]] = {
     FOUR_BITS: (
         "quant_state.absmax",
@@ -35,22 +35,22 @@ _OWN_MEMORY: Mapping[str, tuple[str, ...]] = {
 
 
 class Holder(NamedTuple):
-    """An attribute of an object, which has an inner tensor, or None while another holder has it."""
+    """An attribute of an object that holds an inner tensor, or None while another holder has it."""
 
     owner: Any
     name: str
 
     @property
     def value(self) -> torch.Tensor | None:
-        """What the attribute has."""
+        """The attribute's value."""
         found: torch.Tensor | None = getattr(self.owner, self.name, None)
         return found
 
 
 @dataclass(frozen=True)
 class InnerTensor:
-    """A plain tensor of a weight and its place in the slot's bytes. ``holders`` is empty for the memory of
-    the weight itself."""
+    """A plain tensor of a weight and its place in the slot's bytes. ``holders`` is empty for the weight's own
+    memory."""
 
     start: int
     dtype: torch.dtype
@@ -60,18 +60,19 @@ class InnerTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes."""
+        """The size in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def view(self, held: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in ``held``, the bytes of the slot, with a version counter of its own."""
+        """Return the tensor as a view of ``held``, the bytes of the slot, with a version counter of its
+        own."""
         flat = held[self.start : self.start + self.nbytes].view(self.dtype)
         with torch.no_grad():
             return torch.as_strided(flat, self.shape, self.stride, flat.storage_offset()).data
 
     def bytes_of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value``, of this type and shape, as flat bytes in the order in which the slot has them: a
-        copy where it lies in memory in another order."""
+        """Return ``value``, of this dtype and shape, as flat bytes in the slot's order; a copy if its memory
+        order differs."""
         with PlainTensors(), torch.no_grad():
             if value.stride() != self.stride:
                 laid_out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=value.device)
@@ -81,9 +82,9 @@ class InnerTensor:
 
 @dataclass(frozen=True)
 class QuantizedForm:
-    """What a quantized weight is made of. ``rebuild`` makes a wrapper of its class of plain tensors; None for
-    a class over memory of its own. ``codes``: the name of the table of codes, which is not among the bytes;
-    empty where there is none."""
+    """The format of a quantized weight: its class and inner tensors. ``rebuild`` makes a wrapper of this
+    class from plain tensors; None for a class with memory of its own. ``codes``: the name of the code table,
+    which is not among the bytes; empty if there is none."""
 
     kind: type
     inner: tuple[InnerTensor, ...]
@@ -92,17 +93,17 @@ class QuantizedForm:
     codes: str = ""
 
     def __str__(self) -> str:
-        """Return what has to be the same for bytes of one weight to be those of another."""
+        """Return a key of the format: the bytes of two weights are exchangeable if their keys are equal."""
         parts = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in self.inner]
         kind = [class_name(self.kind), *([self.codes] if self.codes else [])]
         return " ".join([*kind, *parts]).replace(", ", ",")
 
     def views(self, held: torch.Tensor) -> list[torch.Tensor]:
-        """Return the inner tensors in ``held``, the bytes of the slot."""
+        """Return the inner tensors as views of ``held``, the bytes of the slot."""
         return [each.view(held) for each in self.inner]
 
     def over(self, held: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that nobody manages over ``held``: as ``detach()`` of the weight returns it."""
+        """Return an unmanaged tensor over ``held``, like ``detach()`` of the weight."""
         plain = self.views(held)
         return plain[0] if self.rebuild is None else self.rebuild(plain)
 
@@ -110,7 +111,7 @@ class QuantizedForm:
         """Return the tensors in ``value`` that are to be copied to :meth:`views`, from the first on.
 
         Raises:
-            ConfigError: it is quantized otherwise, or not quantized.
+            ConfigError: ``value`` is quantized in another format, or not quantized.
         """
         if self.rebuild is None:
             given = [value]
@@ -128,7 +129,7 @@ class QuantizedForm:
         return given
 
     def tensors_of(self, param: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the inner tensors that ``param``, which is not managed, has, as :attr:`inner` lists them."""
+        """Yield the inner tensors of ``param``, an unmanaged weight, in the order of :attr:`inner`."""
         for index, each in enumerate(self.inner):
             if index == 0 and self.rebuild is None:
                 yield param.data
@@ -136,7 +137,7 @@ class QuantizedForm:
             yield next(value for holder in each.holders if (value := holder.value) is not None)
 
     def put(self, held: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Have the attributes hold the inner tensors in ``held``, each as ``change`` returns it."""
+        """Set the attributes to the inner tensors in ``held``, each passed through ``change``."""
         for each in self.inner:
             for holder in each.holders:
                 if holder.value is not None:
@@ -145,7 +146,7 @@ class QuantizedForm:
 
 @dataclass
 class _Layout:
-    """Places inner tensors one after the other."""
+    """Places inner tensors one behind another."""
 
     inner: list[InnerTensor] = field(default_factory=list)
     end: int = 0
@@ -158,15 +159,15 @@ class _Layout:
 
 
 def is_wrapper(value: Any) -> bool:
-    """Say whether a value is a tensor around plain tensors, which it can be taken apart into."""
+    """Say whether ``value`` is a tensor that wraps plain tensors and can be taken apart."""
     return is_traceable_wrapper_subclass(value)
 
 
 def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
-    """Return what a quantized weight of ``owner`` is made of.
+    """Return the format of a quantized weight of ``owner``.
 
     Raises:
-        ConfigError: it trains, is not quantized yet, or an inner tensor is none that a chunk can hold.
+        ConfigError: the weight trains or is not quantized yet, or a chunk cannot hold an inner tensor.
     """
     kind = class_name(type(param))
     if param.requires_grad:
@@ -194,7 +195,7 @@ def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
         tensor = next((value for holder in holders if (value := holder.value) is not None), None)
         if tensor is None:
             continue
-        if _is_same_memory(tensor, own):  # a second name of the memory of the weight
+        if _is_same_memory(tensor, own):  # another name of the weight's own memory
             layout.inner[0] = replace(layout.inner[0], holders=holders)
             continue
         _refuse_unfit(name, kind, holders[0].name, tensor)
@@ -204,14 +205,14 @@ def form_of(name: str, param: nn.Parameter, owner: nn.Module) -> QuantizedForm:
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta:  # where every address is 0
+    if one.is_meta:  # every address is 0 there
         return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
     return one.data_ptr() == other.data_ptr()
 
 
 def _statistics(param: nn.Parameter, owner: nn.Module) -> Iterator[tuple[Holder, ...]]:
-    """Yield where each tensor of a weight over memory of its own may be: in the weight, or in the state of
-    its module, where the first forward pass of bitsandbytes puts it."""
+    """Yield the possible holders of each statistics tensor of a weight with memory of its own: the weight, or
+    the state of its module, where the first forward pass of bitsandbytes moves it."""
     for path in _OWN_MEMORY[class_name(type(param))]:
         *around, name = path.split(".")
         places = [param, getattr(owner, "state", None)]
@@ -221,13 +222,13 @@ def _statistics(param: nn.Parameter, owner: nn.Module) -> Iterator[tuple[Holder,
 
 
 def _every_statistic(param: nn.Parameter, owner: nn.Module) -> list[Holder]:
-    """Return where tensors of a weight over memory of its own are besides that; tables of codes, too."""
+    """Return the holders of all tensors of a weight besides its own memory, including code tables."""
     found = [holder for holders in _statistics(param, owner) for holder in holders]
     return [*found, *(Holder(holder.owner, "code") for holder in found if holder.name == "absmax")]
 
 
 def _leaves(wrapper: Any) -> Iterator[tuple[Holder, torch.Tensor]]:
-    """Yield the plain tensors in a wrapper, also within wrappers in it."""
+    """Yield the plain tensors in a wrapper and in nested wrappers, with their holders."""
     for name in wrapper.__tensor_flatten__()[0]:
         inner = getattr(wrapper, name)
         if is_wrapper(inner):
@@ -237,12 +238,13 @@ def _leaves(wrapper: Any) -> Iterator[tuple[Holder, torch.Tensor]]:
 
 
 def leaves_of(wrapper: torch.Tensor) -> list[torch.Tensor]:
-    """Return the plain tensors in a wrapper, also within wrappers in it."""
+    """Return the plain tensors in a wrapper and in nested wrappers."""
     return [leaf for _, leaf in _leaves(wrapper)]
 
 
 def rebuilding(wrapper: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
-    """Return what makes a wrapper like this one of other plain tensors, in the order of :func:`leaves_of`."""
+    """Return a function that makes a wrapper like this one from other plain tensors, in the order of
+    :func:`leaves_of`."""
     names, context = wrapper.__tensor_flatten__()
     kind, size, stride = type(wrapper), wrapper.size(), wrapper.stride()
     parts = [(name, getattr(wrapper, name)) for name in names]
@@ -262,7 +264,7 @@ def rebuilding(wrapper: Any) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 def like(sample: Any, owner: nn.Module, *, without_values: bool = False) -> nn.Parameter:
-    """Return a quantized weight of ``owner`` with the values of ``sample``, an unmanaged one, in the same
+    """Return a quantized weight of ``owner`` with the values of ``sample``, an unmanaged weight, in the same
     memory; ``without_values``: on ``meta``."""
 
     def taken(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,10 +274,10 @@ def like(sample: Any, owner: nn.Module, *, without_values: bool = False) -> nn.P
         return nn.Parameter(rebuilding(sample)([taken(each) for each in leaves_of(sample)]), False)
     made: nn.Parameter = torch.Tensor._make_subclass(type(sample), taken(sample.data), False)
     vars(made).update(vars(sample))
-    if "module" in vars(made):  # bitsandbytes: whose weight it is
+    if "module" in vars(made):  # bitsandbytes: the module that owns the weight
         vars(made)["module"] = owner
     around: Any = made
-    for name in ("quant_state", "state2"):  # so that each weight has statistics of its own
+    for name in ("quant_state", "state2"):  # each weight needs statistics objects of its own
         state = getattr(around, name, None)
         if state is None:
             break
@@ -290,14 +292,14 @@ def like(sample: Any, owner: nn.Module, *, without_values: bool = False) -> nn.P
 
 
 def keep_layout(owner: Any) -> None:
-    """Have a layer of bitsandbytes leave the bytes of its weight where they are: on a CPU with AVX512-BF16 it
-    packs them again for inference, as another shape."""
+    """Keep a bitsandbytes layer from repacking its weight: on a CPU with AVX512-BF16 it would change the
+    shape for inference."""
     if hasattr(owner, "support_avx512bf16_for_cpu"):
         owner.support_avx512bf16_for_cpu = False
 
 
 def _refuse_unfit(name: str, kind: str, inner: str, tensor: Any) -> None:
-    """Raise ConfigError where an inner tensor is none that a chunk can hold."""
+    """Raise ConfigError if a chunk cannot hold an inner tensor."""
     if type(tensor) not in (torch.Tensor, nn.Parameter):
         raise _unfit(name, kind, inner, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
     if tensor.layout is not torch.strided:
@@ -305,7 +307,7 @@ def _refuse_unfit(name: str, kind: str, inner: str, tensor: Any) -> None:
 
 
 def refuse_without_values(name: str, param: nn.Parameter, form: QuantizedForm) -> None:
-    """Raise ConfigError where an inner tensor of a weight is on ``meta``."""
+    """Raise ConfigError if an inner tensor of a weight is on ``meta``."""
     for each, tensor in zip(form.inner, form.tensors_of(param), strict=True):
         if tensor.is_meta:
             inner = each.holders[0].name if each.holders else "data"

@@ -1,8 +1,9 @@
 """Managed quantized weights, and operators on them.
 
-A managed weight is of a subclass of its own class. Operators on one over memory of its own are those of any
-managed parameter. A wrapper answers operators itself, so it is replaced by its twin: a wrapper of the plain
-class over the same bytes, which are pinned while it runs. What comes back over these bytes is managed too.
+The class of a managed weight is a subclass of its original class. A weight with memory of its own takes
+operators like any managed parameter. A wrapper handles operators itself, so operators run on its twin: a
+wrapper of the original class over the same bytes, which are pinned meanwhile. Results over these bytes are
+managed too.
 """
 
 from __future__ import annotations
@@ -43,13 +44,14 @@ _OWN_ATTRIBUTES = ("_ref", "_slot", "_form", "_twin", "_name_again")
 
 
 class QuantizedParameter(ManagedParameter):
-    """A quantized weight whose inner tensors lie in a chunk; its class is also a subclass of the weight's."""
+    """A managed quantized weight; its inner tensors lie in a chunk, and its class also derives from the
+    weight's."""
 
     _form: QuantizedForm
-    _twin: torch.Tensor | None  # of a wrapper
+    _twin: torch.Tensor | None  # of a wrapper only
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Return a weight of the plain class with a copy of the data that nobody manages."""
+        """Return an unmanaged weight of the original class with a copy of the data."""
         if id(self) not in memo:
             memo[id(self)] = unmanaged_copy(self, memo)
         copied: torch.nn.Parameter = memo[id(self)]
@@ -60,21 +62,23 @@ class QuantizedParameter(ManagedParameter):
 
 
 class _Twinned:
-    """A managed wrapper: operators are run on its twin."""
+    """A managed wrapper: operators run on its twin."""
 
     _twin: torch.Tensor | None
-    _kind: type  # what it is besides
+    _kind: type  # the original class
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a plain one: what the class itself makes of a managed one is not managed."""
+        """Return a plain wrapper: an object that the original class's code creates from a managed one is not
+        managed."""
         return cls._kind(*args, **kwargs)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: ``nn.Parameter(managed)`` returns the managed one, and Python initializes it again."""
+        """Do nothing: ``nn.Parameter(managed)`` returns the managed wrapper, and Python then calls its
+        ``__init__`` again."""
 
     @property
     def __tensor_unflatten__(self) -> Any:
-        """What torch looks for to exchange a wrapper for another one, where it moves a module."""
+        """Absent, so that torch does not swap the wrapper for another one when a module is moved."""
         raise AttributeError("__tensor_unflatten__")
 
     @classmethod
@@ -89,7 +93,7 @@ class _Twinned:
 
     @staticmethod
     def run_on_twins(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a torch function that another managed tensor was asked for first."""
+        """Run a torch function that arrived at another managed operand first."""
         return run_on_twins(func, args, kwargs)
 
 
@@ -98,11 +102,11 @@ class WrapperParameter(_Twinned, QuantizedParameter):
 
 
 class WrapperView(_Twinned, ManagedTensor):
-    """What an operator returned over the bytes of a managed wrapper, such as its transpose."""
+    """A result over the bytes of a managed wrapper, such as its transpose."""
 
 
 def managed_class(kind: type, base: type) -> type:
-    """Return the class that is ``kind`` and managed as ``base``; it goes by the name of ``kind``."""
+    """Return the class that derives from ``base`` and ``kind``, with the name of ``kind``."""
     made = _CLASSES.get((kind, base))
     if made is None:
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_kind": kind}
@@ -135,7 +139,7 @@ def make_managed_quantized(
 
 
 def make_plain_quantized(param: nn.Parameter, form: QuantizedForm, held: torch.Tensor) -> None:
-    """Turn a managed quantized weight back into one of its own class, over ``held``."""
+    """Turn a managed quantized weight back into one of its original class, over ``held``."""
     param.__class__ = form.kind
     for name in _OWN_ATTRIBUTES:
         delattr(param, name)
@@ -146,7 +150,7 @@ def make_plain_quantized(param: nn.Parameter, form: QuantizedForm, held: torch.T
 
 
 def unmanaged_copy(param: QuantizedParameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Return a weight of the plain class with a copy of the data that nobody manages."""
+    """Return an unmanaged weight of the original class with a copy of the data."""
     form = param._form
     if form.rebuild is not None:
         copies = [plain_copy(leaf) for leaf in leaves_of(param)]
@@ -160,24 +164,26 @@ def unmanaged_copy(param: QuantizedParameter, memo: dict[int, Any]) -> nn.Parame
 
 
 def run_on_twins(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that was given managed wrappers, as ``dispatch`` runs it on other managed tensors.
+    """Run a torch function on operands with managed wrappers; the counterpart of ``dispatch`` for other
+    managed tensors.
 
     Raises:
-        ConfigError: it is not possible with these.
+        ConfigError: the function cannot run on these operands.
         OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
     """
     if func in METADATA_FUNCTIONS:
         with PlainTensors():
             return func(*args, **kwargs)
     if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-        if args[0] is args[1]:  # what module.to("cpu") does
+        if args[0] is args[1]:  # module.to("cpu") does this
             return None
         raise ConfigError(
             f"a managed {type(args[0]).__name__} takes no other .data, as its memory is laid out once; "
             "load_state_dict() of the managed model writes quantized values"
         )
     special = SPECIAL.get(func)
-    if special is not None and special.__module__ != raw_access.__name__:  # a wrapper has no memory
+    # A wrapper has no memory of its own.
+    if special is not None and special.__module__ != raw_access.__name__:
         return special(*args, **kwargs)
     given: list[Any] | None = [] if torch.is_grad_enabled() else None
     operands = operands_of(args, kwargs, given)
@@ -198,7 +204,7 @@ def _operate(
     given: list[Any] | None,
     manager: Gate,
 ) -> Any:
-    """Run one operator with its managed operands pinned, and see that its backward nodes do the same."""
+    """Run one operator with its managed operands pinned, and hook its backward nodes to do the same."""
     tensors = tuple(dict.fromkeys(tensor for operand in operands for tensor in operand._ref.tensors))
     pinned = not manager.resident
     turn = manager.threads.take_turn() if pinned and not manager.threads.holder else None
@@ -236,7 +242,7 @@ def _operate(
 
 
 def _plain_operands(operands: list[Any]) -> dict[int, torch.Tensor]:
-    """Return what an operator gets for each operand, by its id."""
+    """Return the plain tensor that replaces each operand in the call, by the operand's id."""
     with PlainTensors():
         return {
             id(each): twin if (twin := getattr(each, "_twin", None)) is not None else plain_view(each)
@@ -253,7 +259,7 @@ def _versions(views: dict[int, torch.Tensor]) -> list[int]:
 
 
 def _adopt(out: Any, operands: list[Any]) -> Any:
-    """Return a result with what lies in windows managed: an operand itself where it is all of it."""
+    """Return the result with all parts in windows managed; an operand itself if the result is all of it."""
     if isinstance(out, (list, tuple)) and type(out) in (list, tuple):
         return type(out)(_adopt(item, operands) for item in out)
     if not isinstance(out, torch.Tensor) or not is_wrapper(out):
@@ -278,7 +284,7 @@ def _adopt(out: Any, operands: list[Any]) -> Any:
 
 
 def _geometry(tensor: torch.Tensor) -> list[tuple[Any, ...]]:
-    """Return what makes two wrappers over the same memory different ones."""
+    """Return a key by which wrappers over the same memory are compared."""
     parts = [tensor, *leaves_of(tensor)]
     return [(part.shape, part.stride(), part.dtype, part.requires_grad) for part in parts] + [
         (leaf.data_ptr(),) for leaf in parts[1:]

@@ -1,9 +1,8 @@
-"""Memory of managed tensors that is asked for by its address: what torch does not see used.
+"""Managed memory that user code reads or writes by its address, which torch does not see.
 
-Writers of files, kernels of Triton and C++, numpy arrays read it past every operator. So a request for
-an address is answered with memory that holds the tensor until the next operator of the model: the chunk's
-window, pinned, or, once half of DEVICE is taken so, a copy. What was written there by then is written to the
-tensor.
+Writers of files, kernels of Triton and C++, and numpy arrays bypass operators. So a request for an address
+returns memory that holds the tensor until the next operator of the model: the chunk's window, pinned; or a
+copy, once half of DEVICE is pinned this way. Values written there by then are written to the tensor.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from gemini.offload.mapped import MappedTensors
 from gemini.runtime.gate.gate import Gate, parameter_at
 from gemini.runtime.gate.guards import span_bytes
 
-# Pinned are at most two chunks, or 1 / so much of DEVICE.
+# At most two chunks are pinned, or 1 / _DEVICE_SHARE of DEVICE.
 _DEVICE_SHARE = 2
 
 
 @dataclass(frozen=True)
 class _Use:
-    """An address that was given out: of ``tensor`` itself, ``pinned`` or always there, or of ``copy``."""
+    """An address that was handed out: of ``tensor`` itself, ``pinned`` or resident, or of ``copy``."""
 
     tensor: torch.Tensor
     copy: torch.Tensor | None
@@ -35,20 +34,20 @@ class _Use:
 
     @property
     def memory(self) -> torch.Tensor:
-        """A plain tensor of that memory."""
+        """A plain tensor over that memory."""
         return self.tensor.as_subclass(torch.Tensor) if self.copy is None else self.copy
 
 
 class RawAccess:
-    """The addresses of one model's tensors that were given out since its last operator."""
+    """The addresses of one model's tensors that were handed out since its last operator."""
 
     def __init__(self, gate: Gate) -> None:
         self.uses: list[_Use] = gate.raw_uses
         self._gate = gate
 
     def plain(self, tensor: Any) -> torch.Tensor:
-        """Return a plain tensor whose memory holds ``tensor`` until the next operator. Tensors that are parts
-        of one parameter are parts of one memory then, too.
+        """Return a plain tensor with the values of ``tensor``, valid until the next operator. Parts of one
+        parameter are parts of one memory here, too.
 
         Raises:
             OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
@@ -56,7 +55,7 @@ class RawAccess:
         gate = self._gate
         with gate.threads.turn():
             if gate.pending and not self.uses:
-                gate.run_pending()  # which takes more room than uses may leave
+                gate.run_pending()  # first: it may need more DEVICE than pinned uses would leave
             gate.snapshot.before_change(tensor._ref.tensors)
             whole = self._whole(tensor)
             use = self._use_of(whole) or self._begin(whole)
@@ -64,13 +63,14 @@ class RawAccess:
                 return _part(tensor, whole, use.copy)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy whose address :meth:`plain` has given for ``tensor`` since the last operator; None:
-        it gave none, or that of its window."""
+        """Return the copy whose address :meth:`plain` has handed out for ``tensor`` since the last operator;
+        None if it handed out none, or that of the window."""
         use = self._use_of(self._whole(tensor))
         return None if use is None else use.copy
 
     def _whole(self, tensor: Any) -> Any:
-        """Return the parameter that ``tensor`` is a part of; itself where it is of none (a gradient)."""
+        """Return the parameter that ``tensor`` is a part of, or ``tensor`` itself if there is none (a
+        gradient)."""
         with PlainTensors():
             param = self._gate.parameters.at(tensor.data_ptr()) if tensor.numel() else None
         return tensor if param is None or param.dtype != tensor.dtype else param
@@ -80,8 +80,8 @@ class RawAccess:
             return next((use for use in self.uses if use.tensor.is_set_to(whole)), None)
 
     def _begin(self, whole: Any) -> _Use:
-        """Have the memory of ``whole`` hold it, or a copy. Raises as :meth:`plain`."""
-        uses = self._take()  # which a PreOp would end
+        """Pin ``whole`` or make a copy of it. Raises as :meth:`plain`."""
+        uses = self._take()  # the PreOp below would end them
         try:
             copy, pinned = None, False
             if not self._has_room(uses, whole):
@@ -97,7 +97,7 @@ class RawAccess:
             self.uses += uses
 
     def settle(self) -> None:
-        """End all uses. Raises as a PreOp, where a copy was written to and cannot be written back."""
+        """End all uses and write changed copies back. Raises as a PreOp if a copy cannot be written back."""
         gate = self._gate
         for use in self._take():
             with PlainTensors():
@@ -109,18 +109,18 @@ class RawAccess:
                 gate.post_op(tensors, written)
             elif written and use.copy is not None:
                 gate.written.note(tensors)
-                # Not by copy_(): the PreOp that this comes before runs with torch functions switched off.
+                # Not by an intercepted copy_(): the PreOp that calls this runs with torch functions disabled.
                 with gate.operator(tensors, tensors), torch.no_grad(), PlainTensors():
                     use.tensor.as_subclass(torch.Tensor).data.copy_(use.copy)
 
     def _take(self) -> list[_Use]:
-        """Return what is used, and forget it."""
+        """Return the current uses and clear the list."""
         uses = self.uses.copy()
         self.uses.clear()
         return uses
 
     def _has_room(self, uses: list[_Use], tensor: Any) -> bool:
-        """Say whether ``tensor`` is to be used where it is: its window is pinned, or stays."""
+        """Say whether ``tensor`` can be used in its window, pinned or resident, rather than as a copy."""
         gate, chunks = self._gate, self._gate.chunks
         has_gaps = span_bytes(tensor) != tensor.nbytes
         if gate.resident or chunks.device.has_own_memory or has_gaps:
@@ -134,8 +134,8 @@ class RawAccess:
         return len(pinned) <= 2 or taken <= chunks.budgets.device_bytes // _DEVICE_SHARE
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the same layout: where there is a DISK tier, in a file that the kernel keeps
-        in memory as far as it can."""
+        """Return a copy with the same layout; with a DISK tier it is mapped from a file, which the kernel
+        caches as memory allows."""
         with torch.no_grad():
             copied = torch.clone(tensor)
         directory = self._gate.chunks.budgets.disk_dir
@@ -146,7 +146,7 @@ class RawAccess:
 
 
 def _part(tensor: torch.Tensor, whole: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-    """Return ``tensor``, a part of ``whole``, as a plain tensor; in ``copy`` if there is one."""
+    """Return ``tensor``, a part of ``whole``, as a plain tensor; inside ``copy`` if there is one."""
     if copy is None:
         return tensor.as_subclass(torch.Tensor).detach()
     offset = (tensor.data_ptr() - whole.data_ptr()) // whole.itemsize
@@ -154,22 +154,25 @@ def _part(tensor: torch.Tensor, whole: torch.Tensor, copy: torch.Tensor | None) 
 
 
 def _checksum(tensor: torch.Tensor) -> int | None:
-    """Return what tells a write to the memory of ``tensor``; None: nothing does, it is a GPU's."""
+    """Return a checksum that detects writes to the memory of ``tensor``; None for GPU memory, where writes
+    are not detected."""
     if tensor.device.type != "cpu":
         return None
     return _C.crc32c(tensor.data_ptr(), span_bytes(tensor)) if tensor.numel() else 0
 
 
 def data_ptr(tensor: Any) -> int:
-    """``weight.data_ptr()``: the address of memory that holds the weight until the next operator."""
+    """Implement ``weight.data_ptr()``: the address of memory that holds the weight until the next
+    operator."""
     return _plain(tensor).data_ptr()
 
 
 def untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """``weight.untyped_storage()``: that of the parameter alone, as if it were no part of a chunk, for those
-    who ask which tensors share one. It brings nothing to DEVICE. Of a GPU's memory it is the chunk's.
+    """Implement ``weight.untyped_storage()``: a storage of the parameter alone, as if it were not part of a
+    chunk, for code that checks which tensors share a storage. It fetches nothing. For GPU memory it is the
+    chunk's storage.
 
-    Where :func:`data_ptr` has given an address in a copy, it is the copy's.
+    If :func:`data_ptr` has handed out the address of a copy, it is the copy's storage.
     """
     with PlainTensors():
         param: Any = parameter_at(tensor.data_ptr()) if tensor.device.type == "cpu" else None
@@ -184,7 +187,7 @@ def untyped_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def numpy(tensor: Any, *, force: bool = False) -> Any:
-    """``weight.numpy()``: an array that holds the weight until the next operator."""
+    """Implement ``weight.numpy()``: an array that holds the weight until the next operator."""
     with PlainTensors():
         if tensor.requires_grad and not force:
             return tensor.numpy()  # torch's refusal
@@ -192,13 +195,13 @@ def numpy(tensor: Any, *, force: bool = False) -> Any:
 
 
 def array(tensor: Any, dtype: Any = None) -> Any:
-    """``np.asarray(weight)``."""
+    """Implement ``np.asarray(weight)``."""
     found = numpy(tensor)
     return found if dtype is None else found.astype(dtype, copy=False)
 
 
 def dlpack(tensor: Any, **options: Any) -> Any:
-    """``weight.__dlpack__()``: memory that holds the weight until the next operator."""
+    """Implement ``weight.__dlpack__()``: memory that holds the weight until the next operator."""
     with PlainTensors():
         if tensor.requires_grad:
             return tensor.__dlpack__(**options)  # torch's refusal

@@ -1,9 +1,9 @@
-"""Rows of a parameter that trains as leaves of the graph: their gradient goes straight to its place, and the
-gradient of all rows, nearly all zeros, is never made.
+"""Makes rows of a trained parameter leaves of the graph: their gradient is added directly to its place, and
+the gradient of all rows, nearly all zeros, is never created.
 
-A node hands the rows to the operators that use them. In a backward pass it takes their gradient, and gives
-nothing to the nodes before it. It passes the gradient on where somebody is to see the whole (hooks,
-``torch.autograd.grad``, ``create_graph``), and where several operators use the same rows, since autograd then
+An autograd node passes the rows on to the operators that use them. In backward it takes their gradient, and
+passes nothing to earlier nodes. It passes the gradient on if the whole gradient must be visible (hooks,
+``torch.autograd.grad``, ``create_graph``), or if several operators use the same rows, because autograd then
 adds up their gradients first.
 """
 
@@ -24,7 +24,8 @@ from gemini.runtime.gate.guards import span_bytes
 
 
 def row_gradient_of(weight: torch.Tensor) -> RowGradient | None:
-    """Return what takes gradients of rows of a managed tensor; None: they are not taken by themselves."""
+    """Return the collector for gradients of single rows of a managed tensor; None if rows are not collected
+    separately."""
     ref = getattr(weight, "_ref", None)
     if type(ref) is not CutRef or ref.row_gradient is None or ref.manager.resident:
         return None
@@ -34,12 +35,13 @@ def row_gradient_of(weight: torch.Tensor) -> RowGradient | None:
 
 
 def leaves_of(weight: torch.Tensor, func: Any, views: Any) -> Any:
-    """Return ``views`` that ``func`` made of ``weight``, a tensor or a sequence: of rows, as leaves. A view
-    of a leaf stays as it is, and one of all rows that is no slice. Call it with plain tensors."""
+    """Return ``views``, a tensor or a sequence that ``func`` made of ``weight``, with views of rows turned
+    into leaves. A view of a leaf stays as it is, and so does a view of all rows unless it is a slice. Call it
+    with torch functions disabled."""
     gradient = row_gradient_of(weight)
     if gradient is None:
         return views
-    least = 0 if func is torch.Tensor.__getitem__ else 1  # rows that are not in the view
+    least = 0 if func is torch.Tensor.__getitem__ else 1  # elements that the view must leave out
     if isinstance(views, torch.Tensor):
         return _leaf(weight, views, gradient, weight.numel() - least)
     return type(views)([_leaf(weight, view, gradient, weight.numel() - least) for view in views])
@@ -58,8 +60,8 @@ def _leaf(weight: torch.Tensor, view: torch.Tensor, gradient: RowGradient, most:
 
 
 def _collector(weight: torch.Tensor) -> Any:
-    """Return the node that collects the gradient of the parameter that ``weight`` is, or is one view of; None
-    if there are more nodes between them: of ours, or with hooks that nobody knows of."""
+    """Return the AccumulateGrad node of the parameter that ``weight`` is, or is one view of; None if there
+    are more nodes in between: ours, or with unknown hooks."""
     node: Any = get_gradient_edge(weight).node
     if type(node).__name__ != "AccumulateGrad" and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
@@ -69,8 +71,8 @@ def _collector(weight: torch.Tensor) -> Any:
 def count_whole_uses(
     operands: Sequence[Any], by_rows: CutRef | None, results: Iterable[torch.Tensor]
 ) -> None:
-    """Note that an operator used all rows of ``operands`` that train, except for the one ``by_rows``, as long
-    as the nodes of its ``results`` live. Call it with plain tensors."""
+    """Count a use of all rows of the ``operands`` that train, except the one ``by_rows``, as long as the
+    nodes of its ``results`` live. Call it with torch functions disabled."""
     for operand in operands:
         gradient = row_gradient_of(operand) if operand._ref is not by_rows else None
         collector = _collector(operand) if gradient is not None else None
@@ -86,8 +88,8 @@ def count_whole_uses(
 
 @dataclass(frozen=True)
 class _Taker:
-    """Where the gradient of some rows goes. ``collector``: the node of the parameter; ``weight``: what the
-    rows are a view of; ``first``: their first element in the parameter."""
+    """The destination of some rows' gradient. ``collector``: the node of the parameter; ``weight``: the
+    tensor that the rows view; ``first``: their first element in the parameter."""
 
     gradient: RowGradient
     collector: Any
@@ -96,7 +98,7 @@ class _Taker:
     use: Any
 
     def take(self, grad: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> bool:
-        """Take the gradient of rows of this shape, or say that autograd is to hand it on."""
+        """Take the gradient of rows of this shape. Returns False if autograd must pass it on instead."""
         if not self.gradient.takes_rows(self.use, grad) or self._is_seen():
             return False
         try:
@@ -108,7 +110,7 @@ class _Taker:
         return bool(is_collected)
 
     def _is_seen(self) -> bool:
-        """Whether hooks of the user are to see the gradient of the parameter, or of ``weight``."""
+        """Whether hooks of the user see the gradient of the parameter, or of ``weight``."""
         param = self.collector.variable
         with PlainTensors():
             hooks = param._backward_hooks, self.weight._backward_hooks, self.weight.retains_grad
@@ -116,7 +118,7 @@ class _Taker:
 
 
 class _Leaf(torch.autograd.Function):
-    """The same memory and version."""
+    """Identity over the same memory and version; takes the rows' gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor, taker: _Taker) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Operators that read some rows of a tensor and leave the others: an index, and a product of groups of tokens
-with one expert's matrix each.
+"""Runs operators that read only some rows of a tensor: an index, and a product of groups of tokens with one
+expert's matrix each.
 
-Of a tensor that lies in several chunks they get only those with rows that they read; views of one read
-nothing. Where these have no room together, the operator is run in turns. Each row of its result needs one row
-of the tensor and is the same whichever others are made beside it; the rows are put back in their order.
+If the tensor lies in several chunks, only those with rows that are read are pinned; views read nothing. If
+these do not fit on DEVICE together, the operator runs in turns. Each row of the result needs one row of the
+tensor and does not depend on which other rows are computed with it; the rows are put back in order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gemini.runtime.gate.gate import CutRef, TensorRef
 from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.intercept.row_leaves import row_gradient_of
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # what an operator is given
-# Runs the operator with these tensors of one that is cut, and with all of its other operands.
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments of an operator
+# Runs the operator with only these tensors of a cut operand, and all tensors of its other operands.
 Operate = Callable[[tuple[Any, ...], dict[str, Any], CutRef, tuple[int, ...]], Any]
 
 _VIEWS = frozenset(
@@ -37,15 +37,15 @@ _VIEWS = frozenset(
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
     torch.Tensor.T.__get__,  # type: ignore[attr-defined]
 }
-# Of DEVICE, that one turn takes where turns may not depend on what is there; and one run of rows that train,
-# whose gradient is as large and in no chunk until backward has made it.
+# 1 / share of DEVICE for one turn if turns must not depend on what is on DEVICE; and for one run of rows that
+# train, because their gradient is as large and in no chunk until backward has made it.
 _SHARE_OF_TURNS, _SHARE_OF_RUNS = 4, 16
 _ROW_TYPES = (torch.int64, torch.int32)
 _PRODUCTS = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 
 
 def is_view(func: Any, args: tuple[Any, ...]) -> bool:
-    """Say whether ``func(*args)`` names a part of its operand's memory and reads none of it."""
+    """Say whether ``func(*args)`` returns a view of its operand and reads no element."""
     if func is not torch.Tensor.__getitem__:
         return func in _VIEWS
     indices = args[1] if type(args[1]) is tuple else args[1:2]
@@ -61,8 +61,8 @@ def _is_basic(index: Any) -> bool:
 def run_by_rows(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], operate: Operate
 ) -> Any:
-    """Run ``func`` with those chunks alone that it reads of one of its ``operands`` that is cut;
-    NotImplemented where it may read all of it. Raises as a PreOp, and as ``func`` for an index."""
+    """Run ``func`` with only the chunks that it reads of one cut operand; NotImplemented if it may read all
+    of it. Raises as a PreOp, and as ``func`` for a bad index."""
     if func is torch.Tensor.__setitem__ and _is_cut(args[0], operands):
         if is_view(torch.Tensor.__getitem__, args):
             return operate(args, kwargs, args[0]._ref, _covering(args[0], args[1]))
@@ -81,32 +81,32 @@ def run_by_rows(
 
 
 def _is_cut(tensor: Any, operands: Sequence[Any]) -> bool:
-    """Say whether a tensor is cut, and is an operand once."""
+    """Say whether a tensor is cut and occurs once among the operands."""
     ref = getattr(tensor, "_ref", None)
     return type(ref) is CutRef and sum(operand._ref is ref for operand in operands) == 1
 
 
 def _are_groups(args: tuple[Any, ...], offsets: torch.Tensor) -> bool:
-    """Say whether the tokens of the first operand are in groups, each for a matrix of the second."""
+    """Say whether the first operand's tokens are in groups, one for each matrix of the second operand."""
     sizes = args[0].dim(), args[1].dim(), offsets.dim()
     return sizes == (2, 3, 1) and offsets.dtype in _ROW_TYPES
 
 
 class _IndexedRows(NamedTuple):
-    """The rows that an index names: ``index`` is the part of it for the first dimension."""
+    """The rows that an index selects; ``index`` is its part for the first dimension."""
 
     index: Any
     rows: torch.Tensor
 
     def used(self) -> list[int]:
-        """Return them, ascending, each once."""
+        """Return the distinct rows, ascending."""
         found: list[int] = self.rows.unique().tolist()
         return found
 
 
 def _rows_of_index(index: Any, num_rows: int) -> _IndexedRows | None:
-    """Return the rows that an index of a tensor names, None where it does not begin with the rows. Raises as
-    torch where there are no such rows."""
+    """Return the rows that an index selects; None if its first part does not select rows. Raises as torch for
+    rows out of range."""
     first = index[0] if type(index) is tuple and index else index
     if not isinstance(first, (torch.Tensor, list, range)):
         return None
@@ -116,15 +116,16 @@ def _rows_of_index(index: Any, num_rows: int) -> _IndexedRows | None:
 
 
 class _RowOperator(ABC):
-    """An operator whose result has rows of its own, each made with one row of the tensor ``weight``."""
+    """An operator with one result row per selected row of the tensor ``weight``; each depends on that row
+    alone."""
 
     def __init__(self, weight: torch.Tensor, operands: Sequence[Any], num_rows: int) -> None:
-        """``num_rows``: of the result."""
+        """``num_rows``: rows of the result."""
         self._weight, self._num_rows = weight, num_rows
         self._others = [operand._ref for operand in operands if operand is not weight]
 
     def run(self, operate: Operate) -> torch.Tensor:
-        """Return the result, made in as many turns as it takes. Raises as a PreOp."""
+        """Return the result, computed in as many turns as DEVICE requires. Raises as a PreOp."""
         ref: CutRef = self._weight._ref  # type: ignore[attr-defined]
         used = _of_rows(self._weight, self.used())
         if used and row_gradient_of(self._weight) is not None:
@@ -140,7 +141,7 @@ class _RowOperator(ABC):
         return self._in_order(torch.cat(made), torch.cat(places))
 
     def _run_on_leaves(self, operate: Operate, used: Mapping[int, tuple[int, ...]]) -> torch.Tensor:
-        """As :meth:`run`, on runs of rows that follow each other, each a leaf of the graph."""
+        """As :meth:`run`, on runs of consecutive rows, each a leaf of the graph."""
         runs = list(_runs(self._weight._ref, used, self._others))  # type: ignore[attr-defined]
         made, places = [], []
         for rows, place, given in zip(runs, *self.on_runs(runs), strict=True):
@@ -156,14 +157,15 @@ class _RowOperator(ABC):
 
     @abstractmethod
     def places(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return which rows of the result need ``rows``."""
+        """Return the indices of the result's rows that need ``rows``."""
 
     @abstractmethod
     def on_runs(
         self, runs: Sequence[range]
     ) -> tuple[list[torch.Tensor], list[Callable[[torch.Tensor], Given]]]:
-        """Return which rows of the result need each run of rows of ``weight``, ascending, and what makes, of
-        these rows as a tensor, the arguments of what makes them."""
+        """Return, for each run of rows of ``weight``, the indices of the result's rows that need it,
+        ascending; and for each run a function that maps the run's rows, as a tensor, to the arguments that
+        compute these result rows."""
 
     @abstractmethod
     def all(self) -> Given:
@@ -171,10 +173,10 @@ class _RowOperator(ABC):
 
     @abstractmethod
     def some(self, rows: Sequence[int], places: torch.Tensor) -> Given:
-        """Return those of what makes the rows of the result at ``places``, which need ``rows``."""
+        """Return the arguments that compute the result's rows at ``places``, which need ``rows``."""
 
     def _in_order(self, made: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the rows where they belong; those that need nothing are zeros."""
+        """Return the computed rows at their places; rows that need no row of ``weight`` are zeros."""
         missing = self._num_rows - len(places)
         if missing:
             made = torch.cat((made, made.new_zeros(missing, *made.shape[1:])))
@@ -186,7 +188,7 @@ class _RowOperator(ABC):
 
 
 class _Index(_RowOperator):
-    """Rows of a tensor, one after another."""
+    """Indexing of a tensor's rows."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], rows: _IndexedRows
@@ -219,8 +221,8 @@ class _Index(_RowOperator):
 
 
 class _GroupedProduct(_RowOperator):
-    """A product of groups of tokens: ``args[0]`` has those of the first expert first, ``offsets`` is where
-    the tokens of each end."""
+    """A product of groups of tokens: the tokens in ``args[0]`` are sorted by expert, and ``offsets`` is where
+    those of each expert end."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], operands: Sequence[Any], offsets: torch.Tensor
@@ -269,7 +271,7 @@ class _GroupedProduct(_RowOperator):
 
 
 def _covering(weight: torch.Tensor, index: Any) -> tuple[int, ...]:
-    """Return the tensors of the chunk table that have what an index names of a weight."""
+    """Return the chunk-table tensors that contain the indexed part of a weight."""
     with PlainTensors():
         part = weight[index]
         address, nbytes = part.data_ptr(), span_bytes(part)
@@ -278,7 +280,7 @@ def _covering(weight: torch.Tensor, index: Any) -> tuple[int, ...]:
 
 
 def _of_rows(weight: torch.Tensor, rows: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return of each row the tensors of the chunk table that have it."""
+    """Return for each row the chunk-table tensors that contain it."""
     ref: CutRef = weight._ref  # type: ignore[attr-defined]
     with PlainTensors():
         begin, step = weight.data_ptr(), weight.stride(0) * weight.itemsize
@@ -291,8 +293,8 @@ def _together(needed: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def runs_of(weight: torch.Tensor, rows: Sequence[int]) -> list[range]:
-    """Return ascending ``rows`` of a tensor that is cut as runs, the chunks of each of which have room
-    together: always the same."""
+    """Return ascending ``rows`` of a cut tensor as runs; the chunks of each run fit on DEVICE together.
+    Deterministic."""
     used = _of_rows(weight, rows)
     return list(_runs(weight._ref, used, [])) if used else []  # type: ignore[attr-defined]
 
@@ -300,9 +302,9 @@ def runs_of(weight: torch.Tensor, rows: Sequence[int]) -> list[range]:
 def _turns(
     ref: CutRef, needed: Mapping[int, Sequence[int]], others: Sequence[TensorRef]
 ) -> Iterable[list[int]]:
-    """Yield rows whose chunks have room together beside those of ``others``, each turn ascending. Those on
-    DEVICE come first, but with gradients: checkpointing runs the operator again, and has to find the same
-    turns. ``needed``: of each row its tensors."""
+    """Yield groups of rows; the chunks of each group fit together beside those of ``others``. Each group is
+    ascending. Rows on DEVICE come first, except with gradients enabled: checkpointing runs the operator again
+    and must get the same groups. ``needed``: the tensors of each row."""
     chunks = ref.manager.chunks
     again = torch.is_grad_enabled()
     room = chunks.budgets.device_bytes // _SHARE_OF_TURNS if again else chunks.table.limit()
@@ -325,7 +327,7 @@ def _turns(
 
 
 def _most_parts(ref: CutRef, room: int, others: Sequence[TensorRef]) -> int:
-    """Return how many parts of a tensor have ``room`` beside the chunks of ``others``; one at least."""
+    """Return how many parts of a tensor fit in ``room`` beside the chunks of ``others``; at least 1."""
     chunks = ref.manager.chunks
     beside = {chunks.table.chunk_of(tensor) for other in others for tensor in other.tensors}
     room -= sum(chunks.chunks[chunk].spec.nbytes for chunk in beside)
@@ -333,8 +335,8 @@ def _most_parts(ref: CutRef, room: int, others: Sequence[TensorRef]) -> int:
 
 
 def _runs(ref: CutRef, needed: Mapping[int, Sequence[int]], others: Sequence[TensorRef]) -> Iterator[range]:
-    """Yield rows that follow each other, as many as have room together: always the same, as in checkpointing
-    an operator is run again. ``needed``: of each row its tensors, ascending."""
+    """Yield runs of consecutive rows, as many as fit together. Deterministic, because checkpointing runs the
+    operator again. ``needed``: the tensors of each row, ascending."""
     most = _most_parts(ref, ref.manager.chunks.budgets.device_bytes // _SHARE_OF_RUNS, others)
     run, taken = range(0), set[int]()
     for row, tensors in needed.items():

@@ -1,9 +1,10 @@
-"""What custom autograd functions saved of managed memory, handed back as managed.
+"""Returns managed memory that custom autograd functions saved as managed tensors again.
 
-Without hooks on saved tensors ``ctx.saved_tensors`` gives the very objects that were saved. With hooks, which
-activation offloading and non-reentrant checkpointing set, autograd makes new tensors of what a hook returns:
-plain ones over a window, so that an operator on one would read a chunk that may be away, and what is added to
-the ``grad`` of one is nobody's gradient. So ``saved_tensors`` gives the parameter itself, or a managed view.
+Without hooks on saved tensors ``ctx.saved_tensors`` returns the very objects that were saved. With hooks,
+which activation offloading and non-reentrant checkpointing set, autograd makes new tensors of the hooks'
+results: plain tensors over a window. An operator on one would read a chunk that may be evicted, and a
+gradient added to its ``grad`` would be lost. So ``saved_tensors`` returns the parameter itself, or a managed
+view.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ _NAME = "saved_tensors"
 
 
 def restore_saved_weights() -> None:
-    """Have custom functions that saved managed memory be given it as managed, while there is some."""
+    """Patch ``saved_tensors`` of custom functions to return managed memory as managed, until the last managed
+    model is gone."""
     if _NAME not in BackwardCFunction.__dict__:
         setattr(BackwardCFunction, _NAME, property(_saved_tensors))
         at_the_last(lambda: delattr(BackwardCFunction, _NAME))
 
 
 def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
-    """The tensors that were given to ``save_for_backward()``."""
+    """The tensors that were passed to ``save_for_backward()``."""
     saved: tuple[Any, ...] = getattr(_FunctionBase, _NAME).__get__(ctx)
     return tuple([_as_it_was(tensor) for tensor in saved])
 

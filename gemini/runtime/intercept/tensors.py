@@ -1,15 +1,14 @@
-"""Managed parameters: operators that take one are the runtime's PreOp and PostOp.
+"""Managed parameters: every operator on one is bracketed by the runtime's PreOp and PostOp.
 
 A parameter keeps its identity when it becomes managed (its class changes, its data moves into a chunk's
-window), so optimizers, tied modules and user code that hold it go on working. Every torch operator that takes
-a managed tensor arrives in ``__torch_function__`` and is run with the chunks of its operands pinned on
-DEVICE.
+window), so optimizers, tied modules and user code that hold it keep working. Every torch operator on a
+managed tensor arrives in ``__torch_function__`` and runs with the chunks of its operands pinned on DEVICE.
 
-What an operator writes to is known by its schema, its name and its keywords. Torch moves the version counters
-of what its operators write to *and* return. What they write to besides, such as the parameters of a fused
-optimizer, and whatever operators of libraries write to, is said in the schema alone. What declares nothing
-and moves no counter cannot be known to write. Who must know before an operator runs what it may write to asks
-:func:`possibly_written`.
+The tensors that an operator writes to follow from its schema, its name and its keywords. torch moves the
+version counters of tensors that its operators write to *and* return. Other written tensors, such as the
+parameters of a fused optimizer, and all that operators of libraries write to, appear only in the schema. A
+write that is neither declared nor counted cannot be detected. :func:`possibly_written` tells before an
+operator runs what it may write to.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from gemini.runtime.intercept.row_leaves import count_whole_uses, leaves_of
 from gemini.runtime.intercept.rows import is_view as is_view_of_rows
 from gemini.runtime.intercept.rows import run_by_rows
 
-# Places of an argument: its position, None where it has to be named; and its name.
+# Places of arguments: position (None if keyword-only) and name.
 Places = tuple[tuple[int | None, str], ...]
 
 _IN_PLACE = frozenset(
@@ -63,13 +62,14 @@ _IN_PLACE = frozenset(
         *("mod", "pow", "and", "or", "xor", "lshift", "rshift"),
     )
 ) | {"__setitem__", "__set__"}
-_KEYWORDS = ("out", "inplace", "max_norm")  # those of torch's functions with which some write to an operand
-_STATISTICS = frozenset(("batch_norm", "instance_norm"))  # write their second and third argument
+# Keywords with which some of torch's functions write to an operand.
+_KEYWORDS = ("out", "inplace", "max_norm")
+_STATISTICS = frozenset(("batch_norm", "instance_norm"))  # these write to their second and third argument
 
 
 def silent_places(func: Callable[..., Any]) -> Places:
-    """Return the arguments that ``func`` writes to and whose counters it may leave; () for what has no
-    schema, such as a Python function."""
+    """Return the arguments that ``func`` writes to possibly without moving their version counters; () if it
+    has no schema, like a Python function."""
     places: dict[tuple[int | None, str], None] = {}
     for schema in _schemas(func):
         aliases = [returned.alias_info for returned in schema.returns if returned.alias_info is not None]
@@ -78,7 +78,8 @@ def silent_places(func: Callable[..., Any]) -> Places:
         for position, argument in enumerate(schema.arguments):
             if not _is_written(argument) or "Tensor" not in str(argument.type):
                 continue
-            if not announces or not argument.alias_info.before_set <= announced:  # that of a list is empty
+            # Before_set of a list is empty.
+            if not announces or not argument.alias_info.before_set <= announced:
                 places[None if argument.kwarg_only else position, argument.name] = None
     return tuple(places)
 
@@ -95,13 +96,13 @@ def _schemas(func: Callable[..., Any]) -> Iterable[Any]:
 
 
 def arguments_in(places: Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return what was given in these places."""
+    """Return the arguments given at these places."""
     found = [args[at] for at, _ in places if at is not None and at < len(args)]
     return found + [kwargs[name] for _, name in places if name in kwargs]
 
 
 class SilentPlaces(dict[Any, Places]):
-    """:func:`silent_places` of every function that was asked for."""
+    """Cache of :func:`silent_places` by function."""
 
     def __missing__(self, func: Callable[..., Any]) -> Places:
         places = self[func] = silent_places(func)
@@ -111,9 +112,10 @@ class SilentPlaces(dict[Any, Places]):
 def possibly_written(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return those of the arguments that ``func`` may write to, or into which something in them is.
+    """Return the arguments that ``func`` may write to, or containers of such arguments.
 
-    Torch's own functions say it by their names, keywords or schemas; of any other function all arguments are.
+    For torch's own functions this follows from names, keywords and schemas; of any other function all
+    arguments are returned.
     """
     name = getattr(func, "__name__", "")
     everything = (args, kwargs)
@@ -145,8 +147,7 @@ def _is_torchs(func: Callable[..., Any]) -> bool:
 
 
 class ManagedTensor(torch.Tensor):
-    """A view into a chunk's window, such as ``param.detach()`` or ``param.grad``: using it fetches the
-    chunk."""
+    """A view into a chunk's window, such as ``param.detach()`` or ``param.grad``; a use fetches the chunk."""
 
     _ref: TensorRef
     set_ = set_memory
@@ -163,7 +164,7 @@ class ManagedTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a plain copy that nobody manages."""
+        """Return a plain, unmanaged copy."""
         if id(self) not in memo:
             memo[id(self)] = plain_copy(self)
         copied: torch.Tensor = memo[id(self)]
@@ -174,7 +175,7 @@ class ManagedTensor(torch.Tensor):
 
 
 class ManagedParameter(torch.nn.Parameter):
-    """A parameter whose data lives in a chunk. Made by wrapping a module, never constructed."""
+    """A parameter with data in a chunk. Created by wrapping a module, never constructed."""
 
     _ref: TensorRef
     _slot: Slot
@@ -193,7 +194,7 @@ class ManagedParameter(torch.nn.Parameter):
         return dispatch(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Return a plain parameter with a copy of the data that nobody manages."""
+        """Return a plain, unmanaged parameter with a copy of the data."""
         if id(self) not in memo:
             memo[id(self)] = torch.nn.Parameter(plain_copy(self), requires_grad=self.requires_grad)
         copied: torch.nn.Parameter = memo[id(self)]
@@ -204,29 +205,29 @@ class ManagedParameter(torch.nn.Parameter):
 
 
 class ResidentParameter(ManagedParameter):
-    """What a managed parameter is for a while in which its memory stays where it is and whole, and nobody has
-    to be told of its uses: operators take it as any other, without a call."""
+    """The temporary class of a managed parameter whose memory stays on DEVICE, whole, while the runtime need
+    not see its uses: operators take it without calling ``__torch_function__``."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     data = property(torch.Tensor.data.__get__, set_data)  # type: ignore[attr-defined]
 
 
-# Classes of managed parameters, and of all managed tensors; those of quantized weights come later
-# (quantized_operators.py).
+# Classes of managed parameters, and of all managed tensors; quantized_operators.py adds those of quantized
+# weights.
 MANAGED_PARAMETERS: set[type] = {ManagedParameter, ResidentParameter}
 MANAGED: set[type] = {ManagedTensor, ManagedParameter, ResidentParameter}
 _NUM_PLAIN = len(MANAGED)
 _SILENT_PLACES = SilentPlaces()
 _NEW_PARAMETER = torch.nn.Parameter.__new__.__code__
-_LEAVES = frozenset((type(None), bool, int, float, str))  # hold no managed tensor; for speed
-# Write to nothing that they are given, and return nothing that shares its memory; for speed.
+_LEAVES = frozenset((type(None), bool, int, float, str))  # types that contain no managed tensor; for speed
+# These only read their operands and return new memory; for speed.
 _ONLY_READ: frozenset[Any] = frozenset(
     (torch.nn.functional.linear, torch.nn.functional.layer_norm, torch.nn.functional.rms_norm)
 )
 
 
 def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a clone of a managed tensor as an ordinary tensor with memory of its own."""
+    """Return a clone of a managed tensor as an ordinary tensor in memory of its own."""
     with torch.no_grad():
         return torch.clone(tensor)
 
@@ -240,8 +241,8 @@ def make_managed(
     slot: Slot,
     name_again: Callable[[Any, torch.Tensor], torch.nn.Parameter],
 ) -> None:
-    """Turn ``param``, whose data already views its chunk's window, into a managed parameter; ``name_again``
-    makes a plain view of the memory of ``slot`` a second one over it."""
+    """Turn ``param``, which already views its chunk's window, into a managed parameter. ``name_again`` makes
+    a second parameter of ``slot`` from a plain view of its memory."""
     param.__class__ = ManagedParameter
     param._ref = ref  # type: ignore[attr-defined]
     param._slot = slot  # type: ignore[attr-defined]
@@ -250,8 +251,8 @@ def make_managed(
 
 @contextmanager
 def resident(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Have operators take ``params``, of one model that stays on DEVICE, as any others within the block, and
-    note behind it what was written to."""
+    """Let operators take ``params``, of one model that stays on DEVICE, without interception within the
+    block; afterwards note which of them were written to."""
     if not params:
         yield
         return
@@ -292,24 +293,24 @@ def make_plain(param: torch.nn.Parameter, values: torch.Tensor) -> None:
 
 
 def as_managed(view: torch.Tensor, ref: TensorRef) -> torch.Tensor:
-    """Turn a plain view of a window into one whose use fetches its chunk."""
+    """Turn a plain view of a window into a managed view; a use fetches its chunk."""
     view.__class__ = ManagedTensor
     view._ref = ref  # type: ignore[attr-defined]
     return view
 
 
 def make_plain_view(view: torch.Tensor, values: torch.Tensor) -> None:
-    """Turn a managed view back into an ordinary tensor, or parameter, with ``values`` as its data."""
+    """Turn a managed view back into an ordinary tensor or parameter with ``values`` as its data."""
     view.__class__ = torch.nn.Parameter if isinstance(view, torch.nn.Parameter) else torch.Tensor
     del view._ref  # type: ignore[attr-defined]
     view.data = values
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a torch function that was given managed tensors.
+    """Run a torch function on operands with managed tensors.
 
     Raises:
-        ConfigError: it is not possible with these.
+        ConfigError: the function cannot run on these operands.
         OutOfBudgetError, IoError, StateError, EvictedAccessError: as a PreOp.
     """
     if func in METADATA_FUNCTIONS:
@@ -358,8 +359,8 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _need_no_pin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether a function of ``_ONLY_READ`` can run as it is: all memory that it is given is on DEVICE for
-    good, whole, and none of it has to be brought to another type."""
+    """Say whether a function in ``_ONLY_READ`` can run directly: all its operands are whole and permanently
+    on DEVICE, and none needs another dtype."""
     for given in (args, kwargs.values()) if kwargs else (args,):
         for value in given:
             kind = type(value)
@@ -373,7 +374,7 @@ def _need_no_pin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _for_parameter(func: Callable[..., Any]) -> bool:
-    """Say whether ``nn.Parameter(managed)`` called: what it detaches must have the class of what it is given,
+    """Say whether ``nn.Parameter(managed)`` is the caller: the tensor that it detaches must keep its class,
     and becomes a parameter."""
     return func is torch.Tensor.detach and sys._getframe(3).f_code is _NEW_PARAMETER
 
@@ -386,9 +387,9 @@ def _operate(
     given: list[Any] | None,
     cut: tuple[CutRef, tuple[int, ...]] | None = None,
 ) -> Any:
-    """Run one operator with its managed operands pinned; see that its backward nodes do the same, if there
-    will be any. ``given``: the nodes that made its other operands, None without gradients. ``cut``: which
-    tensors it reads of an operand that is cut, None for all of each."""
+    """Run one operator with its managed operands pinned, and hook its backward nodes to do the same.
+    ``given``: the nodes that made its other operands; None if gradients are disabled. ``cut``: a cut operand,
+    and the tensors of it that the operator reads; None: all of each."""
     ref = operands[0]._ref
     manager, tensors = ref.manager, _used(ref, cut)
     for operand in operands[1:]:
@@ -404,7 +405,7 @@ def _operate(
             places = _SILENT_PLACES[func]
             silent = operands_of(arguments_in(places, args, kwargs), {}) if places else ()
             if pinned and manager.raw_uses and is_view(func, args):
-                pinned = False  # a PreOp would take addresses back that are being compared
+                pinned = False  # a PreOp would invalidate raw addresses that are being compared
             if given is not None and pinned:
                 for operand in operands:
                     if type(operand) is ManagedTensor:
@@ -447,7 +448,7 @@ def _used(ref: TensorRef, cut: tuple[CutRef, tuple[int, ...]] | None) -> tuple[i
 def _operate_across(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
 ) -> Any:
-    """Run an operator whose operands belong to several managed models: pin each model's share in turn."""
+    """Run an operator with operands of several managed models: pin the operands of each model in turn."""
     shares: dict[Gate, list[Any]] = {}
     for operand in operands:
         shares.setdefault(operand._ref.manager, []).append(operand)
@@ -455,7 +456,7 @@ def _operate_across(
         copy_before(func, args, kwargs, operands)
         nodes = nodes_so_far((args, kwargs)) if torch.is_grad_enabled() else None
         with ExitStack() as stack:
-            # In one order for all threads and all ranks, or they would wait for each other.
+            # One order for all threads and ranks prevents deadlocks.
             for manager, share in sorted(shares.items(), key=lambda of: of[0].number):
                 stack.enter_context(pinned(manager, share, _written_in_silence(func, args, kwargs)))
             out = func(*args, **kwargs)
@@ -467,18 +468,19 @@ def _operate_across(
 
 
 def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator within a transform of ``torch.func``, whose levels each have a graph of their own, on
-    copies of its managed operands: graphs then keep nothing that would have to be brought back.
+    """Run an operator inside a torch.func transform on copies of its managed operands. Each level of a
+    transform has a graph of its own; with copies these graphs save no memory that would have to be fetched
+    again.
 
     Raises:
-        ConfigError: it wrote to a copy, where it meant the parameter.
+        ConfigError: the operator wrote to a copy instead of the parameter.
     """
     copies: list[torch.Tensor] = []
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in MANAGED:
             return tensor
-        # Outside the transform, whose levels take the copy for one that they captured.
+        # Outside the transform: its levels would treat the copy as a captured tensor.
         with PlainTensors(), OutsideTransforms(), pinned(tensor._ref.manager, [tensor]):  # type: ignore[attr-defined]
             copies.append(torch.clone(tensor))
         return copies[-1]
@@ -496,8 +498,8 @@ def _operate_on_copies(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 @contextmanager
 def pinned(manager: Gate, operands: list[Any], silent: Sequence[Any] = ()) -> Iterator[None]:
-    """Pin the operands, all of one model, for the block; those it writes to count as written, and those of
-    ``silent`` do."""
+    """Pin the operands, all of one model, for the block. Those that it writes to count as written, and so do
+    those in ``silent``."""
     tensors = [tensor for operand in operands for tensor in operand._ref.tensors]
     with manager.threads.turn():
         versions = [operand._version for operand in operands]
@@ -514,14 +516,15 @@ def pinned(manager: Gate, operands: list[Any], silent: Sequence[Any] = ()) -> It
 def copy_before(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Any]
 ) -> None:
-    """Have copied what snapshots still want of the operands that ``func`` may write to."""
+    """Let snapshots copy the operands that ``func`` may write to, as far as they still need them."""
     if any(each._ref.manager.snapshot.unsaved(each._ref.tensors) for each in operands):
         for each in operands_of(possibly_written(func, args, kwargs), {}):
             each._ref.manager.snapshot.before_change(each._ref.tensors)
 
 
 def _note(manager: Gate, written: list[int], unsaved: frozenset[int]) -> None:
-    """Remember that user code has written to the tensors; those ``unsaved`` were to be copied."""
+    """Note that user code has written to the tensors; a snapshot that still needed those in ``unsaved`` is
+    spoiled."""
     manager.written.note(written)
     lost = unsaved.intersection(written)
     if lost:
@@ -529,7 +532,7 @@ def _note(manager: Gate, written: list[int], unsaved: frozenset[int]) -> None:
 
 
 def _written(operands: list[Any], versions: list[int], silent: Sequence[Any]) -> list[int]:
-    """Return the ids of the operands whose version is no longer the given one, or that are in ``silent``."""
+    """Return the ids of the operands with another version than given, or that are in ``silent``."""
     certain = {id(tensor) for tensor in silent}
     return [
         tensor
@@ -542,14 +545,14 @@ def _written(operands: list[Any], versions: list[int], silent: Sequence[Any]) ->
 def _written_in_silence(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Any]:
-    """Return the managed operands that ``func`` writes to without moving their versions."""
+    """Return the managed operands that ``func`` writes to without moving their version counters."""
     places = _SILENT_PLACES[func]
     return operands_of(arguments_in(places, args, kwargs), {}) if places else ()
 
 
 def operands_of(args: Iterable[Any], kwargs: dict[str, Any], given: list[Any] | None = None) -> list[Any]:
     """Return the managed tensors among the arguments, also inside lists, tuples and dicts. The autograd nodes
-    that made the others are added to ``given``."""
+    of the other tensors are appended to ``given``."""
     found: list[Any] = []
     for arg in args:
         kind = type(arg)
@@ -570,7 +573,7 @@ def operands_of(args: Iterable[Any], kwargs: dict[str, Any], given: list[Any] | 
 
 
 def adopt(out: Any, operands: list[Any]) -> Any:
-    """Make results that view a window managed, so that their later use fetches the chunk."""
+    """Make results that view a window managed, so that a later use fetches the chunk."""
     kind = type(out)
     if kind is torch.Tensor:
         if out.layout is torch.strided:
@@ -587,22 +590,25 @@ def adopt(out: Any, operands: list[Any]) -> Any:
 
 
 class PlainViews:
-    """Plain tensors over the memory of managed ones, one for each; gradients go on to the managed one."""
+    """Plain views of managed tensors, one for each, for compiled code; gradients flow to the managed
+    tensors."""
 
     def __init__(self, managed: Sequence[torch.Tensor]) -> None:
-        from torch._dynamo import mark_static_address  # large; loaded already where anything was compiled
+        # Slow to import; already loaded if anything was compiled.
+        from torch._dynamo import mark_static_address
 
         self._operands = list(managed)
         with PlainTensors():
             self._views = {id(each): plain_view(each) for each in managed}
         self._managed = {id(self._views[id(tensor)]): tensor for tensor in managed}
         for view in self._views.values():
-            mark_static_address(view, guard=False)  # a window's never changes: CUDA graphs may rely on that
+            # A window's address never changes, and CUDA graphs may rely on it.
+            mark_static_address(view, guard=False)
 
     @contextmanager
     def replacing(self, module: nn.Module) -> Iterator[None]:
-        """Have them in the places of the module's managed parameters for the block; what it leaves in
-        attributes of the module is managed again."""
+        """Replace the module's managed parameters by the plain views for the block. Plain views that the
+        block leaves in attributes of the module become managed again."""
         places = list(managed_places(module))
         for held, name, param in places:
             held[name] = self.plain(param)
@@ -618,12 +624,12 @@ class PlainViews:
                         attributes[name] = self._managed_again(value)
 
     def plain(self, value: Any) -> Any:
-        """Return ``value`` with the plain tensors in the places of managed ones, see
+        """Return ``value`` with managed tensors replaced by plain views, see
         :func:`gemini.runtime.intercept.nested.exchange_tensors`."""
         return exchange_tensors(value, lambda tensor: self._views.get(id(tensor), tensor))
 
     def managed(self, value: Any) -> Any:
-        """Return ``value`` with managed tensors in the places of plain ones, and of views of these."""
+        """Return ``value`` with plain views, and views of these, replaced by managed tensors."""
         return exchange_tensors(value, self._managed_again)
 
     def _managed_again(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -635,7 +641,7 @@ class PlainViews:
 
 
 def managed_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, ManagedParameter]]:
-    """Yield where the module and its parts keep managed parameters."""
+    """Yield the dict and key of each managed parameter in the module and its submodules."""
     for part in module.modules():
         held: dict[str, Any] = part._parameters
         for name, param in held.items():
@@ -644,13 +650,14 @@ def managed_places(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Man
 
 
 def plain_view(managed: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a plain tensor, whose gradients go on to ``managed``."""
+    """Return a plain tensor over the same memory; its gradients flow to ``managed``."""
     view: torch.Tensor = _Plain.apply(managed)  # type: ignore[no-untyped-call]
     return view
 
 
 class _Plain(torch.autograd.Function):
-    """The same memory and version; no view: a compiler would look at the base of one, and at its gradient."""
+    """Identity over the same memory and version. Not a view, because a compiler would inspect the base of a
+    view and its gradient."""
 
     @staticmethod
     def forward(_ctx: Any, managed: torch.Tensor) -> torch.Tensor:

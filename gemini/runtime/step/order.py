@@ -1,7 +1,7 @@
 """The order of an iteration, its trace and the plan made from it.
 
 Learned: the common part of training steps and evaluations: recording, the trace, the plan. StepOrder:
-training steps, whose updates may run later or earlier. UpdateOperators: pins the chunks of updates.
+training steps, with updates that may run later or earlier. UpdateOperators: pins the chunks of updates.
 
 A trace lists an iteration in program order: forward, backward, update. If updates are deferred, the schedule
 for the chunk table is derived from it: the moments of forward and backward, with the pending update of each

@@ -1,1 +1,1 @@
-"""Storage: which chunks hold which part of a model, and parameters that move there and back."""
+"""The chunks that hold each part of a model: parameters, gradients and optimizer states."""

@@ -1,5 +1,6 @@
-"""The gradient of a parameter that lies in several chunks, in as many chunks. Rows of it arrive one by one;
-what no backward pass has reached takes no memory, and counts as zeros.
+"""CutGradient: the gradient of a parameter that lies in several chunks, itself in as many chunks.
+
+Rows arrive one by one. A part that no backward pass has reached takes no memory and counts as zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gemini.runtime.storage.gradient import Left, SlotGradient
 
 
 class RowUse:
-    """Rows ``[first, stop)`` of a parameter, used by one operator, for as long as the graph may be run."""
+    """A use of some rows of a parameter by one operator, as long as its graph may run backward."""
 
     __slots__ = ("_uses", "rows")
 
@@ -29,7 +30,7 @@ class RowUse:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other operator uses one of the rows."""
+        """Whether no other operator uses any of the rows."""
         return all(self._uses[row] == 1 for row in self.rows)
 
     def __del__(self) -> None:
@@ -41,7 +42,8 @@ class RowUse:
 
 
 class CutGradient(SlotGradient):
-    """As :class:`SlotGradient`, of a contiguous parameter cut between rows. A part is there, or all zeros."""
+    """Gradient of a contiguous parameter that is cut between rows. Each part is in its chunk, or counts as
+    zeros."""
 
     __slots__ = ("_made", "_part_numel", "_taken", "_uses")
 
@@ -49,28 +51,30 @@ class CutGradient(SlotGradient):
 
     def __init__(self, name: str, ref: CutRef, view: torch.Tensor) -> None:
         super().__init__(name, ref.manager, ref, view)
-        self._made: set[int] = set()  # parts that are there
-        self._taken: set[int] = set()  # parts that an update has taken over
+        self._made: set[int] = set()  # parts with content
+        self._taken: set[int] = set()  # parts that an update has taken
         self._part_numel = ref.part_bytes // view.itemsize
-        self._uses: Counter[int] = Counter()  # of rows, by operators of living graphs
+        self._uses: Counter[int] = Counter()  # uses of rows by operators of live graphs
 
     # -- rows, as backward makes them ----------------------------------------------------------------
 
     def row_use(self, first: int, numel: int) -> RowUse:
-        """Return what counts as a use of the rows with elements ``[first, first + numel)``."""
+        """Return an object that counts as a use of the rows with elements ``[first, first + numel)`` while it
+        lives."""
         row_numel = prod(self.view.shape[1:])
         return RowUse(self._uses, range(first // row_numel, -(-(first + numel) // row_numel)))
 
     def takes_rows(self, use: RowUse, grad: torch.Tensor) -> bool:
-        """Say whether ``grad``, of the rows of ``use``, may be taken by itself. Of several operators with a
-        row, autograd adds gradients up first: in another order than one after another would be."""
+        """Say whether ``grad``, of the rows of ``use``, may be added directly. If several operators use a
+        row, autograd must add up their gradients first: adding them one by one would change the order and the
+        bits."""
         plain = grad.layout is torch.strided and not is_legacy_batchedtensor(grad)
         return plain and not torch.is_grad_enabled() and not self._gate.resident and use.is_alone
 
     def collect_rows(
         self, first: int, shape: Sequence[int], stride: Sequence[int], grad: torch.Tensor
     ) -> None:
-        """Add the gradient of a view of the parameter, whose first element is ``first``.
+        """Add the gradient of a view of the parameter; ``first`` is the view's first element.
 
         Raises:
             ConfigError: it belongs to a loss that was not scaled.
@@ -96,13 +100,13 @@ class CutGradient(SlotGradient):
                 self._add(row, given)
         elif parts:
             (part,) = parts
-            with self._pinned(part):  # after the update that has taken the part
+            with self._pinned(part):  # runs the update that has taken the part first
                 self._taken.discard(part)
                 if part in self._made:
                     into.add_(grad)
                 elif into.numel() == self._part_numel:
                     into.copy_(grad)
-                    if self._left is Left.ZEROS:  # to which plain torch adds it: -0.0 becomes 0.0
+                    if self._left is Left.ZEROS:  # plain torch adds it to zeros: -0.0 becomes 0.0
                         into.add_(0.0)
                 else:
                     self._flat(part).zero_()
@@ -138,20 +142,20 @@ class CutGradient(SlotGradient):
         return tuple(self.ref.tensors[part] for part in self._parts_under(start, stop))
 
     def unmade_under(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return those of :meth:`tensors_under` that :meth:`make_under` writes to."""
+        """Return the ids among :meth:`tensors_under` that :meth:`make_under` writes to."""
         parts = self._parts_under(start, stop)
         return tuple(self.ref.tensors[part] for part in parts if part not in self._taken)
 
     def make_under(self, start: int, stop: int) -> None:
-        """Have elements ``[start, stop)``, which are pinned for an update, be there: zeros where nothing had
-        come."""
+        """Fill elements ``[start, stop)``, which are pinned for an update, with zeros if no gradient has
+        arrived for them."""
         for part in self._parts_under(start, stop):
             if part not in self._taken:
                 self._flat(part).zero_()
                 self._taken.add(part)
 
     def end_under(self, start: int, stop: int) -> None:
-        """An update has used elements ``[start, stop)``: give up the parts that end among them."""
+        """Free the parts that end within ``[start, stop)``, after an update has used these elements."""
         for part in self._parts_under(start, stop):
             tensor = self.ref.tensors[part]
             ends = start < (part + 1) * self._part_numel <= stop
@@ -160,7 +164,7 @@ class CutGradient(SlotGradient):
                 self._taken.discard(part)
 
     def hand_over(self) -> None:
-        """Leave what there is to an update, part by part: what comes next is another gradient."""
+        """Leave the existing parts to an update; parts that arrive later belong to the next gradient."""
         if self._loose is None:
             self._taken |= self._made
             self._made.clear()
@@ -168,11 +172,11 @@ class CutGradient(SlotGradient):
 
     @property
     def _is_taken(self) -> bool:
-        """False: parts that an update has are no longer part of the gradient."""
+        """False: parts that an update has taken are no longer part of the gradient."""
         return False
 
     def _make_all(self) -> None:
-        """Have all parts be there, each written by itself."""
+        """Fill all missing parts with zeros, one by one."""
         for part, tensor in enumerate(self.ref.tensors):
             if part not in self._made:
                 with self._gate.operator((tensor,), (tensor,)), torch.no_grad(), PlainTensors():
@@ -182,8 +186,8 @@ class CutGradient(SlotGradient):
     # -- the whole ---------------------------------------------------------------------------------------
 
     def gathered(self) -> torch.Tensor:
-        """Return all of a gradient that exists, flat in the parameter's memory order: a copy, if it is in
-        chunks. Extra memory: one parameter."""
+        """Return the whole gradient, which must exist, flat in the parameter's memory order: a copy if it is
+        in chunks. Extra memory: one parameter."""
         if self._loose is not None:
             return self._loose
         whole = torch.zeros_like(self.view)
@@ -194,7 +198,7 @@ class CutGradient(SlotGradient):
         return whole
 
     def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield what there is of the gradient: the ids to pin, and the values."""
+        """Yield the existing parts of the gradient: the ids to pin, and the values."""
         if self._loose is not None:
             yield (), self._loose
         elif self.exists:
@@ -202,7 +206,8 @@ class CutGradient(SlotGradient):
                 yield (self.ref.tensors[part],), self._flat(part)
 
     def alias(self) -> torch.Tensor | None:
-        """Return what ``param.grad`` is, as :meth:`SlotGradient.alias`; zeros get memory."""
+        """Return the value of ``param.grad`` as :meth:`SlotGradient.alias`; missing parts become zeros in
+        memory."""
         self._gate.lock.refuse(self.ref.tensors)
         self.make_zeros()
         if self._loose is None and self.exists:
@@ -210,7 +215,7 @@ class CutGradient(SlotGradient):
         return super().alias()
 
     def fill_zero(self) -> None:
-        """Set the gradient to zeros, if there is one, or the last step has taken it."""
+        """Set the gradient to zeros if it exists or the last step has taken it."""
         if self._loose is not None or not self.exists:
             super().fill_zero()
             return
@@ -219,7 +224,7 @@ class CutGradient(SlotGradient):
                 self._flat(part).zero_()
 
     def use_up(self) -> None:
-        """Give up the memory of what is in chunks. Raises as :meth:`SlotGradient.use_up`."""
+        """Free the parts that are in chunks. Raises as :meth:`SlotGradient.use_up`."""
         if not self._in_chunk:
             return
         self._gate.backward_pins.settle()
@@ -237,7 +242,7 @@ class CutGradient(SlotGradient):
         if not add:
             self._made.clear()
             self._in_chunk = True
-        if grad.dim() == 0:  # zeros, which take no memory
+        if grad.dim() == 0:  # zeros: no part needs memory
             return
         with PlainTensors():
             rows = self._part_numel // prod(self.view.shape[1:])

@@ -1,4 +1,4 @@
-"""Which chunks a model's parameters need, and what they take, before anything is allocated."""
+"""Plans the chunks of a model's parameters and computes their sizes before anything is allocated."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from gemini.comm.peers import CUT_NUMEL, Share, stays_whole
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Parameters of one dtype that either all train or are all frozen when they are wrapped, and of which
-    the announced optimizer keeps the same states; and their layout. ``master``: whether those that train have
-    fp32 masters. ``own_share``: this rank's share of the chunks, where fewer ranks cut them than all others:
-    those of experts that ranks have divided."""
+    """Parameters of one dtype, and their layout. When they are wrapped, either all of them train or all are
+    frozen, and the announced optimizer keeps the same states of all. ``master``: whether those that train
+    have fp32 masters. ``own_share``: this rank's share of the chunks if fewer ranks cut them than the other
+    chunks, as for experts that ranks have divided."""
 
     layout: ChunkLayout
     dtype: torch.dtype
@@ -32,19 +32,21 @@ class GroupSpec:
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps of each parameter of a chunk; ``whole``: an update needs all of a parameter."""
+    """The states that an optimizer keeps of each parameter of a chunk; ``whole``: an update needs all of a
+    parameter."""
 
     states: tuple[StateSpec, ...] = ()
     whole: bool = False
 
     def joined(self, other: Kept) -> Kept:
-        """Return what two optimizers keep, one after the other."""
+        """Return the states that two successive optimizers keep."""
         return Kept(tuple(dict.fromkeys(self.states + other.states)), self.whole or other.whole)
 
 
 class Needs(NamedTuple):
-    """What a parameter chunk needs beside itself. ``trains``: a gradient and, where its type asks for them,
-    masters; ``masters`` alone are what a model has that nobody trains yet. ``kept``: by optimizers."""
+    """The chunks that a parameter chunk needs besides itself. ``trains``: a gradient and, if the dtype
+    requires them, masters. ``masters`` alone: masters exist but nothing trains yet. ``kept``: states that
+    optimizers keep."""
 
     masters: bool = False
     trains: bool = False
@@ -53,12 +55,13 @@ class Needs(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A parameter chunk and the chunks that may go with it. Over ranks ``pieces`` cover this rank's part.
+    """A parameter chunk and the chunks that may belong to it. Over ranks ``pieces`` cover only this rank's
+    part.
 
-    ``blocks``: of each piece, which of the blocks of its parameters, counted through the chunk.
-    ``largest_numel``: the elements of the largest parameter. ``parts``: how many chunks the parameter chunk
-    is, one behind another, that move by themselves; no piece lies in two of them. ``is_own``: it has experts
-    of this rank; other ranks have others.
+    ``blocks``: for each piece, the range of its parameters' blocks, counted through the chunk.
+    ``largest_numel``: the elements of the largest parameter. ``parts``: the number of chunks that the
+    parameter chunk consists of, one behind another; they move separately, and no piece lies in two of them.
+    ``is_own``: it has experts of this rank; other ranks have others.
     """
 
     numel: int
@@ -75,7 +78,7 @@ class GroupPlan:
 
     @property
     def updated_dtype(self) -> torch.dtype:
-        """The type of what an optimizer updates: of masters, where there are any."""
+        """The dtype of the values that an optimizer updates: fp32 if there are masters."""
         return torch.float32 if self.master else self.dtype
 
     @property
@@ -85,19 +88,20 @@ class GroupPlan:
 
     @property
     def grad_parts(self) -> int:
-        """How many chunks the gradient is: as many as the parameters, if they train from the beginning."""
+        """The number of chunks of the gradient: as many as of the parameters if they train from the
+        beginning."""
         return self.parts if self.trainable else 1
 
     def params(self) -> Iterator[ChunkSpec]:
-        """Yield the chunk of parameters, or its parts, then this rank's shard of it."""
+        """Yield the parameter chunk, or its parts, and then this rank's shard of it."""
         yield from self._parts(ChunkKind.PARAM, self.parts)
         if self.share is not None:
             start, stop = self.owned
             yield self._spec(ChunkKind.SHARD, stop - start, self.dtype)
 
     def gradients(self) -> Iterator[ChunkSpec]:
-        """Yield the chunk of gradients, or its parts, then this rank's shard of it. Over ranks they are
-        summed, and accumulated, in fp32."""
+        """Yield the gradient chunk, or its parts, and then this rank's shard of it. Over ranks gradients are
+        summed and accumulated in fp32."""
         if self.share is None:
             yield from self._parts(ChunkKind.GRAD, self.grad_parts)
             return
@@ -106,12 +110,12 @@ class GroupPlan:
         yield self._spec(ChunkKind.GRAD_SHARD, stop - start, torch.float32)
 
     def masters(self) -> Iterator[ChunkSpec]:
-        """Yield the fp32 masters, one chunk a piece; none where the parameters need none."""
+        """Yield the fp32 masters, one chunk per piece; none if the parameters need none."""
         for start, stop in self.pieces if self.master else ():
             yield self._spec(ChunkKind.MASTER, stop - start, torch.float32)
 
     def states(self, states: Iterable[StateSpec]) -> Iterator[ChunkSpec]:
-        """Yield the chunks of these states, one a piece of each, piece by piece."""
+        """Yield the chunks of these states, piece by piece, one chunk per state."""
         each = list(states)
         for (start, stop), (first, end) in zip(self.pieces, self.blocks, strict=True):
             for state in each:
@@ -120,8 +124,8 @@ class GroupPlan:
                 yield self._spec(ChunkKind.STATE, numel, state.dtype, state.key)
 
     def room(self, kept: Kept) -> ChunkSpec | None:
-        """Return the chunk in which the largest parameter is put together for an update that needs all of
-        it, with its gradient and states; None where no other rank has parts of it."""
+        """Return the chunk in which the largest parameter is gathered, with its gradient and states, for an
+        update that needs all of it; None if no update does, or no other rank has parts of it."""
         if self.share is None or not kept.whole:
             return None
         dtypes = (torch.float32, self.updated_dtype, *(state.dtype for state in kept.states))
@@ -129,14 +133,14 @@ class GroupPlan:
         return self._spec(ChunkKind.ROOM, numel, torch.float32)
 
     def at_first(self) -> Iterator[ChunkSpec]:
-        """Yield the chunks that wrapping makes, in the order in which they are built."""
+        """Yield the chunks that are created at wrapping, in the order in which they are built."""
         yield from self.params()
         if self.trainable:
             yield from self.gradients()
             yield from self.masters()
 
     def later(self, states: Sequence[StateSpec]) -> Iterator[ChunkSpec]:
-        """Yield the chunks that may come once parameters were unfrozen, or have an optimizer: none for bytes
+        """Yield the chunks that may be added when parameters are unfrozen or get an optimizer; none for bytes
         of quantized weights."""
         if not self.dtype.is_floating_point and not self.dtype.is_complex:
             return
@@ -158,10 +162,10 @@ class GroupPlan:
 class DataSizes:
     """Bytes of a model's chunks before anything is allocated.
 
-    ``total``: all that is kept. ``working``: the most that an update needs on DEVICE at once. ``largest``:
-    the largest chunk. Over several ranks, of what is whole only while it is used: ``windows``, all parameter
-    chunks; ``small_windows``, those of them that stay; ``largest_window``; ``largest_gradient``; ``room``, in
-    which an update that needs all of a parameter has it.
+    ``total``: all chunks that are kept. ``working``: the most that an update needs on DEVICE at once.
+    ``largest``: the largest chunk. Over several ranks also the chunks that are whole only while used:
+    ``windows``, all parameter chunks; ``small_windows``, those of them that stay whole; ``largest_window``;
+    ``largest_gradient``; ``room``, the chunk for an update that needs all of a parameter.
     """
 
     total: int
@@ -175,8 +179,8 @@ class DataSizes:
 
 
 def places_in_room(numel: int, dtypes: Iterable[torch.dtype]) -> tuple[list[int], list[int]]:
-    """Return where tensors of ``numel`` elements begin that lie one behind another, aligned as chunks are,
-    and what each takes, in bytes."""
+    """Return the offsets and sizes in bytes of tensors with ``numel`` elements that lie one behind another,
+    aligned like chunks."""
     sizes = [round_up(numel * dtype.itemsize, CHUNK_ALIGN_BYTES) for dtype in dtypes]
     return [0, *accumulate(sizes)][:-1], sizes
 
@@ -187,8 +191,8 @@ def plan_groups(
     share: Share | None = None,
     block_bytes: int = CPU.block_bytes,
 ) -> list[GroupPlan]:
-    """Return the plan of each parameter chunk, those of the first group first. ``piece_numel`` bounds a state
-    chunk, in elements; ``share`` is of all groups that have none of their own."""
+    """Return the plan of each parameter chunk, in the order of the groups. ``piece_numel``: the most elements
+    of a state chunk. ``share``: for all groups that have none of their own."""
     plans = []
     step = max(CUT_NUMEL, piece_numel // CUT_NUMEL * CUT_NUMEL)
     of_all = share
@@ -209,19 +213,19 @@ def plan_groups(
 
 
 def _pieces(first: int, end: int, step: int, part_numel: int) -> Iterator[tuple[int, int]]:
-    """Yield ``[first, end)`` in pieces of at most ``step`` elements, none of them in two parts."""
+    """Split ``[first, end)`` into pieces of at most ``step`` elements that do not cross parts."""
     for begin in range(first, end, part_numel):
         stop = min(begin + part_numel, end)
         yield from ((start, min(start + step, stop)) for start in range(begin, stop, step))
 
 
 def _blocks_of(pieces: Sequence[tuple[int, int]], slots: Sequence[TensorSlot]) -> tuple[tuple[int, int], ...]:
-    """Return which blocks of the parameters of a chunk are in each piece; no block is in two."""
+    """Return the range of the chunk's parameter blocks in each piece; no block is in two pieces."""
     offsets = [slot.offset for slot in slots]
     firsts = [0, *accumulate(num_blocks(slot.numel) for slot in slots)]
 
     def before(place: int) -> int:
-        index = bisect_left(offsets, place) - 1  # of the last tensor that begins before
+        index = bisect_left(offsets, place) - 1  # the last tensor that begins before this place
         if index < 0:
             return 0
         return firsts[index] + num_blocks(min(place - offsets[index], slots[index].numel))
@@ -250,7 +254,7 @@ def data_sizes(needs: Iterable[tuple[GroupPlan, Needs]]) -> DataSizes:
     )
 
 
-@lru_cache(maxsize=2**14)  # for each parameter that is unfrozen the sizes of all groups are added up
+@lru_cache(maxsize=2**14)  # unfreezing a parameter adds up all groups' sizes again
 def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
     params, grads = list(plan.params()), list(plan.gradients()) if need.trains else []
     values = params + grads
@@ -262,7 +266,7 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
         for index in range(len(plan.pieces))
     ]
     at_once = kept
-    if plan.parts > 1 and not need.kept.whole:  # an update needs one part of each
+    if plan.parts > 1 and not need.kept.whole:  # an update needs one part at a time
         at_once = [*params[:1], *grads[:1]]
     whole = [chunk for chunk in values if plan.share is not None and chunk.kind not in _SHARDS]
     room = plan.room(need.kept)
@@ -278,7 +282,7 @@ def _sizes_of(plan: GroupPlan, need: Needs) -> DataSizes:
 
 
 def _nth(chunks: Sequence[ChunkSpec], index: int, states: Sequence[StateSpec]) -> Sequence[ChunkSpec]:
-    """Return the chunks of the piece ``index``, which has one of each state."""
+    """Return the state chunks of the piece ``index``, one per state."""
     return chunks[index * len(states) : (index + 1) * len(states)]
 
 
@@ -288,7 +292,7 @@ _SHARDS = (ChunkKind.SHARD, ChunkKind.GRAD_SHARD)
 def chunk_bytes(
     groups: Sequence[GroupSpec], block_bytes: int = CPU.block_bytes
 ) -> dict[str, tuple[Hashable, int]]:
-    """Return by the name of each parameter which chunk of parameters it lies in, and that chunk's bytes."""
+    """Return for each parameter name the key of its parameter chunk, and that chunk's bytes."""
     return {
         slot.name: (
             (index, slot.chunk),
@@ -302,8 +306,9 @@ def chunk_bytes(
 def largest_operator(
     operators: Iterable[tuple[str, Sequence[str]]], chunks: Mapping[str, tuple[Hashable, int]]
 ) -> tuple[int, str]:
-    """Return the most bytes of parameter chunks that one of the ``operators``, of which each names its
-    parameters, takes at once, and that submodule's name; ``chunks`` as of :func:`chunk_bytes`."""
+    """Return the most bytes of parameter chunks that one operator needs at once, and the operator's name.
+    ``operators``: pairs of a submodule's name and the names of its parameters; ``chunks``: as from
+    :func:`chunk_bytes`."""
     largest, largest_name = 0, ""
     for name, used in operators:
         sizes = dict(chunks[param] for param in used)
@@ -313,8 +318,8 @@ def largest_operator(
 
 
 def needs_of(groups: Sequence[GroupSpec], trained: Mapping[str, Kept]) -> list[Needs]:
-    """Return what each parameter chunk needs where the parameters that ``trained`` names train, with what is
-    kept of each; what shares a chunk with them trains as well. Masters are there from the beginning."""
+    """Return the needs of each parameter chunk if the parameters in ``trained`` train, with these states
+    kept. All parameters that share a chunk with them train as well. Masters exist from the beginning."""
     found = []
     for spec in groups:
         for chunk in range(spec.layout.num_chunks):

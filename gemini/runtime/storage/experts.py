@@ -1,8 +1,8 @@
-"""Experts: each pass uses some of them and leaves the others.
+"""Finds the experts of a model and lays out each expert in chunks of its own: a pass uses only some experts.
 
-Found are modules that say how many experts they have and hold them in parameters with a leading dimension of
-that size, as those of transformers do; and lists of modules that are called experts. They are laid out by the
-expert: each has chunks of its own, and the chunk table is told which form a choice.
+It finds modules that state their number of experts and hold them in parameters with a leading dimension of
+that size, as in transformers; and lists of modules named experts. The chunk table registers the experts of a
+module as a choice.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _LISTS = ("experts", "local_experts", "routed_experts")
 
 @dataclass(frozen=True)
 class ExpertSet:
-    """The experts of one module, by names of parameters. ``arrays``: parameters that have a row for each of
-    ``count``. ``others``: what belongs to none alone, or is an expert of a list, those of each together."""
+    """The experts of one module, by parameter names. ``arrays``: parameters with a row for each of ``count``
+    experts. ``others``: groups of parameters that are laid out together: parameters of no single expert, or
+    those of each expert in a list."""
 
     name: str
     count: int
@@ -34,15 +35,15 @@ class ExpertSet:
 
     @property
     def params(self) -> Iterator[str]:
-        """The names of all."""
+        """The names of all parameters."""
         yield from self.arrays
         for names in self.others:
             yield from names
 
 
 def expert_sets(module: nn.Module) -> list[ExpertSet]:
-    """Return the experts in ``module`` and its parts. Of sets that share a parameter, as tied or nested ones
-    do, the first."""
+    """Return the expert sets in ``module`` and its submodules. If sets share a parameter (tied or nested),
+    only the first is returned."""
     found: list[ExpertSet] = []
     taken: set[str] = set()
     for each in _candidates(module):
@@ -77,8 +78,8 @@ def _of_arrays(path: str, part: nn.Module, names: Mapping[int, str]) -> Iterator
 def apart(
     sets: Iterable[ExpertSet], params: Mapping[str, torch.Tensor], frozen: Sequence[str], page_numel: int
 ) -> dict[str, Apart]:
-    """Return how a layout keeps experts apart, of sets with all parameters ``frozen``, or none. ``params``:
-    shapes, by name; a part of an array is a multiple of ``page_numel`` elements."""
+    """Return the layout constraints that keep experts apart, for sets with parameters that are all ``frozen``
+    or all not. ``params``: shapes by name. A part of an array is a multiple of ``page_numel`` elements."""
     still = set(frozen)
     found: dict[str, Apart] = {}
     for each in sets:
@@ -94,7 +95,8 @@ def apart(
 
 
 def _parts(count: int, row_numels: Sequence[int], page_numel: int) -> int:
-    """Return into how many parts arrays of ``count`` rows can be cut so that all are whole pages."""
+    """Return the largest number of parts into which arrays of ``count`` rows can be cut so that each part is
+    whole pages."""
 
     def fits(rows: int) -> bool:
         return count % rows == 0 and all(rows * numel % page_numel == 0 for numel in row_numels)
@@ -105,9 +107,9 @@ def _parts(count: int, row_numels: Sequence[int], page_numel: int) -> int:
 def choices(
     sets: Iterable[ExpertSet], slots: Mapping[str, ManagedSlot]
 ) -> Iterator[tuple[list[ChunkGroup], list[list[int]]]]:
-    """Yield the choices of the chunk table: of each set its chunk groups, and the members. A member has the
-    chunks that are used together: the parameters of one expert, or of as many as share some; their gradients;
-    a piece of masters."""
+    """Yield the choices for the chunk table: for each set its chunk groups, and the members. A member has the
+    chunks that are used together: the parameters of one expert, or of several that share a chunk; their
+    gradients; or a piece of masters."""
     for each in sets:
         if not all(name in slots for name in each.params):
             continue
@@ -131,7 +133,8 @@ def _groups(slots: Mapping[str, ManagedSlot], names: Iterable[str]) -> list[Chun
 
 
 def _members(cut: Sequence[Chunk | CutChunk | None]) -> list[list[int]]:
-    """Return the chunks that each row has of arrays that are cut alike; of whole ones those of all rows."""
+    """Return the chunks of each row of arrays that are cut alike; if an array is not cut, one list for all
+    rows."""
     if not all(isinstance(chunk, CutChunk) for chunk in cut):
         return [[chunk.id for chunk in cut if chunk is not None]]
     parts = [chunk.parts for chunk in cut if isinstance(chunk, CutChunk)]
@@ -139,7 +142,7 @@ def _members(cut: Sequence[Chunk | CutChunk | None]) -> list[list[int]]:
 
 
 def _are_apart(each: ExpertSet, members: list[list[int]], slots: Mapping[str, ManagedSlot]) -> bool:
-    """Say whether no chunk of the members has a parameter of something else, or belongs to two."""
+    """Say whether the member chunks hold only parameters of this set, and no chunk is in two members."""
     ids = [chunk for member in members for chunk in member]
     own = set(each.params)
     held = {slot.name for name in own for slot in slots[name].group.members}

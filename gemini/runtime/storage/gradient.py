@@ -1,6 +1,5 @@
-"""The gradient of one parameter: in a chunk, or where autograd made it while nothing can be evicted; and over
-several ranks, whole while backward makes it, then this rank's shard.
-"""
+"""The gradient of one parameter. It lies in a chunk, or in autograd's own memory while the model is resident.
+Over several ranks it is whole during backward, and this rank's shard of the mean afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from gemini.runtime.intercept.tensors import as_managed
 
 
 class _GivenUp(RefusingGate):
-    """The gate of every alias of a gradient that was given up."""
+    """The gate of every alias of a discarded gradient; raises on use."""
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
         raise StateError(
@@ -34,37 +33,37 @@ _GIVEN_UP = cast("Gate", _GivenUp())
 
 
 class Left(Enum):
-    """What plain torch would have where there is no gradient here."""
+    """The gradient that plain torch would have if none exists here."""
 
     NOTHING = auto()
-    TAKEN = auto()  # one that a step has used; zero_grad(set_to_none=False) makes zeros of it
-    ZEROS = auto()  # that, which gets memory once it is used: an update takes it, others do not see it
+    TAKEN = auto()  # one that a step has used; zero_grad(set_to_none=False) turns it into zeros
+    ZEROS = auto()  # zeros that get memory once they are used: by an update, but not by held()
 
 
 class SlotGradient:
     """Holds the gradient between backward and update.
 
     ``view`` is its place in the gradient chunk. While the whole model stays on DEVICE permanently
-    (``Gate.resident``) gradients are kept as autograd made them instead, which saves the copy;
-    budgets count the chunk's bytes either way. One that a pending update has taken over is there for that
-    update only.
+    (``Gate.resident``) gradients stay in autograd's own memory instead, which saves the copy; budgets count
+    the chunk's bytes either way. A gradient that a pending update has taken exists only for that update.
     """
 
     __slots__ = ("_alias_ref", "_gate", "_in_chunk", "_left", "_loose", "_name", "_stride", "ref", "view")
 
     def __init__(self, name: str, gate: Gate, ref: TensorRef, view: torch.Tensor) -> None:
         self.ref = ref
-        self.view = view.data  # with a version counter of its own: the chunk's other gradients may change
+        # .data has a version counter of its own: other gradients of the chunk may change.
+        self.view = view.data
         self._stride = self.view.stride()
         self._name = name
         self._gate = gate
         self._in_chunk = False
         self._left = Left.NOTHING
         self._loose: torch.Tensor | None = None
-        self._alias_ref: TensorRef | None = None  # of this gradient; the next one gets another
+        self._alias_ref: TensorRef | None = None  # alias of this gradient; the next gradient gets another
 
     def rename(self, name: str) -> None:
-        """Call the parameter ``name`` from now on."""
+        """Set the parameter's name."""
         self._name = name
 
     @property
@@ -79,18 +78,18 @@ class SlotGradient:
 
     @property
     def _is_taken(self) -> bool:
-        """Whether it belongs to a pending update, and to nobody else."""
+        """Whether the gradient belongs to a pending update only."""
         update = self._gate.pending.by_tensor.get(self.ref.tensors[0])
         return update is not None and self.ref.tensors[0] in update.gradients
 
     @property
     def update_tensors(self) -> tuple[int, ...]:
-        """The tensors of the chunks that an update takes the gradient from."""
+        """The tensors of the gradient chunks that an update uses."""
         return self.ref.tensors
 
     @property
     def tensors(self) -> tuple[int, ...]:
-        """The ids to pin before reading or writing :attr:`value`; none when it is not in a chunk."""
+        """The ids to pin before reading or writing :attr:`value`; none if it is not in a chunk."""
         return self.ref.tensors if self._in_chunk else ()
 
     @property
@@ -99,7 +98,7 @@ class SlotGradient:
         return self.view if self._loose is None else self._loose
 
     def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield what there is of the gradient here: the ids to pin, and the values."""
+        """Yield the existing parts of the gradient on this rank: the ids to pin, and the values."""
         if self.exists:
             yield self.tensors, self.value
 
@@ -109,8 +108,8 @@ class SlotGradient:
         return 0 if self._loose is None else self._loose.nbytes
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` in the memory order of the parameter: of a copy, which the result
-        keeps, where the gradient has another order, or no values in its memory."""
+        """Return elements ``[start, stop)`` in the memory order of the parameter. If the gradient has another
+        order, or a lazy negation or no memory, the result is a view of a new copy."""
         value = self.value
         # Equal strides are the quick answer of :func:`ordered_like`; this runs for every parameter of a step.
         if value.stride() != self._stride or value.is_neg() or value.data_ptr() == 0:
@@ -122,17 +121,18 @@ class SlotGradient:
         return self.tensors
 
     def unmade_under(self, _start: int, _stop: int) -> tuple[int, ...]:
-        """Return those of :meth:`tensors_under` that :meth:`make_under` writes to."""
+        """Return the ids among :meth:`tensors_under` that :meth:`make_under` writes to."""
         return ()
 
     def make_under(self, _start: int, _stop: int) -> None:
-        """Have elements ``[start, stop)``, which are pinned, be there: zeros where nothing has come."""
+        """Fill elements ``[start, stop)``, which are pinned, with zeros if no gradient has arrived for
+        them."""
 
     def end_under(self, _start: int, _stop: int) -> None:
-        """An update has used elements ``[start, stop)``: give up the chunks that hold no others."""
+        """Free the chunks that an update is done with, after it has used elements ``[start, stop)``."""
 
     def collect(self, grad: torch.Tensor) -> None:
-        """Take over a gradient that autograd made, adding to what is there.
+        """Take over a gradient from autograd; add it to an existing one.
 
         Raises:
             ConfigError: it is sparse, or belongs to a loss that was not scaled.
@@ -152,8 +152,8 @@ class SlotGradient:
         self._left = Left.NOTHING
 
     def alias(self) -> torch.Tensor | None:
-        """Return what ``param.grad`` is: None, or a tensor whose use fetches the chunk until it is given
-        up. Raises StateError where backward has used it up already."""
+        """Return the value of ``param.grad``: None, or a tensor that fetches the chunk when used, until the
+        gradient is discarded. Raises StateError if backward has used it up already."""
         self._gate.lock.refuse(self.ref.tensors)
         self.make_zeros()
         if self._loose is not None:
@@ -165,10 +165,10 @@ class SlotGradient:
         return as_managed(self.view.view_as(self.view), self._alias_ref)
 
     def assign(self, grad: torch.Tensor | None) -> None:
-        """Do what ``param.grad = grad`` says: keep a copy of it in place of the gradient there was.
+        """Implement ``param.grad = grad``: replace the gradient by a copy of ``grad``.
 
         Raises:
-            ConfigError: it is not like the parameter; the gradient is as before.
+            ConfigError: shape, dtype or device differ from the parameter's; the gradient is unchanged.
             StateError: backward has used it up already.
         """
         self._gate.lock.refuse(self.ref.tensors)
@@ -198,7 +198,7 @@ class SlotGradient:
             self.retire_aliases()
 
     def fill_zero(self) -> None:
-        """Set the gradient to zeros, if there is one, or the last step has taken it."""
+        """Set the gradient to zeros if it exists or the last step has taken it."""
         if self.exists:
             with self._gate.operator(self.tensors, self.tensors):
                 self.value.zero_()
@@ -206,7 +206,7 @@ class SlotGradient:
             self._left = Left.ZEROS
 
     def note_taken(self) -> None:
-        """A step uses the gradient, which is still there by torch's rules."""
+        """Note that a step uses the gradient, which plain torch would keep."""
         if self._left is Left.NOTHING:
             self._left = Left.TAKEN
 
@@ -214,7 +214,7 @@ class SlotGradient:
         """Leave the gradient to an update that is about to run, or pending."""
 
     def make_zeros(self) -> None:
-        """Have zeros be there that :meth:`fill_zero` left to be made. Raises as an operator."""
+        """Materialize the zeros that :meth:`fill_zero` deferred. Raises as an operator."""
         if self._left is not Left.ZEROS:
             return
         if self._in_chunk:
@@ -227,8 +227,8 @@ class SlotGradient:
         self._left = Left.NOTHING
 
     def free(self) -> None:
-        """Give up the gradient's memory; what ``param.grad`` was cannot be used any more. One that a pending
-        update has taken stays.
+        """Discard the gradient and free its memory; aliases from ``param.grad`` raise on use. A gradient that
+        a pending update has taken stays.
 
         Raises:
             StateError: it is in use; it stays.
@@ -239,7 +239,7 @@ class SlotGradient:
             self.use_up()
 
     def end_update(self) -> None:
-        """Give up what an update has used, also a gradient that was taken for it.
+        """Free the gradient after its update, also if the update had taken it.
 
         Raises:
             StateError: it is in use; it stays.
@@ -248,7 +248,7 @@ class SlotGradient:
         self.use_up()
 
     def use_up(self) -> None:
-        """Give up the memory of a gradient in a chunk, also of one that was taken: its update has run.
+        """Free a gradient that is in a chunk, also if an update had taken it.
 
         Raises:
             StateError: it is in use; it stays.
@@ -264,7 +264,7 @@ class SlotGradient:
                 self.retire_aliases()
 
     def _await_update(self) -> None:
-        """Run the pending update that has taken the last gradient, before a new one comes to its place."""
+        """Run the pending update that has taken the last gradient, before a new gradient uses its place."""
         if self._is_taken:
             self._gate.run_due(self.ref.tensors)
 
@@ -276,17 +276,17 @@ class SlotGradient:
 
     def _is_own(self, grad: torch.Tensor) -> bool:
         """Say whether ``grad``, of the same shape, is this very gradient."""
-        ref = getattr(grad, "_ref", None)  # an alias given up may have the address of this one
+        ref = getattr(grad, "_ref", None)  # a retired alias may have the address of the current one
         own = self.exists and (ref is None or ref is self._alias_ref)
         with torch._C.DisableTorchFunctionSubclass():
             return own and grad.data_ptr() == self.value.data_ptr() and grad.stride() == self.value.stride()
 
     def retire_aliases(self) -> None:
-        """Make every alias handed out so far, and every view of one, raise when it is used."""
+        """Make all aliases handed out so far, and their views, raise when they are used."""
         if self._alias_ref is not None:
             self._alias_ref.lead_to(_GIVEN_UP)
             self._alias_ref = None
-            increment_version(self.view)  # a graph that saved one refuses its backward
+            increment_version(self.view)  # graphs that saved an alias refuse their backward
 
     def _refuse_sparse(self) -> NoReturn:
         raise ConfigError(
@@ -300,7 +300,7 @@ class SlotGradient:
                 self.view.add_(grad)
             else:
                 self.view.copy_(grad)
-                if self._left is Left.ZEROS:  # to which plain torch adds it: -0.0 becomes 0.0
+                if self._left is Left.ZEROS:  # plain torch adds it to zeros: -0.0 becomes 0.0
                     self.view.add_(0.0)
             self._in_chunk = True
         finally:
@@ -311,8 +311,8 @@ class SlotGradient:
 class GroupShard:
     """Elements ``[start, stop)`` of a parameter chunk, which this rank owns, and their gradient.
 
-    ``param_tensor`` is the shard of the parameters in the chunk table; each parameter has a tensor of its own
-    on ``grad``, which is None for what is frozen.
+    ``param_tensor`` is the tensor of the parameter shard in the chunk table. Each parameter has a tensor of
+    its own on ``grad``, which is None for frozen parameters.
     """
 
     start: int
@@ -322,19 +322,19 @@ class GroupShard:
     grad: Chunk | None
 
     def param_flat(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the parameter chunk, which must be among the shard's."""
+        """Return elements ``[start, stop)`` of the parameter chunk, which must lie in the shard."""
         return self.param.tensor[start - self.start : stop - self.start]
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """Return what of ``[start, stop)`` the shard holds; an empty range at a place of the shard's where
-        that is nothing."""
+        """Return the part of ``[start, stop)`` that lies in the shard; an empty range inside the shard if
+        there is none."""
         low = min(max(start, self.start), self.stop)
         return low, max(low, min(stop, self.stop))
 
 
 class ShardPlace(NamedTuple):
-    """Where the shard of a gradient is: its tensor in the chunk table, elements ``[start, stop)`` of the
-    gradient chunk, empty where the parameter lies outside the shard, and where the parameter begins."""
+    """The place of a gradient's shard: its tensor in the chunk table; elements ``[start, stop)`` of the
+    gradient chunk, empty if the parameter lies outside the shard; and the first element of the parameter."""
 
     tensor: int
     shard: GroupShard
@@ -344,28 +344,28 @@ class ShardPlace(NamedTuple):
 
 
 class GradientEvents(Protocol):
-    """The exchange of gradients, as seen by one of them."""
+    """Is notified by each gradient; implemented by the exchange of gradients."""
 
     def arrived(self) -> bool:
-        """Backward has made a gradient, or added to it. Say whether the ranks exchange it from now on; else
-        it stays with this one until they are told to."""
+        """Backward made a gradient, or added to it. Returns whether the gradient is offered for exchange now;
+        otherwise it stays on this rank until a later exchange."""
         ...
 
     def assigned(self) -> None:
-        """The user has set the gradient."""
+        """The user assigned the gradient."""
         ...
 
     def given_up(self) -> None:
-        """There is none any more, here."""
+        """The gradient was discarded on this rank."""
         ...
 
     def settle(self) -> None:
-        """Wait for the exchange that the gradient is part of, if one is under way."""
+        """Wait for a running exchange of this gradient."""
         ...
 
 
 class _Shared(RefusingGate):
-    """The gate of a gradient that all ranks have together."""
+    """The gate of a gradient that is spread over the ranks; raises on use."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -383,41 +383,41 @@ class _Shared(RefusingGate):
 
 
 class ShardedGradient(SlotGradient):
-    """Collects the whole gradient in its chunk until all ranks exchange it; what is left then is the mean
-    over the ranks, each holding its shard.
+    """Collects the whole gradient in its chunk until all ranks exchange it; afterwards each rank holds its
+    shard of the mean.
 
-    ``param.grad`` is what backward has made here as long as that stays here (within a backward pass, and
-    under ``no_sync()``), or what was assigned. From then on nothing of the tensor but its
-    description may be used: were it None, a loop over ``param.grad`` would miss it silently.
+    ``param.grad`` is this rank's own gradient until the exchange (within a backward pass, and under
+    ``no_sync()``), or an assigned value. Afterwards it is a tensor that has a shape and dtype but raises on
+    use. None would be wrong: a loop over ``param.grad`` would skip it silently.
     """
 
     __slots__ = ("_is_offered", "_place", "events", "is_shared")
 
-    events: GradientEvents  # set by who exchanges gradients
+    events: GradientEvents  # set by the exchange
 
     def __init__(self, name: str, gate: Gate, tensor: int, view: torch.Tensor, place: ShardPlace) -> None:
         super().__init__(name, gate, TensorRef(gate, tensor), view)
         self._place = place
-        self.is_shared = False  # there is a mean over the ranks
-        self._is_offered = False  # the ranks will exchange it, once all of them have theirs
+        self.is_shared = False  # the shard has the mean over the ranks
+        self._is_offered = False  # the ranks exchange it once all of them have theirs
 
     def tell(self, events: GradientEvents) -> None:
-        """Have ``events`` told what happens to this gradient."""
+        """Set the receiver of this gradient's events."""
         self.events = events
 
     def take_mean(self) -> None:
-        """The shard holds the mean over the ranks."""
+        """Note that the shard holds the mean over the ranks."""
         self.is_shared = True
         self._left = Left.NOTHING
 
     @property
     def is_local(self) -> bool:
-        """Whether there is something that was not exchanged yet."""
+        """Whether this rank has a gradient that was not exchanged yet."""
         return self._in_chunk
 
     @property
     def exists(self) -> bool:
-        """Whether there is a gradient, on this or on all ranks."""
+        """Whether there is a gradient, on this rank or as a mean over all."""
         return self._in_chunk or self._has_mean
 
     @property
@@ -437,14 +437,15 @@ class ShardedGradient(SlotGradient):
         return self.flat(place.start - place.first, place.stop - place.first)
 
     def flat(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` of the parameter, in its memory order, which the shard holds."""
+        """Return elements ``[start, stop)`` of the parameter, in its memory order; they must lie in the
+        shard."""
         place = self._place
         assert place.shard.grad is not None
         offset = place.first - place.shard.start
         return place.shard.grad.tensor[offset + start : offset + stop]
 
     def held(self) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-        """Yield what this rank has made, and its part of the mean."""
+        """Yield this rank's own gradient and its shard of the mean, those that exist."""
         self.events.settle()
         if self._in_chunk:
             yield self.ref.tensors, self.view
@@ -452,7 +453,8 @@ class ShardedGradient(SlotGradient):
             yield self.tensors, self.value
 
     def alias(self) -> torch.Tensor | None:
-        """Return what ``param.grad`` is: None, this rank's own, or one whose use raises ConfigError."""
+        """Return the value of ``param.grad``: None, this rank's own gradient, or a tensor that raises
+        ConfigError on use."""
         self.events.settle()
         is_zeros = self._left is Left.ZEROS
         if not self.exists and not is_zeros:
@@ -464,12 +466,13 @@ class ShardedGradient(SlotGradient):
         return super().alias()
 
     def collect(self, grad: torch.Tensor) -> None:
-        """Take over a gradient that autograd made, and offer it for exchange."""
+        """Take over a gradient from autograd, and offer it for exchange."""
         super().collect(grad)
         self._is_offered = self.events.arrived()
 
     def assign(self, grad: torch.Tensor | None) -> None:
-        """Keep a copy of ``grad``, which the next step exchanges; the parameter's dtype is taken, too."""
+        """Keep a copy of ``grad``, which the next step exchanges. The parameter's dtype is accepted as
+        well."""
         place = self._place
         if grad is not None and grad.dtype == place.shard.param.spec.dtype:
             grad = grad.to(self.view.dtype)
@@ -481,7 +484,8 @@ class ShardedGradient(SlotGradient):
             self.events.assigned()
 
     def fill_zero(self) -> None:
-        """Set both to zeros, where they exist, or the last step has taken the shard."""
+        """Set this rank's gradient and its shard to zeros if they exist or the last step has taken the
+        shard."""
         if not self.exists and self._left is Left.TAKEN:
             self._left = Left.ZEROS
             self.events.assigned()
@@ -494,8 +498,8 @@ class ShardedGradient(SlotGradient):
                     self.value.zero_()
 
     def make_zeros(self) -> None:
-        """Have the shard be zeros that :meth:`fill_zero` left to be made, after the exchange: where no rank
-        had anything to add to them. All ranks call it."""
+        """Materialize the zeros that :meth:`fill_zero` deferred in the shard, after the exchange, if no rank
+        has added to them. Collective."""
         if self._left is Left.ZEROS:
             tensor = (self._place.tensor,)
             with torch.no_grad(), self._gate.operator(tensor, tensor):
@@ -503,7 +507,7 @@ class ShardedGradient(SlotGradient):
             self.take_mean()
 
     def free(self) -> None:
-        """Give both up, but not a shard that a pending update has taken."""
+        """Discard this rank's gradient and its shard, unless a pending update has taken the shard."""
         self._left = Left.NOTHING
         self.events.settle()
         if self._in_chunk:
@@ -513,20 +517,20 @@ class ShardedGradient(SlotGradient):
         self.events.given_up()
 
     def end_update(self) -> None:
-        """Give up the shard, which the update has used. What has come to the chunk since is another
-        gradient."""
+        """Free the shard, which the update has used. A gradient that arrived in the chunk since is another
+        one and stays."""
         self.give_up_shard()
 
     def give_up_whole(self) -> None:
-        """Give up the whole gradient, or the zeros in its place: they were exchanged."""
+        """Free the whole gradient, or its zeros, after the exchange."""
         if self._in_chunk:
             super().use_up()
         else:
             self._gate.chunks.free(self.ref.tensors)
 
     def _await_update(self) -> None:
-        """Wait until the chunk may be written: a pending update has taken the shard, but an exchange under
-        way sends the chunk."""
+        """Wait until the chunk may be written. A pending update uses only the shard, but a running exchange
+        sends the chunk."""
         self.events.settle()
 
     @property
@@ -540,7 +544,7 @@ class ShardedGradient(SlotGradient):
         return update is not None and self._place.tensor in update.gradients
 
     def give_up_shard(self) -> None:
-        """Give up this rank's shard, if there is one."""
+        """Free this rank's shard, if it exists."""
         tensor = (self._place.tensor,)
         if self._gate.tensors.state(tensor[0]) != TensorState.FREE:
             self._gate.chunks.free(tensor)

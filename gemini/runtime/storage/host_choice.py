@@ -1,4 +1,4 @@
-"""Which optimizer states the CPU updates where they lie on HOST."""
+"""Chooses the optimizer states that the CPU updates on HOST."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gemini.runtime.storage.model_storage import ChunkGroup
 
 
 class GroupStates(NamedTuple):
-    """The optimizer states of a chunk group, and what its update moves and computes."""
+    """The optimizer states of a chunk group, and the bytes and elements of its update."""
 
     chunks: frozenset[int]
     state_bytes: int
     param_bytes: int
     grad_bytes: int
-    numel: int  # elements of this rank
+    numel: int  # gradient elements on this rank
 
 
 @dataclass(frozen=True)
 class HostUpdates:
     """States of the first chunk groups are updated on DEVICE, those of all others on HOST.
 
-    ``groups``: in forward order. ``param_bytes``: what parameters take. ``ratio``: on DEVICE are as many as
-    fit this share, from 0 to 1, of what parameters and non-model data leave; ``"auto"``: as many as make the
-    step shortest. ``elements_per_second``: what the CPU updates, for ``"auto"``.
+    ``groups``: in forward order. ``param_bytes``: the bytes of all parameters. ``ratio``: the share, from 0
+    to 1, of the DEVICE bytes left by parameters and non-model data that states may use on DEVICE; ``"auto"``:
+    the share with the shortest step. ``elements_per_second``: the CPU's update speed, for ``"auto"``.
     """
 
     groups: tuple[GroupStates, ...]
@@ -43,12 +43,13 @@ class HostUpdates:
         whole_bytes: int,
         ratio: float | Literal["auto"],
     ) -> HostUpdates:
-        """Return the choice for a model's ``groups``; ``whole_bytes``: what whole chunks take over ranks."""
+        """Return the choice for a model's ``groups``; ``whole_bytes``: the bytes of whole chunks over
+        ranks."""
         states, param_bytes = [], whole_bytes
         for group in groups:
             param, grad, _ = group.updated
             param_bytes += param.spec.nbytes
-            if grad is not None and not isinstance(param, CutChunk):  # else updated on DEVICE
+            if grad is not None and not isinstance(param, CutChunk):  # cut groups are updated on DEVICE
                 chunks = [chunk for piece in group.pieces for chunk in piece.chunks.values()]
                 state_bytes = sum(chunk.spec.nbytes for chunk in chunks)
                 ids = frozenset(chunk.id for chunk in chunks)
@@ -59,13 +60,13 @@ class HostUpdates:
 
     @property
     def state_bytes(self) -> int:
-        """What all states take."""
+        """The bytes of all states."""
         return sum(group.state_bytes for group in self.groups)
 
     def on_host(self, room_bytes: int | None, links: Sequence[LinkSpeed]) -> frozenset[int]:
-        """Return the state chunks that are updated on HOST. ``room_bytes``: what model data may take of
-        DEVICE; None while that is not known: then a number has all of them there, ``"auto"`` none.
-        ``links``: how fast they are; where those to HOST are not known, ``"auto"`` has none there either."""
+        """Return the state chunks that are updated on HOST. ``room_bytes``: the DEVICE bytes for model data,
+        None if not known yet; then a numeric ratio puts all states on HOST, ``"auto"`` none. ``links``: their
+        speeds; if those between DEVICE and HOST are unknown, ``"auto"`` puts no states on HOST."""
         if self.ratio == "auto":
             count = self._fastest(room_bytes, {link.name: link for link in links})
         else:
@@ -75,8 +76,8 @@ class HostUpdates:
         return frozenset().union(*(group.chunks for group in self.groups[count:]))
 
     def _fastest(self, room_bytes: int | None, links: Mapping[str, LinkSpeed]) -> int:
-        """Return how many groups are updated on DEVICE so that the slowest of three that work side by side
-        ends first: the link to DEVICE, the link from it, and the CPU. Of equals the most."""
+        """Return the number of groups to update on DEVICE that minimizes the slowest of three that run in
+        parallel: the link to DEVICE, the link from it, and the CPU. Among equals, the largest number."""
         if room_bytes is None or "h2d" not in links or "d2h" not in links:
             return len(self.groups)
         up = down = cpu = best = 0.0

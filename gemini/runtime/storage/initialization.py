@@ -1,5 +1,4 @@
-"""Building a model without ever holding it whole: on ``meta``, and then giving it its first values, one
-submodule at a time."""
+"""Builds a model without holding it whole: creates it on ``meta`` and initializes one submodule at a time."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from gemini.runtime.intercept.tensors import ManagedParameter
 def init_on(device: str | torch.device = "meta", dtype: torch.dtype | None = None) -> Iterator[None]:
     """Create parameters on ``device`` with ``dtype`` (None: torch's default) inside the block.
 
-    On ``"meta"`` a model costs no memory; wrapping it in ``GeminiDDP`` then initializes it submodule by
-    submodule, straight into chunks, through each submodule's ``reset_parameters()`` and, for models of
-    transformers, their ``_init_weights()``. Weights that these leave out have to be loaded, or written to,
-    before the model can be used.
+    On ``"meta"`` a model costs no memory. Wrapping it in ``GeminiDDP`` then initializes it submodule by
+    submodule, straight into chunks, by each submodule's ``reset_parameters()`` and, for models of
+    transformers, their ``_init_weights()``. Weights that these do not set must be loaded or written before
+    the model can be used.
     """
     before = torch.get_default_dtype()
     if dtype is not None:
@@ -36,9 +35,9 @@ class Initialization:
     """Initializes submodules in the order of :func:`children_first`, right before their parameters are
     adopted.
 
-    Called are ``reset_parameters()``, or torch's own ``_reset_parameters()``, and, where there is one as in
-    transformers, ``_init_weights(submodule)`` of the model around it. ``unset``: names of parameters and
-    buffers that none of them wrote to, or that are ``awaited`` from a load.
+    It calls ``reset_parameters()``, or torch's own ``_reset_parameters()``, and then
+    ``_init_weights(submodule)`` of the enclosing model if it has one, as in transformers. ``unset``: names of
+    parameters and buffers that none of these wrote to, or that are ``awaited`` from a load.
     """
 
     def __init__(self, module: nn.Module, awaited: Set[str] = frozenset()) -> None:
@@ -49,13 +48,14 @@ class Initialization:
             (name, owner) for name, owner in module.named_modules() if hasattr(type(owner), "_init_weights")
         ]
         self._fresh: list[str] = []  # names of submodules that were on meta
-        self._buffers: dict[torch.Tensor, torch.Tensor] = {}  # by those on meta, which may have two names
+        # By the buffer on meta, which may have two names.
+        self._buffers: dict[torch.Tensor, torch.Tensor] = {}
 
     def run(self, name: str, owner: nn.Module) -> None:
-        """Give a submodule, whose children have theirs, real parameters and buffers with values.
+        """Give a submodule real parameters and buffers with values; its children must have theirs already.
 
         Raises:
-            ConfigError: a buffer that no load would bring has none.
+            ConfigError: a buffer has no value, and no state dict would contain it.
         """
         if _is_on_meta(owner):
             self._fresh.append(name)
@@ -63,7 +63,7 @@ class Initialization:
             _call(owner, "reset_parameters", "_reset_parameters")
         elif any(fresh.startswith(f"{name}." if name else "") for fresh in self._fresh):
             tied = {}
-            _call(owner, "_reset_parameters")  # nn.Transformer: of its parts
+            _call(owner, "_reset_parameters")  # nn.Transformer initializes its submodules
         else:
             return
         for around, model in reversed(self._models):
@@ -75,8 +75,9 @@ class Initialization:
             self._note_unset(name, owner)
 
     def _materialize(self, owner: nn.Module) -> dict[str, nn.Parameter | None]:
-        """Make what is on meta real, filled with what shows that nobody wrote to it. Parameters that are tied
-        to adopted ones are stood in for, so that they keep their values; return them by name."""
+        """Replace tensors on meta by real ones, filled with a marker for "not written". Parameters that are
+        tied to adopted ones are replaced temporarily, so that they keep their values; returns them by
+        name."""
         tied: dict[str, nn.Parameter | None] = {}
         for key, param in list(owner.named_parameters(recurse=False)):
             if isinstance(param, ManagedParameter):
@@ -113,8 +114,8 @@ class Initialization:
 
 @torch.no_grad()
 def initialize_buffers(module: nn.Module) -> None:
-    """Give the buffers of a module that are on ``meta`` what :class:`Initialization` gives them; parameters,
-    which are managed, are left alone. Raises ConfigError as it does."""
+    """Give the buffers of a module that are on ``meta`` their initial values, as :class:`Initialization`
+    does; managed parameters are left alone. Raises ConfigError as :meth:`Initialization.run`."""
     initialization = Initialization(module)
     for name, owner in list(children_first(module)):
         if any(buffer.is_meta for buffer in owner.buffers(recurse=False)):
@@ -122,8 +123,8 @@ def initialize_buffers(module: nn.Module) -> None:
 
 
 def children_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each submodule once, by its first name, in the order in which constructors end: that in which
-    torch initializes."""
+    """Yield each submodule once, by its first name, in the order in which constructors end; torch initializes
+    in this order."""
     seen: set[int] = set()
 
     def visit(name: str, owner: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -147,7 +148,7 @@ def _call(owner: nn.Module, *names: str) -> None:
 
 
 def _is_on_meta(owner: nn.Module) -> bool:
-    """Say whether a parameter or buffer that the submodule itself holds is on ``meta``."""
+    """Say whether the submodule itself holds a parameter or buffer on ``meta``."""
     return any(p.is_meta for p in owner.parameters(recurse=False)) or any(
         b.is_meta for b in owner.buffers(recurse=False)
     )
@@ -159,14 +160,14 @@ def _unwritten(like: torch.Tensor) -> torch.Tensor:
 
 
 def is_unwritten(value: torch.Tensor) -> bool:
-    """Say whether nobody wrote to a tensor that began as :class:`Initialization` makes them."""
+    """Say whether a tensor that :class:`Initialization` created was never written to."""
     if value.is_floating_point():
         return value.numel() > 0 and bool(value.isnan().any())
     return value._version == 0 and value.numel() > 0
 
 
 def replace_parameter(param: nn.Parameter, real: nn.Parameter, module: nn.Module) -> None:
-    """Replace ``param`` with ``real``; ``param`` keeps its identity unless something refers to it weakly
+    """Replace ``param`` with ``real``. ``param`` keeps its identity unless there are weak references to it
     (recurrent modules)."""
     try:
         torch.utils.swap_tensors(param, real)

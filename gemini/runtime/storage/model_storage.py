@@ -1,6 +1,5 @@
-"""ModelStorage: which chunks hold which part of a model's parameters, gradients and optimizer states; and
-whether the weights belong together, or what failed half-way and left a mixture of them.
-"""
+"""ModelStorage: the chunks that hold a model's parameters, gradients and optimizer states. Mixture: whether a
+failure left weights that do not belong together."""
 
 from __future__ import annotations
 
@@ -36,28 +35,28 @@ HALF_LOADED = "a load failed half-way and left a mixture of what was there and w
 
 
 class Mixture:
-    """What keeps weights from belonging together, until each of them was loaded again.
+    """Records that a load or update failed halfway, until every weight was loaded again.
 
-    ``reason`` is what failed half-way, empty where nothing did.
+    ``reason``: what failed halfway; empty if nothing did.
     """
 
     def __init__(self) -> None:
         self.reason = ""
-        self._left: Set[str] | None = None  # what is to be loaded yet; None: everything
-        self._is_left: Callable[[str], bool] | None = None  # where writing to it does as well
+        self._left: Set[str] | None = None  # weights that must still be loaded; None: all
+        self._is_left: Callable[[str], bool] | None = None  # for weights that a write completes, too
 
     def begin(self, reason: str) -> None:
-        """Count as a mixture for ``reason`` until :meth:`clear`."""
+        """Mark the weights as a mixture for ``reason`` until :meth:`clear`."""
         self.reason, self._left, self._is_left = reason, None, None
 
     def await_load(self, reason: str, names: Set[str], is_left: Callable[[str], bool]) -> None:
-        """Count as a mixture for ``reason`` until each of ``names`` was loaded, or ``is_left`` of it no
-        more."""
+        """Mark the weights as a mixture for ``reason`` until each of ``names`` was loaded, or
+        ``is_left(name)`` is False."""
         self.reason, self._left, self._is_left = reason, names, is_left
 
     @contextmanager
     def change(self, reason: str) -> Iterator[None]:
-        """Count as a mixture for ``reason`` during the block and, where it raises, from then on."""
+        """Mark the weights as a mixture for ``reason`` during the block, and permanently if it raises."""
         before = self.reason, self._left, self._is_left
         self.begin(reason)
         yield
@@ -65,8 +64,9 @@ class Mixture:
 
     @contextmanager
     def load(self, names: Set[str], every: Set[str]) -> Iterator[None]:
-        """Count as a mixture during the block, which loads ``names`` of ``every`` weight, and, where it
-        raises, from then on. After it, what else is to be loaded is left."""
+        """Mark the weights as a mixture during the block, which loads ``names`` out of all names in
+        ``every``; and permanently if it raises. After it, weights that an earlier failure left must still be
+        loaded."""
         left: Set[str] = frozenset()
         if self.reason:
             left = every if self._left is None else self._left
@@ -78,7 +78,7 @@ class Mixture:
             self.clear()
 
     def clear(self) -> None:
-        """Everything was loaded, or what was begun is done."""
+        """Mark the weights as consistent."""
         self.reason, self._left, self._is_left = "", None, None
 
     def refuse(self, doing: str) -> None:
@@ -95,7 +95,7 @@ class Mixture:
 
 
 class MakeChunks(Protocol):
-    """Gives chunks their memory."""
+    """Creates the chunk manager, which gives chunks their memory."""
 
     def __call__(
         self, specs: Sequence[ChunkSpec], budgets: TierBudgets, *, expected: Sequence[ChunkSpec]
@@ -103,63 +103,65 @@ class MakeChunks(Protocol):
 
 
 class Room(NamedTuple):
-    """A chunk for what one update needs at once, without content between updates, and its tensor."""
+    """A chunk for everything that one update needs at once, without content between updates, and its
+    tensor."""
 
     chunk: Chunk
     tensor: int
 
 
 class GradientWatcher(Protocol):
-    """Is told of each gradient."""
+    """Is notified of each gradient."""
 
     def note(self, slot: ManagedSlot, *, is_watched: bool) -> None:
-        """Backward has made a gradient, which is in its chunk; ``is_watched``: hooks of the user are to see
-        it next."""
+        """Called after backward put a gradient into its chunk; ``is_watched``: hooks of the user see it
+        next."""
 
 
 @dataclass(eq=False)
 class ChunkGroup:
-    """A parameter chunk and the gradient and state chunks that go with it.
+    """A parameter chunk and the gradient and state chunks that belong to it.
 
-    Where nothing of it trains there is no gradient, and there are no pieces. Over several ranks ``param`` and
-    ``grad`` are whole only while they are used; ``shard`` is what this rank owns of them, and ``pieces``
-    cover that part alone.
+    If no parameter of it trains, it has no gradient and no pieces. Over several ranks ``param`` and ``grad``
+    are whole only while they are used; ``shard`` is this rank's part of them, and ``pieces`` cover only this
+    part.
     """
 
-    number: int  # in forward order, except for what came later
+    number: int  # in forward order, except for groups added later
     plan: GroupPlan
     param: Chunk | CutChunk
     grad: Chunk | CutChunk | None = None
     pieces: list[StatePiece] = field(default_factory=list)
     shard: GroupShard | None = None
-    slots: list[ManagedSlot] = field(default_factory=list)  # of the parameters that the module has
-    members: list[ManagedSlot] = field(default_factory=list)  # of all that it ever had
-    kept: Kept = field(default_factory=Kept)  # of its parameters, by optimizers
-    watcher: GradientWatcher | None = None  # of the gradients of its parameters
-    choice: int | None = None  # of the chunk table, that its chunks are members of: one of them
+    slots: list[ManagedSlot] = field(default_factory=list)  # parameters that the module has now
+    members: list[ManagedSlot] = field(default_factory=list)  # all parameters that it ever had
+    kept: Kept = field(default_factory=Kept)  # states of its parameters that optimizers keep
+    watcher: GradientWatcher | None = None  # notified of its gradients
+    choice: int | None = None  # a chunk of the choice that its chunks belong to
 
     @property
     def has_master(self) -> bool:
-        """Whether there are fp32 masters, be they this rank's or others'."""
+        """Whether there are fp32 masters, on this rank or on others."""
         return any(piece.has_master for piece in self.pieces)
 
     def values(self, start: int, stop: int) -> torch.Tensor:
-        """Return elements ``[start, stop)`` where an update changes them: in the shard if there is one."""
+        """Return elements ``[start, stop)`` of the memory that an update changes: of the shard if there is
+        one."""
         if self.shard is not None:
             return self.shard.param_flat(start, stop)
         return self.param.tensor[start:stop]
 
     @property
     def updated(self) -> tuple[Chunk | CutChunk, Chunk | CutChunk | None, int]:
-        """The chunks of parameters and gradients that an update uses, the latter None for what is frozen, and
-        the element that both begin at: those of the shard if there is one."""
+        """The parameter and gradient chunks that an update uses, and the element at which both begin. The
+        gradient chunk is None for a frozen group. Shards, if there are any."""
         if self.shard is not None:
             return self.shard.param, self.shard.grad, self.shard.start
         return self.param, self.grad, 0
 
     def stretches(self, slot: ManagedSlot, start: int, stop: int) -> Iterator[tuple[int, int, list[int]]]:
-        """Yield elements ``[start, stop)`` of a parameter, counted as :meth:`values` does, by what is pinned
-        at once: begin, end, and the tensors to pin."""
+        """Split elements ``[start, stop)`` of a parameter, counted as in :meth:`values`, into stretches that
+        are pinned one at a time. Yields the begin, the end, and the tensors to pin."""
         if not isinstance(self.param, CutChunk):
             yield start, stop, self.value_tensors([slot])
             return
@@ -176,15 +178,15 @@ class ChunkGroup:
 
     @property
     def parts(self) -> Sequence[tuple[int, int]]:
-        """The elements ``[start, stop)`` of each part of a parameter chunk that is cut with its gradient; ()
-        of others."""
+        """The elements ``[start, stop)`` of each part, if both parameter and gradient chunk are cut; else
+        ()."""
         if not isinstance(self.grad, CutChunk):
             return ()
         size = self.grad.parts[0].spec.numel
         return [(start, start + size) for start in range(0, self.grad.spec.numel, size)]
 
     def tensors_under(self, piece: StatePiece, slots: Sequence[ManagedSlot]) -> list[int]:
-        """Return the tensors to pin before what :meth:`values` has of ``slots`` in ``piece`` is used."""
+        """Return the tensors to pin before the elements of ``slots`` within ``piece`` are used."""
         if not isinstance(self.param, CutChunk):
             return self.value_tensors(slots)
         found = [self.stretches(slot, *slot.overlapping(piece)) for slot in slots]
@@ -192,10 +194,10 @@ class ChunkGroup:
 
 
 class ManagedSlot:
-    """One parameter: its place in its group's chunks and its gradient."""
+    """The place of one parameter in its group's chunks, and its gradient."""
 
     def __init__(self, gate: Gate, group: ChunkGroup, slot: TensorSlot, first_block: int) -> None:
-        """``first_block``: how many blocks the parameters before it in its chunk have."""
+        """``first_block``: the number of blocks of all parameters before it in its chunk."""
         self.name = slot.name
         self.group = group
         self.start = slot.offset
@@ -203,13 +205,13 @@ class ManagedSlot:
         self._first_block = first_block
         self.param_ref = _ref(gate, group.param)
         self.param_view = torch.as_strided(group.param.tensor, slot.shape, slot.stride, slot.offset)
-        self.grad: SlotGradient | None = None  # None: it was never to train
-        self.form: QuantizedForm | None = None  # what the bytes of a quantized weight are
+        self.grad: SlotGradient | None = None  # None: it was frozen when wrapped and since
+        self.form: QuantizedForm | None = None  # format of a quantized weight's bytes
         if group.grad is not None:
             self.make_grad(group.grad)
 
     def make_grad(self, chunk: Chunk | CutChunk) -> SlotGradient:
-        """Have a gradient from now on, with its place in ``chunk``, that of the group."""
+        """Create the gradient, with its place in ``chunk``, the group's gradient chunk."""
         gate, view, shard = self.param_ref.manager, self.param_view, self.group.shard
         add = gate.chunks.add_tensor
         place = torch.as_strided(chunk.tensor, view.shape, view.stride(), self.start)
@@ -227,27 +229,27 @@ class ManagedSlot:
         return self.grad
 
     def take_form(self, form: QuantizedForm) -> None:
-        """Be the bytes of a quantized weight, as ``form`` has them."""
+        """Note that the parameter is the bytes of a quantized weight in the format ``form``."""
         self.form = form
 
     def rename(self, name: str) -> None:
-        """Have the parameter called ``name`` from now on."""
+        """Set the parameter's name."""
         self.name = name
         if self.grad is not None:
             self.grad.rename(name)
 
     def overlapping(self, piece: StatePiece) -> tuple[int, int]:
-        """Return the elements of the chunk that belong to both this parameter and ``piece``; empty if start
+        """Return the range of chunk elements that both this parameter and ``piece`` contain; empty if start
         >= stop."""
         return max(self.start, piece.start), min(self.stop, piece.stop)
 
     def span_under(self, piece: StatePiece) -> tuple[int, int]:
-        """Return which elements of this parameter ``piece`` has."""
+        """Return the range of this parameter's elements that ``piece`` contains."""
         start, stop = self.overlapping(piece)
         return start - self.start, stop - self.start
 
     def place_in(self, piece: StatePiece, state: StateSpec) -> slice:
-        """Return where in the chunk of a state the values are that ``piece`` has of this parameter."""
+        """Return the slice of a state's chunk with the values of this parameter in ``piece``."""
         start, stop = self.overlapping(piece)
         if not state.per_block:
             return slice(start - piece.start, stop - piece.start)
@@ -255,19 +257,19 @@ class ManagedSlot:
         return slice(first, first + num_blocks(stop - start))
 
     def span_in(self, piece: StatePiece, state: StateSpec) -> slice:
-        """Return which values of a state of this parameter, flat, ``piece`` has."""
+        """Return the slice of this parameter's state, flat, that ``piece`` contains."""
         start, stop = (place - self.start for place in self.overlapping(piece))
         if state.per_block:
             return slice(start // BLOCK_NUMEL, num_blocks(stop))
         return slice(start, stop)
 
     def state_in(self, piece: StatePiece, state: StateSpec) -> torch.Tensor:
-        """Return what ``piece`` has of a state of this parameter; pin its chunk before."""
+        """Return the values of this parameter's state in ``piece``; pin the state's chunk before."""
         return piece.chunks[state.key].tensor[self.place_in(piece, state)]
 
     @property
     def pieces(self) -> list[StatePiece]:
-        """The state pieces that have a part of this parameter, here."""
+        """The state pieces on this rank that contain a part of this parameter."""
         return [p for p in self.group.pieces if self.start < p.stop and p.start < self.stop]
 
     @property
@@ -280,7 +282,7 @@ class ManagedSlot:
         """The gradient of a parameter that trains.
 
         Raises:
-            ConfigError: the parameter is frozen, and always was.
+            ConfigError: the parameter is frozen and always was.
         """
         if self.grad is None:
             raise ConfigError(
@@ -290,13 +292,13 @@ class ManagedSlot:
         return self.grad
 
     def free_grad(self) -> None:
-        """Give up the gradient's memory."""
+        """Discard the gradient and free its memory."""
         if self.grad is not None:
             self.grad.free()
 
 
 def _ref(gate: Gate, chunk: Chunk | CutChunk) -> TensorRef:
-    """Return what refers to a new tensor of a chunk; of one that is cut, a tensor of each part."""
+    """Return a reference to a new tensor of a chunk; of a cut chunk, to a tensor of each part."""
     add = gate.chunks.add_tensor
     return _cut_ref(gate, chunk) if isinstance(chunk, CutChunk) else TensorRef(gate, add(chunk))
 
@@ -316,7 +318,7 @@ def slot_of(param: torch.Tensor) -> ManagedSlot:
 
 
 class ModelStorage:
-    """Every chunk of one model, by group; builds them and answers which tensors share them."""
+    """All chunks of one model, by group: creates them, and finds the chunks and slots of parameters."""
 
     def __init__(
         self,
@@ -328,10 +330,10 @@ class ModelStorage:
         block_bytes: int = CPU.block_bytes,
         expected_states: Sequence[StateSpec] = (),
     ) -> None:
-        """Reserve windows and tiers for all groups, also for what may come later: gradients of what is
-        unfrozen, and ``expected_states``, which take addresses and no memory. ``piece_numel`` bounds a state
-        chunk, in elements; ``make_chunks`` gives the chunks their memory, in blocks of ``block_bytes``;
-        ``share`` is this rank's part of them, None: all."""
+        """Reserve windows and tiers for all groups, and addresses (no memory) for chunks that may come later:
+        gradients of parameters that are unfrozen, and ``expected_states``. ``piece_numel``: the most elements
+        of a state chunk. ``make_chunks`` gives the chunks their memory, in blocks of ``block_bytes``.
+        ``share``: this rank's part of the chunks; None: all."""
         self._piece_numel, self._share, self._block_bytes = piece_numel, share, block_bytes
         self._expected_states = tuple(expected_states)
         self._watcher: GradientWatcher | None = None
@@ -340,33 +342,34 @@ class ModelStorage:
         self.chunks = make_chunks(specs, budgets, expected=self._expected(plans))
         self.groups: list[ChunkGroup] = []
         self._build(plans, iter(self.chunks.chunks))
-        self.trains = False  # there was an optimizer: gradients count as well
-        self.exchange: Chunk | None = None  # where parts of a gradient arrive from other ranks
+        self.trains = False  # an optimizer was created: gradients count in sizes, too
+        self.exchange: Chunk | None = None  # receives parts of gradients from other ranks
         self.widen_exchange()
-        self.room: Room | None = None  # where a parameter of which ranks have parts is whole for its update
-        self._layouts = list(groups)  # of which there are no slots yet
+        self.room: Room | None = None  # holds a whole parameter that is cut over ranks during its update
+        self._layouts = list(groups)  # layouts without slots so far
         self.slots: dict[str, ManagedSlot] = {}
         self.mixture = Mixture()
 
     def register(self, gate: Gate) -> None:
-        """Create a slot per parameter, whose use goes through ``gate``."""
+        """Create a slot per parameter; uses of the parameters go through ``gate``."""
         self._register(gate, self._layouts, 0)
         self._layouts.clear()
 
     def add_choice(self, groups: Sequence[ChunkGroup], members: Sequence[Sequence[int]]) -> None:
-        """Have chunks of ``groups`` be a choice of the chunk table, and what comes to these groups later."""
+        """Register chunks of ``groups`` as a choice in the chunk table; chunks that these groups get later
+        join it."""
         self.chunks.add_choice(members)
         for group in groups:
             group.choice = members[0][0]
 
     def watch_gradients(self, watcher: GradientWatcher | None) -> None:
-        """Tell ``watcher`` of every gradient from now on; None: nobody."""
+        """Notify ``watcher`` of every gradient from now on; None: nobody."""
         self._watcher = watcher
         for group in self.groups:
             group.watcher = watcher
 
     def parameter_names(self) -> dict[int, str]:
-        """Return which tensor of the chunk table is which parameter."""
+        """Return the parameter name of each tensor of the chunk table."""
         return {tensor: name for name, slot in self.slots.items() for tensor in slot.param_ref.tensors}
 
     def trainable_groups(self) -> Iterator[ChunkGroup]:
@@ -375,7 +378,7 @@ class ModelStorage:
 
     @property
     def wasted_bytes(self) -> int:
-        """What parameter chunks hold beside parameters, counted as fp32."""
+        """Padding of the parameter chunks, counted as fp32."""
         used = sum(slot.param_view.numel() for slot in self.slots.copy().values())
         held = sum(group.param.spec.numel for group in self.groups)
         return (held - used) * 4
@@ -385,8 +388,8 @@ class ModelStorage:
     def sizes(
         self, more: Mapping[ChunkGroup, Kept] = MappingProxyType({}), plans: Sequence[GroupPlan] = ()
     ) -> DataSizes:
-        """Return what all chunks take, with those that an optimizer needs to train groups of ``more``, of
-        which it keeps that, and those of further ``plans``."""
+        """Return the sizes of all chunks, as if an optimizer trained the groups in ``more`` and kept these
+        states of them, and as if the groups of ``plans`` were added."""
         trains = self.trains or bool(more)
         each = [(plan, Needs(plan.trainable and plan.master, plan.trainable and trains)) for plan in plans]
         for group in self.groups:
@@ -396,7 +399,7 @@ class ModelStorage:
         return data_sizes(each)
 
     def missing(self, more: Mapping[ChunkGroup, Kept]) -> list[ChunkSpec]:
-        """Return the chunks of ``more``, as :meth:`sizes` has it, that are not there yet."""
+        """Return the chunks that :meth:`sizes` counts for ``more`` and that do not exist yet."""
         found: list[ChunkSpec] = []
         for group, kept in more.items():
             if group.grad is None:
@@ -406,7 +409,7 @@ class ModelStorage:
         return found if room is None else [*found, room]
 
     def add(self, more: Mapping[ChunkGroup, Kept]) -> None:
-        """Make the chunks that :meth:`missing` returns. Those of masters have no content."""
+        """Create the chunks that :meth:`missing` returns. Those of masters have no content."""
         room = self._wider_room(more)
         for group, kept in more.items():
             if group.grad is None:
@@ -422,13 +425,14 @@ class ModelStorage:
         self.trains = True
 
     def _wider_room(self, more: Mapping[ChunkGroup, Kept]) -> ChunkSpec | None:
-        """Return the room that updates need with ``more``, None where what there is is large enough."""
+        """Return the room that updates need with ``more``; None if the existing one is large enough."""
         held = self.room.chunk.spec.numel if self.room is not None else 0
         largest = _largest_room((group.plan, group.kept.joined(kept)) for group, kept in more.items())
         return next((room for room in largest if room.numel > held), None)
 
     def widen_exchange(self) -> bool:
-        """See to it that parts of each gradient have room; say whether there is a new chunk for them."""
+        """Make the exchange chunk large enough for the largest gradient; say whether a new chunk was
+        created."""
         plans = [group.plan for group in self.trainable_groups()]
         if not plans or plans[0].share is None:
             return False
@@ -445,18 +449,18 @@ class ModelStorage:
         return plan_groups(specs, self._piece_numel, self._share, self._block_bytes)
 
     def expected(self, plans: Sequence[GroupPlan]) -> list[ChunkSpec]:
-        """Return the chunks of ``plans``, at once or later."""
+        """Return the chunks of ``plans``, those created at once and those that may come later."""
         return [*(chunk for plan in plans for chunk in plan.at_first()), *self._expected(plans)]
 
     def widen(self, specs: Sequence[GroupSpec], plans: Sequence[GroupPlan], gate: Gate) -> list[ManagedSlot]:
-        """Make the chunks and slots of further parameters, which have no values yet; return the slots."""
+        """Create the chunks and slots of additional parameters, without values; return the slots."""
         base = len(self.groups)
         chunks = [self.chunks.add_chunk(chunk) for plan in plans for chunk in plan.at_first()]
         self._build(plans, iter(chunks))
         return self._register(gate, specs, base)
 
     def rename(self, names: Mapping[ManagedSlot, str]) -> None:
-        """Have exactly these parameters, by these names; the chunks of others stay."""
+        """Set the current parameters and their names. Chunks of parameters that are left out stay."""
         for slot, name in names.items():
             slot.rename(name)
         self.slots.clear()
@@ -469,16 +473,17 @@ class ModelStorage:
     # -- inside ----------------------------------------------------------------------------------
 
     def _expected(self, plans: Sequence[GroupPlan]) -> list[ChunkSpec]:
-        """Return the chunks that may come once there are those of ``plans``."""
+        """Return the chunks that may come later for groups with these ``plans``."""
         expected = [chunk for plan in plans for chunk in plan.later(self._expected_states)]
-        if plans and plans[0].share is not None:  # one for what trains now, and a larger one some day
+        # One for the parameters that train now, and a larger one later.
+        if plans and plans[0].share is not None:
             expected += [_exchange(max(plans, key=lambda plan: plan.numel))] * 2
             arrays = tuple(state for state in self._expected_states if not state.per_block)
             expected += _largest_room((plan, Kept(arrays, True)) for plan in plans)
         return expected
 
     def _register(self, gate: Gate, specs: Sequence[GroupSpec], base: int) -> list[ManagedSlot]:
-        """Create the slots of ``specs``, whose first group has the number ``base``."""
+        """Create the slots of ``specs``; ``base`` is the number of their first group."""
         slots = []
         for spec in specs:
             first_blocks: Counter[int] = Counter()
@@ -533,14 +538,14 @@ class ModelStorage:
 
 
 def gradient_chunks(group: ChunkGroup) -> list[int]:
-    """Return the chunks of the gradients of a group."""
+    """Return the gradient chunks of a group."""
     if group.grad is None:
         return []
     return [part.id for part in group.grad.parts] if isinstance(group.grad, CutChunk) else [group.grad.id]
 
 
 def master_chunks(group: ChunkGroup) -> list[list[int]]:
-    """Return the chunk of the master of each piece of a group that has one."""
+    """Return the master chunk of each piece of a group that has one, in a list of its own."""
     return [[piece.chunks[MASTER].id] for piece in group.pieces if piece.has_master]
 
 
@@ -549,7 +554,7 @@ def _exchange(plan: GroupPlan) -> ChunkSpec:
 
 
 def _largest_room(updated: Iterable[tuple[GroupPlan, Kept]]) -> list[ChunkSpec]:
-    """Return the room that all these have enough of; nothing where none needs one."""
+    """Return the room that is large enough for each of these; empty if none needs one."""
     rooms = [room for plan, kept in updated if (room := plan.room(kept)) is not None]
     return [max(rooms, key=lambda room: room.numel)] if rooms else []
 
