@@ -1,4 +1,4 @@
-"""The runtime: managed parameters, the memory manager of a model, and the move of a module into chunks."""
+"""The runtime of a managed model: managed parameters, the memory manager, and moving a module into chunks."""
 
 from gemini.runtime.adopt import (
     adopt_module,

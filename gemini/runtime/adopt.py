@@ -1,4 +1,4 @@
-"""Moving a module's parameters into chunks, one parameter at a time."""
+"""Moves a module's parameters into chunks, one parameter at a time, and back."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ _AS_IT_IS = nullcontext()
 
 _MASTERS = StateSpec(MASTER)
 
-# What nn.Parameter(weight) made of managed weights; some are ordinary ones again.
+# Parameters that nn.Parameter(weight) made of managed weights; some may be ordinary again.
 second_names: WeakSet[ManagedParameter] = WeakSet()
 
 
 def unique_parameters(
     module: nn.Module, manager: GeminiManager | None = None
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield every parameter that ``manager`` does not manage once, by its first name, in initialization
+    """Yield every parameter that ``manager`` does not manage, once, by its first name, in initialization
     order.
 
     Raises:
@@ -117,7 +117,7 @@ def unique_parameters(
 
 
 def check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse parameters over one memory: in chunks each would have a place of its own, and train apart.
+    """Refuse parameters that share memory: in chunks each would get a place of its own, and train separately.
 
     Raises:
         ConfigError: the memory of two parameters overlaps.
@@ -139,17 +139,16 @@ def check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
 def adopt_module(
     module: nn.Module, storage: ModelStorage, manager: GeminiManager, awaited: Set[str] = frozenset()
 ) -> list[Adopted]:
-    """Copy every parameter into its chunk and make it managed; parameters on ``meta`` are initialized on the
-    way, except for those ``awaited`` from a load. Return what :func:`release_adopted` needs.
+    """Copy every parameter into its chunk and make it managed. Parameters on ``meta`` are initialized on the
+    way, except for those ``awaited`` from a load. Returns the input of :func:`release_adopted`.
 
-    The original memory of each parameter is given back before the next is adopted. Extra memory: the
-    parameters of one submodule. Without gradients recorded.
+    The original memory of each parameter is freed before the next is adopted. Extra memory: the parameters of
+    one submodule. Gradients are not recorded.
 
     Raises:
-        ConfigError: a buffer on ``meta`` has no values, and no state dict would bring them.
+        ConfigError: a buffer on ``meta`` has no values, and no state dict would contain it.
         OutOfBudgetError, IoError: the tiers could not take the parameters. They are ordinary ones again,
-            initialized where they were on ``meta``; a frozen one that was cast to 16 bits keeps the cast
-            values.
+            initialized if they were on ``meta``; a frozen one that was cast to 16 bits keeps the cast values.
     """
     adopted: list[Adopted] = []
     initialization, first_names = Initialization(module, awaited), _first_names(module)
@@ -158,7 +157,8 @@ def adopt_module(
             for name, owner in list(children_first(module)):
                 initialization.run(name, owner)
                 for key, param in owner.named_parameters(prefix=name, recurse=False):
-                    if not isinstance(param, ManagedParameter):  # tied: adopted under its first name
+                    # Tied parameters are adopted under their first name.
+                    if not isinstance(param, ManagedParameter):
                         slot = storage.slots[first_names[key]]
                         adopted.append(adopt_parameter(param, slot, manager, owner))
     except BaseException:
@@ -176,9 +176,10 @@ def adopt_module(
 
 @torch.no_grad()
 def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: GeminiManager) -> list[Adopted]:
-    """Make every parameter of a module on ``meta`` managed, with no values yet: the caller writes all of them
-    (:func:`write_values`) before the module is used. What a parameter has in memory is taken over. Quantized
-    weights and buffers are left alone: :func:`adopt_parameter` takes the former when they have values."""
+    """Make every parameter of a module on ``meta`` managed, without values: the caller must write all of them
+    (:func:`write_values`) before the module is used. Parameters with memory are adopted with their values.
+    Quantized weights and buffers are left alone; :func:`adopt_parameter` adopts the former once they have
+    values."""
     adopted: list[Adopted] = []
     for name, param in list(module.named_parameters()):
         slot = storage.slots[name]
@@ -188,7 +189,7 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
             owner = module.get_submodule(name.rpartition(".")[0])
             adopted.append(adopt_parameter(param, slot, manager, owner))
             continue
-        # .data: with a version counter of its own, which filling the chunk again over ranks does not raise.
+        # .data has a version counter of its own, which gathering the chunk over ranks does not raise.
         real = nn.Parameter(slot.param_view.data, requires_grad=param.requires_grad)
         replace_parameter(param, real, module)
         managed = module.get_parameter(name)
@@ -197,14 +198,14 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
     for group in storage.groups:
         shard = group.shard
         if shard is not None and not any(s.start < shard.stop and shard.start < s.stop for s in group.slots):
-            tensors = (shard.param_tensor,)  # nobody will write to it, and ranks are to find it alike
+            tensors = (shard.param_tensor,)  # no parameter writes to it, and it must be equal on all ranks
             with manager.operator(tensors, tensors):
                 shard.param.tensor.zero_()
     return adopted
 
 
 def warn_of_rounded(adopted: Sequence[Adopted]) -> None:
-    """Say which values 16 bits have changed permanently."""
+    """Warn about parameters whose values were rounded to 16 bits permanently."""
     rounded = [entry for entry in adopted if entry.rounded]
     if rounded:
         logger.warning(
@@ -218,7 +219,7 @@ def warn_of_rounded(adopted: Sequence[Adopted]) -> None:
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:
-    """Return, by each name of a parameter, the one that it is managed under."""
+    """Map each name of a parameter to the name under which it is managed."""
     firsts = {id(param): name for name, param in module.named_parameters()}
     return {name: firsts[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
 
@@ -226,7 +227,7 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 def _await_load(
     names: Sequence[str], why: str, module: nn.Module, storage: ModelStorage, manager: GeminiManager
 ) -> None:
-    """Have the use of the model refused until each of ``names`` was loaded or written to."""
+    """Refuse uses of the model until each of ``names`` was loaded or written to."""
 
     def is_left(name: str) -> bool:
         if name in storage.slots:
@@ -241,15 +242,16 @@ def _await_load(
 
 
 def write_values(slot: ManagedSlot, values: torch.Tensor, manager: GeminiManager) -> None:
-    """Copy ``values`` (shape of the parameter, any float dtype) into the parameter and, if there is one, its
-    fp32 master."""
+    """Copy ``values`` (shape of the parameter, any float dtype) into the parameter and its fp32 master, if
+    any."""
     write_range(slot, 0, _memory_order(slot, values), manager)
 
 
 def write_range(slot: ManagedSlot, first: int, values: torch.Tensor, manager: GeminiManager) -> None:
-    """Write flat ``values`` from element ``first`` of the parameter's memory on; see :meth:`write_values`.
+    """Write flat ``values`` beginning at element ``first`` of the parameter's memory; see
+    :func:`write_values`.
 
-    Over several ranks each writes what it owns and none waits for another: one may fail alone.
+    Over several ranks each writes the part that it owns and none waits for another: one may fail alone.
     """
     manager.snapshot.before_write()
     if manager.sharding is not None:
@@ -266,8 +268,8 @@ def write_range(slot: ManagedSlot, first: int, values: torch.Tensor, manager: Ge
 
 
 def _write_master(slot: ManagedSlot, begin: int, values: torch.Tensor, manager: GeminiManager) -> None:
-    """Copy ``values``, from element ``begin`` of the parameter chunk, to the parameter's master, uncast, if
-    it has one."""
+    """Copy ``values``, which begin at element ``begin`` of the parameter chunk, uncast into the parameter's
+    master, if any."""
     manager.written.take(slot.param_ref.tensors)
     for piece in _master_pieces(slot):
         start, stop = max(begin, piece.start), min(begin + values.numel(), piece.stop)
@@ -284,8 +286,8 @@ def read_values(
     place: Place = IN_MEMORY,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a copy of the parameter in ``place`` on the CPU, of its fp32 master where it has one, in the
-    parameter's own memory layout; where it has none as ``dtype``, None for its own."""
+    """Return a copy of the parameter in ``place`` on the CPU, in the parameter's own memory layout: of its
+    fp32 master if it has one, else in ``dtype`` (None: its own)."""
     if not slot.group.has_master:
         flat = place.empty(slot.stop - slot.start, dtype or slot.param_view.dtype)
         for tensors, start, stop in _whole_stretches(slot):
@@ -300,8 +302,8 @@ def read_values(
 def read_state(
     slot: ManagedSlot, state: StateSpec, manager: GeminiManager, place: Place = IN_MEMORY
 ) -> torch.Tensor:
-    """Return a copy of a state of a parameter in ``place``, whole, in the parameter's own memory layout; one
-    value for each block flat. Over several ranks all of them call it."""
+    """Return a whole copy of a parameter's state in ``place``, in the parameter's own memory layout; a state
+    with one value per block is flat. Collective over ranks."""
     flat = place.empty(state.count(slot.stop - slot.start), state.dtype)
     if manager.sharding is not None:
         flat.zero_()
@@ -323,7 +325,7 @@ def refresh_master(slot: ManagedSlot, manager: GeminiManager) -> None:
     nothing.
 
     Raises:
-        OutOfBudgetError, IoError: a chunk cannot be had; the master still counts as not up to date.
+        OutOfBudgetError, IoError: a chunk cannot be fetched; the master still counts as outdated.
     """
     tensors = slot.param_ref.tensors
     written = manager.written.take(tensors)
@@ -351,7 +353,7 @@ def _master_pieces(slot: ManagedSlot) -> list[StatePiece]:
 
 
 def _memory_order(slot: ManagedSlot, values: torch.Tensor) -> torch.Tensor:
-    """Return ``values`` flat, in the order in which the parameter's elements lie in memory."""
+    """Return ``values`` flat, in the memory order of the parameter's elements."""
     if slot.param_view.is_contiguous():
         return values.reshape(-1)
     laid_out = torch.empty_strided(
@@ -363,20 +365,19 @@ def _memory_order(slot: ManagedSlot, values: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Adopted:
-    """What it takes to make a parameter an ordinary one again."""
+    """The record that is needed to make a parameter an ordinary one again."""
 
     param: nn.Parameter
     slot: ManagedSlot
     dtype: torch.dtype
     device: torch.device
-    rounded: bool  # nobody has its values any more
+    rounded: bool  # the original values are lost
 
 
 def adopt_parameter(
     param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager, owner: nn.Module
 ) -> Adopted:
-    """Copy a parameter of ``owner`` into its chunk and make it managed; return what makes it an ordinary one
-    again."""
+    """Copy a parameter of ``owner`` into its chunk and make it managed; return its record for release."""
     if is_quantized(param):
         return _adopt_quantized(param, slot, manager, owner)
     dtype, device = param.dtype, param.device
@@ -385,7 +386,7 @@ def adopt_parameter(
     values = _memory_order(slot, param.data)
     rounded = False
     for tensors, start, stop in _whole_stretches(slot):
-        with manager.operator(tensors, tensors):  # whole: forward comes next
+        with manager.operator(tensors, tensors):  # whole, not a shard: forward uses it next
             kept, given = slot.group.param.tensor[start:stop], values[start - slot.start : stop - slot.start]
             kept.copy_(given)
             rounded = rounded or (not slot.group.has_master and _differs(kept, given))
@@ -398,14 +399,14 @@ def _adopt_quantized(
     param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager, owner: nn.Module
 ) -> Adopted:
     """Copy the inner tensors of a quantized weight into its chunk and make it managed; over several ranks
-    those of the first."""
+    those of the first rank."""
     form = form_of(slot.name, param, owner)
     given = [each.bytes_of(value) for each, value in zip(form.inner, form.tensors_of(param), strict=True)]
     if manager.sharding is not None:
         for values in given:
             manager.sharding.agree_on(values, slot.group)
     tensors = slot.param_ref.tensors
-    with manager.operator(tensors, tensors):  # whole: forward comes next
+    with manager.operator(tensors, tensors):  # whole, not a shard: forward uses it next
         for each, values in zip(form.inner, given, strict=True):
             slot.param_view[each.start : each.start + each.nbytes].copy_(values)
     return manage_quantized(param, form, slot, owner)
@@ -415,7 +416,8 @@ def fill_quantized(
     param: nn.Parameter, slot: ManagedSlot, manager: GeminiManager, owner: nn.Module
 ) -> Adopted:
     """Copy a quantized weight of ``owner`` into its chunk, which was laid out without values, and make it
-    managed. Over several ranks all have the same weight, and each writes what it owns, without the others."""
+    managed. Over several ranks all have the same weight, and each writes the part that it owns, not
+    collectively."""
     form = form_of(slot.name, param, owner)
     _write_inner(slot, form, list(form.tensors_of(param)), manager)
     return manage_quantized(param, form, slot, owner)
@@ -424,7 +426,7 @@ def fill_quantized(
 def manage_quantized(
     param: nn.Parameter, form: QuantizedForm, slot: ManagedSlot, owner: nn.Module
 ) -> Adopted:
-    """Make a quantized weight, whose bytes its chunk has, a managed one."""
+    """Make a quantized weight managed; its bytes must be in its chunk."""
     dtype, device = param.dtype, param.device
     keep_layout(owner)
     slot.take_form(form)
@@ -435,8 +437,8 @@ def manage_quantized(
 
 
 def write_quantized(slot: ManagedSlot, value: torch.Tensor, manager: GeminiManager) -> None:
-    """Copy what ``value`` is made of into the chunk of a quantized weight; over several ranks each writes
-    what it owns. Raises ConfigError where it is quantized otherwise."""
+    """Copy the inner tensors of ``value`` into the chunk of a quantized weight; over several ranks each
+    writes the part that it owns. Raises ConfigError if ``value`` has another format."""
     assert slot.form is not None
     _write_inner(slot, slot.form, slot.form.values_of(value), manager)
 
@@ -450,14 +452,14 @@ def _write_inner(
 
 
 def read_quantized(slot: ManagedSlot, manager: GeminiManager, place: Place = IN_MEMORY) -> torch.Tensor:
-    """Return a copy of a quantized weight that nobody manages, as its ``detach()`` is."""
+    """Return an unmanaged copy of a quantized weight, like its ``detach()``."""
     assert slot.form is not None
     return slot.form.over(read_values(slot, manager, place))
 
 
 def _whole_stretches(slot: ManagedSlot) -> Iterator[tuple[TensorIds, int, int]]:
-    """Yield the parameter, whole where ranks have shards of it, by the tensors to pin at once: with begin and
-    end in its chunk."""
+    """Yield the tensors to pin at once, with begin and end in the chunk, over the whole parameter (not this
+    rank's shard)."""
     if len(slot.param_ref.tensors) == 1:
         yield slot.param_ref.tensors, slot.start, slot.stop
         return
@@ -466,7 +468,7 @@ def _whole_stretches(slot: ManagedSlot) -> Iterator[tuple[TensorIds, int, int]]:
 
 
 def _differs(kept: torch.Tensor, values: torch.Tensor) -> bool:
-    """Say whether a narrower type has lost something, with little memory."""
+    """Say whether casting to a narrower dtype lost information; compares in small parts."""
     if kept.dtype.itemsize >= values.dtype.itemsize:
         return False
     pairs = zip(kept.split(_COMPARED_NUMEL), values.split(_COMPARED_NUMEL), strict=True)
@@ -474,8 +476,8 @@ def _differs(kept: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def name_again(slot: ManagedSlot, tensor: torch.Tensor) -> nn.Parameter:
-    """Make ``tensor``, a plain view of the memory of ``slot``, a second parameter over it, with the gradient
-    of the first."""
+    """Make ``tensor``, a plain view of the memory of ``slot``, a second parameter that shares the gradient of
+    the first."""
     param = cast("ManagedParameter", tensor.requires_grad_(slot.grad is not None))
     manage(param, slot)
     second_names.add(param)
@@ -483,8 +485,8 @@ def name_again(slot: ManagedSlot, tensor: torch.Tensor) -> nn.Parameter:
 
 
 def manage(param: nn.Parameter, slot: ManagedSlot) -> None:
-    """Make ``param`` a managed view of its chunk, with whatever the chunk holds, whose gradients are
-    collected if it trains."""
+    """Make ``param`` a managed view of its chunk, with the chunk's current content; collect its gradients if
+    it trains."""
     param.grad = None
     param.data = slot.param_view
     if slot.grad is not None:
@@ -495,23 +497,23 @@ def manage(param: nn.Parameter, slot: ManagedSlot) -> None:
 
 
 def watch(param: nn.Parameter) -> None:
-    """Have the gradients of ``param``, a managed one by the time it gets some, collected."""
+    """Collect the gradients of ``param``, which must be managed before its first gradient."""
     with PlainTensors():
-        # The hook refers to nothing: Python's collector does not see what torch keeps for these hooks.
+        # The hook holds no references: Python's collector does not see what torch stores for these hooks.
         hook = param.register_post_accumulate_grad_hook(_on_grad)
-        # Ours goes first, so that hooks of the user find what has accumulated in ``param.grad``.
+        # Ours runs first, so that hooks of the user find the accumulated gradient in ``param.grad``.
         hooks = param._post_accumulate_grad_hooks
     for key in [key for key in hooks if key != hook.id]:
         hooks[key] = hooks.pop(key)
 
 
 def is_watched(param: nn.Parameter) -> bool:
-    """Say whether :func:`watch` was called for it."""
+    """Say whether :func:`watch` was called for ``param``."""
     return bool(_our_hooks(param))
 
 
 def _our_hooks(param: nn.Parameter) -> list[int]:
-    """Return the keys of the hooks that :func:`watch` has registered: one, or none."""
+    """Return the keys of the hooks that :func:`watch` has registered: one or none."""
     with PlainTensors():
         hooks = param._post_accumulate_grad_hooks or {}
     return [key for key, hook in hooks.items() if hook is _on_grad]
@@ -519,11 +521,10 @@ def _our_hooks(param: nn.Parameter) -> list[int]:
 
 @contextmanager
 def collected_once(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Have autograd itself add up the gradients of several backward passes within the block, in the place
-    where it puts them, and collect the sums behind it: the same additions, in the same order, as of one
-    collected after another. For a model that is resident, whose gradients stay where autograd makes them.
-    Operators take its parameters as any others meanwhile. Those with a gradient already, or with hooks of
-    the user, go on as ever."""
+    """Let autograd accumulate the gradients of several backward passes in the block itself, and collect the
+    sums afterwards. The additions and their order are the same as if each gradient was collected. For a
+    resident model, whose gradients stay in autograd's memory. Meanwhile operators use its parameters without
+    interception. Parameters that have a gradient already, or hooks of the user, are collected as usual."""
     waiting: list[tuple[nn.Parameter, dict[int, Any], dict[int, Any]]] = []
     with PlainTensors():
         for param in params:
@@ -560,13 +561,13 @@ def _release(entry: Adopted, manager: GeminiManager) -> None:
 
 @torch.no_grad()
 def release_adopted(adopted: Sequence[Adopted], module: nn.Module, manager: GeminiManager) -> None:
-    """Make the parameters ordinary ones, with memory of their own on the device and in the type of before:
-    the values of their masters where they have any. So become second names of them, and views that
-    ``module`` keeps, which go on sharing memory. Gradients are given up.
+    """Make the parameters ordinary ones in memory of their own, on the device and in the dtype from before
+    wrapping, with the values of their masters if any. Second names of them and views that ``module`` keeps
+    become ordinary too, and still share memory with them. Gradients are discarded.
 
     Raises:
-        OutOfBudgetError, IoError: a chunk could not be read, there is no memory: parameters of before are
-            ordinary ones, the others stay managed; calling it again goes on.
+        OutOfBudgetError, IoError: a chunk could not be read, or memory ran out: the parameters so far are
+            ordinary, the others stay managed. Call it again to continue.
     """
     for entry in adopted:
         if isinstance(entry.param, ManagedParameter):
@@ -581,8 +582,8 @@ def release_adopted(adopted: Sequence[Adopted], module: nn.Module, manager: Gemi
 
 
 def _release_view(view: ManagedTensor, entry: Adopted) -> None:
-    """Make a view, such as ``weight.detach()``, an ordinary one of the parameter; where that has another type
-    now, a copy."""
+    """Make a view, such as ``weight.detach()``, an ordinary view of the parameter, or a copy if dtype or
+    device now differ."""
     inside = view.storage_offset() - entry.slot.param_view.storage_offset()
     if view.dtype == entry.param.dtype and view.device == entry.param.device:
         values = entry.param.data
@@ -594,15 +595,15 @@ def _release_view(view: ManagedTensor, entry: Adopted) -> None:
 
 @torch.no_grad()
 def _undo(adopted: Sequence[Adopted], manager: GeminiManager) -> None:
-    """Make the parameters ordinary ones with memory of their own. One that cannot be read stays managed, with
-    a warning."""
+    """Make the parameters ordinary ones in memory of their own. One that cannot be read stays managed, with a
+    warning."""
     if release_all(adopted, manager):
-        with suppress(GeminiError):  # of a transfer that nobody needs any more
+        with suppress(GeminiError):  # from a transfer that is no longer needed
             manager.close()
 
 
 def release_all(adopted: Sequence[Adopted], manager: GeminiManager) -> bool:
-    """Make the parameters ordinary ones as far as they can be read; say whether all could."""
+    """Make all parameters ordinary that can be read; say whether all could."""
     manager.recover()
     all_read = True
     for entry in adopted:
@@ -617,13 +618,13 @@ def release_all(adopted: Sequence[Adopted], manager: GeminiManager) -> bool:
 
 
 def _on_grad(param: Any) -> None:
-    """Take the gradient that autograd just accumulated off the parameter and into its chunk."""
+    """Move the gradient that autograd just accumulated off the parameter and into its chunk."""
     slot: ManagedSlot = param._slot
     with PlainTensors():
         grad = param.grad
         param.grad = None
     if grad is not None:
-        # A backward pass has gradients off by itself, unless it is to be differentiated.
+        # A backward pass disables gradients itself, unless it runs with create_graph.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             slot.trainable_grad.collect(grad)
             del grad

@@ -1,4 +1,5 @@
-"""Arrivals: parameters that came into a module after it was wrapped, and what happened to the others."""
+"""Finds parameters that were added to a module, or left it, since it was wrapped, and moves the new ones into
+chunks."""
 
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot
 
 @dataclass(frozen=True)
 class Changes:
-    """What a module has come to hold since it was wrapped: ``names`` of the managed parameters that it has
-    now, of which some may have been away, ``departed`` ones that it no longer has, and the outline of those
-    that arrived."""
+    """Changes of a module's parameters since it was wrapped. ``names``: the managed parameters that it has
+    now; some may have been away. ``departed``: managed parameters that it no longer has. ``outline``: of the
+    new parameters."""
 
     names: dict[ManagedSlot, str]
     departed: tuple[ManagedSlot, ...]
     outline: Outline
 
     def __str__(self) -> str:
-        """Return what has to be the same on all ranks."""
+        """Return a text that must be equal on all ranks."""
         outline, places = self.outline, [(_place(slot), name) for slot, name in self.names.items()]
         arrived = [
             (name, tuple(param.shape), param.stride(), outline.types[name], name in outline.trainable)
@@ -47,10 +48,10 @@ def _place(slot: ManagedSlot) -> tuple[int, int]:
 def find_changes(
     module: nn.Module, config: GeminiConfig, storage: ModelStorage, manager: GeminiManager
 ) -> Changes | None:
-    """Compare the parameters of ``module`` with those that are managed; None: they are the same.
+    """Compare the parameters of ``module`` with the managed ones; None if they are the same.
 
     Raises:
-        ConfigError: a parameter that arrived cannot be managed.
+        ConfigError: a new parameter cannot be managed.
     """
     names: dict[ManagedSlot, str] = {}
     has_arrivals = False
@@ -76,14 +77,14 @@ def take_in(
     storage: ModelStorage,
     manager: GeminiManager,
 ) -> Sequence[Adopted]:
-    """Move what arrived into chunks of its own, of at most ``chunk_numel`` elements unless a parameter is
-    larger, give up the gradients of what departed, and call the others what the module does. Over ranks all
-    of them call it with the same module, of which the values of the first one count.
+    """Move new parameters into chunks of their own, of at most ``chunk_numel`` elements unless a parameter is
+    larger; discard the gradients of departed parameters; rename the others as in the module. Collective: all
+    ranks call it with the same module; the values of the first rank count.
 
     Raises:
-        OutOfBudgetError, ConfigError: the tiers cannot hold it; nothing was changed.
-        IoError: the same, or a chunk could not be written; the parameters are ordinary ones, and those of
-            their chunks that were made stay, empty.
+        OutOfBudgetError, ConfigError: the tiers cannot hold them; nothing was changed.
+        IoError: the same, or a chunk could not be written. The new parameters are ordinary ones; chunks that
+            were created for them stay, empty.
     """
     before = {slot: name for name, slot in storage.slots.items()}
     specs = lay_out(changes.outline, config, chunk_numel, device)
@@ -113,8 +114,8 @@ def _largest_operator(changes: Changes, specs: Sequence[GroupSpec], device: Comp
 
 @torch.no_grad()
 def _adopt(module: nn.Module, slots: Sequence[ManagedSlot], manager: GeminiManager) -> Sequence[Adopted]:
-    """Copy parameters into their chunks, with the gradients that they have, and make them managed; where that
-    fails they are ordinary ones again."""
+    """Copy parameters into their chunks, with their gradients, and make them managed. If that fails, they are
+    ordinary ones again."""
     adopted: list[Adopted] = []
     grads: list[torch.Tensor | None] = []
     try:
@@ -136,8 +137,8 @@ def _adopt(module: nn.Module, slots: Sequence[ManagedSlot], manager: GeminiManag
 
 
 def _refuse_unfit(module: nn.Module, manager: GeminiManager) -> None:
-    """Raise ConfigError where a parameter that arrived has no values, or those of a managed one, or where a
-    gradient would have to be exchanged that the ranks have made apart."""
+    """Raise ConfigError if a new parameter has no values, shares memory with a managed one, or has a gradient
+    that only this rank made although ranks would have to exchange it."""
     if torch.is_inference_mode_enabled():
         raise ConfigError("parameters cannot be adopted within torch.inference_mode(): they could not train")
     for name, param in module.named_parameters():

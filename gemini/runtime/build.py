@@ -1,5 +1,7 @@
-"""From a module and a configuration to chunks on tiers and a manager over them. Outline: what a layout of
-chunks is drawn from, with nothing of the values; it outlives the parameters.
+"""Builds the runtime of a module from a configuration: chunks on tiers and a manager over them.
+
+Outline: the description of the parameters from which chunks are laid out; it has no values and outlives the
+parameters.
 """
 
 from __future__ import annotations
@@ -68,9 +70,10 @@ _Result = TypeVar("_Result")
 class Outline:
     """The parameters of a module by name, in initialization order, as tensors on ``meta``.
 
-    ``types``: what each computes in. ``trainable``: which were not frozen. ``operators``: submodules and the
-    parameters that the operator of each takes at once. ``experts``: passes use some of them. ``own``: which
-    belong to experts that other ranks do not have. ``forms``: what the bytes of each quantized one are.
+    ``types``: the dtype in which each computes. ``trainable``: parameters that were not frozen.
+    ``operators``: submodules, each with the parameters that its operator needs at once. ``experts``: sets of
+    which each pass uses a part. ``own``: parameters of experts that other ranks do not have. ``forms``: the
+    format key of each quantized weight.
     """
 
     params: Mapping[str, torch.Tensor]
@@ -89,15 +92,15 @@ class Outline:
         manager: GeminiManager | None = None,
         own: OwnExperts | None = None,
     ) -> Outline:
-        """Return the outline of a module that is not managed yet; of one that ``manager`` manages, of what it
-        does not, but with all operators. ``own``: the experts that this rank has of those of ranks.
+        """Return the outline of an unmanaged module. With ``manager``: of the parameters that it does not
+        manage yet, but with all operators. ``own``: this rank's experts, if ranks have divided them.
 
         Raises:
             ConfigError: a parameter cannot be managed.
         """
         params = list(unique_parameters(module, manager))
         check_apart(params)
-        # What keep_fp32 names may have left the module since.
+        # Modules that keep_fp32 names may have left since.
         types = compute_types(module, config.precision, config.keep_fp32, strict=manager is None)
         forms = {
             name: form_of(name, param, module.get_submodule(name.rpartition(".")[0]))
@@ -116,18 +119,18 @@ class Outline:
 
 
 def _outline_of(param: nn.Parameter, form: QuantizedForm | None) -> torch.Tensor:
-    """Return a parameter on ``meta``; of a quantized one the bytes that it takes."""
+    """Return a parameter on ``meta``; a quantized one as its bytes."""
     if form is not None:
         return torch.empty(form.nbytes, dtype=BYTES, device="meta")
     return torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
 
 
 def _operators(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield submodules whose operator is known, and the parameters that it takes at once.
+    """Yield submodules with a known operator, and the parameters that it needs at once.
 
-    Known are torch's own layers: an operator takes the parameters that its submodule holds directly;
-    attention takes its output projection's too; and what is compiled, which takes all. What other submodules
-    do with theirs shows only when they run.
+    Known are torch's own layers, with the parameters that the submodule holds directly; attention, which also
+    needs its output projection's; and compiled modules, which need all. The operators of other submodules
+    show only when they run.
     """
     names = {id(param): name for name, param in module.named_parameters()}
     for name, owner in module.named_modules():
@@ -141,48 +144,50 @@ def _operators(module: nn.Module) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield name or type(owner).__name__, found
 
 
-Trained = Mapping[str, Kept]  # parameters that train, with what is kept of them
+Trained = Mapping[str, Kept]  # parameters that train, with the states kept of each
 
-# DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those fetched for
-# the next.
+# DEVICE must hold the chunks of one update (parameter, gradient, up to three states) and those prefetched for
+# the next one.
 _CHUNKS_ON_DEVICE = 10
 
-# The share of DEVICE that whole parameter chunks may take over ranks, where no operator needs more.
+# 1 / share of DEVICE for whole parameter chunks over ranks, unless an operator needs more.
 _GATHERED_SHARE = 4
-# The share of all of them that it may be: the rest is gathered again by backward.
+# 1 / share of all parameter chunks that may be whole: backward gathers the rest again.
 _WHOLE_SHARE = 2
 
-# Chunks of activations keep their places in the DISK file, used or not: as many times what it may hold.
+# Chunks of activations keep their places in the DISK file while unused, so the file has this multiple of the
+# DISK budget in places.
 _SPARE_PLACES = 8
-# Of updates, which follow from a config that anybody may have written: more take minutes to lay out.
+# Pieces of updates. Any user's config may lead to more, which would take minutes to lay out.
 _MOST_PIECES = 2**18
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What is decided about a model before any memory is touched. ``context`` has the size of its data while
-    it trains, ``held`` is the size before there is an optimizer."""
+    """All decisions about a model before memory is allocated. ``context`` has the size of model data during
+    training, ``held`` the size before there is an optimizer."""
 
     groups: tuple[GroupSpec, ...]
     search: SearchResult
     context: PlacementContext
     held: ModelDataSize
     budgets: TierBudgets
-    gather_bytes: int = 0  # for whole parameter chunks, over several ranks
+    gather_bytes: int = 0  # for whole parameter chunks over several ranks
 
     def refuse_misfit(self) -> PlacementPlan:
-        """Return the plan of the warmup. Raises OutOfBudgetError where the policy cannot fit the model into
-        the budgets while it trains."""
+        """Return the warmup plan for training. Raises OutOfBudgetError if the policy cannot fit the model
+        into the budgets during training."""
         return self.context.policy.warmup_plan(self.context.size, self.context.capacity)
 
     def refuse_unheld(self) -> PlacementPlan:
-        """Return the plan for a model that nobody trains yet. Raises OutOfBudgetError as
+        """Return the warmup plan for a model without an optimizer. Raises OutOfBudgetError as
         :meth:`refuse_misfit`."""
         return self.context.policy.warmup_plan(self.held, self.context.capacity)
 
 
 class Built(NamedTuple):
-    """A module's chunks, what manages them, how their size was found, and what the parameters were before."""
+    """A module's chunks, their manager, the result of the chunk-size search, and the records of the original
+    parameters."""
 
     storage: ModelStorage
     manager: GeminiManager
@@ -191,7 +196,7 @@ class Built(NamedTuple):
 
 
 def _refuse_quantized(outline: Outline) -> None:
-    """Raise ConfigError for what tensor and pipeline parallelism do not divide."""
+    """Raise ConfigError for quantized weights, which tensor and pipeline parallelism cannot divide."""
     for name in outline.forms:
         raise ConfigError(
             f"{len(outline.forms)} parameters (first {name!r}) are quantized weights, which tensor and "
@@ -201,7 +206,7 @@ def _refuse_quantized(outline: Outline) -> None:
 
 
 def _require_few_pieces(outline: Outline, piece_numel: int) -> None:
-    """Raise OutOfBudgetError for a model that is out of all proportion to DEVICE."""
+    """Raise OutOfBudgetError for a model that is far too large for DEVICE."""
     numels = [param.numel() for param in outline.params.values()]
     pieces = sum(-(-numel // piece_numel) for numel in numels)
     if pieces > _MOST_PIECES:
@@ -223,17 +228,20 @@ def build_runtime(
     experts: OwnExperts | None = None,
     without_values: bool = False,
 ) -> Built:
-    """Lay the module's parameters out in chunks, move them there, and return what manages them; over
-    ``peers``, this rank's shards of the first rank's parameters. Operators run on ``device``; ``model_ranks``
-    hold the other parts of the model; ``experts`` are those of ``peers`` that this rank has.
-    ``without_values``: of a module on ``meta``, whose parameters and
-    buffers the caller gives their values (:func:`gemini.runtime.adopt.adopt_without_values`), buffers on all
-    ranks the same.
+    """Lay the module's parameters out in chunks, move them there, and return the chunks and their manager;
+    over ``peers``, this rank's shards of the first rank's parameters.
+
+    Args:
+        device: where operators run.
+        model_ranks: the ranks that hold the other parts of the model.
+        experts: this rank's experts, if ``peers`` have divided them.
+        without_values: the module is on ``meta``, and the caller writes its parameters and buffers afterwards
+            (:func:`gemini.runtime.adopt.adopt_without_values`), the same buffers on all ranks.
 
     Raises:
-        OutOfBudgetError: the budgets cannot hold the model, or not while the optimizer that was announced
-            updates it; the module is unchanged.
-        ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; the ranks' models differ.
+        OutOfBudgetError: the budgets cannot hold the model, or not while the announced optimizer updates it;
+            the module is unchanged.
+        ConfigError, IoError: see :func:`gemini.runtime.adopt.adopt_module`; or the ranks' models differ.
     """
     every = [each for each in (peers, model_ranks.peers if model_ranks is not None else None) if each]
     together = partial(_together, every)
@@ -323,13 +331,13 @@ def build_runtime(
 
 
 def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> PlacementPlan:
-    """Return the plan for a model that nobody trains yet.
+    """Return the plan for a model without an optimizer.
 
-    What cannot be trained within the budgets may be evaluated: without an announced optimizer that is a
-    warning here and an error when one is made.
+    A model that the budgets cannot train may be evaluated. Without an announced optimizer this is a warning
+    here, and an error when an optimizer is created.
 
     Raises:
-        OutOfBudgetError: there is no room for the parameters, or for the update that was announced.
+        OutOfBudgetError: there is no room for the parameters, or for the announced optimizer's update.
     """
 
     def checked(check: Callable[[Blueprint], PlacementPlan]) -> PlacementPlan:
@@ -351,14 +359,14 @@ def _check(blueprint: Blueprint, config: GeminiConfig, drawing: Drawing) -> Plac
 
 
 def refuse_unfit(module: nn.Module, config: GeminiConfig) -> None:
-    """Raise OutOfBudgetError or ConfigError where :func:`build_runtime` would, in one process on the CPU,
-    because the budgets cannot hold ``module``, which may be on ``meta``. Nothing changes."""
+    """Raise OutOfBudgetError or ConfigError if :func:`build_runtime` would, in one process on the CPU,
+    because the budgets cannot hold ``module``, which may be on ``meta``. Changes nothing."""
     drawing = Drawing(Outline.of(module, config), None, CPU, 1, CPU.cuts_chunks)
     _check(drawing.draw(config), config, drawing)
 
 
 def _refuse_full_disk(storage: ModelStorage, kept: Sequence[Kept]) -> None:
-    """Raise IoError where the disk has no space for what is ``kept`` of each group that trains."""
+    """Raise IoError if the disk has no space for the states that are ``kept`` of each group that trains."""
     each = zip(storage.groups, kept, strict=True)
     missing = storage.missing({group: kept for group, kept in each if group.grad is not None})
     lack = storage.chunks.lacking_place(missing)
@@ -369,13 +377,13 @@ def _refuse_full_disk(storage: ModelStorage, kept: Sequence[Kept]) -> None:
 def _least_to_train(
     config: GeminiConfig, drawing: Drawing, error: DeviceTooSmallError, trained: Trained
 ) -> int:
-    """Return a DEVICE that holds what ``error`` says it cannot while parameters train, as
-    :meth:`Drawing.draw` has it."""
+    """Return a DEVICE budget that avoids ``error`` while the parameters in ``trained`` train, see
+    :meth:`Drawing.draw`."""
     return _least_device_bytes(error, config, lambda c: drawing.draw(c, trained).refuse_misfit())
 
 
 def _together(every: Sequence[Peers], action: Callable[[], _Result]) -> _Result:
-    """Run ``action`` on the ranks of all groups; raise on all of them where it fails on one."""
+    """Run ``action`` on the ranks of all groups; raise on all of them if it fails on one."""
     for peers in every:
         action = partial(peers.together, action)
     return action()
@@ -384,13 +392,14 @@ def _together(every: Sequence[Peers], action: Callable[[], _Result]) -> _Result:
 def _least_device_bytes(
     error: DeviceTooSmallError, config: GeminiConfig, check: Callable[[GeminiConfig], object]
 ) -> int:
-    """Return a DEVICE that holds what ``error`` says it cannot; chunks grow with it, so it is tried."""
+    """Return a DEVICE budget that avoids ``error``. Chunks grow with the budget, so candidates are tried in
+    turn."""
     while True:
         try:
             check(replace(config, device_bytes=error.least_bytes))
         except DeviceTooSmallError as larger_error:
             error = larger_error
-        except OutOfBudgetError:  # of a policy of the user's own
+        except OutOfBudgetError:  # from a policy of the user's own
             return error.least_bytes
         else:
             return error.least_bytes
@@ -403,16 +412,17 @@ def draw_blueprint(
     device: ComputeDevice = CPU,
     ranks_here: int = 1,
 ) -> Blueprint:
-    """Lay the parameters of ``module``, which are not managed yet, out in chunks; see :meth:`Drawing.draw`.
-    Raises ConfigError as that, and where a parameter cannot be managed."""
+    """Lay out the parameters of ``module``, which are not managed yet, in chunks; see :meth:`Drawing.draw`.
+    Raises ConfigError as that method, and if a parameter cannot be managed."""
     return Drawing(Outline.of(module, config), share, device, ranks_here).draw(config)
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a blueprint is drawn from besides options: a model's outline, this rank's ``share`` of its chunks,
-    the computing device, how many ranks have this machine's memory together (``ranks_here``), whether experts
-    move by themselves (``cuts``), and the share of the chunks of experts that ranks have divided."""
+    """The inputs of a blueprint besides options: a model's outline; this rank's ``share`` of its chunks; the
+    computing device; the number of ranks that share this machine's memory (``ranks_here``); whether experts
+    have chunks of their own (``cuts``); and this rank's share of the chunks of divided experts
+    (``own_share``)."""
 
     outline: Outline
     share: Share | None
@@ -422,16 +432,17 @@ class Drawing:
     own_share: Share | None = None
 
     def draw(self, config: GeminiConfig, trained: Trained | None = None) -> Blueprint:
-        """Lay the parameters out in chunks; change nothing. ``trained``: which train, each with what
-        is kept of it; None: all that were not frozen, with those of the rule that was announced, or Adam's.
+        """Lay the parameters out in chunks; change nothing. ``trained``: the parameters that train, each with
+        the states that are kept; None: all that were not frozen, with the states of the announced rule, or
+        Adam's.
 
         Raises:
-            ConfigError: a size allows no chunk.
+            ConfigError: no chunk size is possible.
         """
         outline, device, share = self.outline, self.device, self.share
         device_bytes = config.device_bytes
         if device_bytes is None:
-            device.release_cache()  # what torch's allocator keeps from earlier work is free as well
+            device.release_cache()  # memory cached by torch's allocator is free as well
             device_bytes = default_budget_bytes(device.free_bytes())
         room = device_bytes - (config.non_model_bytes or 0)
         itemsize = _least_itemsize(outline)
@@ -471,7 +482,7 @@ class Drawing:
 
 
 def _gather_bytes(sizes: DataSizes, operator_bytes: int, room: int, config: GeminiConfig) -> int:
-    """Return what whole parameter chunks may take over ranks."""
+    """Return the DEVICE bytes for whole parameter chunks over ranks."""
     least = least_gathered(sizes, operator_bytes)
     wanted = config.gather_bytes
     if wanted is None:
@@ -484,7 +495,8 @@ def _least_itemsize(outline: Outline) -> int:
 
 
 def trained_by(rule: str, outline: Outline, config: GeminiConfig) -> Trained:
-    """Return what an optimizer of a ``rule`` would train, and keep of it: all that was not frozen."""
+    """Return the parameters that an optimizer with ``rule`` would train (all that were not frozen), with the
+    states that it would keep."""
     found = {}
     for name in outline.trainable if rule != "none" else ():
         dtype = outline.types[name]
@@ -503,9 +515,9 @@ def lay_out(
     cut: bool = False,
     own_share: Share | None = None,
 ) -> list[GroupSpec]:
-    """Split parameters by (dtype, trainable, whether they are of this rank's own experts, what the announced
-    optimizer keeps of them) and lay out each part in chunks of ``chunk_numel`` elements; ``cut``: experts by
-    themselves; ``own_share``: of the chunks of own experts."""
+    """Split parameters by (dtype, trainable, whether they are this rank's own experts, states that the
+    announced optimizer keeps) and lay out each part in chunks of ``chunk_numel`` elements. ``cut``: each
+    expert gets chunks of its own. ``own_share``: this rank's share of the chunks of own experts."""
     itemsize = _least_itemsize(outline)
     frozen = [name for name in outline.params if name not in outline.trainable]
     experts = apart(outline.experts, outline.params, frozen, page_elements(itemsize)) if cut else {}
@@ -541,12 +553,13 @@ def _capacity(
     """Return the budgets with defaults filled in."""
     host_bytes = config.host_bytes
     if host_bytes is None and device.has_own_memory:
-        # Page-locked memory is nobody else's: half of what is free.
+        # Page-locked memory cannot be used by others: take half of the free memory.
         host_bytes = default_budget_bytes() // (2 * ranks_here)
         if not config.activation_offload:
             host_bytes = min(size.total_bytes, host_bytes)
     elif host_bytes is None:
-        # Without a GPU DEVICE is host memory already: only 'cpu' asks for HOST, for what has no room there.
+        # Without a GPU DEVICE is host memory already: HOST is only for placement 'cpu', for chunks that do
+        # not fit.
         has_room = size.total_bytes <= device_bytes - (config.non_model_bytes or 0)
         needs_host = config.disk_dir is None and (config.activation_offload or not has_room)
         host_bytes = size.total_bytes if config.placement_policy == "cpu" and needs_host else 0
@@ -554,7 +567,7 @@ def _capacity(
     if disk_bytes is None:
         disk_bytes = size.total_bytes
         if config.activation_offload and config.disk_dir is not None:
-            # Taken only as far as it is used.
+            # Disk space is taken only as it is used.
             disk_bytes += shutil.disk_usage(checked_directory(config.disk_dir)).free // 2
     return TierCapacity(
         device_bytes=device_bytes,

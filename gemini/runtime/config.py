@@ -1,5 +1,5 @@
-"""What a managed model is built with: every option of GeminiDDP in one frozen object; and what ranks settle
-before a model is wrapped: the device and the options, one DEVICE budget for all."""
+"""GeminiConfig: all options of a managed model in one frozen object. Also settles the device, the options and
+a common DEVICE budget among ranks before a model is wrapped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _PRECISIONS: dict[object, torch.dtype | None] = {
 }
 
 
-# What an optimizer keeps of each parameter, by the name of its rule; Muon of a hidden matrix its momentum.
+# States that an optimizer keeps of each parameter, by the name of its rule; Muon keeps only the momentum of a
+# hidden matrix.
 STATES_OF_RULES = {
     "adam": (StateSpec("exp_avg"), StateSpec("exp_avg_sq")),
     "lion": (StateSpec("exp_avg"),),
@@ -46,15 +47,16 @@ STATES_OF_RULES = {
     "muon": (StateSpec("exp_avg"), StateSpec("exp_avg_sq")),
     "none": (),
 }
-# What tiers have places for, whichever optimizer comes: none of torch's keeps more of each element, and Adam
-# with int8 moments no more arrays.
+# States for which tiers reserve places, whatever the optimizer: none of torch's keeps more per element, and
+# Adam with int8 moments keeps no more arrays.
 MOST_STATES = (
     *(StateSpec(name) for name in ("first", "second", "third")),
     *(StateSpec(name, per_block=True) for name in ("first_scale", "second_scale")),
 )
 
 
-# Embeddings and heads, which AdamW updates beside Muon: within a name, and as a whole part of a dotted one.
+# Embeddings and heads, which AdamW updates beside Muon: substrings of a name, and whole components of a
+# dotted name.
 _WITHIN_NAMES = ("embed", "lm_head")
 _NAME_PARTS = frozenset(("wte", "wpe", "score", "classifier"))
 
@@ -68,7 +70,7 @@ def is_hidden_matrix(name: str, num_dims: int) -> bool:
 
 
 def states_by_rule(rule: str, name: str, num_dims: int, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """Return what an optimizer keeps of a parameter; ``dtype``: of the values that it updates."""
+    """Return the states that an optimizer keeps of a parameter; ``dtype``: of the values that it updates."""
     states = STATES_OF_RULES[rule]
     if rule != "muon":
         return states
@@ -78,10 +80,10 @@ def states_by_rule(rule: str, name: str, num_dims: int, dtype: torch.dtype) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiConfig:
-    """Options of a managed model. Sizes in bytes; ``None`` where the default depends on machine or model.
+    """Options of a managed model. Sizes in bytes; ``None`` if the default depends on machine or model.
 
-    ``precision`` is the dtype that parameters compute in, or None to leave each as it is; ``reduce_dtype``
-    that in which gradients travel between ranks, None: fp32. ``keep_fp32``, ``optimizer_rule``: see
+    ``precision``: the dtype in which parameters compute; None keeps each as it is. ``reduce_dtype``: the
+    dtype in which gradients are sent between ranks; None: fp32. ``keep_fp32``, ``optimizer_rule``: see
     :class:`gemini.GeminiDDP`. ``reads_files``: weights stay in files of the user, which are their DISK tier
     (``gemini.from_pretrained(trains=False)``).
     """
@@ -111,7 +113,7 @@ class GeminiConfig:
 
     @classmethod
     def choose(cls, config: GeminiConfig | None, **options: Any) -> GeminiConfig:
-        """Return ``config``, or without one that for the keywords of :meth:`from_options`.
+        """Return ``config``, or if it is None the config for the keywords of :meth:`from_options`.
 
         Raises:
             ConfigError: as :meth:`from_options`, or beside ``config`` an option differs from its default.
@@ -187,7 +189,7 @@ class GeminiConfig:
         return config
 
     def refuse_unbuilt(self, device: ComputeDevice, *, several_ranks: bool) -> None:
-        """Raise ConfigError for what this release does in one process, or on the CPU, alone."""
+        """Raise ConfigError for features that this release has only in one process, or only on the CPU."""
         if several_ranks and self.activation_recompute:
             raise ConfigError(
                 "activation_recompute is for one process in this release, each rank would choose for itself; "
@@ -210,7 +212,7 @@ def _names(keep_fp32: Iterable[str]) -> tuple[str, ...]:
 
 
 def _check_kinds(config: GeminiConfig) -> None:
-    """Refuse values that are nothing of their kind."""
+    """Raise ConfigError for options with a value of the wrong kind."""
     for name in ("min_chunk_size_mb", "search_range_mb"):
         size = getattr(config, name)
         if isinstance(size, (int, float)) and not math.isfinite(size):
@@ -229,12 +231,12 @@ def _check_kinds(config: GeminiConfig) -> None:
 
 
 def check_offload(config: GeminiConfig, capacity: TierCapacity, *, measured: bool) -> None:
-    """Refuse what ``activation_offload`` and ``activation_recompute`` could not do, all reasons at once;
-    ``measured``: the first step shows non-model memory.
+    """Raise ConfigError if ``activation_offload`` or ``activation_recompute`` cannot work, with all reasons
+    at once. ``measured``: the first step measures non-model memory.
 
     Raises:
-        ConfigError: there is no tier below DEVICE, what stays there would not be counted, or blocks cannot
-            choose.
+        ConfigError: there is no tier below DEVICE, tensors that stay on DEVICE would not be counted, or
+            blocks cannot choose.
     """
     offload, reasons = config.activation_offload, []
     if config.activation_recompute and offload != "auto":
@@ -263,8 +265,8 @@ def prepared(
     choose: Callable[[], GeminiConfig],
     model_ranks: ModelRanks | None = None,
 ) -> tuple[ComputeDevice, GeminiConfig]:
-    """Return the device and the options to wrap a model with, once every rank has its own, those that hold
-    other parts of the model among them.
+    """Return the device and the options to wrap a model with, after every rank has its own, including the
+    ranks that hold other parts of the model.
 
     Raises:
         ConfigError: an option cannot work, here or on another rank.
@@ -291,10 +293,10 @@ def prepared(
 def _agreed(
     config: GeminiConfig, every: Sequence[Peers], alike: Sequence[Peers], device: ComputeDevice
 ) -> GeminiConfig:
-    """Return ``config`` with the DEVICE budget of the rank that has least among those that cut their chunks
-    ``alike``: other stages of a pipeline may have another.
+    """Return ``config`` with the smallest DEVICE budget among the ranks that lay out chunks ``alike``; other
+    pipeline stages may have another.
 
-    Without one each rank takes what is free on its GPU, or its part of what is on its host.
+    The default of each rank is the free memory of its GPU, or its share of the free memory of its host.
     """
     device_bytes = config.device_bytes
     if device_bytes is None:
@@ -313,11 +315,11 @@ def _ranks_on_this_host(every: Sequence[Peers]) -> int:
 
 
 def open_device(device: torch.device | str | int | None, *, pin_memory: bool | None = None) -> ComputeDevice:
-    """Return the computing device, the current GPU if not said and there is one. ``pin_memory=False``
-    leaves HOST memory of a GPU pageable.
+    """Return the computing device; by default the current GPU, or the CPU if there is none.
+    ``pin_memory=False`` leaves HOST memory of a GPU pageable.
 
     Raises:
-        ConfigError: it cannot be used here.
+        ConfigError: the device cannot be used here.
     """
     resolved = resolve_device(device)
     if resolved.type == "cpu":

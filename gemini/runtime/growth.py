@@ -1,6 +1,7 @@
-"""Growth: the chunks that come after a model was wrapped: states when an optimizer is made; gradients,
-masters and states when a frozen parameter is unfrozen; all of them when parameters come into the module.
-Filling: weights written one after another, while chunks leave DEVICE to make room for the next.
+"""Growth: creates the chunks that are added after a model was wrapped: states when an optimizer is created;
+gradients, masters and states when a frozen parameter is unfrozen; all of them for new parameters.
+
+Filling: writes weights one after another, while chunks leave DEVICE to make room for the next.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ from gemini.runtime.storage.model_storage import ChunkGroup, ManagedSlot, ModelS
 
 
 class StateOwner(Protocol):
-    """An optimizer: what it updates, frozen or not, and what it keeps of that."""
+    """An optimizer: the parameters that it updates, frozen or not, and the states that it keeps of them."""
 
     @property
     def slots(self) -> set[ManagedSlot]: ...
 
     def kept_of(self, group: ChunkGroup) -> Kept:
-        """Return what is kept of the parameters of a group."""
+        """Return the states that are kept of the parameters of a group."""
 
     def take_chunks(self) -> None:
-        """Chunks were made for some of the slots."""
+        """Called after chunks were created for some of the slots."""
 
 
-# Return a DEVICE that would hold what an error says that it cannot, while parameters of these names train.
+# Returns a DEVICE budget that avoids the error while the named parameters train.
 LeastBytes = Callable[[DeviceTooSmallError, Mapping[str, Kept]], int]
 
 
 class Growth:
-    """Checks that what is to come fits the budgets, as wrapping does, makes it, and has it planned for."""
+    """Creates additional chunks: checks that they fit the budgets, as wrapping does, and plans again."""
 
     def __init__(self, storage: ModelStorage, manager: GeminiManager, least_bytes: LeastBytes) -> None:
         self._storage = storage
@@ -54,19 +55,20 @@ class Growth:
         self._owners: WeakSet[StateOwner] = WeakSet()
 
     def provide(self, owner: StateOwner) -> None:
-        """Make the states of what ``owner`` updates, and does not find frozen; of that when it is unfrozen.
+        """Create the states for the parameters of ``owner`` that are not frozen, and later for those that are
+        unfrozen.
 
         Raises:
             OutOfBudgetError, IoError: the tiers cannot hold them; nothing was changed.
         """
         trained = {slot.group for slot in owner.slots if slot.grad is not None}
-        # In an order that does not change: traces name chunks by their numbers.
+        # In a fixed order: traces refer to chunks by their numbers.
         self._grow({group: owner.kept_of(group) for group in self._storage.groups if group in trained})
         self._owners.add(owner)
 
     def unfreeze(self, param: ManagedParameter) -> None:
-        """Have ``param``, which never trained, take gradients: its chunk gets the gradients, masters and
-        states that an update needs, and the next step is recorded again. Over ranks all of them call it.
+        """Let ``param``, which never trained, take gradients: its chunk gets the gradients, masters and
+        states that an update needs, and the next step is recorded again. Collective over ranks.
 
         Raises:
             OutOfBudgetError, IoError: the tiers cannot hold them; nothing was changed.
@@ -94,12 +96,12 @@ class Growth:
     def take_in(
         self, specs: Sequence[GroupSpec], operator: tuple[int, str], *, raises_disk: bool
     ) -> list[ManagedSlot]:
-        """Make the chunks of parameters that came into the module, laid out as ``specs`` say, and return
-        their slots; the next step is recorded again. Over ranks all of them call it.
+        """Create the chunks of parameters that were added to the module, with the layouts in ``specs``, and
+        return their slots; the next step is recorded again. Collective over ranks.
 
         Args:
-            operator: the most bytes of parameter chunks that an operator takes at once, and its name.
-            raises_disk: the budget of DISK is what the model takes, and grows with it.
+            operator: the most bytes of parameter chunks that an operator needs at once, and its name.
+            raises_disk: the DISK budget is the size of the model, and grows with it.
 
         Raises:
             OutOfBudgetError, IoError, ConfigError: the tiers cannot hold them; nothing was changed.
@@ -117,7 +119,8 @@ class Growth:
             chunks.prepare(expected, first_bytes, more_disk_bytes)
 
         manager.together(check)
-        # Chunk numbers are part of it: there may be chunks of states between those of before and these.
+        # Chunk numbers are part of the signature: chunks of states may lie between the earlier parameters and
+        # these.
         layouts = "+".join(spec.layout.signature() for spec in specs)
         signature = f"{before.chunk_signature}+{len(chunks.chunks)}:{layouts}"
         chunks.expect(expected, more_disk_bytes)
@@ -128,7 +131,7 @@ class Growth:
         return slots
 
     def _size_with(self, plans: Sequence[GroupPlan], operator: tuple[int, str]) -> tuple[ModelDataSize, int]:
-        """Return the size of model data with further parameter chunks, and what of it may be whole over
+        """Return the size of model data with additional parameter chunks, and the bytes of whole chunks over
         ranks."""
         sharding, before = self._manager.sharding, self._manager.size
         operator = max(operator, (before.operator_bytes, before.operator_name))
@@ -140,7 +143,7 @@ class Growth:
         return with_gathered(sizes, gather_bytes, *operator), gather_bytes
 
     def _open(self, slot: ManagedSlot) -> None:
-        """Make the gradient of a parameter, and what an update of it needs."""
+        """Create the gradient of a parameter, and the chunks that its update needs."""
         manager, storage, group = self._manager, self._storage, slot.group
         owners = [owner for owner in self._owners if slot in owner.slots]
         kept = reduce(Kept.joined, [owner.kept_of(group) for owner in owners], Kept())
@@ -176,7 +179,7 @@ class Growth:
         manager.replan(replace(manager.context, size=size))
 
     def _checked(self, more: Mapping[ChunkGroup, Kept]) -> ModelDataSize:
-        """Return the size of model data with ``more`` of it. Raises OutOfBudgetError."""
+        """Return the size of model data with ``more``. Raises OutOfBudgetError if it does not fit."""
         context, sharding = self._manager.context, self._manager.sharding
         gather_bytes = sharding.gather_bytes if sharding is not None else 0
         before = context.size
@@ -190,7 +193,7 @@ class Growth:
         return size
 
     def _trained(self, more: Mapping[ChunkGroup, Kept]) -> dict[str, Kept]:
-        """Return by name what trains, with what is kept of it."""
+        """Return the names of parameters that train, with the states that are kept of each."""
         kept = {group: group.kept.joined(more.get(group, Kept())) for group in self._storage.groups}
         return {
             name: kept[slot.group]
@@ -200,33 +203,34 @@ class Growth:
 
 
 def least_gathered(sizes: DataSizes, operator_bytes: int) -> int:
-    """Return what whole parameter chunks may take over ranks at the least: those of an operator, the next
-    chunk, and the small ones."""
+    """Return the least bytes for whole parameter chunks over ranks: those of one operator, the next chunk,
+    and the small ones."""
     return max(operator_bytes, sizes.largest_window) + sizes.largest_window + sizes.small_windows
 
 
 def with_gathered(
     sizes: DataSizes, gather_bytes: int, operator_bytes: int, operator_name: str
 ) -> ModelDataSize:
-    """Return what a placement policy needs to know; what is whole at times counts as being there always."""
-    # A gradient is made while another is exchanged, which takes the room of a third. An update that needs all
-    # of a parameter comes when they are gone.
+    """Return the sizes that a placement policy needs; chunks that are whole only at times count as always
+    present."""
+    # A gradient is made while another is exchanged, and the exchange chunk is as large as a third. An update
+    # that needs all of a parameter runs after these are freed.
     whole = max(gather_bytes + 3 * sizes.largest_gradient, sizes.room)
     working = max(sizes.working, operator_bytes) + whole
     return ModelDataSize(sizes.total + whole, working, sizes.largest, operator_bytes, operator_name)
 
 
-_AHEAD_BYTES = 32 * 2**20  # keeps a disk busy for about as long as a tensor is read
-_AHEAD_SHARE = 8  # of DEVICE at most one in so many: what is being filled stays
-_FILLED_SHARE = 0.75  # of DEVICE, where steps will leave more to other memory than reading takes
+_AHEAD_BYTES = 32 * 2**20  # keeps a disk busy for about as long as reading a tensor takes
+_AHEAD_SHARE = 8  # at most 1 / share of DEVICE: the chunk that is being filled stays
+_FILLED_SHARE = 0.75  # share of DEVICE, if steps leave more to other memory than reading needs
 
 
 class Filling:
-    """Gives the parameters of a model that has no values yet theirs, in any order; for one thread. Call
-    :meth:`finish` after the last.
+    """Writes the parameters of a model without values, in any order; for one thread. Call :meth:`finish`
+    after the last one.
 
-    A write that finds DEVICE full waits until a chunk has left. So each starts what will have to leave for
-    those after it, and returns while that is under way: within the budget, and nothing where all fits.
+    A write that finds DEVICE full waits until a chunk has left. So each write starts to evict for later
+    writes, and returns meanwhile. The budget is kept, and nothing is evicted if all fits.
     """
 
     def __init__(self, storage: ModelStorage, manager: GeminiManager) -> None:
@@ -243,27 +247,27 @@ class Filling:
 
     @property
     def overflows(self) -> bool:
-        """Whether chunks leave DEVICE while what has no values yet comes."""
+        """Whether chunks must leave DEVICE before all values are written."""
         return self._to_come_bytes > self._limit_bytes
 
     def write(self, slot: ManagedSlot, values: torch.Tensor) -> None:
-        """Do what :func:`gemini.runtime.write_values` does.
+        """Write the values as :func:`gemini.runtime.write_values` does.
 
         Raises:
-            IoError: also where a chunk of an earlier write cannot leave; no value is lost.
+            IoError: also if a chunk of an earlier write cannot leave; no value is lost.
         """
         write_values(slot, values, self._manager)
         self._make_way(slot)
 
     def adopt(self, param: nn.Parameter, slot: ManagedSlot, owner: nn.Module) -> Adopted:
-        """Copy a parameter of ``owner``, a quantized weight, into its chunk and make it managed. Raises as
+        """Copy a quantized weight of ``owner`` into its chunk and make it managed. Raises as
         :meth:`write`."""
         adopted = fill_quantized(param, slot, self._manager, owner)
         self._make_way(slot)
         return adopted
 
     def _make_way(self, slot: ManagedSlot) -> None:
-        """Start what will have to leave DEVICE for those after ``slot``, which has its values now."""
+        """Start to evict chunks for the writes after ``slot``, which has its values now."""
         for chunk in _chunks_of(slot.group):
             self._to_come_bytes -= self._to_come.pop(chunk, 0)
         chunks = self._manager.chunks
@@ -272,11 +276,11 @@ class Filling:
             chunks.make_way(min(self._ahead_bytes, too_much), self._limit_bytes)
 
     def finish(self) -> None:
-        """Have the model's own limit in force again; what exceeds it leaves when there is a step."""
+        """Restore the model's own limit; chunks beyond it are evicted in the first step."""
         self._manager.chunks.table.set_limit(self._later_limit_bytes)
 
 
 def _chunks_of(group: ChunkGroup) -> dict[int, int]:
-    """Return the bytes of the chunks that values of a group are written to, by id."""
+    """Return the bytes of the chunks that a group's values are written to, by id."""
     chunks = [group.updated[0], *(piece.chunks[MASTER] for piece in group.pieces if piece.has_master)]
     return {chunk.id: chunk.spec.nbytes for chunk in chunks}

@@ -1,10 +1,10 @@
-"""Room for keys and values in chunks of a managed model: arrays that are used from their beginning on, beside
-the weights within the same budgets.
+"""Room for keys and values in chunks of a managed model: arrays that fill from their beginning, beside the
+weights and within the same budgets.
 
-An array's addresses follow each other, and only those of its chunks that hold something take memory or disk.
-Plans know nothing of them, since nobody knows how long texts get: they leave a part of DEVICE, and what needs
-more competes with the weights that no plan keeps. The chunk table knows that a pass uses what the
-last one used (a certain choice, docs/notes/choices.md).
+An array has contiguous addresses, and only chunks with content take memory or disk. Plans do not cover these
+chunks, because the length of texts is not known: they leave a part of DEVICE free, and chunks beyond it
+compete with the weights that no plan keeps. The chunk table knows that a pass uses the chunks of the last one
+(a certain choice, docs/notes/choices.md).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gemini.system.config import format_bytes
 
 
 class KVArray:
-    """``nbytes`` of addresses in chunks of ``chunk_bytes``. ``tensor``: all of it, uint8; only what is pinned
-    may be touched. A room may have less of an array than there is (:meth:`shorten`)."""
+    """``nbytes`` of addresses in chunks of ``chunk_bytes``. ``tensor``: all of it, uint8; only pinned parts
+    may be touched. A room may use less of an array than exists (:meth:`shorten`)."""
 
     def __init__(self, manager: GeminiManager, parts: Sequence[Chunk]) -> None:
         self.chunks = tuple(parts)
@@ -38,29 +38,29 @@ class KVArray:
 
     @property
     def tensors(self) -> list[int]:
-        """All its tensors in the chunk table, one of each chunk."""
+        """All its tensors in the chunk table, one per chunk."""
         return self._tensors
 
     def shorten(self, count: int) -> None:
-        """Have the first ``count`` chunks be all."""
+        """Use only the first ``count`` chunks."""
         self.nbytes = count * self.chunk_bytes
 
     def holding(self, begin: int, end: int) -> list[int]:
-        """Return the tensors of the chunk table that have the bytes from ``begin`` to ``end``."""
+        """Return the chunk-table tensors that contain bytes from ``begin`` to ``end``."""
         return self._tensors[begin // self.chunk_bytes : -(-end // self.chunk_bytes)]
 
     def within(self, begin: int, end: int) -> list[int]:
-        """Return the tensors that have no other bytes than those from ``begin`` to ``end``."""
+        """Return the chunk-table tensors that lie completely between ``begin`` and ``end``."""
         return self._tensors[-(-begin // self.chunk_bytes) : end // self.chunk_bytes]
 
     def part(self, begin: int, end: int) -> _Part:
-        """Return the chunks that have the bytes from ``begin`` to ``end``, to be lent."""
+        """Return the chunks with the bytes from ``begin`` to ``end``, to be leased."""
         return _Part(self.chunks[begin // self.chunk_bytes], tuple(self.holding(begin, end)))
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Chunks of an array that follow each other, as a tenant of leases."""
+    """Consecutive chunks of an array, as a tenant of leases."""
 
     chunk: Chunk
     tensors: tuple[int, ...]
@@ -68,14 +68,14 @@ class _Part:
 
 
 class _Estate:
-    """What rooms of one model leave to those that come after them, since chunks stay permanently.
+    """Arrays that rooms of one model pass on to later rooms, because chunks are never removed.
 
-    ``taken``: arrays of the room that is ``open``, which may have been forgotten without having been closed.
+    ``taken``: arrays of the room that is ``open``; that room may be garbage-collected without being closed.
     """
 
     def __init__(self, manager: GeminiManager) -> None:
         self._spare: list[KVArray] = []
-        self._lent: list[KVArray] = []  # of rooms that were closed, but somebody still has tensors over them
+        self._lent: list[KVArray] = []  # of closed rooms, with live tensors over them
         self.taken: list[KVArray] = []
         self.open: weakref.ref[KVRoom] | None = None
         self.leases = Leases(manager)
@@ -83,7 +83,7 @@ class _Estate:
 
     @classmethod
     def of(cls, manager: GeminiManager) -> _Estate:
-        """Return that of a model."""
+        """Return the estate of a model; create it at the first call."""
         found = vars(manager).get("kv_estate")
         if not isinstance(found, cls):
             found = cls(manager)
@@ -92,11 +92,11 @@ class _Estate:
 
     @property
     def spare_bytes(self) -> int:
-        """What there is of arrays that no room has."""
+        """The bytes of all arrays that no room uses."""
         return sum(len(array.chunks) * array.chunk_bytes for array in self._spare)
 
     def spare(self, chunk_bytes: int, count: int) -> KVArray | None:
-        """Return the smallest array of at least ``count`` chunks that no room has."""
+        """Return the smallest unused array of at least ``count`` chunks; None if there is none."""
         fitting = [one for one in self._spare if one.chunk_bytes == chunk_bytes and len(one.chunks) >= count]
         if not fitting:
             return None
@@ -105,13 +105,13 @@ class _Estate:
         return found
 
     def put_back(self, array: KVArray) -> None:
-        """Take an array that a room has no use for."""
+        """Take back an array that its room no longer needs."""
         self.taken.remove(array)
         self._lent.append(array)
         self._settle()
 
     def _settle(self) -> None:
-        """Give up what arrays hold that nobody looks at any more."""
+        """Free the content of returned arrays that no tensor uses any longer."""
         arrays, self._lent = self._lent, []
         state = self._manager.chunks.table.tensor_state
         for array in arrays:
@@ -120,13 +120,13 @@ class _Estate:
             (self._lent if is_lent else self._spare).append(array)
 
     def tidy(self) -> None:
-        """Take back what a room that was forgotten had, and what nobody looks at any more."""
+        """Take back the arrays of a garbage-collected room, and settle returned ones."""
         if self.open is not None and self.open() is None:
             self.take_back()
         self._settle()
 
     def free(self, tensors: Sequence[int]) -> None:
-        """Give up what ``tensors`` hold, except for what is in use."""
+        """Free the content of ``tensors``, except for those in use."""
         if not self._manager.is_closed:
             state = self._manager.chunks.table.tensor_state
             self._manager.settle()
@@ -135,7 +135,7 @@ class _Estate:
                 self._manager.chunks.free(held)
 
     def take_back(self) -> None:
-        """Have no room open: all that it had is spare, and plans have all of DEVICE again."""
+        """Close the open room: its arrays become spare, and plans get all of DEVICE again."""
         manager, taken = self._manager, self.taken
         self.open, self.taken = None, []
         if manager.is_closed:
@@ -153,19 +153,19 @@ class _Estate:
 
 
 class KVRoom:
-    """``nbytes`` for keys and values, of which plans leave ``device_bytes`` on DEVICE, until :meth:`close`.
-    For the thread that runs the model, between passes; arrays may be made and used within one.
+    """``nbytes`` for keys and values until :meth:`close`; plans leave ``device_bytes`` of DEVICE to them. For
+    the thread that runs the model, between passes; arrays may be created and used within a pass.
 
     Raises:
-        ConfigError: chunks are cut among ranks or the device cannot cut arrays into chunks, or what is below
-            DEVICE is too small for what has to go there.
+        ConfigError: chunks are cut among ranks, or the device cannot cut arrays into chunks, or the tiers
+            below DEVICE are too small for the rest.
         OutOfBudgetError, IoError: the tiers cannot hold so much beside the model; nothing was changed.
     """
 
     def __init__(
         self, manager: GeminiManager, nbytes: int, device_bytes: int, *, raises_disk: bool = False
     ) -> None:
-        """``raises_disk``: nobody has chosen the budget of DISK, so it grows with what comes."""
+        """``raises_disk``: the DISK budget is a default, so it grows with new arrays."""
         manager.refuse_closed()
         self._estate = _Estate.of(manager)
         self._estate.tidy()
@@ -191,7 +191,7 @@ class KVRoom:
 
     @property
     def usable_device_bytes(self) -> int:
-        """What one operator may have of DEVICE."""
+        """The DEVICE bytes that one operator may use."""
         context = self._manager.context
         limit = self._manager.order.plan.device_limit_bytes + context.other_device_bytes
         return min(limit, self._manager.chunks.budgets.device_bytes)
@@ -210,28 +210,28 @@ class KVRoom:
         return array
 
     def put_back(self, array: KVArray) -> None:
-        """Have no use for ``array``."""
+        """Return ``array``, which is no longer needed."""
         self._estate.put_back(array)
 
     def fetch(self, tensors: list[int]) -> None:
-        """Have ``tensors`` on DEVICE until :meth:`let_go`. Raises as a PreOp."""
+        """Pin ``tensors`` on DEVICE until :meth:`let_go`. Raises as a PreOp."""
         self._manager.pre_op(tensors)
 
     def let_go(self, tensors: list[int], written: list[int]) -> None:
-        """End the use of ``tensors``; those in ``written`` were written."""
+        """Unpin ``tensors``; those in ``written`` were written."""
         self._manager.post_ops(tensors, written)
 
     def lend(self, array: KVArray, begin: int, end: int) -> tuple[torch.UntypedStorage, int]:
-        """Have the bytes of ``array`` from ``begin`` to ``end`` on DEVICE for as long as the storage lives,
-        and return it and where ``begin`` is in it. Raises as a PreOp."""
+        """Return a storage with the bytes of ``array`` from ``begin`` to ``end``, and the offset of ``begin``
+        in it. The chunks stay on DEVICE while the storage lives. Raises as a PreOp."""
         return self._estate.leases.storage(array.part(begin, end)), begin % array.chunk_bytes
 
     def free(self, tensors: Sequence[int]) -> None:
-        """Give up what ``tensors`` hold, except for what is in use."""
+        """Free the content of ``tensors``, except for those in use."""
         self._estate.free(tensors)
 
     def close(self) -> None:
-        """Give all back, and have plans use all of DEVICE again. Idempotent."""
+        """Return all arrays, and give plans all of DEVICE again. Idempotent."""
         if self._estate.open is not None and self._estate.open() is self:
             self._estate.take_back()
 
@@ -249,8 +249,8 @@ class KVRoom:
 
 
 def _refuse(manager: GeminiManager, below_bytes: int, device_bytes: int) -> None:
-    """Raise ConfigError where keys and values cannot be chunks of this model, where ``below_bytes`` of them
-    cannot lie below DEVICE, or where DEVICE has no ``device_bytes`` for them."""
+    """Raise ConfigError if this model cannot have chunks of keys and values, if ``below_bytes`` of them do
+    not fit below DEVICE, or if DEVICE has no ``device_bytes`` for them."""
     budgets = manager.chunks.budgets
     if manager.is_sharded:
         raise ConfigError("the model's chunks are cut among ranks; keys and values must stay on DEVICE there")

@@ -1,1 +1,1 @@
-"""Activations: what autograd saves, in chunks or computed again."""
+"""Activations: tensors that autograd saves, kept in chunks or recomputed in backward."""

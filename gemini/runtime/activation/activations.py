@@ -1,4 +1,4 @@
-"""ActivationOffload: what autograd saves in forward becomes chunks, given back for backward.
+"""ActivationOffload: moves tensors that autograd saves in forward into chunks, and returns them for backward.
 
 See docs/notes/activations.md.
 """
@@ -37,23 +37,23 @@ from gemini.runtime.gate.gate import Gate
 from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.intercept.tensors import MANAGED
 
-# Below this a tensor stays where it is: its PreOps cost more than it is worth. So does one that takes less
+# A smaller tensor stays where it is: its PreOps would cost more than it saves. So does one that takes less
 # than half of a GPU's block.
 SMALLEST_BYTES = 64 * 1024
 
-# How many times what a tensor with gaps spans may be stored for others that lie in them.
+# A tensor with gaps may store up to this multiple of its span, for others that lie in the gaps.
 _MOST_FOR_WHOLE = 1.25
 
-# The share of DEVICE that a step may leave behind in the allocator's heap before it is trimmed: memory that
-# is free but, between smaller pieces in use, still resident. Trimming costs page faults.
+# 1 / share of DEVICE that a step may leave in the allocator's heap before it is trimmed: memory that is free
+# but, between smaller pieces in use, still resident. Trimming costs page faults.
 _SLACK_SHARE = 8
 
 _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
 
 
 class Extent(NamedTuple):
-    """Bytes ``[start, stop)`` of a storage. ``whole``: all of them are one tensor's, and it and its views
-    share a version; else what lies in gaps may be somebody else's."""
+    """Bytes ``[start, stop)`` of a storage. ``whole``: all of them belong to one tensor that shares a version
+    with its views; otherwise bytes in gaps may belong to another tensor."""
 
     start: int
     stop: int
@@ -61,8 +61,9 @@ class Extent(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Extent:
-        """Return what to store for a tensor. One with gaps spans what lies in them, often saved as well:
-        query, key and value of one projection span almost all of it each, and share one copy of it all."""
+        """Return the bytes to store for a tensor. A tensor with gaps includes the gaps, because they are
+        often saved as well: query, key and value of one projection span almost all of it each, and share one
+        copy."""
         start = int(tensor.storage_offset()) * tensor.itemsize
         own = cls(start, start + span_bytes(tensor))
         base = tensor._base
@@ -77,12 +78,13 @@ class Extent(NamedTuple):
         return whole if is_same and contains and little_more else own
 
     def address_in(self, tensor: torch.Tensor) -> int:
-        """Return where the first of the bytes is, in the storage of ``tensor``."""
+        """Return the address of the first byte in the storage of ``tensor``."""
         return int(tensor.data_ptr()) - int(tensor.storage_offset()) * tensor.itemsize + self.start
 
 
 class Parcel:
-    """An extent of a storage in a chunk of its own, for as long as somebody holds this."""
+    """An extent of a storage in a chunk of its own; the chunk is freed when the last reference to this is
+    gone."""
 
     __slots__ = (
         "__weakref__",
@@ -103,40 +105,41 @@ class Parcel:
     def __init__(
         self, saved: torch.Tensor, extent: Extent, pad: int, place: tuple[Chunk, int], gone: deque[Chunk]
     ) -> None:
-        """``pad``: how far behind the begin of the chunk the bytes begin."""
+        """``pad``: offset of the bytes from the beginning of the chunk."""
         self._gone = gone
         self.chunk, self.tensors = place[0], (place[1],)
         self.start, self.stop, self._whole = extent
         self.pad = pad
         base = _base(saved)
         self._base = base._cdata
-        self._takes_id = torch._C._WeakTensorRef(base)  # type: ignore[attr-defined]  # which may be gone
-        self._source = StorageWeakRef(saved.untyped_storage())  # no other storage gets its id meanwhile
+        self._takes_id = torch._C._WeakTensorRef(base)  # the base may be gone later
+        # Keeps the id from being reused by another storage.
+        self._source = StorageWeakRef(saved.untyped_storage())
         self._version = Version(saved)
         self.fate = Fate()
 
     def __del__(self) -> None:
-        # At any moment and on any thread: the next PreOp gives the chunk back.
+        # May run at any moment on any thread: the next PreOp returns the chunk.
         self._gone.append(self.chunk)
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Return where a tensor of the same storage begins in the chunk; None: not all of it is there, or
-        it was written since, or may have been."""
+        """Return the offset in the chunk of a tensor of the same storage; None if the chunk does not contain
+        all of it, or if it was or may have been written since."""
         start = int(tensor.storage_offset()) * tensor.itemsize - self.start
         stop = start + span_bytes(tensor)
         inside = start >= 0 and stop <= self.stop - self.start
         if not inside or not self._version.is_current:
             return None
         if _base(tensor)._cdata != self._base:
-            # What autograd saves of an operator's result is an alias of it, and counts with it. Parts of a
-            # tensor that count for themselves (unsafe_chunk) were not written yet where they count 0.
+            # Autograd saves an alias of an operator's result, which shares its version counter. Parts of a
+            # tensor with counters of their own (unsafe_chunk) were not written yet if their count is 0.
             version, is_all = tensor._version, start == 0 and stop == self.stop - self.start
             if self._whole or version != self._version.then or not (version == 0 or is_all):
                 return None
         return self.pad + start
 
     def fill(self, saved: torch.Tensor) -> None:
-        """Copy the bytes from where they are into the window, which is mapped."""
+        """Copy the bytes from the original storage into the window, which is mapped."""
         nbytes = self.stop - self.start
         source = torch.empty(0, dtype=torch.uint8, device=saved.device)
         source.set_(saved.untyped_storage(), self.start, (nbytes,), (1,))
@@ -148,30 +151,30 @@ def _base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ActivationOffload:
-    """Puts what autograd saves during forward passes into chunks of one model's gate."""
+    """Puts tensors that autograd saves during forward passes into chunks of one model."""
 
     def __init__(self, gate: Gate, keep: KeepPlan | None, recompute: Recompute | None = None) -> None:
-        """``keep`` decides what stays where it is; None: nothing does. ``recompute``: what is not saved at
-        all; None: nothing."""
+        """``keep`` decides which tensors stay where they are; None: none. ``recompute`` chooses blocks that
+        save nothing; None: none."""
         self._gate = gate
         self._keep = keep
         self.recompute = recompute
         self._pool = ChunkPool(gate.chunks)
         self._leases = Leases(gate)
-        self._gone: deque[Chunk] = deque()  # of parcels that nobody holds any more
+        self._gone: deque[Chunk] = deque()  # of parcels without references
         gate.settle_before(self._gone, self.settle)
         self._parcels: dict[int, list[weakref.ref[Parcel]]] = {}  # by the id of their storage
-        self._buffers: set[int] = set()  # ids of storages that stay anyway
+        self._buffers: set[int] = set()  # ids of storages of buffers, which are never offloaded
         device = gate.chunks.device
         self._device = device.torch_device
         self._smallest_bytes = max(SMALLEST_BYTES, device.block_bytes // 2 if device.has_own_memory else 0)
-        self._trims = not device.has_own_memory  # torch gives a GPU's memory away by blocks
+        self._trims = not device.has_own_memory  # torch's allocator manages GPU memory by blocks
         self._slack_bytes = gate.chunks.budgets.device_bytes // _SLACK_SHARE
-        self._untrimmed_bytes = 0  # stored or used up since the allocator returned what it had free
+        self._untrimmed_bytes = 0  # bytes freed into the heap since it was last trimmed
 
     @contextmanager
     def saving(self, module: nn.Module) -> Iterator[None]:
-        """Put what autograd saves within the block, a forward pass of ``module``, into chunks."""
+        """Put tensors that autograd saves within the block, a forward pass of ``module``, into chunks."""
         self._parcels = {key: refs for key, refs in self._parcels.items() if any(ref() for ref in refs)}
         self._buffers = {buffer.untyped_storage()._cdata for buffer in module.buffers()}
         kept = self._keep.forward() if self._keep is not None else nullcontext()
@@ -182,32 +185,33 @@ class ActivationOffload:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is something to settle."""
+        """Whether :meth:`settle` has work."""
         return bool(self._gone or self._leases.ended)
 
     def settle(self) -> None:
-        """Unpin what backward is done with, and free what nobody can ask for any more."""
+        """Unpin chunks that backward no longer uses, and free parcels without references."""
         self._leases.settle()
         while self._gone:
-            self._leases.settle()  # the pin of a parcel ended before it was gone
+            self._leases.settle()  # the pin of a parcel ends before the parcel is gone
             self._pool.give_back(self._gone[0])
             self._leave_behind(self._gone.popleft())
 
     def end_step(self, *, on_trace: bool) -> bool:
-        """Begin the next step; ``on_trace``: the one that ends followed a recorded order. Return whether
-        the next is to be recorded."""
+        """Begin the next step; ``on_trace``: the step that ends followed a recorded order. Returns whether
+        the next step must be recorded."""
         anew = self.recompute is not None and self.recompute.end_step(on_trace=on_trace)
-        # What stayed in a step that saved more says nothing of the next one.
+        # If blocks will be recomputed, the next step saves less, so this step's record of kept tensors does
+        # not apply.
         waits = anew or (self.recompute is not None and not self.recompute.decided)
         keeps = self._keep is not None and self._keep.end_step(on_trace=on_trace and not waits)
         return anew or keeps
 
     @property
     def keeps_all(self) -> bool:
-        """Whether all that a step saves stays where it is."""
+        """Whether all saved tensors of a step stay where they are."""
         return self._keep is not None and self._keep.keeps_all
 
-    # -- what autograd calls ---------------------------------------------------------------------
+    # -- called by autograd --------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         called_by_operator = not torch._C._is_torch_function_enabled()
@@ -225,9 +229,10 @@ class ActivationOffload:
             return Stored(tensor, self._leases, parcel, offset)
 
     def _weight(self, tensor: torch.Tensor) -> Saved:
-        """Save a managed tensor for a custom function, whose backward no hook brackets."""
+        """Save a managed tensor for a custom function; no hook brackets the backward of such a function."""
         ref = tensor._ref  # type: ignore[attr-defined]
-        is_wrapper = getattr(tensor, "_twin", None) is not None  # of quantized values, with no memory
+        # A quantized wrapper without memory of its own.
+        is_wrapper = getattr(tensor, "_twin", None) is not None
         if ref.manager is not self._gate or is_wrapper:
             return KeptTensor(tensor)
         chunks = self._gate.chunks
@@ -236,7 +241,7 @@ class ActivationOffload:
         return Stored(tensor, self._leases, owner, tensor.data_ptr() - chunk.window.address)
 
     def _worth_storing(self, tensor: torch.Tensor) -> bool:
-        """Say whether a tensor is ordinary memory that the graph keeps, and enough of it."""
+        """Say whether a tensor is ordinary memory that the graph keeps, and large enough."""
         return (
             type(tensor) in _ORDINARY
             and tensor.device == self._device
@@ -244,7 +249,7 @@ class ActivationOffload:
             and not tensor.is_nested
             and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
             and span_bytes(tensor) >= self._smallest_bytes
-            and (address := tensor.data_ptr()) != 0  # one that was resized away, say
+            and (address := tensor.data_ptr()) != 0  # 0 if its storage was resized to nothing, for example
             and address % tensor.itemsize == 0
             and address not in self._gate.windows
             and tensor.untyped_storage()._cdata not in self._buffers
@@ -268,7 +273,7 @@ class ActivationOffload:
         if self.waiting:
             self.settle()
         extent = Extent.of(tensor)
-        # Aligned as they were in their own memory: kernels may sum in another order where that differs.
+        # Keep the alignment of the original memory: kernels may sum in another order if it differs.
         pad = extent.address_in(tensor) % gate.chunks.device.align_bytes
         parcel = Parcel(tensor, extent, pad, self._pool.take(extent.stop - extent.start + pad), self._gone)
         pin(gate, parcel)
@@ -286,14 +291,14 @@ class ActivationOffload:
         return parcel, offset
 
     def _leave_behind(self, chunk: Chunk) -> None:
-        """Count what goes into the heap and stays resident: in forward the memory of the tensor that was
-        stored in ``chunk``, in backward that of the gradients made with it, which are about as large."""
+        """Count memory that goes into the heap and stays resident: in forward the stored tensor's memory, in
+        backward that of gradients of about the same size."""
         self._untrimmed_bytes += chunk.spec.nbytes
         if self._untrimmed_bytes > self._slack_bytes:
             self._trim()
 
     def _trim(self) -> None:
-        """Return to the system what tensors have left behind."""
+        """Return free heap memory to the system."""
         if self._untrimmed_bytes and self._trims:
             _C.malloc_trim()
         self._untrimmed_bytes = 0

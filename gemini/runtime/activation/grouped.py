@@ -1,10 +1,9 @@
-"""Groups of blocks that keep nothing but the input of the first one, and run forward again in backward.
+"""Groups of blocks that keep only the input of the first block, and run forward again in backward.
 
-A group is a sequence of blocks and of groups within it. When backward comes to its last block, all of its
-blocks run again, in order: blocks that the group names itself keep what backward needs, and a group within it
-keeps its input until backward comes to that. What passes from block to block inside a group is not kept where
-the next block is given the very tensor that the one before returned; everything else that a block is given
-is.
+A group is a sequence of blocks and nested groups. When backward reaches its last block, all of its blocks run
+again, in order. Blocks named directly in the group then save their tensors for backward; a nested group saves
+its input until backward reaches it. Tensors passed from block to block inside a group are not kept if the
+next block gets the very tensor that the previous one returned. All other inputs of blocks are kept.
 """
 
 from __future__ import annotations
@@ -22,19 +21,21 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from gemini.errors import ConfigError, StateError
 
-Names: TypeAlias = Union[str, "tuple[Names, ...]"]  # of a block, or of a group
+Names: TypeAlias = Union[str, "tuple[Names, ...]"]  # name of a block, or names of a group
 
 
 def flat_names(names: Names) -> tuple[str, ...]:
-    """Return the blocks of a group, or the one."""
+    """Return the blocks of a group, or the single block."""
     return (names,) if isinstance(names, str) else tuple(each for part in names for each in flat_names(part))
 
 
-Returned: TypeAlias = Sequence["tuple[Callable[[], torch.Tensor | None], int]"]  # and their versions
+# Weak references to tensors, and their versions.
+Returned: TypeAlias = Sequence["tuple[Callable[[], torch.Tensor | None], int]"]
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Has autograd save tensors, so that hooks around and checks of in-place writes apply to them."""
+    """Saves tensors through autograd, so that saved-tensor hooks and checks of in-place writes apply to
+    them."""
 
     @staticmethod
     def forward(ctx: Any, _connected: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
@@ -47,12 +48,12 @@ class _SaveInputs(torch.autograd.Function):
 
 
 def text_of_names(names: Sequence[Names]) -> str:
-    """Return names with commas between, and groups in parentheses."""
+    """Return names separated by commas, with groups in parentheses."""
     return ",".join(each if isinstance(each, str) else f"({text_of_names(each)})" for each in names)
 
 
 def names_in(text: str) -> tuple[Names, ...]:
-    """Return the names that :func:`text_of_names` wrote, or a person.
+    """Parse the output of :func:`text_of_names`, or text that a person wrote.
 
     Raises:
         ConfigError: a parenthesis is not closed, or closes nothing.
@@ -74,19 +75,19 @@ def names_in(text: str) -> tuple[Names, ...]:
 
 
 class _Link(NamedTuple):
-    """The argument is what the block before returned in this place."""
+    """The argument is the previous block's output at this place."""
 
     place: int
 
 
 class _Kept(NamedTuple):
-    """The argument is the tensor that autograd saved in this place."""
+    """The argument is the tensor that autograd saved at this place."""
 
     place: int
 
 
 class _Given:
-    """What a block of a group was called with, and where: arguments, generators, autocast."""
+    """The inputs of a block's call, and the state of generators and autocast."""
 
     def __init__(self, args: Any, kwargs: Any, returned: Returned) -> None:
         leaves, self._spec = tree_flatten((args, kwargs))
@@ -116,7 +117,7 @@ class _Given:
         }
 
     def arguments(self, returned: Sequence[Any]) -> tuple[Any, Any]:
-        """Return the arguments once more; ``returned``: by the block before."""
+        """Return the arguments again; ``returned``: the outputs of the previous block."""
         saved = self._saved.saved_tensors if self._saved is not None else ()
         leaves = []
         for leaf, requires_grad in zip(self._leaves, self._requires_grad, strict=True):
@@ -129,7 +130,7 @@ class _Given:
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
-        """Have generators and autocast within the ``with`` as they were for the call."""
+        """Restore generators and autocast to their state at the call for the block."""
         cpu, (devices, states) = self._random
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -147,7 +148,7 @@ def _is_same(tensor: torch.Tensor | None, version: int) -> bool:
 
 
 class _Slot:
-    """Stands for a tensor that autograd saves in a block; ``value``: once it was computed again."""
+    """Placeholder for a tensor that autograd saves in a block; ``value`` is set when the block runs again."""
 
     __slots__ = ("__weakref__", "member", "run", "value")
 
@@ -157,24 +158,25 @@ class _Slot:
 
 
 class _GroupPass:
-    """A forward pass through a group. Backward refers to it, and nobody else for long."""
+    """A forward pass through a group. The graph keeps it alive."""
 
     def __init__(self, group: BlockGroup, first: int) -> None:
         self._group, self._first = group, first
         self._given: dict[int, _Given] = {}
         self._runs: dict[int, Callable[..., Any]] = {}
         self._slots: dict[int, list[weakref.ref[_Slot]]] = {}
-        self._returned: dict[int, list[Any]] = {}  # by a block, where that is a group's input; without grads
+        # By a block, if that is the input of a group; without grads.
+        self._returned: dict[int, list[Any]] = {}
         self._done: set[tuple[_Item, ...]] = set()
-        self.returned: Returned = []  # by the last block that ran
+        self.returned: Returned = []  # outputs of the last block that ran
 
     @property
     def next_member(self) -> int:
-        """The block that comes."""
+        """The block that is expected next."""
         return self._first + len(self._given)
 
     def forward(self, member: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block for the first time; what autograd saves is dropped."""
+        """Run a block for the first time; tensors that autograd saves are replaced by slots."""
         self._given[member], self._runs[member] = _Given(args, kwargs, self.returned), run
         slots = self._slots[member] = []
 
@@ -192,7 +194,7 @@ class _GroupPass:
         return out
 
     def compute(self, member: int) -> None:
-        """Compute what a block has saved."""
+        """Compute the tensors that a block has saved."""
         part: _Item = self._group.items
         while isinstance(part, tuple):
             if part not in self._done:
@@ -211,7 +213,7 @@ class _GroupPass:
                     returned = self._repeat(member, returned, keeps=isinstance(item, int))
 
     def _repeat(self, member: int, returned: Sequence[Any], *, keeps: bool) -> list[Any]:
-        """Run a block again, and fill its slots where it ``keeps``; return what it returns, without grads."""
+        """Run a block again, and fill its slots if it ``keeps``; return its outputs without grads."""
         given, slots, place = self._given[member], self._slots[member], 0
 
         def pack(tensor: torch.Tensor) -> None:
@@ -256,8 +258,8 @@ def _members(item: _Item) -> tuple[int, ...]:
 
 
 class BlockGroup:
-    """The blocks of a group. A block that does not follow the one before it begins a run of its own, which
-    keeps its input."""
+    """The blocks of a group. If a block does not follow the previous one, it begins a new pass, which keeps
+    that block's input."""
 
     def __init__(self, names: Names) -> None:
         self.names = flat_names(names)

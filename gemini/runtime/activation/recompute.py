@@ -1,4 +1,4 @@
-"""Recompute: blocks of a model that may compute their activations again in backward, if that is faster.
+"""Recompute: chooses blocks of a model that compute their activations again in backward, if that is faster.
 
 See docs/notes/activations.md.
 """
@@ -27,21 +27,21 @@ from gemini.runtime.step.order import StepOrder
 # The hooks that autograd would call now.
 _innermost_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-_FASTEST_COPY = 1e10  # bytes per second; where nothing was copied
-_LONGEST_WATCH = 20  # steps; then nothing is recomputed
+_FASTEST_COPY = 1e10  # bytes per second; used if nothing was copied
+_LONGEST_WATCH = 20  # steps; after that nothing is recomputed
 
 
 class Block:
-    """Stands in for the ``forward`` of a module: decides at each call how it runs."""
+    """Replaces the ``forward`` of a module: decides at each call whether it is recomputed."""
 
     def __init__(self, owner: Recompute, name: str, module: nn.Module) -> None:
         self.name = name
         self.chosen = False
-        self.refusal: str | None = None  # why it must not be recomputed
-        self.judged: set[tuple[bool, ...]] = set()  # training or not, of calls that could be repeated
+        self.refusal: str | None = None  # why it must not be recomputed; None: it may
+        self.judged: set[tuple[bool, ...]] = set()  # training modes of calls that could be repeated
         self.__signature__ = inspect.signature(module.forward)
         self._owner = owner
-        self._module = weakref.ref(module)  # which holds this
+        self._module = weakref.ref(module)  # weak: the module holds this object
         module.forward = self
 
     @property
@@ -57,7 +57,7 @@ class Block:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, or see to it that backward runs it again."""
+        """Run the module's own forward, checkpointed if the block is chosen."""
         owner = self._owner
         if not owner.saves_here():
             return self.forward(*args, **kwargs)
@@ -69,14 +69,14 @@ class Block:
             except CannotRepeat:
                 return self.forward(*args, **kwargs)
             tensors = given.release()
-            # To the end: a forward that stops early leaves its module half-way.
+            # Run to the end: a forward that stops early leaves its module half-changed.
             with set_checkpoint_early_stop(False):
                 repeat = Repeat(self.name, self.module, self.forward, given)
                 return checkpoint(repeat, *tensors, use_reentrant=False)
         return self.forward(*args, **kwargs)
 
     def remove(self) -> None:
-        """Have the module run its own forward again."""
+        """Restore the module's own forward."""
         module = self._module()
         if module is not None and vars(module).get("forward") is self:
             del module.forward
@@ -87,35 +87,35 @@ class Block:
 
 
 class _Watched(NamedTuple):
-    """A call of a block, and what shows whether anything that it depends on changes after it."""
+    """A call of a block, and the state that shows whether any of its inputs changes afterwards."""
 
     call: BlockCall
     versions: list[Version]
-    look: Look | None  # None: it is refused already
+    look: Look | None  # None: the block is refused already
 
 
 class Recompute:
     """The blocks of one model, and the choice among them.
 
-    The first steps are watched until their times are known: which moments each call takes, and whether it
-    could be run again at all. The very first is like no other: in it the heap grows, so that the memory it
-    seems to need is not what later steps do.
+    Steps are watched until their times are known: which moments each call takes, and whether it could be
+    repeated at all. The very first step is recorded again, because the heap grows in it, and its memory is
+    not typical.
     """
 
     def __init__(self, order: StepOrder, module: nn.Module) -> None:
         self._order = order
-        self._pack: Callable[..., Any] | None = None  # the hook of the forward pass under way
+        self._pack: Callable[..., Any] | None = None  # the pack hook of the current forward pass
         self._calls: list[_Watched] = []
-        self._copied: tuple[int, float] = (0, 0.0)  # bytes into chunks, and seconds
+        self._copied: tuple[int, float] = (0, 0.0)  # bytes copied into chunks, and seconds
         self._num_steps = 0  # watched
-        self._watching = False  # within a block
+        self._watching = False  # inside a watched block
         self._why_none = "no step would be shorter for it"
         self.blocks: list[Block] = []
         self.choice: RecomputeChoice | None = None
         self.begin(module)
 
     def begin(self, module: nn.Module) -> None:
-        """Watch the blocks that ``module`` has now, and choose among them."""
+        """Watch the blocks that ``module`` has now, to choose among them."""
         for block in self.blocks:
             block.remove()
         found = [(name, block) for name, block in find_blocks(module) if _can_stand_in(block)]
@@ -126,12 +126,12 @@ class Recompute:
 
     @property
     def decided(self) -> bool:
-        """Whether it is settled which blocks are recomputed."""
+        """Whether the choice of blocks is final."""
         return self.choice is not None
 
     def saves_here(self) -> bool:
-        """Whether autograd saves for backward now, and with the model's own hooks: not where a block is
-        recomputed already, by this or by the user's torch.utils.checkpoint."""
+        """Whether autograd saves tensors now, with the model's own hooks. Not inside a block that is already
+        recomputed, by this class or by the user's torch.utils.checkpoint."""
         if self._pack is None or self._watching or not torch.is_grad_enabled():
             return False
         hooks = _innermost_hooks(True)
@@ -139,8 +139,8 @@ class Recompute:
 
     @contextmanager
     def forward(self, pack: Callable[..., Any]) -> Iterator[None]:
-        """Run a forward pass that trains, with ``pack`` as its hook for what autograd saves; one that raises
-        will be repeated, so its calls do not count."""
+        """Context of a training pass with ``pack`` as its hook for saved tensors. Calls of a pass that raised
+        do not count, because it will be repeated."""
         count, before, self._pack = len(self._calls), self._pack, pack
         try:
             yield
@@ -151,11 +151,11 @@ class Recompute:
             self._pack = before
 
     def note_copy(self, nbytes: int, seconds: float) -> None:
-        """Count a copy into a chunk; the original's memory was given back."""
+        """Count a copy into a chunk; the original's memory was freed."""
         self._copied = (self._copied[0] + nbytes, self._copied[1] + seconds)
 
     def watch(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block, note which moments that takes, and find out whether it could be run again."""
+        """Run a block, record its moments, and find out whether it could be repeated."""
         look, versions, nbytes = None, [], 0
         if block.refusal is None:
             try:
@@ -181,8 +181,8 @@ class Recompute:
         return out
 
     def end_step(self, *, on_trace: bool) -> bool:
-        """Choose, once the step that ends has followed a recorded order and its times are known. Return
-        whether steps are to be recorded again: after the first one, and where any block is chosen."""
+        """Choose the blocks, once a step has followed a recorded order and its times are known. Returns
+        whether steps must be recorded again: after the first one, and if any block is chosen."""
         calls, self._calls = self._calls, []
         copied, self._copied = self._copied, (0, 0.0)
         if self.decided:
@@ -208,14 +208,14 @@ class Recompute:
                 overlap=order.overlaps,
                 copy_bytes_per_second=copied[0] / copied[1] if copied[1] > 0 else _FASTEST_COPY,
             )
-        except ConfigError as error:  # a link that could not be measured
+        except ConfigError as error:  # the speed of a link is unknown
             self._why_none, self.choice = str(error), NOTHING
         for index, block in enumerate(self.blocks):
             block.chosen = index in self.choice.blocks
         return bool(self.choice.blocks)
 
     def report(self) -> RecomputeReport:
-        """Return what happened to the blocks."""
+        """Return the decisions about the blocks."""
         return RecomputeReport(
             names=tuple(block.name for block in self.blocks if block.chosen),
             refused=tuple((block.name, block.refusal) for block in self.blocks if block.refusal is not None),
@@ -225,7 +225,7 @@ class Recompute:
         )
 
     def _refuse_changed(self, calls: Sequence[_Watched]) -> None:
-        """Refuse blocks that would not find in backward what they found in forward."""
+        """Refuse blocks whose inputs or state changed between forward and the end of the step."""
         for call, versions, look in calls:
             block = self.blocks[call.block]
             if block.refusal is not None or look is None:
@@ -236,15 +236,15 @@ class Recompute:
                 block.refusal = "its attributes or buffers are changed afterwards"
 
     def _moment(self) -> int:
-        """Return how many moments of forward and backward the step has had: the next one's place in the
-        trace, where updates come last."""
+        """Return the number of forward and backward moments of the step so far. This is the next one's place
+        in the trace, where updates come last."""
         phases = self._order.log.phases
         return len(phases) - phases.count(OPTIMIZER)
 
 
 def _can_stand_in(module: nn.Module) -> bool:
-    """Say whether a :class:`Block` can stand in for a module's forward, a function of its class. What is
-    compiled chooses for itself what is computed again."""
+    """Say whether a :class:`Block` can replace a module's forward, which must be a function of its class.
+    Compiled modules choose themselves what to recompute."""
     own = "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule)
     is_function = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
     return is_function and not own and not is_compiled(module)

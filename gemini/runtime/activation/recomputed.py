@@ -1,6 +1,6 @@
-"""Blocks that compute their activations again in every backward pass, as a plan or a program names them.
+"""Blocks that recompute their activations in every backward pass, as named by a plan or a program.
 
-Which blocks of one process are worth it, :mod:`gemini.runtime.activation.recompute` chooses by itself.
+:mod:`gemini.runtime.activation.recompute` chooses by itself which blocks of one process are worth it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gemini.runtime.activation.repeatable import CannotRepeat, Digest, digest_of
 from gemini.runtime.intercept.compiled import is_compiled
 
 _COLLECTIONS = (list, dict, set)
-_LARGEST_BYTES = 2**23  # larger tensors are taken for tables, which forward passes only read
+_LARGEST_BYTES = 2**23  # larger tensors are assumed to be tables that forward only reads
 _LEFT_OUT = frozenset(("_parameters", "_buffers", "_modules", "forward", "training"))
 _ABSENT = object()
 
@@ -43,10 +43,10 @@ Places = frozenset[Place]
 
 
 class _State:
-    """What may differ in a block from call to call: training or not, buffers, attributes, and the generators
-    of Python and numpy. Lists, dicts and sets are copied, and buffers of up to 8 MiB.
+    """The state of a block that may differ between calls: training modes, buffers, attributes, and the
+    generators of Python and numpy. Lists, dicts and sets are copied, and buffers of up to 8 MiB.
 
-    ``places``: those that are looked at, as :meth:`changed` returns them; None: all.
+    ``places``: the places to look at, as :meth:`changed` returns them; None: all.
     """
 
     def __init__(self, module: nn.Module, places: Places | None = None) -> None:
@@ -59,8 +59,8 @@ class _State:
         self._versions = {place: _version(value) for place, value in self._seen.items()}
 
     def changed(self) -> Places:
-        """Return the places that hold something else by now. Where one buffer of a module changed, all that
-        it has count: batch norm writes to its statistics and says so of its counter alone."""
+        """Return the places that have changed. If one buffer of a module changed, all of its buffers count:
+        batch norm writes to its statistics, and only its counter shows the write."""
         found = {place for place, value in self.held.items() if self._differs(place, value)}
         parts = {place.part for place in found if place.is_buffer}
         found |= {place for place in self.held if place.is_buffer and place.part in parts}
@@ -68,16 +68,17 @@ class _State:
         return frozenset(found)
 
     def keep_only(self, places: Places) -> None:
-        """Hold these places alone; those that were not there are to be away again."""
+        """Keep only these places; places without a value are removed again in :meth:`put_back`."""
         self.held = {place: self.held.get(place, _ABSENT) for place in places}
         self._seen.clear()
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Have the block be within the ``with`` what it was, and what it is now behind it."""
+        """Restore the recorded state of the block for the ``with`` block, and the current state
+        afterwards."""
         now = {place: self._holder(place).get(place.name, _ABSENT) for place in self.held}
         modes, states = training_modes(self._module), _random_states()
-        # A second pass through the graph finds the same again.
+        # Copies, so that a second backward through the graph finds the same state.
         self._install({place: _copied(value) for place, value in self.held.items()}, self._training)
         _set_random_states(self._random)
         try:
@@ -109,8 +110,8 @@ class _State:
 
 
 class RecomputedBlock:
-    """Stands in for the ``forward`` of a module: backward runs it again, as it was and with the same random
-    numbers, and leaves it as it is.
+    """Replaces the ``forward`` of a module: backward runs it again with the same state and random numbers,
+    and then restores the current state.
 
     The first call finds which attributes of the module change from call to call.
     """
@@ -118,8 +119,8 @@ class RecomputedBlock:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.__signature__ = inspect.signature(module.forward)
-        self._module = weakref.ref(module)  # which holds this
-        self._changes: dict[tuple[bool, ...], Places] = {}  # by training or not, of it and all within
+        self._module = weakref.ref(module)  # weak: the module holds this object
+        self._changes: dict[tuple[bool, ...], Places] = {}  # by training modes of it and its submodules
         module.forward = self
 
     @property
@@ -130,11 +131,10 @@ class RecomputedBlock:
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward; where autograd saves for backward, have it save only what the call
-        was given.
+        """Run the module's own forward; if autograd saves for backward, save only the call's inputs.
 
         Raises:
-            ConfigError: the module changes something that cannot be put back.
+            ConfigError: the module changes state that cannot be restored.
         """
         module = self.module
         forward = partial(type(module).forward, module)
@@ -164,7 +164,7 @@ class RecomputedBlock:
         return out
 
     def _computed(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the block returns; see to it that ``run`` is called again in backward."""
+        """Return the block's outputs, and register ``run`` to be called again in backward."""
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -173,7 +173,7 @@ class RecomputedBlock:
 
 
 class GroupedBlock(RecomputedBlock):
-    """A block of a group, which keeps the input of its first block alone."""
+    """A block of a group; the group keeps only the input of its first block."""
 
     def __init__(self, name: str, module: nn.Module, group: BlockGroup, member: int) -> None:
         self._group, self._member = group, member
@@ -184,20 +184,19 @@ class GroupedBlock(RecomputedBlock):
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Have every layer of a model of transformers compute its activations again, as the model's own option
-    does. Raises ValueError where the model has none. Newer releases of transformers call the option by
-    another name."""
+    """Recompute the activations of every layer of a transformers model, by the model's own option, which has
+    another name in newer releases. Raises ValueError if the model does not support it."""
     own: Any = model
     enable = getattr(own, "activation_checkpointing_enable", None) or own.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def recompute_blocks(model: nn.Module, names: Iterable[Names]) -> None:
-    """Have the modules ``names`` of ``model`` compute their activations again in backward. A tuple of names
-    is a group of blocks that run one after another, and may have groups within it: it keeps the input of its
-    first block alone.
+    """Recompute the activations of the modules ``names`` of ``model`` in backward. A tuple of names is a
+    group of blocks that run one after another, and may contain groups. A group keeps only the input of its
+    first block.
 
-    Models of transformers build no caches of keys from then on: a second run would add to them.
+    Disables the key caches of transformers models: a second run would add to them.
 
     Raises:
         ConfigError: as :func:`refuse_unfit_blocks`; nothing was changed.
@@ -218,7 +217,7 @@ def recompute_blocks(model: nn.Module, names: Iterable[Names]) -> None:
 
 
 def refuse_unfit_blocks(model: nn.Module, blocks: Iterable[Names]) -> None:
-    """Raise ConfigError where one of ``blocks`` is of no module of ``model`` that can be computed again."""
+    """Raise ConfigError if a name in ``blocks`` is not a module of ``model`` that can be recomputed."""
     names, modules = flat_names(tuple(blocks)), dict(model.named_modules())
     for name in names:
         if name not in modules or not name:
@@ -244,7 +243,7 @@ def refuse_unfit_blocks(model: nn.Module, blocks: Iterable[Names]) -> None:
 
 
 def _digest(module: nn.Module) -> Digest | None:
-    """Return what a module has besides parameters; None where it cannot be looked at."""
+    """Return the digest of a module's state besides parameters; None if it cannot be computed."""
     try:
         return digest_of(module)
     except CannotRepeat:
@@ -252,7 +251,8 @@ def _digest(module: nn.Module) -> Digest | None:
 
 
 def _all_places(parts: Sequence[nn.Module]) -> Iterator[Place]:
-    """Yield where a block has its buffers and attributes; parameters change with the update of a step."""
+    """Yield the places of a block's buffers and attributes. Parameters are left out, because updates change
+    them."""
     for number, part in enumerate(parts):
         for name, value in part._buffers.items():
             if value is None or value.nbytes <= _LARGEST_BYTES:
@@ -263,20 +263,20 @@ def _all_places(parts: Sequence[nn.Module]) -> Iterator[Place]:
 
 
 def _copied(value: Any) -> Any:
-    """Return what a write to ``value`` does not reach."""
+    """Return a copy of ``value`` if it is a small tensor or a collection, else ``value`` itself."""
     if _is_small(value):
         return value.clone()
     return value.copy() if type(value) in _COLLECTIONS else value
 
 
 def _is_small(value: Any) -> bool:
-    """Say whether ``value`` is a plain tensor that is copied."""
+    """Say whether ``value`` is a plain tensor that is small enough to copy."""
     is_plain = type(value) is torch.Tensor and not value.requires_grad and not value.is_meta
     return is_plain and value.nbytes <= _LARGEST_BYTES
 
 
 def _version(value: Any) -> int:
-    """Return what grows where torch's operators, but a few, write to a tensor."""
+    """Return the version counter of a tensor, which most in-place operators raise; 0 for other values."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
@@ -287,7 +287,7 @@ def _same_members(one: Any, other: Any) -> bool:
 
 
 def _random_states() -> tuple[Any, Any]:
-    """Return the states of Python's generator and of numpy's, if that is used; checkpoint() knows torch's."""
+    """Return the states of Python's generator and, if loaded, numpy's; checkpoint() handles torch's."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state()
 

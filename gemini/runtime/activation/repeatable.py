@@ -1,8 +1,7 @@
-"""Whether the call of a block can be run again in backward, and running it again.
+"""Checks whether a call of a block can be repeated in backward, and repeats it.
 
-Nothing here runs a block except for backward: what a call was given, changes and draws is looked at before
-and after it, and what a module has besides parameters by its digest. Where a second run differs from the
-first anyway, it is refused before its gradients are used.
+The checks run no block: they look at arguments, attributes (by a digest) and generators before and after a
+call. If a repeated call differs anyway, it is refused before its gradients are used.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ _FIXED = (
     functools.partial,
     enum.Enum,
     weakref.ref,
-    nn.Module,  # looked at for itself, if it is within the block
+    nn.Module,  # digested separately if it is inside the block
 )
 _MOST_VALUES = 20_000
-# Parameters change with the update of every step; a stand-in for forward is the runtime's own.
+# Updates change parameters in every step; a replaced forward is the runtime's own.
 _LEFT_OUT = frozenset({"_parameters", "forward"})
 
 
 class CannotRepeat(Exception):
-    """A block must not be run again; says why."""
+    """A block must not be run again; the message says why."""
 
 
 class Digest:
-    """Compares equal to another one of the same module where nothing was set, written or grew. Keeps what it
-    has looked at alive, so that no other object gets its id."""
+    """A digest of a module's state: two are equal if nothing was set, written or grew in between. It keeps
+    the objects that it has looked at alive, so that no other object gets their ids."""
 
     def __init__(self) -> None:
         self._found: list[object] = []
@@ -61,7 +60,7 @@ class Digest:
     __hash__ = None  # type: ignore[assignment]
 
     def add(self, value: Any) -> None:
-        """Look at a value, and into it. Raises CannotRepeat where it may change unseen."""
+        """Add a value and its contents. Raises CannotRepeat if it may change unseen."""
         if len(self._found) > _MOST_VALUES:
             raise CannotRepeat("it has too many attributes to look at")
         if isinstance(value, _VALUES):
@@ -100,7 +99,7 @@ class Digest:
 
 
 def digest_of(module: nn.Module) -> Digest:
-    """Return the digest of a module and all within it. Raises CannotRepeat."""
+    """Return the digest of a module and its submodules. Raises CannotRepeat."""
     digest = Digest()
     with torch._C.DisableTorchFunctionSubclass():
         for part in module.modules():
@@ -115,17 +114,17 @@ _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device,
 
 
 class _Place(NamedTuple):
-    """Where a tensor stood among the arguments of a call."""
+    """The index of a tensor among the tensors of a call."""
 
     number: int
 
 
 class Given:
-    """The arguments of a call: tensors, and what they stand in, which holds none of them.
+    """The arguments of a call, split into tensors and a structure that holds none of them.
 
     Raises:
-        CannotRepeat: something is neither a plain tensor nor a plain value, nor a tuple of such. A call may
-            write to it.
+        CannotRepeat: an argument is neither a plain tensor nor a plain value, nor a tuple of these. A call
+            may write to it.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,12 +133,12 @@ class Given:
         self._kwargs = {name: self._place(value) for name, value in kwargs.items()}
 
     def release(self) -> list[torch.Tensor]:
-        """Return the tensors and hold them no longer."""
+        """Return the tensors and drop the references to them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors in their places."""
+        """Return the arguments with ``tensors`` at the places of the original ones."""
         args = tuple(_filled(value, tensors) for value in self._args)
         return args, {name: _filled(value, tensors) for name, value in self._kwargs.items()}
 
@@ -161,7 +160,7 @@ def _filled(value: object, tensors: Sequence[torch.Tensor]) -> object:
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Say whether a tensor is strided memory of its own that counts its versions; managed ones are not."""
+    """Say whether a tensor is plain strided memory with a version counter; managed tensors are not."""
     return (
         type(tensor) is torch.Tensor
         and not tensor.is_nested
@@ -171,10 +170,11 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 class Look:
-    """What a block has around a call of it: its buffers and attributes, other generators than torch's."""
+    """Compares the state around a block before and after a call: buffers, attributes, and generators other
+    than torch's."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Look before the call. Raises CannotRepeat where something cannot be looked at."""
+        """Record the state before the call. Raises CannotRepeat if a part of it cannot be compared."""
         self._module = module
         if any(part._forward_hooks or part._forward_pre_hooks for part in _within(module)):
             raise CannotRepeat("modules within it have forward hooks, which would run twice")
@@ -183,8 +183,8 @@ class Look:
         self._random = _other_random_states()
 
     def require_unchanged(self, versions: Sequence[Version], out: object) -> None:
-        """Raise CannotRepeat where the call, which returned ``out``, wrote to its arguments, of which
-        ``versions`` are those before, to its module or to generators that are not set back."""
+        """Raise CannotRepeat if the call wrote to its arguments (``versions``: those before it), its module,
+        or generators that are not restored; or if ``out``, its result, is of an unknown type."""
         if not all(version.is_current for version in versions):
             raise CannotRepeat("it writes to its arguments")
         if _versions(self._module.parameters()) != self._parameters:
@@ -201,15 +201,15 @@ class Look:
 
     @property
     def holds(self) -> bool:
-        """Whether buffers and attributes are still what they were."""
+        """Whether buffers and attributes are unchanged."""
         try:
             return digest_of(self._module) == self._digest
-        except CannotRepeat:  # of an attribute that came since
+        except CannotRepeat:  # a new attribute cannot be digested
             return False
 
 
 class Repeat:
-    """The function that is checkpointed: a call of a block, which must have the same result each time."""
+    """The function that is checkpointed: a call of a block, which must return the same result each time."""
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any], given: Given) -> None:
         self._name, self._module, self._forward, self._given = name, module, forward, given
@@ -218,7 +218,7 @@ class Repeat:
         self._buffers: list[tuple[int, int]] = []
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        """Run the block. Raises StateError where that gives other bits than the first time."""
+        """Run the block. Raises StateError if a repeated call returns other bits than the first."""
         if self._bits is None:
             args, kwargs = self._given.rebuilt(tensors)
             out = self._forward(*args, **kwargs)
@@ -226,7 +226,7 @@ class Repeat:
             self._buffers = _versions(self._module.buffers())
             self._bits = _bits_of(out)
             return out
-        # Aliases: hooks that the block registers on what it is given must not reach the real graph again.
+        # Aliases: hooks that the block registers on its inputs must not reach the real graph again.
         aliases = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
         args, kwargs = self._given.rebuilt(aliases)
         modes = training_modes(self._module)
@@ -245,12 +245,12 @@ class Repeat:
 
 
 def training_modes(module: nn.Module) -> list[bool]:
-    """Return ``training`` of a module and all within it."""
+    """Return ``training`` of a module and its submodules."""
     return [part.training for part in module.modules()]
 
 
 def set_training(root: nn.Module, modes: Sequence[bool]) -> None:
-    """Set what :func:`training_modes` returned."""
+    """Set the modes that :func:`training_modes` returned."""
     for module, mode in zip(root.modules(), modes, strict=True):
         module.training = mode
 
@@ -279,7 +279,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _bits_of(out: object) -> list[object]:
-    """Return what differs where results do: of tensors their checksums."""
+    """Return a value that is equal for equal results: tensors are represented by checksums."""
     found: list[object] = []
     with PlainTensors():
         for value in _leaves(out):
@@ -292,7 +292,7 @@ def _bits_of(out: object) -> list[object]:
 
 
 def _other_random_states() -> list[object]:
-    """Return the states of generators that recomputation does not set back."""
+    """Return the states of generators that recomputation does not restore."""
     numpy = sys.modules.get("numpy")
     states: list[object] = [random.getstate()]
     if numpy is not None:

@@ -1,7 +1,5 @@
-"""Tensors that autograd saved: some stay where they are, as the last step showed; chunks hold the rest.
-This file has the chunks for sizes that show only while a model runs, what autograd holds instead of a saved
-tensor, and tensors over windows that may outlive their operator.
-"""
+"""Tensors that autograd saved: their chunks, the plan that keeps some of them on DEVICE, the objects that
+autograd holds instead of them, and tensors over windows that may outlive their operator."""
 
 from __future__ import annotations
 
@@ -27,10 +25,10 @@ _SIZES_PER_OCTAVE = 8  # at most an eighth of a chunk is padding
 
 
 class ChunkPool:
-    """Chunks of a few sizes, made when they are needed first and used again and again.
+    """Chunks of a few sizes, created when needed and then reused.
 
-    Of the free chunks of a size the one made first is taken: steps that take and give back alike use the same
-    chunks for the same tensors, which is what a trace records.
+    Among free chunks of a size the oldest is taken: steps with the same sequence of takes and returns use the
+    same chunks for the same tensors, as a trace requires.
     """
 
     def __init__(self, chunks: ChunkManager) -> None:
@@ -43,7 +41,7 @@ class ChunkPool:
         """Return a chunk of at least ``nbytes`` without content, and its tensor in the table.
 
         Raises:
-            OutOfBudgetError: it is more than DEVICE may hold, or the DISK file has no place for another one.
+            OutOfBudgetError: it is larger than DEVICE, or the DISK file has no place for another chunk.
         """
         size = rounded_bytes(nbytes, self._block_bytes)
         device_bytes = self._chunks.budgets.device_bytes
@@ -65,8 +63,8 @@ class ChunkPool:
         return chunk, tensor
 
     def _larger(self, nbytes: int) -> int:
-        """Return the smallest size above ``nbytes`` with a free chunk: after batches of many shapes
-        there may be no place for further chunks."""
+        """Return the smallest size above ``nbytes`` with a free chunk. After batches of many shapes the file
+        may have no place for more chunks."""
         larger = [size for size, free in self._free.items() if free and size > nbytes]
         if not larger:
             raise OutOfBudgetError(
@@ -76,13 +74,14 @@ class ChunkPool:
         return min(larger)
 
     def give_back(self, chunk: Chunk) -> None:
-        """Give up the content of ``chunk``, which no operator uses; it may be taken again."""
+        """Free the content of ``chunk``, which no operator uses; it may be taken again."""
         self._chunks.free((self._tensors[chunk.id],))
         heapq.heappush(self._free[chunk.spec.nbytes], chunk.id)
 
 
 def too_large_now(chunks: ChunkManager, chunk: Chunk) -> OutOfBudgetError | None:
-    """Return the error of an activation that does not fit DEVICE beside what is pinned; None: it would."""
+    """Return the error for an activation that does not fit on DEVICE beside the pinned chunks; None if it
+    fits."""
     pinned = [other for other in chunks.chunks if other is not chunk and chunks.table.pins(other.id)]
     pinned_bytes = sum(other.spec.nbytes for other in pinned)
     saved_bytes = sum(other.spec.nbytes for other in pinned if other.spec.kind is ChunkKind.ACTIVATION)
@@ -99,46 +98,46 @@ def too_large_now(chunks: ChunkManager, chunk: Chunk) -> OutOfBudgetError | None
 
 
 def rounded_bytes(nbytes: int, block_bytes: int) -> int:
-    """Return the size of the chunk for ``nbytes``: whole blocks, ``_SIZES_PER_OCTAVE`` sizes to a
-    doubling."""
+    """Return the chunk size for ``nbytes``: whole blocks, with ``_SIZES_PER_OCTAVE`` sizes per doubling."""
     octave: int = 1 << max(nbytes - 1, 1).bit_length() - 1
     return whole_blocks(nbytes, max(block_bytes, octave // _SIZES_PER_OCTAVE))
 
 
 class Fate:
-    """What happened to saved bytes until backward asked for them."""
+    """Whether saved bytes stayed on DEVICE until backward asked for them."""
 
     __slots__ = ("stayed",)
 
     def __init__(self) -> None:
-        self.stayed: bool | None = None  # None: nobody has asked yet
+        self.stayed: bool | None = None  # None: not used yet
 
     def settle(self, table: _C.ChunkTable, chunk: int) -> None:
-        """Note at the first use whether they never left DEVICE: then there is no other copy of them."""
+        """Record at the first use whether the bytes never left DEVICE: then no other tier has a copy."""
         if self.stayed is None:
             self.stayed = table.is_dirty(chunk) and not table.in_flight(chunk)
 
 
 class KeepPlan:
-    """Which of the tensors that a step saves stay where they are, by their place in the order.
+    """Decides which of a step's saved tensors stay where they are, by their place in the order.
 
-    In the first steps all go into chunks, and OPT decides which chunks leave DEVICE. The others were copied
-    for nothing: from then on they stay. A tensor other than the one expected in its place goes into a chunk.
+    In the first steps all go into chunks, and OPT decides which chunks leave DEVICE. The other tensors were
+    copied needlessly: from then on they stay. A tensor of another size than expected at its place goes into a
+    chunk.
     """
 
     def __init__(self) -> None:
-        self._fates: list[tuple[int, Fate]] = []  # (bytes, fate) of what this step has put into chunks
+        self._fates: list[tuple[int, Fate]] = []  # (bytes, fate) of tensors that this step put into chunks
         self._plan: list[tuple[int, bool]] | None = None  # (bytes, stays)
         self._next = 0
 
     @property
     def decided(self) -> bool:
-        """Whether a step has shown what can stay."""
+        """Whether the plan is made."""
         return self._plan is not None
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing that is expected goes into a chunk."""
+        """Whether all expected tensors stay where they are."""
         return self._plan is not None and all(stays for _, stays in self._plan)
 
     def next_stays(self, nbytes: int) -> bool:
@@ -150,13 +149,14 @@ class KeepPlan:
         return self._plan[place] == (nbytes, True)
 
     def note(self, nbytes: int, fate: Fate) -> None:
-        """Say what the fate of the tensor is that the last call asked for."""
+        """Record the fate of the tensor that the last :meth:`next_stays` was about."""
         if self._plan is None:
             self._fates.append((nbytes, fate))
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a forward pass; one that raises will be repeated, so what it has saved does not count."""
+        """Context of a forward pass. Tensors of a pass that raised do not count, because it will be
+        repeated."""
         fates, place = len(self._fates), self._next
         try:
             yield
@@ -166,8 +166,8 @@ class KeepPlan:
             raise
 
     def end_step(self, *, on_trace: bool) -> bool:
-        """Begin the next step; make the plan if this one followed a recorded order. Return whether that
-        changes what goes into chunks."""
+        """Begin the next step; make the plan if this step followed a recorded order. Returns whether that
+        changes which tensors go into chunks."""
         fates, self._fates = self._fates, []
         self._next = 0
         if self.decided or not on_trace or not fates:
@@ -177,8 +177,8 @@ class KeepPlan:
 
 
 class Tenant(Protocol):
-    """What a lease keeps alive: ``tensors`` are its ids in the chunk table, ``fate`` what to note before it
-    is fetched. Its memory is that of ``chunk`` and, of what is cut, of those that follow it: one each."""
+    """The memory that a lease pins. ``tensors``: its ids in the chunk table. ``fate``: records whether it
+    stayed on DEVICE. Its memory is ``chunk`` and, if it is cut, the chunks that follow, one per tensor."""
 
     @property
     def tensors(self) -> tuple[int, ...]: ...
@@ -207,12 +207,12 @@ def pin(gate: Gate, tenant: Tenant) -> None:
 
 
 class Leases:
-    """Pins that last as long as a storage does.
+    """Pins that last as long as a storage lives.
 
-    Who gets a saved tensor may keep it: checkpointing runs a whole block again from one, a graph of second
-    derivatives saves it again. So the pin is not the node's but the storage's: it ends when the last tensor
-    over it is gone. That may be at any moment and on any thread; it is only noted then, and the next PreOp
-    unpins.
+    The receiver of a saved tensor may keep it: checkpointing runs a whole block again from it, and a graph of
+    second derivatives saves it again. So the pin belongs to the storage, not to the node: it ends with the
+    last tensor over the storage. This may happen at any moment and on any thread; then it is only recorded,
+    and the next PreOp unpins.
     """
 
     def __init__(self, gate: Gate) -> None:
@@ -223,7 +223,8 @@ class Leases:
         gate.repins.append(self.repin)
 
     def storage(self, tenant: Tenant) -> torch.UntypedStorage:
-        """Fetch the tenant's chunk and pin it for the life of the storage that is returned, its window.
+        """Fetch the tenant's chunk and return its window as a storage; the chunk is pinned while the storage
+        lives.
 
         Raises:
             OutOfBudgetError, IoError, EvictedAccessError: as a PreOp; nothing is pinned.
@@ -244,12 +245,12 @@ class Leases:
         return storage
 
     def settle(self) -> None:
-        """Unpin what nobody looks at any more."""
+        """Unpin tensors with storages that no longer exist."""
         while self.ended:
             self._gate.chunks.release(self.ended.popleft(), dirty=False)
 
     def repin(self) -> None:
-        """Pin again after everything was unpinned; nothing may have been evicted meanwhile."""
+        """Pin live tensors again after everything was unpinned; nothing may have been evicted meanwhile."""
         self.ended.clear()
         living = [tensor for _, tenant in list(self._living.values()) for tensor in tenant.tensors]
         if living:
@@ -261,7 +262,7 @@ class Leases:
 
 
 class Saved(Protocol):
-    """Stands for a saved tensor until backward asks for it."""
+    """Replaces a saved tensor until backward asks for it."""
 
     def restore(self) -> torch.Tensor:
         """Return the tensor; may be called again.
@@ -273,16 +274,16 @@ class Saved(Protocol):
 
 
 class Version:
-    """The version of a tensor and what tells it later; keeps none of the tensor's memory, except for that of
-    a nested or sparse one."""
+    """The version of a tensor when it was saved, and its current one. Keeps none of the tensor's memory
+    alive, unless it is nested or sparse."""
 
     __slots__ = ("_witness", "then")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # An alias shares the version counter, and goes on doing so when it is given other data.
+        # An alias shares the version counter, and still does after its data is replaced.
         self._witness = tensor.detach()
         self.then = self._witness._version
-        if tensor.layout is torch.strided and not tensor.is_nested:  # others take no other data
+        if tensor.layout is torch.strided and not tensor.is_nested:  # other layouts do not allow it
             self._witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     @property
@@ -291,8 +292,8 @@ class Version:
         return self._witness._version == self.then
 
     def require_current(self, shape: tuple[int, ...]) -> None:
-        """Raise RuntimeError where the tensor was written since: autograd itself looks at no versions where
-        hooks keep what it saved."""
+        """Raise RuntimeError if the tensor was written since. Autograd does not check versions of tensors
+        saved through hooks."""
         now = self._witness._version
         if now != self.then:
             raise RuntimeError(
@@ -308,18 +309,18 @@ class KeptTensor:
     __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # with its graph it would keep itself alive
+        self._tensor = tensor.detach()  # with its graph it would be a reference cycle
         self._version = Version(tensor)
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor. Raises RuntimeError where it was written since."""
-        nested = self._tensor.is_nested  # of many shapes
+        """Return the tensor. Raises RuntimeError if it was written since."""
+        nested = self._tensor.is_nested  # a nested tensor has many shapes
         self._version.require_current(() if nested else tuple(self._tensor.shape))
         return self._tensor
 
 
 class Stored:
-    """A saved tensor whose bytes are in a chunk, from ``offset`` bytes behind the beginning of its window."""
+    """A saved tensor with its bytes in a chunk, ``offset`` bytes behind the beginning of its window."""
 
     __slots__ = ("_dtype", "_leases", "_offset", "_shape", "_stride", "_tenant", "_version")
 
@@ -331,7 +332,7 @@ class Stored:
         self._offset = offset // tensor.itemsize
 
     def restore(self) -> torch.Tensor:
-        """Bring the bytes to DEVICE, where they stay for as long as the result is in use.
+        """Fetch the bytes to DEVICE, where they stay while the result is in use.
 
         Raises:
             RuntimeError: the tensor was written since.
@@ -346,7 +347,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Weight:
-    """Memory of a managed tensor, as a tenant that its parameter keeps."""
+    """The memory of a managed tensor as a tenant; its parameter keeps it."""
 
     chunk: Chunk
     tensors: tuple[int, ...]
