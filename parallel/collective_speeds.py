@@ -1,7 +1,8 @@
-"""Measuring collectives within short steps: ranks compute, exchange what they have computed, and go on.
+"""Measure the latency and the rate of collectives inside short steps in which ranks compute and then
+exchange.
 
-A step is as long as its collectives together, so what counts is their mean, with the few that take long, and
-with the waiting for ranks that come later by chance.
+A real step lasts as long as its collectives together, so the mean is measured. It includes the few slow calls
+and the time that ranks wait for a rank that comes late by chance.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from gemini.parallel.pipeline.passing import Passing
 from gemini.system.durable import write_text
 
 FEWEST_RANKS, MOST_RANKS = 2, 16
-_SIZES = (4 * 1024, 64 * 1024, 512 * 1024, 4 * 2**20)  # bytes, about
-_STEPS = 24  # the first does not count
-_CUT = 0.05  # of the slowest and fastest: what the machine did for others meanwhile
-_LONGER = 1.5  # computing beside a collective, as a multiple of its time
-_LIMIT_SECONDS = 32.0  # of all steps
+_SIZES = (4 * 1024, 64 * 1024, 512 * 1024, 4 * 2**20)  # bytes, approximately
+_STEPS = 24  # the first is a warmup and does not count
+_CUT = 0.05  # fraction cut from each end: steps that other work on the machine disturbed
+_LONGER = 1.5  # the computation beside a collective takes this multiple of its time
+_LIMIT_SECONDS = 32.0  # for all steps together
 _TIMEOUT = timedelta(seconds=90)
-_SHORTEST_SECONDS = 1e-6  # no message between processes takes less
-_FASTEST = 1e13  # bytes per second; keeps a fit through noise finite
+_SHORTEST_SECONDS = 1e-6  # no message between processes is faster
+_FASTEST = 1e13  # bytes per second; keeps a fit of noisy times finite
 _SPEEDS = "speeds"
 
 
 def parse_ranks(text: str) -> int:
-    """Return how many ranks are measured. Raises ConfigError."""
+    """Return the number of ranks to measure, read from a command line. Raises ConfigError."""
     is_number = text.isascii() and text.isdecimal() and len(text) < 4
     if not (is_number and FEWEST_RANKS <= int(text) <= MOST_RANKS):
         raise ConfigError(
@@ -52,9 +53,8 @@ def parse_ranks(text: str) -> int:
 
 
 def measure_collectives(ranks: int) -> CollectiveSpeeds:
-    """Start so many ranks here and return what they found, for every group size that divides their number.
-
-    Called in the main thread; a signal ends the ranks and is then raised here.
+    """Start ``ranks`` processes on this machine and return the speeds that they measure, for every group size
+    that divides ``ranks``. Call it in the main thread; a signal ends the processes and is then raised here.
 
     Raises:
         StateError: a rank has failed.
@@ -68,17 +68,22 @@ def measure_collectives(ranks: int) -> CollectiveSpeeds:
 
 
 def measure_among(everyone: Axis) -> CollectiveSpeeds:
-    """Return what these ranks, which all call this, find for every group size that divides their number.
-    Those of rank 0 are the ones to keep."""
+    """Measure every group size that divides the number of these ranks. Collective: all ranks call it; keep
+    the result of rank 0.
+    """
     sizes = [size for size in range(2, everyone.size + 1) if everyone.size % size == 0]
-    limit = _LIMIT_SECONDS / (2 * len(sizes))  # one for exchanges alone, one for those beside computing
+    limit = _LIMIT_SECONDS / (2 * len(sizes))  # half for exchanges alone, half for exchanges beside computing
     found = [speed for size in sizes for speed in _over(everyone, size, limit)]
     return CollectiveSpeeds(tuple(found))
 
 
 def fitted(times: list[tuple[int, float]]) -> tuple[float, float]:
-    """Return the latency, at least 0, and the bytes per second that fit pairs of bytes and seconds: those of
-    the least squares of relative errors. Where these have no sense, the rate of the largest message."""
+    """Fit (bytes, seconds) pairs by least squares of the relative errors.
+
+    Returns:
+        The latency, at least 0, and the bytes per second. If the fit gives a negative latency or slope, the
+        latency is 0 and the rate is that of the largest message.
+    """
     weights = [1 / seconds**2 for _, seconds in times]
     total = sum(weights)
     x = sum(w * n for w, (n, _) in zip(weights, times, strict=True)) / total
@@ -92,14 +97,16 @@ def fitted(times: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def passed_numel(kind: str, nbytes: int, ranks: int) -> int:
-    """Return how many fp32 numbers a rank passes to a call of about ``nbytes``: parts of equal lengths for
-    all ranks, or of what is gathered its own."""
+    """Return the number of fp32 elements that a rank passes to a call of about ``nbytes``: equal parts for
+    all
+    ranks, or for ``all_gather`` the rank's own part.
+    """
     part = nbytes // 4 // ranks
     return part if kind == "all_gather" else part * ranks
 
 
 def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
-    """Measure within stretches of ``size`` ranks, all at the same time."""
+    """Measure all groups of ``size`` consecutive ranks at the same time; stop after ``limit`` seconds."""
     axis = everyone if size == everyone.size else everyone.neighbours(size)
     passing, matrix = Passing(axis), torch.full((512, 512), 0.002, dtype=torch.float32, device="cpu")
     calls = [
@@ -118,7 +125,7 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
         if _is_late(everyone, began, limit) and step:
             break
     every = torch.stack(everyone.all_gather(torch.tensor(taken[1:], dtype=torch.float64, device="cpu")))
-    # By stretch, rank within it, step, call: when the rank began and ended.
+    # Dimensions: group, rank within it, step, call, (begin, end).
     groups = every.unflatten(0, (-1, size))
     points = [
         (base.nbytes, mean_seconds(kind, groups[:, :, :, number]))
@@ -136,31 +143,36 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
 
 
 def mean_seconds(kind: str, times: torch.Tensor) -> float:
-    """Return the mean seconds of a call; ``times`` (stretch, rank, step, 2): when ranks began and ended."""
+    """Return the mean seconds of a call from ``times`` (group, rank, step, 2), when each rank began and
+    ended.
+    """
     begins, ends = times.unbind(-1)
-    # From when ranks begin on average: that some wait for the last is part of every collective. A receiver
-    # may wait for long: a message counts from when it is sent.
+    # Count from the mean begin of the ranks: waiting for the last rank is part of every collective. A
+    # receiver
+    # may wait long before the message is sent, so a message counts from its sender's begin.
     begin = begins.amax(1) if kind == "send" else begins.mean(1)
     return max(_trimmed_mean((ends.amax(1) - begin).flatten().tolist()), _SHORTEST_SECONDS)
 
 
 def _is_late(everyone: Axis, began: float, limit: float) -> bool:
-    """Say whether any rank has measured for longer than ``limit`` seconds; all ranks say the same."""
+    """Return True on all ranks if any rank has measured for longer than ``limit`` seconds."""
     late = torch.tensor([float(time.perf_counter() - began > limit)], dtype=torch.float32, device="cpu")
     everyone.all_reduce(late, largest=True)
     return bool(late.item())
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean without a ``_CUT`` of the largest and of the smallest values, none of fewer than
-    twenty."""
+    """Return the mean without the largest and smallest ``_CUT`` of the values. With fewer than twenty values
+    nothing is cut.
+    """
     cut = int(len(values) * _CUT)
     return fmean(sorted(values)[cut : len(values) - cut])
 
 
 def _computing_shares(everyone: Axis, axis: Axis, limit: float) -> dict[str, float]:
-    """Return by kind how much of a collective's time is missing to a rank that computes meanwhile: 1 where it
-    might as well wait first. Each kind gets its part of ``limit`` seconds."""
+    """Return for each kind the share of a collective's time that a rank loses if it computes meanwhile: 0 if
+    the collective is free, 1 if nothing overlaps. All kinds together take at most ``limit`` seconds.
+    """
     matrix = torch.full((256, 256), 0.01, dtype=torch.float32, device="cpu")
     found = {}
     for kind, begin in _BESIDE.items():
@@ -214,14 +226,16 @@ def _begin_all_gather(axis: Axis, sent: torch.Tensor) -> dist.Work:
 
 _Call = Callable[[], None]
 _Begin = Callable[[Axis, torch.Tensor], dist.Work]
-# What ranks of dp do while they compute: they exchange gradients, and gather weights.
+# The collectives that ranks of dp run while they compute: exchanging gradients and gathering weights.
 _BESIDE: Mapping[str, _Begin] = {"all_gather": _begin_all_gather, "all_to_all": _begin_all_to_all}
 
 
 def _exchange(
     axis: Axis, passing: Passing, kind: str, tensor: torch.Tensor, step: int
 ) -> tuple[float, float]:
-    """Return when this rank begins and ends; of a message, the end is that of the receiver."""
+    """Run one collective and return when it began and ended on this rank. For a message, the sender returns
+    its begin twice: the receiver has the end.
+    """
     begin = time.perf_counter()
     if kind == "all_reduce":
         axis.all_reduce(tensor)
@@ -237,13 +251,13 @@ def _exchange(
         passing.send(tensor, axis.rank + 1, step)
         passing.finish()
         return begin, begin
-    else:  # the last of an odd number
+    else:  # the last of an odd number of ranks has no partner
         return 0.0, 0.0
     return begin, time.perf_counter()
 
 
 def _main(directory: Path) -> None:
-    """What each rank runs."""
+    """Run one rank of :func:`measure_collectives`."""
     with as_rank(directory):
         join_ranks("gloo", _TIMEOUT)
         with Mesh(Layout(tp=dist.get_world_size())) as mesh:

@@ -1,7 +1,8 @@
-"""Over which ranks the experts of a mixture are divided, and which parameters are then this rank's own.
+"""Which ranks divide the experts of a mixture, and which parameters are expert parameters.
 
-Ranks of data parallelism in a row divide the experts among them (``ep``); the ranks with the same experts are
-as far apart (``moe_dp``). Four ranks in twos: {0, 1} and {2, 3} divide, {0, 2} and {1, 3} have the same.
+Consecutive ranks of data parallelism divide the experts (``ep``); ranks with the same experts form the other
+axis (``moe_dp``). Of four ranks with ep = 2, {0, 1} and {2, 3} divide; {0, 2} and {1, 3} have the same
+experts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,13 @@ from gemini.parallel.partition import Cut
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """``data``: all ranks with the same dense weights; ``sharing``: those that divide the experts;
-    ``copies``: those that have the same ones, None for this rank alone."""
+    """The groups of ranks for divided experts.
+
+    Attributes:
+        data: all ranks with the same dense weights.
+        sharing: the ranks that divide the experts.
+        copies: the ranks with the same experts; None if this rank is the only one.
+    """
 
     data: Axis
     sharing: Axis
@@ -33,9 +39,15 @@ class ExpertRanks:
     def of(
         cls, data: Axis | None, size: int, counts: Collection[int], *, apart: int = 1
     ) -> ExpertRanks | None:
-        """Return the ranks that divide layers of ``counts`` experts where ``size`` are asked to; None where
-        each rank has all experts. All ranks of ``data`` call it. ``apart``: how many of them in a row have
-        parts of the same sequences.
+        """Return the ranks that divide layers of ``counts`` experts; None if each rank has all experts.
+        Collective
+        over ``data``.
+
+        Args:
+            data: the ranks of data parallelism; None for one rank.
+            size: the number of ranks to divide among; fewer are used if a layer has fewer experts.
+            counts: the number of experts of each layer.
+            apart: the number of consecutive ranks of ``data`` with parts of the same sequences.
 
         Raises:
             ConfigError: so many ranks cannot divide them; the message says how many can.
@@ -49,32 +61,33 @@ class ExpertRanks:
 
     @property
     def size(self) -> int:
-        """How many ranks divide the experts."""
+        """The number of ranks that divide the experts."""
         return self.sharing.size
 
     def own(self, num_experts: int) -> range:
-        """Return the numbers of the experts that this rank has."""
+        """Return the indices of the experts that this rank has."""
         each = num_experts // self.size
         return range(self.sharing.rank * each, (self.sharing.rank + 1) * each)
 
     def cut_of(self, part: torch.Tensor) -> Cut:
-        """Return how a tensor with a row for each expert was cut, ``part`` of which is here."""
+        """Return the :class:`Cut` of a tensor with one row for each expert; ``part`` is this rank's part."""
         return Cut((len(part) * self.size, *part.shape[1:]), 0, self.size)
 
 
 def checked_ep_size(ep_size: int) -> int:
-    """Return ``ep_size``. Raises ConfigError where it is no number of ranks."""
+    """Return ``ep_size``. Raises ConfigError if it is not a positive int."""
     if isinstance(ep_size, bool) or not isinstance(ep_size, int) or ep_size < 1:
         raise ConfigError(f"ep_size is {ep_size!r}; give a whole number of ranks, 1 or more")
     return ep_size
 
 
 def fitting_size(size: int, counts: Collection[int], num_ranks: int) -> int:
-    """Return how many of ``num_ranks`` ranks divide layers of ``counts`` experts where ``size`` are asked to:
-    fewer where a layer has fewer experts.
+    """Return how many of ``num_ranks`` ranks divide layers of ``counts`` experts if ``size`` are requested;
+    fewer
+    if a layer has fewer experts.
 
     Raises:
-        ConfigError: so many cannot; the message says how many can.
+        ConfigError: so many ranks cannot divide them; the message says how many can.
     """
     found = _fitting(size, counts, num_ranks)
     if found is None:
@@ -95,8 +108,14 @@ def _fitting(size: int, counts: Collection[int], num_ranks: int) -> int | None:
 
 @dataclass(frozen=True)
 class DividedExperts:
-    """The parameters of a model that hold this rank's experts alone. ``drawn``: those with values that depend
-    on the number of an expert, wherever it is initialized."""
+    """The parameters of a model that hold only this rank's experts.
+
+    Attributes:
+        ranks: the ranks that divide them.
+        params: the parameters.
+        drawn: those with initial values that depend on the index of the expert, on whichever rank they are
+            initialized.
+    """
 
     ranks: ExpertRanks
     params: Sequence[nn.Parameter]
@@ -107,23 +126,23 @@ class DividedExperts:
         return frozenset(map(id, self.params))
 
     def has(self, param: torch.Tensor) -> bool:
-        """Say whether ``param`` is one of them."""
+        """Return whether ``param`` is one of these parameters."""
         return id(param) in self._ids
 
     @property
     def copies(self) -> dist.ProcessGroup | None:
-        """The ranks that have the same experts; None for this rank alone."""
+        """The ranks with the same experts; None if this rank is the only one."""
         return None if self.ranks.copies is None else self.ranks.copies.group
 
     @property
     def own(self) -> OwnExperts:
-        """What GeminiDDP takes as ``experts=``."""
+        """The value for ``experts=`` of GeminiDDP."""
         drawn = frozenset(map(id, self.drawn))
         sharing, copies = self.ranks.sharing, self.ranks.copies
         return OwnExperts(sharing.rank, copies, self.has, lambda param: id(param) in drawn)
 
     @property
     def model_ranks(self) -> ModelRanks:
-        """The ranks over which a norm counts each expert once, and other parameters once."""
+        """The ranks over which a norm counts each expert once and every other parameter once."""
         sharing = self.ranks.sharing
         return ModelRanks(sharing, lambda param: sharing.rank == 0 or self.has(param))

@@ -1,12 +1,12 @@
-"""Model families: one record holds everything that the strategies know about a family of models.
+"""Model families: one record holds all that the parallel strategies know about a family of models.
 
-A strategy (tensor, sequence, pipeline) asks the record and never tests for the name of a model. The strategy
+Tensor, sequence and pipeline parallelism ask the record and never test for the name of a model. The strategy
 decides what it refuses, and words the refusal. ``FAMILIES`` lists the facts that only an author can know.
-:func:`family_of` adds those that a model tells by its configuration, its modules or its signature. A new
-family is one entry in ``FAMILIES`` and one row in ``tests/parallel/families.py``.
+:func:`family_of` adds the facts that a model's configuration, modules or signature show. A new family is one
+entry in ``FAMILIES`` and one row in ``tests/parallel/families.py``.
 
-Styles of layers have names here, those of transformers' own plans among them. ``parallel/tensor/plan.py``
-says what each of them does, so a record imports no strategy.
+Records name the styles of layers, including those of transformers' own plans. ``parallel/tensor/plan.py``
+defines each style, so a record imports no strategy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Rule:
 
     Attributes:
         children: the style of each child, by the child's name.
-        divided: attributes that count heads or features, of one rank after the cut.
+        divided: the attributes that count heads or features; after the cut they count those of one rank.
         own: the style of the module itself, "" for none.
-        settings: attributes that get another value.
+        settings: attributes to set, with their new values.
     """
 
     children: Mapping[str, str] = field(default_factory=dict)
@@ -39,14 +39,17 @@ class Rule:
 
 @dataclass(frozen=True)
 class Sublayers:
-    """The children of a block that take the whole sequence, up to a row layer, and the norms between them."""
+    """The children of a block that take the whole sequence and end in a row layer (``entries``), and the
+    norms
+    between them.
+    """
 
     entries: tuple[str, ...]
     norms: tuple[str, ...]
 
 
 class Positions(Enum):
-    """Where a model takes the positions of tokens from, if it is not given ``position_ids``."""
+    """How a model determines the positions of tokens if it gets no ``position_ids``."""
 
     COUNTED = "all tokens are counted"
     COUNTED_IN_MASK = "tokens that the mask shows are counted"
@@ -55,7 +58,7 @@ class Positions(Enum):
 
 
 class Loss(Enum):
-    """How a model takes the loss that it returns."""
+    """How a model computes the loss that it returns."""
 
     CAUSAL = "of the next token, by a function that can be replaced"
     WHOLE_SEQUENCE = "of a whole sequence: one class, one answer, one choice"
@@ -64,29 +67,30 @@ class Loss(Enum):
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of a model, or of all models of a family.
+    """The facts about one model or about all models of a family.
 
-    The record says:
-        model_types: as ``config.model_type`` has them.
-        modules: by the name of a class, the rule of its modules, or a function from a module to its rule.
-            They hold for every model that is made of such modules.
-        partial: by the name of a class, children that stay whole inside a cut module and compute with a part
-            of its features, for modules that transformers' own plan cuts.
-        sublayers: by the name of a block's class, where its norms are.
-        documents_in_mask: ``position_ids`` that begin again at 0 hide earlier documents from later ones.
-        scales_by_position: attention is scaled by positions that the model counts by itself.
+    Facts that the record lists:
+        model_types: the values of ``config.model_type``.
+        modules: by class name, the rule of a module, or a function from a module to its rule. They apply to
+            every model that contains such modules.
+        partial: by class name, the children that stay whole inside a cut module and compute with a part of
+            its
+            features; for modules that transformers' own plan cuts.
+        sublayers: by the class name of a block, its sublayers and norms.
+        documents_in_mask: ``position_ids`` that restart at 0 hide earlier documents from later ones.
+        scales_by_position: the model counts positions itself and scales attention by them.
 
-    The model says, and :func:`family_of` reads:
-        plan: its own plan, names of modules to names of styles.
-        mixes_tokens: what computes with neighbouring tokens and is no attention, in words; "" for nothing.
-        router_loss: the class that adds a loss of the routers of all layers; "" for none.
-        random_depth: the chance to leave out a layer, by the name of the module that draws.
-        rotates_by_length: the kind of rotation that depends on the length of the input; "" for none.
+    Facts that :func:`family_of` reads from the model:
+        plan: its own tensor-parallel plan, module names to style names.
+        mixes_tokens: a layer that mixes neighbouring tokens outside attention, in words; "" for none.
+        router_loss: the class that adds a loss over the routers of all layers; "" for none.
+        random_depth: the probability of skipping a layer, by the name of the module that draws it.
+        rotates_by_length: the kind of rotary embedding that depends on the input length; "" for none.
         replaceable_attention: attention is a function in transformers' registry.
-        two_sequences: there is an encoder's and a decoder's.
+        two_sequences: the model has an encoder's and a decoder's sequence.
         other_tokens: images or sounds stand between the tokens.
         looks_back_only: all attention is causal.
-        has_windows: some layers look back over a part of the sequence only.
+        has_windows: some layers attend to a part of the sequence only.
     """
 
     name: str = "unknown"
@@ -153,8 +157,10 @@ def _like_bart(name: str, model_type: str) -> Family:
 
 
 def _falcon_attention(attention: Any) -> Rule:
-    """Return the rule of a ``FalconAttention``. Its fused projection has the heads of a group side by side:
-    query heads, then a key and a value head. Multi-query attention is one group, which ranks share."""
+    """Return the rule of a ``FalconAttention``. Its fused projection stores the heads of a group side by
+    side:
+    query heads, then one key and one value head. Multi-query attention is one group, which ranks share.
+    """
     is_one_group = attention.multi_query and not attention.new_decoder_architecture
     return Rule(
         {"query_key_value": "colwise_shared_keys" if is_one_group else "colwise", "dense": "rowwise"},
@@ -167,7 +173,7 @@ _STATE_SPACE = Rule(
     {
         "in_proj": "packed_colwise",  # the input of the state space, and its gate
         "conv1d": "channels",
-        "x_proj": "rowwise_for_parts",  # to the time step, B and C, which all channels share
+        "x_proj": "rowwise_for_parts",  # projects to the time step, B and C, which all channels share
         "dt_proj": "channels",
         "out_proj": "rowwise",
     },
@@ -296,35 +302,35 @@ SUBLAYERS: Mapping[str, Sublayers] = {
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """Return the rule by which tensor parallelism cuts ``module``, None for none."""
+    """Return the rule by which tensor parallelism cuts ``module``; None if it has none."""
     found = _RULES.get(type(module).__name__)
     return found if found is None or isinstance(found, Rule) else found(module)
 
 
 def partial_children(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of children that stay whole and compute with a part of what ``module`` computes."""
+    """Return the names of children that stay whole and compute with a part of the features of ``module``."""
     return _PARTIAL.get(type(module).__name__, ())
 
 
-# -- what modules of transformers call their parts -----------------------------------------------------
+# -- how modules of transformers name their parts -----------------------------------------------------
 
-GROUPS = "num_key_value_groups"  # how many query heads share a key head
+GROUPS = "num_key_value_groups"  # the number of query heads that share a key head
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _OF_KEYS = ("k_proj", "v_proj")
 
 
 def head_numel(attention: nn.Module) -> int:
-    """Return how many features a head of ``attention`` has; 1 if it does not say."""
+    """Return the number of features of a head of ``attention``; 1 if it has no such attribute."""
     sizes = (getattr(attention, key, None) for key in _HEAD_SIZES)
     return next((size for size in sizes if isinstance(size, int)), 1)
 
 
 def shares_heads(attention: nn.Module, child: str) -> bool:
-    """Say whether several query heads use a head that ``child`` of ``attention`` computes."""
+    """Return whether several query heads share each head that ``child`` of ``attention`` computes."""
     return child in _OF_KEYS and hasattr(attention, GROUPS)
 
 
-# -- what a model says -------------------------------------------------------------------------------
+# -- facts read from a model -------------------------------------------------------------------------
 
 _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _WINDOWS = ("sliding_attention", "chunked_attention")
@@ -339,8 +345,9 @@ _CLASSES_OF_SEQUENCES = (
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return the record of the family of ``model``, with what this model says of itself. A model of an
-    unknown family has the record that says nothing."""
+    """Return the record of the family of ``model``, completed with the facts read from this model. A model of
+    an unknown family gets a record that lists no facts.
+    """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     record = next((family for family in FAMILIES if model_type in family.model_types), Family())
@@ -379,7 +386,7 @@ def _loss_of(model: nn.Module) -> Loss:
     is_causal = getattr(model, "loss_type", None) in (None, "ForCausalLM")
     two_sequences = getattr(
         getattr(model, "config", None), "is_encoder_decoder", False
-    )  # labels do not shift
+    )  # encoder-decoder models do not shift labels
     return Loss.CAUSAL if replaceable and is_causal and not two_sequences else Loss.OWN
 
 
@@ -405,7 +412,7 @@ def _router_loss_in(model: nn.Module) -> str:
 
 
 def _random_depth_in(model: nn.Module) -> dict[str, float]:
-    """Return transformers' ``layerdrop`` of each module that has one, or has it in its configuration."""
+    """Return transformers' ``layerdrop`` of each module that has it, itself or in its configuration."""
     found = {}
     for name, module in model.named_modules():
         chance = getattr(module, "layerdrop", None)

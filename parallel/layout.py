@@ -1,4 +1,4 @@
-"""Layout: over how many processes each kind of parallelism goes, as a configuration says it."""
+"""Layout: the number of processes for each kind of parallelism, and its configuration form."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _FORMS = "tensor=dict(size=4, mode='2d') and tensor=dict(size=8, mode='2.5d', de
 class Layout:
     """``dp * pp * sp * tp`` processes: data, pipeline, sequence and tensor parallelism.
 
-    ``mode`` says how tensors are cut, None where they are not; ``depth`` is that of mode 2.5d. ``ep`` of the
-    ``dp`` processes, neighbours, divide the experts of a mixture among them.
+    ``mode`` is the way to cut tensors, None if they are not cut; ``depth`` is the depth of mode 2.5d. Each
+    ``ep``
+    consecutive processes of ``dp`` divide the experts of a mixture.
     """
 
     dp: int = 1
@@ -43,7 +44,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.dp * self.pp * self.sp * self.tp
 
     @classmethod
@@ -51,12 +52,13 @@ class Layout:
         """Read ``parallel=dict(pipeline=, tensor=, data=, moe=)`` for ``world_size`` processes.
 
         ``pipeline`` is an int or ``dict(size=int)``; ``tensor`` is ``dict(size=int, mode=str)``, with
-        ``depth=int`` for 2.5d; ``data`` is an int; ``moe`` is ``dict(size=int)``, over how many of the
-        processes of data parallelism experts are divided. What is absent is 1, except for ``data``, which is
-        the rest.
+        ``depth=int``
+        for 2.5d; ``data`` is an int; ``moe`` is an int or ``dict(size=int)``, the number of processes of data
+        parallelism that divide the experts. A missing key means 1, except ``data``, which gets the remaining
+        processes.
 
         Raises:
-            ConfigError: it says something else, or its sizes do not multiply to ``world_size``.
+            ConfigError: an entry has another form, or the sizes do not multiply to ``world_size``.
         """
         said = dict(parallel or {})
         _refuse_unknown("parallel", said, ("data", "moe", "pipeline", "tensor"))
@@ -117,7 +119,7 @@ _RULES = {"2d": "a square q * q", "2.5d": "q * q * depth", "3d": "a cube q * q *
 
 
 def _fits(size: int, mode: str | None, depth: int | None) -> bool:
-    """Say whether ``mode`` goes over ``size`` processes."""
+    """Return whether ``mode`` can run over ``size`` processes."""
     if mode == "2d":
         return bool(math.isqrt(size) ** 2 == size)
     if mode == "2.5d":
@@ -129,7 +131,7 @@ def _fits(size: int, mode: str | None, depth: int | None) -> bool:
 
 
 def _possible(world_size: int, mode: str | None, depth: int | None) -> str:
-    """Return what would go over ``world_size`` processes, as text."""
+    """Return, as text, the pipeline and tensor sizes that are possible over ``world_size`` processes."""
     found = [
         f"{pp} x {size}"
         for pp in range(1, world_size + 1)
@@ -153,7 +155,7 @@ def _checked_size(name: str, size: object) -> int:
 
 
 def _divisors(size: int) -> str:
-    """Return what divides ``size``, as text."""
+    """Return the divisors of ``size``, as text."""
     return " or ".join(str(each) for each in range(1, size + 1) if size % each == 0)
 
 

@@ -1,4 +1,4 @@
-"""LayoutPlan: what each rank of a layout will hold, and how long it will be idle, before any of it exists."""
+"""LayoutPlan: the memory and the idle time of each rank of a layout, computed before the layout exists."""
 
 from __future__ import annotations
 
@@ -25,20 +25,22 @@ from gemini.parallel.sequence.parallelize import refuse_unfit_model
 from gemini.parallel.tensor.cut_outline import outline_part
 from gemini.runtime.intercept.of_cpu import GROUPED_MM, AttentionOfCpu, grouped_mm
 
-# Runs a model, on ``meta``, on one micro-batch, and returns the loss. What it is given besides cuts the
-# micro-batch into this rank's part of sequences; None: they stay whole.
+# Runs a model on ``meta`` on one micro-batch and returns the loss. The second argument cuts the micro-batch
+# into this rank's part of the sequences; None keeps sequences whole.
 Run = Callable[[nn.Module, SequenceOutline | None], torch.Tensor]
 
 _aten = torch.ops.aten
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_args: Any, **_options: Any) -> int:
-    """Return those of the CPU's attention, which torch does not count, from shapes."""
+    """Return the flops of the CPU's attention from shapes; torch does not count them."""
     return int(sdpa_flop_count(q, k, v))
 
 
 def _grouped_flops(left: Sequence[int], right: Sequence[int], *_args: Any, **_options: Any) -> int:
-    """Return those of the products of experts, from shapes, however rows are spread over them."""
+    """Return the flops of the grouped products of experts from shapes. They do not depend on how rows are
+    spread over the experts.
+    """
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
@@ -48,14 +50,15 @@ _FLOPS_OF_CPU = {
     _aten._grouped_mm: _grouped_flops,
 }
 
-_ADAM_BYTES = 8  # two moments of an element
-_MASTER_BYTES = 4  # of an element of a 16-bit parameter
+_ADAM_BYTES = 8  # two fp32 moments for each element
+_MASTER_BYTES = 4  # for each element of a 16-bit parameter
 
 
 @dataclass(frozen=True)
 class LayoutChoices:
-    """What is to be planned: ``layout``, how a batch goes through the stages, what ``zero_stage`` cuts, and
-    the further options of :class:`gemini.parallel.HybridParallelPlugin` by their names there."""
+    """The settings to plan: ``layout``, how a batch passes through the stages, what ``zero_stage`` cuts, and
+    further options of :class:`gemini.parallel.HybridParallelPlugin` under the names that they have there.
+    """
 
     layout: Layout
     sp_mode: str = "ulysses"
@@ -71,14 +74,24 @@ class LayoutChoices:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """A rank along ``pp``; those along ``dp`` and ``tp`` have as much, and those along ``sp``, of which it is
-    the first: it has no fewer heads than others where they do not divide. Sizes in bytes.
+    """The plan of a rank along ``pp``. Sizes are in bytes.
 
-    ``blocks`` are the first and last name in each of its ``stages``, none where nothing is cut.
-    ``gradient_bytes``: the most at a time; ``state_bytes``: Adam's, with fp32 masters of 16-bit parameters.
-    ``activation_bytes``: the most that forward passes keep for backward in this schedule; what operators need
-    for a moment comes on top. ``message_bytes``: the most that attention between parts of sequences sends and
-    receives at once, backward included. ``idle``: part of the step.
+    Ranks along ``dp`` and ``tp`` hold the same. Along ``sp`` this is the first rank, which never has fewer
+    heads
+    than the others.
+
+    Attributes:
+        rank: its index along ``pp``.
+        stages: the indices of its stages.
+        blocks: the first and last block name of each of its stages; empty if the model is not cut.
+        parameter_bytes: parameters.
+        gradient_bytes: the most gradients at one time.
+        state_bytes: Adam's states, with the fp32 masters of 16-bit parameters.
+        activation_bytes: the most that forward passes keep for backward in this schedule. Temporary memory of
+            operators comes on top.
+        message_bytes: the most that attention over parts of sequences sends and receives at once, backward
+            included.
+        idle: the fraction of the step in which it is idle.
     """
 
     rank: int
@@ -93,29 +106,29 @@ class RankPlan:
 
     @property
     def unplaced_bytes(self) -> int:
-        """What is on DEVICE wherever chunks are."""
+        """The bytes that are on DEVICE wherever chunks are: activations and messages."""
         return self.activation_bytes + self.message_bytes
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all bytes."""
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.unplaced_bytes
 
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """What :func:`plan_layout` found."""
+    """The result of :func:`plan_layout`."""
 
     choices: LayoutChoices
     ranks: tuple[RankPlan, ...]
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which they are idle."""
+        """The fraction of all ranks' time in which they are idle."""
         return sum(rank.idle for rank in self.ranks) / len(self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it; sizes in bytes."""
+        """Return the plan as a JSON-compatible dict; sizes in bytes."""
         choices, layout = self.choices, self.choices.layout
         return {
             "processes": layout.world_size,
@@ -131,15 +144,16 @@ class LayoutPlan:
 
 
 def plan_layout(model: nn.Module, run: Run, choices: LayoutChoices) -> LayoutPlan:
-    """Return what each rank of a layout has of ``model``.
+    """Return what each rank of a layout holds of ``model``.
 
     Args:
-        model: whole, on any device; a copy of it on ``meta`` is cut and run.
-        run: as :data:`Run`.
+        model: the whole model, on any device; a copy of it on ``meta`` is cut and run.
+        run: runs the model on one micro-batch, see :data:`Run`.
+        choices: the layout and its options.
 
     Raises:
-        ConfigError: the model does not go over so many ranks; the message says over how many it does. It
-            cannot work on parts of sequences, or a batch cannot be cut so.
+        ConfigError: the model cannot be cut over so many ranks (the message says over how many it can), it
+            cannot work on parts of sequences, or a batch cannot be cut that way.
     """
     layout = choices.layout
     order = make_order(choices.style, layout.pp, choices.num_micro_batches, choices.chunks)
@@ -176,8 +190,9 @@ def plan_layout(model: nn.Module, run: Run, choices: LayoutChoices) -> LayoutPla
 
 
 def refuse_uncuttable(model: nn.Module, choices: LayoutChoices) -> None:
-    """Raise ConfigError where ``model``, which is whole, does not go over the ranks of ``choices``. It takes
-    a copy on ``meta``, and runs nothing."""
+    """Raise ConfigError if the whole ``model`` cannot be cut over the ranks of ``choices``. It cuts a copy on
+    ``meta`` and runs nothing.
+    """
     order = make_order(choices.style, choices.layout.pp, choices.num_micro_batches, choices.chunks)
     _cut(trainable_outline(model), choices, order.num_stages)
 
@@ -185,16 +200,18 @@ def refuse_uncuttable(model: nn.Module, choices: LayoutChoices) -> None:
 def _cut(
     model: nn.Module, choices: LayoutChoices, num_stages: int
 ) -> tuple[Units, tuple[tuple[int, int], ...]]:
-    """Cut the layers of ``model``, which is on ``meta``; return as :func:`_divided`."""
+    """Cut the layers of ``model``, which is on ``meta``; return the result of :func:`_divided`."""
     divided = _divided(model, choices, num_stages)
     if choices.layout.sp > 1:
-        refuse_unfit_model(cuttable(model))  # before layers are cut, as the plugin does
+        refuse_unfit_model(cuttable(model))  # before layers are cut, in the plugin's order
     outline_part(cuttable(model), choices.layout.tp, **(choices.cut or {}))
     return divided
 
 
 def cuttable(model: nn.Module) -> nn.Module:
-    """Return the model in a wrapper around one that says itself how it is cut."""
+    """Return the model that can be cut: the only child of a wrapper if the child has a plan or embeddings
+    of its own, else ``model``.
+    """
     inner = list(model.children())
     known = ("_tp_plan", "get_input_embeddings")
     if len(inner) == 1 and not any(hasattr(model, name) for name in known):
@@ -203,7 +220,7 @@ def cuttable(model: nn.Module) -> nn.Module:
 
 
 def trainable_outline(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` on ``meta`` whose parameters train where those of the model do."""
+    """Return a copy of ``model`` on ``meta`` with the same ``requires_grad`` flags."""
     outline = outline_of(model)
     trains = dict(model.named_parameters())
     for name, param in outline.named_parameters():
@@ -214,7 +231,7 @@ def trainable_outline(model: nn.Module) -> nn.Module:
 def _divided(
     model: nn.Module, choices: LayoutChoices, num_stages: int
 ) -> tuple[Units, tuple[tuple[int, int], ...]]:
-    """Return between what the model is cut, and the blocks of each stage."""
+    """Return the units at which the model can be cut, and the range of blocks of each stage."""
     if num_stages == 1:
         return Units(("",), (), ()), ((0, 1),)
     units = find_units(model, **(choices.units or {}))
@@ -245,7 +262,7 @@ def _parameters(
 
 @dataclass(frozen=True)
 class DataCut:
-    """What ranks with the same part of a model cut among them: ``copies`` of it, as ``zero_stage`` says."""
+    """How ranks with the same part of a model divide it: ``copies`` ranks, by ``zero_stage``."""
 
     copies: int
     zero_stage: int
@@ -253,8 +270,12 @@ class DataCut:
 
 
 def model_bytes(params: Iterable[tuple[int, int, bool]], cut: DataCut) -> tuple[int, int, int]:
-    """Return the bytes of parameters, gradients and states that a rank has of ``params``: of each how many
-    elements it has, their size, and whether it trains."""
+    """Return the bytes of parameters, gradients and states that a rank holds of ``params``.
+
+    Args:
+        params: for each parameter its numel, its element size in bytes, and whether it trains.
+        cut: how the ranks divide them.
+    """
     parameters = gradients = states = 0
     for numel, itemsize, trains in params:
         part = -(-numel // cut.copies)
@@ -269,7 +290,10 @@ def model_bytes(params: Iterable[tuple[int, int, bool]], cut: DataCut) -> tuple[
 
 
 def _gradient_bytes(numel: int, part: int, wide: int, cut: DataCut) -> int:
-    """Return the most of one gradient: whole while micro-batches accumulate, with what is exchanged."""
+    """Return the most gradient bytes of one parameter: the whole gradient while micro-batches accumulate,
+    plus
+    the exchange buffer.
+    """
     if cut.zero_stage == 3:
         return wide * (numel if cut.num_micro_batches > 1 else part)
     if cut.copies == 1 or cut.zero_stage == 2:
@@ -279,8 +303,9 @@ def _gradient_bytes(numel: int, part: int, wide: int, cut: DataCut) -> int:
 
 @dataclass(frozen=True)
 class _StageWork:
-    """What one micro-batch takes in each stage: floating-point operations of forward, bytes that stay, bytes
-    of messages at once."""
+    """The work of one micro-batch in each stage: flops of forward, bytes kept for backward, and the largest
+    number of message bytes at once.
+    """
 
     flops: list[int]
     held_bytes: list[int]
@@ -295,7 +320,7 @@ def _measured(
     order: Order,
     sequences: SequenceOutline | None,
 ) -> _StageWork:
-    """Run the model once on ``meta``, whole, and tell its stages apart by where their blocks begin."""
+    """Run the whole model once on ``meta`` and measure each stage, which begins with its first block."""
     held = _SavedStorages([*model.parameters(), *model.buffers()], len(ranges))
     counter = FlopCounterMode(display=False, custom_mapping=_FLOPS_OF_CPU)
     marks, messages = [0], list[int]()
@@ -318,12 +343,12 @@ def _measured(
         if stage
     ]
     try:
-        # Regions of tensor parallelism draw seeds.
+        # Tensor-parallel regions draw seeds.
         with (
             torch.random.fork_rng(devices=[]),
             held.watched(),
             _AsOnCpu(sequences),
-            counter,  # within, so that it sees what is answered for torch
+            counter,  # innermost, so that it sees the operators that the other modes run
             torch.device("meta"),
             AttentionOfCpu(),
         ):
@@ -342,9 +367,10 @@ def _measured(
 
 
 class _AsOnCpu(TorchDispatchMode):
-    """Has ``meta`` answer what the CPU would: products of experts in any type, and yes to a model that asks
-    for a truth value, which is not there (mostly: is this mask all true), but where sequences were filled
-    up."""
+    """Makes ``meta`` behave like the CPU: grouped products of experts work in any dtype, and a bool read from
+    a
+    tensor without data is True (models mostly ask whether a mask is all True) unless sequences are padded.
+    """
 
     def __init__(self, sequences: SequenceOutline | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -359,7 +385,7 @@ class _AsOnCpu(TorchDispatchMode):
 
 
 class _SavedStorages:
-    """The storages that autograd keeps, by stage; those that were there before do not count."""
+    """The storages that autograd keeps, by stage, without those that existed before."""
 
     def __init__(self, before: Sequence[torch.Tensor], num_stages: int) -> None:
         self.nbytes = [0] * num_stages
@@ -368,7 +394,9 @@ class _SavedStorages:
         self._stage = 0
 
     def pass_on(self, stage: int, tensors: Sequence[torch.Tensor], *, is_sent: bool) -> None:
-        """Begin a stage, whose input are ``tensors``: the one before keeps them to begin backward with."""
+        """Begin a stage with the inputs ``tensors``. If they are sent, the previous stage keeps them too: its
+        backward begins with them.
+        """
         for tensor in tensors if is_sent else ():
             self._count(tensor)
         self._stage = stage
@@ -377,7 +405,7 @@ class _SavedStorages:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Count what is kept within the block."""
+        """Count the storages saved within the block."""
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             self._count(tensor)
@@ -390,5 +418,5 @@ class _SavedStorages:
         storage = tensor.untyped_storage()
         seen, key = self._seen[self._stage], storage._cdata
         if key not in self._before and key not in seen:
-            seen[key] = storage  # alive, so that no other gets its place
+            seen[key] = storage  # keep it alive, so that no other storage gets its address
             self.nbytes[self._stage] += storage.nbytes()

@@ -1,4 +1,4 @@
-"""The grid of processes: named axes over torch's DeviceMesh, and the collectives along one of them."""
+"""The grid of processes: named axes over torch's DeviceMesh, and the collectives along an axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gemini.comm.ranks import ProcessGroupPeers, break_off
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
 
-# What a rank sends of the bytes that it gives to a collective over so many ranks.
+# The bytes that a rank sends, from the bytes that it passes to a collective and the number of ranks.
 _SENT_BYTES: Mapping[str, Callable[[int, int], int]] = {
     "all_reduce": lambda nbytes, size: 2 * nbytes * (size - 1) // size,
     "all_gather": lambda nbytes, size: nbytes * (size - 1),
@@ -30,17 +30,18 @@ _SENT_BYTES: Mapping[str, Callable[[int, int], int]] = {
     "send": lambda nbytes, _size: nbytes,
 }
 
-AXES = ("pp", "dp", "sp", "tp")  # outermost first: ranks of a tensor parallel group are neighbours
-# Parts of ``dp``: ranks that divide the experts of a mixture, and those that have the same ones.
+AXES = ("pp", "dp", "sp", "tp")  # outermost first: ranks of a tensor-parallel group are neighbours
+# Parts of ``dp``: the ranks that divide the experts of a mixture, and the ranks with the same experts.
 _EXPERT_AXES = ("ep", "moe_dp")
 
 
 class Axis(ProcessGroupPeers):
-    """The two or more ranks along an axis of the mesh, and what they do together.
+    """The two or more ranks along an axis of the mesh, and their collectives.
 
-    Their collectives wait as those of the runtime do: a rank that leaves, or dies, is named to the others
-    with its reason (StateError). ``calls`` and ``sent_bytes`` count, by collective, what this rank took part
-    in and sent.
+    Collectives wait as those of the runtime do: if a rank leaves or dies, the others get a StateError that
+    names
+    it and its reason. ``calls`` and ``sent_bytes`` count, by collective, the calls of this rank and the bytes
+    that it sent.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -52,23 +53,26 @@ class Axis(ProcessGroupPeers):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.share.size
 
     @property
     def rank(self) -> int:
-        """Which of them this process is."""
+        """The index of this process in the axis."""
         return self.share.rank
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
-        """Replace a contiguous ``tensor`` by its sum over the ranks, or the largest: the same bits on all."""
+        """Replace a contiguous ``tensor`` by its sum (or maximum, if ``largest``) over the ranks; all ranks
+        get the
+        same bits.
+        """
         self.note("all_reduce", tensor.nbytes)
         group = self._group_for(tensor)
         how = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         self._run(dist.all_reduce(tensor, how, group=group, async_op=True), group, tensor.device)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, of equal shapes, in order."""
+        """Return the tensors of all ranks, in rank order. All have the same shape."""
         self.note("all_gather", tensor.nbytes)
         group, tensor = self._group_for(tensor), tensor.contiguous()
         found = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -76,8 +80,10 @@ class Axis(ProcessGroupPeers):
         return found
 
     def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Return the sum over the ranks of what they have for this one: ``parts``, of equal shapes, in order
-        of the ranks."""
+        """Return the sum over the ranks of their part for this rank. ``parts`` has one tensor for each rank,
+        in
+        rank order, all of the same shape.
+        """
         self.note("reduce_scatter", parts[0].nbytes * self.size)
         group = self._group_for(parts[0])
         found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
@@ -86,15 +92,17 @@ class Axis(ProcessGroupPeers):
         return found
 
     def broadcast_from(self, tensor: torch.Tensor, rank: int) -> None:
-        """Replace a contiguous ``tensor`` by that of ``rank``."""
+        """Replace a contiguous ``tensor`` by the tensor of ``rank``."""
         self.note("broadcast", tensor.nbytes if rank == self.rank else 0)
         group = self._group_for(tensor)
         work = dist.broadcast(tensor, group=group, group_src=rank, async_op=True)
         self._run(work, group, tensor.device)
 
     def reduce_to(self, tensor: torch.Tensor, rank: int) -> None:
-        """Replace a contiguous ``tensor`` by its sum over the ranks, on ``rank``; on the others it is used
-        up."""
+        """Replace a contiguous ``tensor`` on ``rank`` by its sum over the ranks; on the other ranks its
+        content is
+        undefined afterwards.
+        """
         self.note("reduce", tensor.nbytes if rank != self.rank else 0)
         group = self._group_for(tensor)
         work = dist.reduce(tensor, group=group, group_dst=rank, async_op=True)
@@ -103,8 +111,10 @@ class Axis(ProcessGroupPeers):
     def all_to_all(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Send each rank its one of ``parts``, in order of the ranks; return what they have for this one, of
-        these ``shapes``. A part may be empty."""
+        """Send ``parts[i]`` to rank i; return the parts received from each rank, with these ``shapes``. A
+        part may
+        be empty.
+        """
         sent = torch.cat([part.reshape(-1) for part in parts])
         self.note("all_to_all", sent.nbytes, kept_bytes=parts[self.rank].nbytes)
         lengths = [math.prod(shape) for shape in shapes]
@@ -117,8 +127,10 @@ class Axis(ProcessGroupPeers):
         return [part.view(*shape) for part, shape in zip(got.split(lengths), shapes, strict=True)]
 
     def exchange_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send each rank the next ``sent`` of the rows of a contiguous tensor, in order of the ranks; return
-        the ``received`` ones, in the same order. Both may be 0."""
+        """Send ``sent[i]`` consecutive rows of a contiguous tensor to rank i; return the received rows in
+        rank
+        order, ``received[i]`` from rank i. Counts may be 0.
+        """
         first = sum(sent[: self.rank])
         kept = rows[first : first + sent[self.rank]]
         self.note("all_to_all", rows.nbytes, kept_bytes=kept.nbytes)
@@ -129,25 +141,31 @@ class Axis(ProcessGroupPeers):
         return got
 
     def pass_on(self, tensor: torch.Tensor) -> Arrival:
-        """Send a flat ``tensor`` to the next rank, the first one behind the last; return what comes from the
-        one before, of the same length. Both are under way until :meth:`Arrival.wait`."""
+        """Send a flat ``tensor`` to the next rank (the last sends to the first) and receive one of the same
+        length
+        from the previous rank. Both transfers run until :meth:`Arrival.wait`.
+        """
         self.note("pass_on", tensor.nbytes)
         group, got = self._group_for(tensor), torch.empty_like(tensor)
         to, source = ([0] * self.size for _ in range(2))
         to[(self.rank + 1) % self.size] = source[(self.rank - 1) % self.size] = tensor.numel()
-        # Not isend and irecv: over gloo nobody can see whether those have ended without waiting for them.
+        # Not isend and irecv: over gloo nothing tells whether they have ended without waiting for them.
         work = dist.all_to_all_single(got, tensor, source, to, group=group, async_op=True)
         return Arrival(got, tensor, partial(self._run, work, group, tensor.device))
 
     def neighbours(self, count: int) -> Axis:
-        """Return the stretch of ``count`` ranks that this one is in, as an axis of its own; all ranks of it
-        call this in the same order."""
+        """Return the group of ``count`` consecutive ranks that contains this one, as an axis. All its ranks
+        must
+        call this in the same order.
+        """
         first = self.rank // count * count
         return self.among(range(first, first + count), str(count))
 
     def among(self, ranks: Iterable[int], name: str = "some") -> Axis:
-        """Return some ``ranks``, this one among them, in ascending order, as an axis of its own; all of them
-        call this in the same order."""
+        """Return some ``ranks``, in ascending order and including this one, as an axis. All of them must call
+        this
+        in the same order.
+        """
         key = tuple(ranks)
         if key not in self._parts:
             every = dist.get_process_group_ranks(self.group)
@@ -156,9 +174,12 @@ class Axis(ProcessGroupPeers):
         return self._parts[key]
 
     def experts(self, size: int, apart: int = 1) -> tuple[Axis | None, Axis | None]:
-        """Return ``size`` ranks that divide experts, this rank among them, and the ranks of this axis that
-        have the same experts; None for this rank alone. Those that divide are neighbours, or as far ``apart``
-        as ranks with the same part of sequences. All ranks call it in the same order."""
+        """Return the ``size`` ranks that divide experts with this one, and the ranks of this axis with the
+        same
+        experts; None instead of an axis of one rank. The dividing ranks are neighbours, or ``apart`` ranks
+        from each other if that many ranks have parts of the same sequences. All ranks call it in the same
+        order.
+        """
         place, shift = divmod(self.rank, apart)
         first = place // size * size
         sharing = [each * apart + shift for each in range(first, first + size)]
@@ -169,14 +190,16 @@ class Axis(ProcessGroupPeers):
         )
 
     def again(self) -> Axis:
-        """Return the same ranks as a new axis, for them to go on with where one has left this one; all of
-        them call it together."""
+        """Return the same ranks as a new axis, to continue after a rank has left this one. All of them call
+        it
+        together.
+        """
         self.leave("goes on over a new axis")
         group = new_group(dist.get_process_group_ranks(self.group), self._timeout, backend=None)
         return Axis(self.name, group)
 
     def totals(self) -> tuple[Counter[str], Counter[str]]:
-        """Return ``calls`` and ``sent_bytes``, those over some of the ranks alone included."""
+        """Return ``calls`` and ``sent_bytes``, including those over sub-axes of these ranks."""
         calls, sent = Counter(self.calls), Counter(self.sent_bytes)
         for axis in self._parts.values():
             of_calls, of_sent = axis.totals()
@@ -191,24 +214,25 @@ class Axis(ProcessGroupPeers):
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The group of these ranks that takes CPU memory."""
+        """The process group of these ranks that takes CPU memory."""
         return self._on_host
 
     def note_sent(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that is sent to one of them."""
+        """Count a tensor sent to another rank of the axis."""
         self.note("send", tensor.nbytes)
 
     def settle(self, work: Any, doing: str) -> None:
-        """Wait for a message between two of them. Raises StateError where a rank has left, or is gone."""
+        """Wait for a message between two ranks. Raises StateError if a rank has left or died."""
         self.attendance.wait(work, doing, self.break_off, of_all=False)
 
     def break_off(self) -> None:
-        """Make messages that are under way fail: the end of the process would wait for them."""
+        """Make pending messages fail; otherwise the end of the process would wait for them."""
         break_off(self._on_host)
 
     def note(self, collective: str, nbytes: int, *, kept_bytes: int = 0) -> int:
-        """Count a call to which this rank gives ``nbytes``, ``kept_bytes`` of which are for itself; return
-        how many it sends."""
+        """Count a call with ``nbytes``, of which this rank keeps ``kept_bytes``; return the bytes that it
+        sends.
+        """
         sent = _SENT_BYTES[collective](nbytes - kept_bytes, self.size)
         self.calls[collective] += 1
         self.sent_bytes[collective] += sent
@@ -219,36 +243,40 @@ class Axis(ProcessGroupPeers):
 
 
 class HasAxes(Protocol):
-    """What is asked for the ranks along an axis: a mesh, or what is planned in its place."""
+    """The interface that returns the ranks along an axis: a mesh, or a planned stand-in for one."""
 
     def axis(self, *names: str) -> Axis | None:
         """See :meth:`Mesh.axis`."""
 
 
 class Arrival:
-    """A tensor that comes from another rank, while one of this rank's is on its way."""
+    """A tensor in flight from the previous rank, while one of this rank's is sent to the next."""
 
     def __init__(self, tensor: torch.Tensor, sent: torch.Tensor, wait: Callable[[], None]) -> None:
-        self._tensor, self._sent, self._wait = tensor, sent, wait  # the memory of both is in use
+        self._tensor, self._sent, self._wait = tensor, sent, wait  # both buffers stay alive while in use
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor when it is there, and what was sent may be written to; call it once. Raises
-        StateError as collectives do."""
+        """Wait for both transfers and return the received tensor; the sent one may be overwritten then. Call
+        it
+        once. Raises StateError as collectives do.
+        """
         self._wait()
         return self._tensor
 
 
 class Mesh:
-    """The processes of a run, laid out by a :class:`Layout`; this one's place is the one of its rank.
+    """The processes of a run, arranged by a :class:`Layout`; this process has the position of its rank.
 
     ``mesh["dp"]`` is the DeviceMesh of an axis, as ``process_group=`` of GeminiDDP takes it. ``mesh["ep"]``
-    has the ranks that divide the experts of a mixture, ``mesh["moe_dp"]`` those that have the same experts:
-    both are parts of ``dp``. Use the mesh as a context manager: a rank that leaves it with an error tells
-    those that wait for it.
+    has
+    the ranks that divide the experts of a mixture, ``mesh["moe_dp"]`` the ranks with the same experts; both
+    are
+    parts of ``dp``. Use the mesh as a context manager: a rank that leaves it with an error notifies the ranks
+    that wait for it.
     """
 
     def __init__(self, layout: Layout, *, device_type: str = "cpu") -> None:
-        """All ranks call this. Raises ConfigError where there are more or fewer than the layout has."""
+        """Collective: all ranks call it. Raises ConfigError if their number differs from the layout's."""
         started = dist.is_available() and dist.is_initialized()
         world = dist.get_world_size() if started else 1
         if layout.world_size != world:
@@ -266,7 +294,7 @@ class Mesh:
         self._expert_mesh: DeviceMesh | None = None
 
     def __getitem__(self, name: str) -> DeviceMesh:
-        """Return an axis; of the first of ``ep`` and ``moe_dp`` all ranks ask together."""
+        """Return the DeviceMesh of an axis. The first access to ``ep`` or ``moe_dp`` is collective."""
         if name in _EXPERT_AXES:
             return self._with_experts()[name]
         if name not in AXES:
@@ -282,8 +310,10 @@ class Mesh:
         return self._expert_mesh
 
     def axis(self, *names: str) -> Axis | None:
-        """Return the ranks along an axis, or along several as one; None where that is this rank alone. All
-        ranks call it in the same order."""
+        """Return the ranks along an axis, or along several axes as one; None if that is this rank only. All
+        ranks
+        call it in the same order.
+        """
         key = ",".join(names)
         if key in _EXPERT_AXES:
             data = self.axis("dp")
@@ -296,13 +326,15 @@ class Mesh:
         return self._axes[key]
 
     def group(self, *names: str) -> dist.ProcessGroup:
-        """Return the ranks along several axes as one group, as ``process_group=`` takes it: of ``"dp", "sp"``
-        all that have the same weights. All ranks call it in the same order."""
+        """Return the ranks along several axes as one group, for ``process_group=``. The group of ``"dp",
+        "sp"`` has
+        the ranks with the same weights. All ranks call it in the same order.
+        """
         axis = self.axis(*names)
         return self.device_mesh[names[0]].get_group() if axis is None else axis.group
 
     def leave(self, why: str) -> None:
-        """Tell the ranks along all axes that this one makes no more calls with them, and ``why``."""
+        """Tell the ranks along all axes that this rank makes no further calls, and ``why``."""
         for axis in self._axes.values():
             axis.leave(why)
 
@@ -315,8 +347,10 @@ class Mesh:
 
 @contextmanager
 def counted(axis: Axis) -> Iterator[tuple[Counter[str], Counter[str]]]:
-    """Yield the calls and the sent bytes, by collective, of what is done over ``axis``, and over some of its
-    ranks alone, while it is entered; complete at its end."""
+    """Yield counters of the calls and the sent bytes over ``axis`` and its sub-axes within the block. They
+    are
+    filled when the block ends.
+    """
     calls_before, bytes_before = axis.totals()
     calls: Counter[str] = Counter()
     sent: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The map of a model that was cut: for each parameter of a rank its whole tensor, and the part that it is."""
+"""Partition: for each parameter of a cut model its whole shape and the part that this rank has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gemini.runtime.intercept.precision import is_quantized
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Raise ConfigError for a model with weights in 4 or 8 bits: only data parallelism takes them."""
+    """Raise ConfigError for a model with 4-bit or 8-bit weights: only data parallelism supports them."""
     for name, param in model.named_parameters():
         if is_quantized(param):
             raise ConfigError(
@@ -31,9 +31,12 @@ def refuse_quantized(model: nn.Module) -> None:
 class Cut:
     """A tensor of ``shape`` cut along ``dim`` into ``count`` equal parts.
 
-    ``sections`` equal stretches of ``dim`` are cut each (query, key and value of one weight), and a part has
-    its piece of every one. What does not divide is filled up with zeros, in one section alone; the filling is
-    in no state dict. ``copies`` neighbouring ranks have the same part.
+    The dimension consists of ``sections`` equal stretches (query, key and value of one weight). Each section
+    is
+    cut, and a part has one piece of each. A section that ``count`` does not divide is padded with zeros,
+    which
+    is possible with one section only; the padding is in no state dict. ``copies`` neighbouring ranks have the
+    same part.
     """
 
     shape: tuple[int, ...]
@@ -44,16 +47,16 @@ class Cut:
 
     @property
     def section_numel(self) -> int:
-        """How long a section is along ``dim``."""
+        """The length of a section along ``dim``."""
         return self.shape[self.dim] // self.sections
 
     @property
     def piece_numel(self) -> int:
-        """How long a part's piece of a section is along ``dim``."""
+        """The length of a part's piece of a section along ``dim``."""
         return -(-self.section_numel // self.count)
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a tensor that ``rank`` has, in memory of its own."""
+        """Return a copy of the part of ``whole`` that ``rank`` has."""
         index = rank // self.copies
         if tuple(whole.shape) != self.shape:
             raise ConfigError(f"a tensor of {self.shape} is cut here, and this one has {tuple(whole.shape)}")
@@ -69,24 +72,24 @@ class Cut:
         return torch.cat(pieces, self.dim)
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of which all ranks, in order, have these ``parts``."""
+        """Return the whole tensor from the ``parts`` of all ranks, in rank order."""
         pieces = [part.split(self.piece_numel, self.dim) for part in parts[:: self.copies]]
         sections = [torch.cat(each, self.dim) for each in zip(*pieces, strict=True)]
         return torch.cat([section.narrow(self.dim, 0, self.section_numel) for section in sections], self.dim)
 
     def counts_on(self, rank: int) -> bool:
-        """Say whether ``rank`` is the first of those that have the same part."""
+        """Return whether ``rank`` is the first of the ranks with the same part."""
         return rank % self.copies == 0
 
     def filling_on(self, rank: int) -> int:
-        """Return how many zeros the part that ``rank`` has is filled up with."""
+        """Return the number of padding zeros in the part of ``rank``."""
         before = rank // self.copies * self.piece_numel
         there = min(max(self.section_numel - before, 0), self.piece_numel)
         return (self.piece_numel - there) * math.prod(self.shape) // self.section_numel
 
 
 class PartOfTensor(Protocol):
-    """How a parameter was cut: a :class:`Cut`, or a tile of a grid of ranks."""
+    """The interface of a parameter's cut: a :class:`Cut`, or a tile of a grid of ranks."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,36 +97,42 @@ class PartOfTensor(Protocol):
         ...
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a tensor that ``rank`` has. Raises ConfigError where it has another shape."""
+        """Return the part of a tensor that ``rank`` has. Raises ConfigError if its shape is not
+        :attr:`shape`.
+        """
         ...
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of which all ranks, in order, have these ``parts``."""
+        """Return the whole tensor from the ``parts`` of all ranks, in rank order."""
         ...
 
     def counts_on(self, rank: int) -> bool:
-        """Say whether ``rank`` is the first of those that have the same part."""
+        """Return whether ``rank`` is the first of the ranks with the same part."""
         ...
 
 
 class Partition:
-    """What :func:`gemini.parallel.tensor.parallelize` did to the parameters of a model, on this rank.
+    """How :func:`gemini.parallel.tensor.parallelize` cut the parameters of a model, on this rank.
 
-    A parameter that was not cut is whole, and the same, on all ranks of the axis. Those of experts may be cut
-    over ranks of data parallelism instead.
+    A parameter that was not cut is whole and equal on all ranks of the axis. Expert parameters may be cut
+    over
+    ranks of data parallelism instead.
     """
 
     def __init__(self, axis: Axis | None, names: Mapping[str, nn.Parameter]) -> None:
-        """``axis``: the ranks that have the other parts, None for one rank alone; ``names``: the parameters
-        by all their names."""
+        """``axis``: the ranks with the other parts, None for one rank; ``names``: the parameters by all their
+        names.
+        """
         self.axis = axis
         self._names = dict(names)
         self._cuts: dict[int, PartOfTensor] = {}
-        self._axes: dict[int, Axis] = {}  # over which parameters are cut that are not over ``axis``
+        self._axes: dict[int, Axis] = {}  # the other axes over which some parameters are cut
 
     def note(self, param: nn.Parameter, cut: PartOfTensor, *, over: Axis | None = None) -> None:
-        """Say that ``param`` is this rank's part of a tensor, cut ``over`` other ranks than those of the axis
-        if they are given. Raises ConfigError where it is cut already."""
+        """Record that ``param`` is this rank's part of a tensor that is cut over the axis, or over ``over``.
+        Raises
+        ConfigError if it was cut before.
+        """
         if over is not None and id(param) in self._cuts:
             raise ConfigError(
                 f"experts of shape {tuple(param.shape)} are cut over ranks already; leave them out of "
@@ -134,39 +143,42 @@ class Partition:
             self._axes[id(param)] = over
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget the parameters of all other names: another stage of a pipeline has them."""
+        """Forget the parameters with other names: another pipeline stage has them."""
         self._names = {name: param for name, param in self._names.items() if name in names}
 
     def cut_of(self, param: torch.Tensor) -> PartOfTensor | None:
-        """Return how a parameter of this model was cut, None for a whole one."""
+        """Return how a parameter of this model was cut; None if it is whole."""
         return self._cuts.get(id(param))
 
     @property
     def cuts(self) -> dict[str, PartOfTensor]:
-        """How parameters were cut, by all their names."""
+        """The cuts of the parameters that were cut, by all their names."""
         return {name: self._cuts[id(p)] for name, p in self._names.items() if id(p) in self._cuts}
 
     @property
     def model_ranks(self) -> ModelRanks | None:
-        """What GeminiDDP takes as ``model_ranks=``."""
+        """The value for ``model_ranks=`` of GeminiDDP."""
         return None if self.axis is None else ModelRanks(self.axis, self.counts, filling=self.filling)
 
     def counts(self, param: torch.Tensor) -> bool:
-        """Say whether the gradient of ``param`` here is one that others do not have too."""
+        """Return whether this rank counts the gradient of ``param`` in a norm: no other rank counts the same
+        one.
+        """
         if self.axis is None:
             return True
         cut = None if id(param) in self._axes else self._cuts.get(id(param))
         return self.axis.rank == 0 if cut is None else cut.counts_on(self.axis.rank)
 
     def filling(self, param: torch.Tensor) -> int:
-        """Return how many elements of ``param`` here are of no tensor: they fill up its part."""
+        """Return the number of padding elements in this rank's part of ``param``."""
         cut = None if id(param) in self._axes else self._cuts.get(id(param))
         return cut.filling_on(self.axis.rank) if isinstance(cut, Cut) and self.axis is not None else 0
 
     @torch.no_grad()
     def gather_state(self, state: Mapping[str, Any], *, everywhere: bool = True) -> dict[str, Any]:
-        """Return a state dict of the cut model as that of the whole one, on the CPU; without ``everywhere``
-        on the first rank of the axis alone, and an empty one on the others. All ranks call it."""
+        """Return the state dict of the whole model from that of the cut one, on the CPU. Collective. Without
+        ``everywhere`` only the first rank of the axis gets it, and the others get an empty dict.
+        """
         keeps = self.axis is None or everywhere or self.axis.rank == 0
         cuts, axes, found = self.cuts, self._axes_by_name, {}
         for name, value in state.items():
@@ -179,17 +191,17 @@ class Partition:
 
     @property
     def _axes_by_name(self) -> dict[str, Axis]:
-        """Over which ranks parameters are cut, by all their names; those that are not are left out."""
+        """The axis over which each cut parameter is cut, by all its names."""
         axes = {key: self._axes.get(key, self.axis) for key in self._cuts}
         named = ((name, axes.get(id(param))) for name, param in self._names.items())
         return {name: axis for name, axis in named if axis is not None}
 
     @torch.no_grad()
     def cut_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the whole model as this rank's of the cut one, to be loaded.
+        """Return this rank's state dict of the cut model from that of the whole one, ready to load.
 
         Raises:
-            ConfigError: a tensor has another shape than the one that was cut.
+            ConfigError: a tensor's shape differs from that of the parameter before the cut.
         """
         cuts, axes = self.cuts, self._axes_by_name
         return {
@@ -199,8 +211,10 @@ class Partition:
 
     @torch.no_grad()
     def cut_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cut the states that ``optimizer`` has of whole tensors to this rank's parts: torch's Adagrad makes
-        its states with the optimizer, before the model is cut, and others may have stepped by then."""
+        """Cut optimizer states that still have the shapes of whole tensors. Torch's Adagrad creates its
+        states in
+        its constructor, before the model is cut, and other optimizers may have taken a step before.
+        """
         for param, states in optimizer.state.items():
             cut, axis = self._cuts.get(id(param)), self._axes.get(id(param), self.axis)
             if cut is not None and axis is not None:

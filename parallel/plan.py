@@ -1,4 +1,4 @@
-"""ParallelPlan: how a model is trained over ranks and tiers, as a value and as a small JSON file.
+"""ParallelPlan: the settings for training a model over ranks and tiers, as a value and as a small JSON file.
 
 A plan is data. The planner makes it, and ``HybridParallelPlugin(plan=...)`` runs it.
 """
@@ -34,18 +34,20 @@ FORMAT = Format("gemini-plan", 1)
 DTYPES = ("fp32", "bf16", "fp16")
 _MAX_BYTES = 2**22
 _MOST_RANKS = 2**20
-_MOST = 2**63 - 1  # of a whole number
+_MOST = 2**63 - 1  # the largest whole number in a file
 _MOST_SECONDS = 1e12
 _AXES = ("dp", "pp", "sp", "tp")
 _HASH_DIGITS = 16
-_MOST_GROUPS = 64  # within each other
-# Whole numbers that count what there is at least one of.
+_MOST_GROUPS = 64  # levels of nesting
+# Counts that are at least one.
 _FROM_ONE = frozenset(("stages_per_rank", "num_microbatches", "microbatch_size"))
 
 
 class _Checked:
-    """A dataclass with fields of the declared types alone: whole numbers and seconds that are not negative,
-    and text that a file can hold. Lists become tuples, whole numbers become floats where those belong."""
+    """A dataclass that checks its fields against their declared types: whole numbers and seconds are not
+    negative, and text can be written to a file. Lists become tuples; whole numbers in float fields become
+    floats.
+    """
 
     def __post_init__(self) -> None:
         own: Any = type(self)
@@ -55,7 +57,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class PlanBudgets(_Checked):
-    """The budgets of each rank in bytes; ``device_bytes`` None: what is free when the model is wrapped."""
+    """The budgets of each rank in bytes. ``device_bytes=None`` means the memory that is free when the model
+    is
+    wrapped.
+    """
 
     device_bytes: int | None
     host_bytes: int = 0
@@ -64,18 +69,20 @@ class PlanBudgets(_Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in _hints(PlanBudgets):
-            parse_bytes(getattr(self, name), name=name)  # what no machine has, none can run
+            parse_bytes(getattr(self, name), name=name)  # raises if no machine has so many bytes
 
     @property
     def lower_bytes(self) -> int:
-        """What fits below DEVICE."""
+        """The bytes of the tiers below DEVICE."""
         return self.host_bytes + self.disk_bytes
 
 
 @dataclass(frozen=True)
 class RankPrediction(_Checked):
-    """What a rank along ``pp`` holds at most, in bytes: in each tier, and of each kind. Ranks along ``dp``,
-    ``sp`` and ``tp`` hold as much."""
+    """The most bytes that a rank along ``pp`` holds in each tier and of each kind. Ranks along ``dp``, ``sp``
+    and
+    ``tp`` hold the same.
+    """
 
     device_bytes: int
     host_bytes: int
@@ -88,8 +95,10 @@ class RankPrediction(_Checked):
 
 @dataclass(frozen=True)
 class Prediction(_Checked):
-    """What a step is expected to take: its seconds, also by resource (``compute``, ``Adam``, ``bubble``, axes
-    and links), what each rank along ``pp`` holds, and the bytes that a rank sends along each axis."""
+    """The prediction for a step: its seconds, in total and by resource (``compute``, ``Adam``, ``bubble``,
+    axes
+    and links); the bytes that each rank along ``pp`` holds; and the bytes that a rank sends along each axis.
+    """
 
     step_seconds: float
     seconds: dict[str, float]
@@ -97,14 +106,15 @@ class Prediction(_Checked):
     sent_bytes: dict[str, int]
 
     def of_rank(self, rank: int) -> dict[str, float]:
-        """Return what ``stats()`` has beside what it measured, on a rank along ``pp``."""
+        """Return the predictions that ``stats()`` shows beside its measurements, for a rank along ``pp``."""
         return {"step_seconds": self.step_seconds, "device_bytes": self.ranks[rank].device_bytes}
 
 
 @dataclass(frozen=True)
 class RunnerUp(_Checked):
-    """Other settings that would do, how long a step is predicted to take with them, why they were not chosen,
-    and how long steps took where some were run."""
+    """Other possible settings: the predicted seconds of a step, why they were not chosen, and the measured
+    seconds if some steps were run.
+    """
 
     settings: str
     step_seconds: float
@@ -114,7 +124,7 @@ class RunnerUp(_Checked):
 
 @dataclass(frozen=True)
 class LeftOut(_Checked):
-    """Settings that cannot be, or that were not looked at, and why."""
+    """Settings that are impossible or were not examined, and why."""
 
     settings: str
     why: str
@@ -126,20 +136,28 @@ def _own_version() -> str:
 
 @dataclass(frozen=True)
 class ParallelPlan(_Checked):
-    """How a model is trained, what that was expected to take, and what else could have been.
+    """The settings for training a model, their predicted cost, and the alternatives.
 
-    ``layout``: over how many ranks, in mode 1d. ``begins``: the names of the blocks that stages begin with,
-    but the first. ``microbatch_size`` is in samples. ``recompute``: the names of the blocks that compute
-    their activations again in backward; ``groups``: of those that do so in groups, which keep the input of
-    their first block alone: lists of names and of groups within. ``stage_budgets``: of each rank along ``pp``
-    where they differ, instead of ``budgets``. ``activation_offload``: ``"auto"`` where activations lie below
-    DEVICE, too, as far as they must; on ranks that have such tiers. ``dtype``: ``fp32`` (parameters keep
-    their type), ``bf16`` or ``fp16``. ``model``: the :func:`fingerprint`. ``machine``: of the speeds that
-    were planned with. ``version``: of the gemini-runtime that planned. ``measured_seconds``: of a step, where
-    some were run before the plan was chosen.
+    Attributes:
+        layout: the number of ranks of each kind; tensors are cut in mode 1d.
+        begins: the first block of each stage except the first stage, by name.
+        microbatch_size: in samples.
+        recompute: the names of the blocks that recompute their activations in backward.
+        groups: blocks that are recomputed in groups, which keep only the input of their first block: lists of
+            names and of nested groups.
+        budgets: the budgets of each rank.
+        stage_budgets: the budgets of each rank along ``pp``, used instead of ``budgets`` if they differ.
+        activation_offload: ``"auto"`` if activations may also be below DEVICE, as far as necessary, on ranks
+            with
+            such tiers.
+        dtype: ``fp32`` (parameters keep their type), ``bf16`` or ``fp16``.
+        model: the :func:`fingerprint` of the model.
+        machine: the machine with the speeds that the planner used.
+        version: the version of gemini-runtime that planned.
+        measured_seconds: the seconds of a step, if some were run before the plan was chosen.
 
     Raises:
-        ConfigError: a field that no plan can have, or fields that contradict each other.
+        ConfigError: a field has an impossible value, or fields contradict each other.
     """
 
     layout: Layout
@@ -208,12 +226,12 @@ class ParallelPlan(_Checked):
 
     @property
     def world_size(self) -> int:
-        """How many ranks the plan is for."""
+        """The number of ranks that the plan is for."""
         return self.layout.world_size
 
     @property
     def recomputed(self) -> tuple[Names, ...]:
-        """The blocks, and groups of them, that compute their activations again."""
+        """The blocks, and groups of blocks, that recompute their activations."""
         return (*self.recompute, *(self.groups or ()))
 
     def budgets_of(self, rank: int) -> PlanBudgets:
@@ -232,7 +250,8 @@ class ParallelPlan(_Checked):
         """Return the plan in a file.
 
         Raises:
-            ConfigError: it cannot be read, is of another format or a newer release, or is no plan.
+            ConfigError: the file cannot be read, has another format or a newer release's, or contains no
+                plan.
         """
         where = printable(f"the plan {os.fspath(path)}")
         try:
@@ -241,7 +260,7 @@ class ParallelPlan(_Checked):
             raise ConfigError(problem.of(where, "JSON")) from problem
         except OSError as error:
             raise ConfigError(f"cannot read {where}: {error.strerror or error}") from error
-        except ValueError as error:  # a path that is none
+        except ValueError as error:  # an invalid path
             raise ConfigError(f"cannot read {where}: {error}") from error
         if not FORMAT.is_read(document):
             raise ConfigError(FORMAT.refusal(document, where))
@@ -253,10 +272,10 @@ class ParallelPlan(_Checked):
         return plan
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it, without the format."""
+        """Return the plan as a JSON-compatible dict, without the format entry."""
         document = asdict(self)
         document["layout"] = {name: getattr(self.layout, name) for name in _AXES}
-        # Releases before 0.2 read plans without them.
+        # Releases before 0.2 read plans without these keys.
         for name in ("groups", "stage_budgets", "activation_offload"):
             if document[name] is None:
                 del document[name]
@@ -264,22 +283,27 @@ class ParallelPlan(_Checked):
 
     @classmethod
     def from_json(cls, document: object) -> ParallelPlan:
-        """Return the plan that :meth:`to_json` describes. Raises ConfigError for what describes none."""
+        """Return the plan from the dict that :meth:`to_json` makes. Raises ConfigError for any other
+        value.
+        """
         plan: ParallelPlan = _made(cls, document)
         return plan
 
     def explain(self) -> str:
-        """Return in text the settings and the reasons for them, what each rank holds, where the seconds go,
-        the runners-up, and what was left out."""
+        """Return text with the settings and their reasons, the memory of each rank, the time by resource, the
+        runners-up, and what was left out.
+        """
         return explanation(self.to_json())
 
     def diff(self, other: ParallelPlan) -> str:
-        """Return a line for each field that has another value in ``other``; "" for equal plans."""
+        """Return a line for each field with another value in ``other``; "" for equal plans."""
         return differences(self.to_json(), other.to_json())
 
     def check(self, model: nn.Module, world_size: int) -> None:
-        """Raise ConfigError, which names each difference, where the plan is of another model or for another
-        number of ranks."""
+        """Raise ConfigError if the plan is for another model or another number of ranks. The message names
+        each
+        difference.
+        """
         wrong = []
         if world_size != self.world_size:
             sizes = " x ".join(f"{name} {getattr(self.layout, name)}" for name in _AXES)
@@ -304,8 +328,10 @@ class ParallelPlan(_Checked):
             )
 
     def plugin_options(self) -> dict[str, Any]:
-        """Return the keywords of HybridParallelPlugin, and of GeminiDDP behind it, that say the same. How
-        many ranks divide the data is no keyword: it follows from how many are started."""
+        """Return the same settings as keywords of HybridParallelPlugin, which passes some of them to
+        GeminiDDP. The
+        size of ``dp`` is no keyword: it follows from the number of processes.
+        """
         options: dict[str, Any] = {f"{name}_size": getattr(self.layout, name) for name in ("tp", "pp", "sp")}
         options |= {
             "sp_mode": self.sp_mode,
@@ -322,8 +348,10 @@ class ParallelPlan(_Checked):
         return options | self.budget_options()
 
     def budget_options(self, rank: int | None = None) -> dict[str, Any]:
-        """Return the budgets, of a ``rank`` along ``pp`` those that it has, and what may leave DEVICE, as
-        keywords of GeminiDDP: none below ZeRO 3, which has no chunks to place."""
+        """Return the budgets and ``activation_offload`` as keywords of GeminiDDP, for one ``rank`` along
+        ``pp`` or
+        those of all ranks. Empty below ZeRO 3, which has no chunks to place.
+        """
         if self.zero_stage < 3:
             return {}
         own = self.budgets if rank is None else self.budgets_of(rank)
@@ -333,11 +361,15 @@ class ParallelPlan(_Checked):
         return options
 
     def managed_options(self, called: str) -> dict[str, Any]:
-        """Return the keywords of :func:`gemini.manage` that say the same, for what divides the data alone. On
-        one rank every ZeRO stage is the same: there is nothing to divide.
+        """Return the same settings as keywords of :func:`gemini.manage`, which divides only the data. On one
+        rank
+        every ZeRO stage is the same, as nothing is divided.
+
+        Args:
+            called: the name of the caller's function, for the message.
 
         Raises:
-            ConfigError: the plan needs more than ``called`` has.
+            ConfigError: the plan needs more than ``called`` supports.
         """
         cut = [f"{name} {size}" for name in ("tp", "pp", "sp") if (size := getattr(self.layout, name)) > 1]
         cut += [f"ZeRO {self.zero_stage}"] if self.zero_stage < 3 and self.layout.dp > 1 else []
@@ -350,10 +382,10 @@ class ParallelPlan(_Checked):
         return {**options, "mixed_precision": None if self.dtype == "fp32" else self.dtype}
 
     def joined(self, options: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``options``, which the plan says, and those ``given`` beside it.
+        """Return the plan's ``options`` together with those ``given`` by the user.
 
         Raises:
-            ConfigError: some of those given contradict the plan; the message names each.
+            ConfigError: some given options contradict the plan; the message names each.
         """
         wrong = [
             f"{name}={_repr(given[name])} (the plan says {_repr(said)})"
@@ -369,8 +401,10 @@ class ParallelPlan(_Checked):
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a hash of the names, shapes, types and ``requires_grad`` of all parameters, and of which are
-    one: the same on every device, ``meta`` among them, and for all values."""
+    """Return a hash of the names, shapes, types and ``requires_grad`` of all parameters and of their ties. It
+    is
+    the same on every device, ``meta`` included, and does not depend on values.
+    """
     first: dict[int, str] = {}
     lines = [
         f"{name} {first.setdefault(id(param), name)} {tuple(param.shape)} {param.dtype} {param.requires_grad}"
@@ -380,7 +414,7 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Return the value of a keyword in the one way in which values are compared."""
+    """Normalize the value of a keyword for comparison."""
     if name.endswith("_bytes"):
         return parse_bytes(value, name=name)
     if name == "mixed_precision":
@@ -391,7 +425,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _newer(version: object) -> str:
-    """Return what to add to an error where ``version`` is newer than this release."""
+    """Return text to append to an error if ``version`` is newer than this release, else ""."""
     own = _own_version()
     if not isinstance(version, str) or _order(version) <= _order(own):
         return ""
@@ -399,7 +433,7 @@ def _newer(version: object) -> str:
 
 
 def _order(version: str) -> tuple[int, ...]:
-    """Return what versions are compared by: the numbers that it begins with."""
+    """Return the leading numbers of a version, as a sort key."""
     numbers = version.split("+")[0].split(".")[:4]
     return tuple(int(each[:9]) for each in numbers if each.isascii() and each.isdigit())
 
@@ -412,7 +446,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """Return ``value`` as a field of type ``kind`` has it. Raises ConfigError for what is none."""
+    """Convert ``value`` to the type ``kind`` of the field ``where``. Raises ConfigError if it is invalid."""
     if is_dataclass(kind) and isinstance(kind, type):
         return value if isinstance(value, kind) else _inner(kind, value, where)
     if kind == tuple[Any, ...] | None:
@@ -446,7 +480,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
 
 
 def _group(value: object, where: str, depth: int) -> tuple[Names, ...]:
-    """Return the names, and groups of names, of a group; lists become tuples."""
+    """Return a group as nested tuples of names."""
     if not isinstance(value, (list, tuple)) or not value or depth > _MOST_GROUPS:
         _refuse(where, value, f"a list of names and of such lists, {_MOST_GROUPS} deep at most")
     return tuple(
@@ -466,8 +500,10 @@ def _inner(kind: Any, value: object, where: str) -> Any:
 
 
 def _made(kind: Any, value: object) -> Any:
-    """Return the dataclass that an object of JSON describes: it has all of its fields, except for those that
-    may be None by default, and no others."""
+    """Return the dataclass that a JSON object describes. The object must have all fields, except those with
+    the
+    default None, and no other keys.
+    """
     names = _AXES if kind is Layout else tuple(_hints(kind))
     if not isinstance(value, dict):
         raise ConfigError(f"it is {_repr(value)} and no object with {', '.join(names)}")

@@ -1,5 +1,5 @@
-"""A ParallelPlan in text: what was chosen and why, and how two plans differ. Plans are documents here, as
-their files have them.
+"""Text about a ParallelPlan: its settings with reasons, and the differences of two plans. Plans are passed as
+the JSON documents of their files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from gemini.errors import printable
 from gemini.system.config import format_bytes
 
 Document = Mapping[str, Any]
-_FEW = 4  # names that are all written out
+_FEW = 4  # up to so many names are all listed
 _HELD = ("device", "host", "disk", "parameter", "gradient", "state", "activation")
 
 
@@ -22,7 +22,7 @@ def explanation(plan: Document) -> str:
 
 
 def settings_of(plan: Document) -> str:
-    """Return the settings in one line: over how many ranks of each kind, and what these cut."""
+    """Return the settings in one line: the ranks of each kind, the ZeRO stage and the dtype."""
     layout = plan["layout"]
     sizes = [f"{name} {layout[name]}" for name in ("tp", "pp", "sp", "dp")]
     if layout["sp"] > 1:
@@ -31,7 +31,7 @@ def settings_of(plan: Document) -> str:
 
 
 def differences(one: Document, other: Document) -> str:
-    """Return a line for each field, by its full name, that two plans have with other values."""
+    """Return a line, with the full name, for each field that differs between two plans."""
     left, right = dict(_flat(one, "")), dict(_flat(other, ""))
     return "".join(
         printable(f"{name}: {left.get(name, 'absent')} -> {right.get(name, 'absent')}") + "\n"

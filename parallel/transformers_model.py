@@ -1,4 +1,4 @@
-"""The model of transformers that a module is, or has inside: what decides by its class asks that one."""
+"""Find the transformers model inside a module, for code that decides by the model's class."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from gemini.errors import ConfigError
 
 
 def pretrained_in(model: nn.Module) -> dict[str, Any]:
-    """Return the PreTrainedModels in ``model``, itself included, that no other one is around, by their
-    names."""
+    """Return the outermost PreTrainedModels in ``model`` (``model`` itself included), by name."""
     found: dict[str, nn.Module] = {}
     inside: set[int] = set()
     for name, module in model.named_modules():
@@ -22,7 +21,7 @@ def pretrained_in(model: nn.Module) -> dict[str, Any]:
 
 
 def find_pretrained(model: nn.Module) -> Any:
-    """Return the one of :func:`pretrained_in`; None: there is none.
+    """Return the only model that :func:`pretrained_in` finds; None if it finds none.
 
     Raises:
         ConfigError: there are several.
