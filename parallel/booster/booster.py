@@ -29,13 +29,13 @@ _Reference = Callable[[], torch.optim.Optimizer | None]
 
 
 class Backward(Protocol):
-    """What the optimizers have that :meth:`Booster.boost` returns."""
+    """The method that the optimizers returned by :meth:`Booster.boost` add."""
 
     def backward(self, loss: torch.Tensor) -> None: ...
 
 
 class _Names:
-    """The names of a model's parameters, which come and go; what has gone keeps the name that it had."""
+    """The names of a model's parameters. A parameter that was removed keeps its last name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
@@ -49,7 +49,7 @@ class _Names:
 
 
 class Booster:
-    """Give a model, its optimizer and what goes with them the features of a plugin::
+    """Give a model, its optimizer and the objects that belong to them the features of a plugin::
 
         booster = Booster(plugin=GeminiPlugin(device_bytes="4GiB"))
         model, optimizer, criterion, _, _ = booster.boost(model, optimizer, criterion)
@@ -58,16 +58,16 @@ class Booster:
         optimizer.clip_grad_by_norm(1.0)
         optimizer.step()
 
-    The same program runs on one process, with no launch at all, and under ``torchrun``.
+    The same program runs on one process without a launcher, and under ``torchrun``.
 
     Args:
         mixed_precision: None (fp32), ``"fp16"``, ``"bf16"``, ``"fp16_naive"`` or an object of
             :mod:`gemini.parallel.booster.mixed_precision`. A plugin that replicates the model computes under
-            torch's autocast, the others cast the model and keep fp32 masters.
-        plugin: how to train; None is TorchDDPPlugin().
+            torch's autocast; the others cast the model and keep fp32 masters.
+        plugin: how to train; None means TorchDDPPlugin().
 
     Raises:
-        ConfigError: there is no such mixed precision, or ``plugin`` is none.
+        ConfigError: the mixed precision is unknown, or ``plugin`` is not a Plugin.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Booster:
         self.plugin = plugin or TorchDDPPlugin()
         self._precision = choose_precision(mixed_precision)
         self._warned_of_pickle = False
-        # What boost() returned. Optimizers keep their models alive, so they must not be values here.
+        # Weak keys: boost()'s results. Optimizers keep their models alive, so they must not be values here.
         self._models: WeakKeyDictionary[nn.Module, _Reference] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, _Names] = WeakKeyDictionary()
 
@@ -93,13 +93,15 @@ class Booster:
         dataloader: DataLoader[Any] | None = None,
         lr_scheduler: Any = None,
     ) -> tuple[nn.Module, Any, Any, Any, Any]:
-        """Return all five, boosted where the plugin does something for them; None for what is not given.
+        """Return all five arguments, boosted if the plugin changes them; None for those not given.
 
-        The model is changed in place and must be used through what is returned. A scheduler made for
-        ``optimizer`` goes on working.
+        The model is changed in place; use it only through the returned object. A scheduler made for
+        ``optimizer``
+        keeps working.
 
         Raises:
-            ConfigError: the plugin cannot train these; OutOfBudgetError: not within the budgets it was given.
+            ConfigError: the plugin cannot train these.
+            OutOfBudgetError: they do not fit the given budgets.
         """
         self._check_new(model, optimizer)
         join_launched_group()
@@ -115,15 +117,16 @@ class Booster:
         return boosted.model, boosted.optimizer, boosted.criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Compute the gradients of ``loss``, scaled as the mixed precision needs it."""
+        """Compute the gradients of ``loss``, scaled as the mixed precision requires."""
         self._require_boosted(optimizer)
         cast(Backward, optimizer).backward(loss)
 
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context whose backward passes accumulate gradients without synchronizing ranks; do not
-        step inside."""
+        """Return a context in which backward passes accumulate gradients without synchronizing ranks. Do not
+        step inside it.
+        """
         if model not in self._models:
             raise ConfigError("no_sync() takes a model that boost() of this booster has returned")
         return self.plugin.no_sync(model, optimizer or self._models[model]())
@@ -140,20 +143,25 @@ class Booster:
         count: Callable[[Any], float] | None = None,
     ) -> dict[str, Any]:
         """Take the next batch, cut it into micro-batches and run them through the stages of the model,
-        forward and backward; without an ``optimizer``, forward alone. For models that HybridParallelPlugin
-        boosted, with one stage or several. All ranks call it; ``optimizer.step()`` comes next, or another
-        batch, whose gradients are added.
+        forward
+        and backward; without an ``optimizer``, forward only. For models that HybridParallelPlugin boosted,
+        with one stage or several. All ranks call it. Afterwards call ``optimizer.step()``, or pass another
+        batch,
+        which adds its gradients.
 
-        A batch is a dict, whose items are keywords of the model, or a tensor, or a tuple of the model's input
-        and what else ``criterion(outputs, micro_batch)`` needs; that returns the mean loss of a micro-batch.
-        The stages of a pipeline are given the same batch.
+        A batch is a dict of the model's keywords, a tensor, or a tuple of the model's input and anything else
+        that
+        ``criterion(outputs, micro_batch)`` needs. The criterion returns the mean loss of a micro-batch. All
+        stages
+        of a pipeline must get the same batch.
 
         Args:
-            return_loss: the result has ``"loss"``, on every rank: the mean over micro-batches and ranks.
-            return_outputs: it has ``"outputs"``, a list by micro-batch, on ranks with the last stage (None
-                elsewhere).
-            count: what the loss of a micro-batch counts, its number of tokens for example; None: all count
-                the same.
+            return_loss: put ``"loss"`` into the result on every rank: the mean over micro-batches and ranks.
+            return_outputs: put ``"outputs"`` into the result, a list by micro-batch, on ranks with the last
+                stage (None on the others).
+            count: returns the weight of a micro-batch's loss, for example its number of tokens; None weights
+                all
+                equally.
 
         Raises:
             ConfigError: the batch cannot be cut, or the plugin has no stages.
@@ -189,19 +197,22 @@ class Booster:
     ) -> None:
         """Write the weights to ``checkpoint``: a file, or with ``shard`` a directory that transformers reads.
 
-        All ranks must call it; the first one writes. A tensor at a time is in memory beside the model. What
-        was there before stays loadable until the new one is complete. Weights behind 16-bit ones are written
-        as fp32.
+        All ranks must call it; the first one writes. It keeps one tensor at a time in memory besides the
+        model.
+        The previous checkpoint stays loadable until the new one is complete. For 16-bit weights with fp32
+        masters
+        the masters are written.
 
         Args:
             gather_dtensor: write whole tensors; must be True.
-            prefix: what file names in the directory begin with.
-            size_per_shard: the largest file in MB (2**20 bytes); a larger tensor has a file of its own.
-            use_safetensors: what is written is safetensors in any case, as nothing here is pickled: False
-                warns, once per booster, and writes the same files.
+            prefix: the beginning of the file names in the directory.
+            size_per_shard: the largest file in MB (2**20 bytes); a larger tensor gets a file of its own.
+            use_safetensors: files are safetensors in any case, because nothing here is pickled. False logs a
+                warning, once per booster, and writes the same files.
 
         Raises:
-            IoError: it cannot be written. CheckpointError: the model holds something a file cannot.
+            IoError: the files cannot be written.
+            CheckpointError: the model holds something that a file cannot.
         """
         layout = files.layout(shard, prefix, size_per_shard)
         files.require_true("gather_dtensor", gather_dtensor, "files hold whole tensors")
@@ -215,14 +226,16 @@ class Booster:
         self.plugin.save_model(model, self._optimizer_of(model), checkpoint, layout)
 
     def load_model(self, model: nn.Module, checkpoint: Path, strict: bool = True) -> None:
-        """Read weights into a model, boosted or not; all ranks into a boosted one.
+        """Read weights into a model, boosted or not. For a boosted model all ranks must call it.
 
         ``checkpoint`` is a safetensors file, a file of ``torch.save`` (read without running any code), a
-        directory of :meth:`save_model` or of transformers, or one of :mod:`gemini.checkpoint`. Without
-        ``strict``, names that only one side has are passed over.
+        directory
+        of :meth:`save_model` or of transformers, or one of :mod:`gemini.checkpoint`. Without ``strict``,
+        names that
+        only one side has are skipped.
 
         Raises:
-            CheckpointError: it is none of these, damaged, or made for another model, here or, of a boosted
+            CheckpointError: it is none of these, damaged, or made for another model, here or, for a boosted
                 model, on another rank; nothing was changed.
         """
         ranks = self.plugin.ranks if model in self._models else None
@@ -237,10 +250,11 @@ class Booster:
         prefix: str | None = None,
         size_per_shard: int = 1024,
     ) -> None:
-        """Write the optimizer's state, groups and loss scale; arguments and promises as :meth:`save_model`.
+        """Write the optimizer's state, groups and loss scale; arguments and guarantees as for
+        :meth:`save_model`.
 
-        States are whole tensors, stored by parameter name: any number of ranks, and stages and parts of other
-        sizes, can load them, and so can the other plugins if their optimizer is of the same kind.
+        States are whole tensors, stored by parameter name. They can be loaded by any number of ranks, with
+        stages and parts of other sizes, and by the other plugins with an optimizer of the same kind.
         """
         names = self._require_boosted(optimizer)
         layout = files.layout(shard, prefix, size_per_shard)
@@ -248,7 +262,7 @@ class Booster:
         self.plugin.save_optimizer(optimizer, names, checkpoint, layout)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, checkpoint: Path) -> None:
-        """Read what :meth:`save_optimizer` wrote. All ranks must call it.
+        """Read the files of :meth:`save_optimizer`. All ranks must call it.
 
         Raises:
             CheckpointError: it is damaged or made for other parameters, here or on another rank; nothing was
@@ -262,14 +276,14 @@ class Booster:
         files.save_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
 
     def load_lr_scheduler(self, lr_scheduler: Scheduler, checkpoint: Path) -> None:
-        """Read what :meth:`save_lr_scheduler` wrote. All ranks must call it.
+        """Read the file of :meth:`save_lr_scheduler`. All ranks must call it.
 
         Raises:
             CheckpointError: it is damaged, here or on another rank; nothing was changed.
         """
         files.load_scheduler(lr_scheduler, checkpoint, self.plugin.ranks)
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------
 
     def _optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer | None:
         return self._models[model]() if model in self._models else None
@@ -326,8 +340,9 @@ class Booster:
 
 
 def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that would leave all of the model as it is. What it has besides, such as the
-    parameters of a criterion, is the program's own."""
+    """Raise ConfigError if the optimizer updates no parameter of the model. Other parameters in it, such as a
+    criterion's, are allowed.
+    """
     own = {id(param) for param in model.parameters()}
     updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if own and not own & updated:
@@ -338,7 +353,7 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuse a scheduler that would change nothing."""
+    """Raise ConfigError if the scheduler belongs to another optimizer."""
     driven = getattr(scheduler, "optimizer", None)
     if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
         raise ConfigError(

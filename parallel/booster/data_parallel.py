@@ -1,8 +1,8 @@
-"""The model and the optimizer that a booster returns: for a replicated model torch's DDP, or nothing but the
-model on one process; for parameters that torch has sharded (DTensors), both as they are.
+"""The models and optimizers that a booster returns for replicated models and for DTensors.
 
-Each has the model as ``module``, and a ``state_dict()`` with the model's own names, so that what runs on one
-process runs on several.
+A replicated model is wrapped in torch's DDP, or only thinly on one process. A model that torch has sharded
+(DTensors) keeps its parameters. Each wrapper has the model as ``module``, and a ``state_dict()`` with the
+model's own names, so that a program for one process runs on several.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from gemini.parallel.booster.optimizer import BoostedOptimizer
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return a context in which torch chooses between fp32 and ``dtype``; None is fp32 throughout."""
+    """Return a context in which torch chooses between fp32 and ``dtype``; None means fp32 only."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 class _OwnNames:
-    """A wrapper whose state has the names of the model in it."""
+    """A wrapper with a state dict under the names of the wrapped model."""
 
     module: nn.Module
 
@@ -45,7 +45,7 @@ class _OwnNames:
 
 
 class SingleProcess(_OwnNames, NamedAsWrapped):
-    """A model that no other process shares."""
+    """A model that runs on one process."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class SingleProcess(_OwnNames, NamedAsWrapped):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing: there is nobody to synchronize with."""
+        """Do nothing: there are no other ranks."""
         yield
 
 
@@ -77,7 +77,7 @@ class DataParallel(_OwnNames, DistributedDataParallel):
         """Run the model, in mixed precision if asked.
 
         Raises:
-            ConfigError: the last backward pass left out parameters that torch waits for.
+            ConfigError: parameters that DDP waits for got no gradient in the last backward pass.
         """
         try:
             with autocast(*self._computing):
@@ -88,7 +88,7 @@ class DataParallel(_OwnNames, DistributedDataParallel):
             raise ConfigError(self._left_out(str(error))) from None
 
     def _left_out(self, said: str) -> str:
-        """Return what torch ``said`` with names: it has the numbers of the parameters that train."""
+        """Return torch's message with names instead of the numbers of the trained parameters."""
         trained = [name for name, param in self.module.named_parameters() if param.requires_grad]
         numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", said)
         names = [trained[int(number)] for number in numbers[1].split()] if numbers else []
@@ -115,7 +115,7 @@ class AutocastCriterion(nn.Module):
 
 
 class ShardedData(NamedAsWrapped):
-    """A model of ``fully_shard``, with a ``state_dict()`` of the model's own names and whole values."""
+    """A model of ``fully_shard``, with a ``state_dict()`` of whole values under the model's own names."""
 
     def __init__(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class ShardedData(NamedAsWrapped):
         self._computing = (device, dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, in mixed precision if asked: what is not a parameter may have another type."""
+        """Run the model, in mixed precision if asked: inputs and buffers may have another dtype."""
         with autocast(*self._computing):
             return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate whole gradients here, without the other ranks."""
+        """Accumulate whole gradients on this rank, without the other ranks."""
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(False)
         try:
@@ -138,7 +138,7 @@ class ShardedData(NamedAsWrapped):
             self.module.set_requires_gradient_sync(True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state under its own names, whole on every rank. All ranks call it."""
+        """Return the model's state under its own names, whole on every rank. Collective."""
         state = self.module.state_dict(*args, **kwargs)
         if not kwargs.get("keep_vars"):
             for name, value in state.items():
@@ -155,7 +155,7 @@ class ShardedData(NamedAsWrapped):
 
 
 class ShardedOptimizer(BoostedOptimizer):
-    """As the other, with norms over the parts of all ranks, which call each method together."""
+    """A BoostedOptimizer with norms over the parts of all ranks. Every method is collective."""
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before."""
@@ -167,18 +167,20 @@ class ShardedOptimizer(BoostedOptimizer):
         return torch.as_tensor(norm)
 
     def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of the whole gradient of ``param``; None where there is none."""
+        """Return a copy of the whole gradient of ``param``; None if it has none."""
         return None if param.grad is None else whole(param.grad).clone()
 
 
 def whole(value: Any) -> Any:
-    """Return a DTensor's whole value, which all its ranks do together; anything else as it is."""
+    """Return the whole value of a DTensor (collective over its ranks); anything else unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def like(own: Any, value: Any) -> Any:
-    """Return a whole ``value`` as a DTensor where ``own``, of the same shape, is one: this rank's part of
-    it, which nobody sends."""
+    """Return a whole ``value`` as a DTensor if ``own``, of the same shape, is one. Each rank takes its part
+    of
+    its own copy; nothing is sent.
+    """
     if not isinstance(own, DTensor) or isinstance(value, DTensor) or own.shape != value.shape:
         return value
     local = value.to(own.device)

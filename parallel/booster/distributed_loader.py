@@ -1,4 +1,4 @@
-"""Data loaders that give every rank its own part of the data, in an order that depends on the seed alone."""
+"""Data loaders that give every rank its own part of the data, in an order that depends only on the seed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gemini.parallel.booster.ranks import Ranks
 
 
 class PassSampler(DistributedSampler[Any]):
-    """A DistributedSampler whose every pass is the next epoch, so that each shuffles again.
+    """A DistributedSampler that shuffles differently in every pass: each pass advances the epoch by one.
 
-    :meth:`set_epoch` before a pass still says which epoch it is.
+    :meth:`set_epoch` before a pass still chooses the epoch.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -36,12 +36,14 @@ def prepare_dataloader(
     options: dict[str, Any],
     divides: bool = True,
 ) -> DataLoader[Any]:
-    """Return the loader that :meth:`Plugin.prepare_dataloader` describes; unless it ``divides`` the data,
-    every rank gets all of it, in one order."""
+    """Build the loader of :meth:`Plugin.prepare_dataloader`. Without ``divides`` every rank gets all the
+    data,
+    in the same order.
+    """
     sampler = None
     if divides:
         sampler = _sampler(dataset, ranks, sampler_type, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    # torch draws from it what it seeds the generators of every worker with, again in every pass: a seed per
+    # In every pass torch draws the base seed of the workers' generators from this one. The seed differs by
     # rank, or all ranks would augment alike.
     generator = torch.Generator()
     generator.manual_seed(seed + ranks.number * divides)
@@ -65,7 +67,9 @@ def _sampler(
     seed: int,
     drop_last: bool,
 ) -> Sampler[Any] | None:
-    """Return what divides the data over the ranks; None where there is nothing to divide."""
+    """Return the sampler that divides the data over the ranks; None if there is one process and no sampler
+    class.
+    """
     if not ranks.is_group and sampler_type is None:
         return None
     if isinstance(dataset, IterableDataset):

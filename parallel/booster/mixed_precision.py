@@ -1,4 +1,4 @@
-"""Which types a booster computes in, and how it scales the loss."""
+"""The mixed-precision settings of a booster: dtypes and loss scaling."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from gemini.errors import ConfigError
 
 @dataclass(frozen=True)
 class FP16TorchMixedPrecision:
-    """torch's automatic mixed precision: fp32 weights, operators in fp16 where torch holds that to be safe.
+    """torch's automatic mixed precision: fp32 weights, and fp16 for operators that torch considers safe.
 
-    The loss scale starts at ``init_scale``, is multiplied by ``backoff_factor`` when a gradient overflows and
-    by ``growth_factor`` after ``growth_interval`` steps without. Without ``enabled`` the loss is not scaled.
+    The loss scale starts at ``init_scale``. It is multiplied by ``backoff_factor`` when a gradient overflows,
+    and
+    by ``growth_factor`` after ``growth_interval`` steps without overflow. Without ``enabled`` the loss is not
+    scaled.
     """
 
     init_scale: float = 2.0**16
@@ -26,11 +28,11 @@ class FP16TorchMixedPrecision:
 
 @dataclass(frozen=True)
 class FP16NaiveMixedPrecision:
-    """The whole model in fp16, with fp32 masters: what the memory-saving plugins do.
+    """The whole model in fp16 with fp32 masters, for the plugins that save memory.
 
-    ``hysteresis`` is the number of overflows that it takes until the scale backs off.
-    ``log_num_zeros_in_grad``: the optimizer's ``get_num_zeros_in_grad()`` returns, after a step, how many
-    elements of its gradients were 0.
+    ``hysteresis`` is the number of overflows before the scale backs off. With ``log_num_zeros_in_grad``,
+    after
+    a step ``get_num_zeros_in_grad()`` of the optimizer returns how many gradient elements were 0.
     """
 
     initial_scale: float = 2.0**32
@@ -45,13 +47,14 @@ class FP16NaiveMixedPrecision:
 
 @dataclass(frozen=True)
 class FP16ApexMixedPrecision:
-    """apex's options, as far as torch's automatic mixed precision means the same.
+    """apex's options, restricted to the values that torch's automatic mixed precision implements.
 
-    ``opt_level`` is O1, which is :class:`FP16TorchMixedPrecision`, or O0: fp32. apex held its scale below
-    2**24, torch's grows until a gradient overflows.
+    ``opt_level`` is O1, which is :class:`FP16TorchMixedPrecision`, or O0, which is fp32. apex limits its
+    scale to
+    2**24; torch's grows until a gradient overflows.
 
     Raises:
-        ConfigError: any other value, by its name.
+        ConfigError: any other value; the message names the option.
     """
 
     opt_level: str = "O1"
@@ -76,7 +79,7 @@ class FP16ApexMixedPrecision:
                 )
 
 
-# Of apex's options, the values with which torch does the same; verbosity may be any.
+# The values of apex's options with which torch does the same; verbosity may have any value.
 _APEX: dict[str, tuple[object, ...]] = {
     "opt_level": ("O1", "O0"),
     "cast_model_type": (None,),
@@ -93,15 +96,15 @@ _APEX: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True)
 class BF16MixedPrecision:
-    """bf16, which needs no loss scale."""
+    """bf16 without a loss scale, which it does not need."""
 
 
 @dataclass(frozen=True)
 class FP8MixedPrecision:
-    """A name that programs may import: fp8 is not supported.
+    """Importable by name only: fp8 is not supported.
 
     Raises:
-        ConfigError: always, with what to take.
+        ConfigError: always; the message says what to use instead.
     """
 
     def __post_init__(self) -> None:
@@ -121,22 +124,22 @@ _NAMES = ("fp16", "bf16", "fp16_naive", "fp16_apex")
 
 @dataclass(frozen=True)
 class Precision:
-    """What was asked for: a name, and settings where an object was given in its place."""
+    """The requested mixed precision: its name, and the settings if an object was given instead of a name."""
 
     name: str
     settings: MixedPrecision | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The 16-bit type."""
+        """The 16-bit dtype."""
         return torch.bfloat16 if self.name == "bf16" else torch.float16
 
 
 def choose_precision(asked: str | MixedPrecision | None) -> Precision | None:
-    """Return what ``asked`` means; None is fp32.
+    """Return the precision that ``asked`` stands for; None for fp32.
 
     Raises:
-        ConfigError: there is no such mixed precision.
+        ConfigError: the mixed precision is unknown.
     """
     if asked is None:
         return None

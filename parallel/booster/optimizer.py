@@ -1,4 +1,4 @@
-"""The optimizer a booster returns for a torch optimizer: the same, with a loss scale and clipping."""
+"""BoostedOptimizer: a torch optimizer with a loss scale and gradient clipping."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gemini.errors import ConfigError, StateError
 
 
 class BoostedOptimizer(torch.optim.Optimizer):
-    """Drive ``optim``, whose parameter groups, state and hooks it shares, so that schedulers may hold either.
+    """Wrap ``optim`` and share its parameter groups, state and hooks, so a scheduler may hold either object.
 
     Args:
         optim: any torch optimizer.
         scaler: scales the loss in :meth:`backward`; None does not scale.
-        model_ranks: the ranks that have the other parts of the model; they clip by one norm, and skip a step
+        model_ranks: the ranks with the other parts of the model; they clip by one norm and skip steps
             together.
     """
 
@@ -29,24 +29,25 @@ class BoostedOptimizer(torch.optim.Optimizer):
         scaler: GradScaler | None = None,
         model_ranks: ModelRanks | None = None,
     ) -> None:
-        # Not Optimizer.__init__: groups and state are those of ``optim`` and must exist once only.
+        # Do not call Optimizer.__init__: groups and state are those of ``optim`` and must exist only once.
         self.optim = optim
         self._scaler = scaler
         self._model_ranks = model_ranks
-        self._unscaled = False  # since the last step, by clipping
-        self._measured: float | None = None  # the norm of gradients that were clipped since
+        self._unscaled = False  # whether clipping has unscaled the gradients since the last step
+        self._measured: float | None = None  # norm of the gradients that were clipped since the last step
         self._grad_norm: float | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Not Optimizer's: that has groups and state alone, and its counterpart puts hooks around step(),
-        # within which those of ``optim`` run.
+        # Do not use Optimizer's: it keeps groups and state only, and its __setstate__ wraps step() in hooks,
+        # but
+        # the hooks of ``optim`` already run inside step().
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not set yet: the object is being copied or unpickled
+        if name == "optim":  # the object is being copied or unpickled
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -85,13 +86,15 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._scaler.scale(loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up the gradients."""
+        """Discard the gradients."""
         self.optim.zero_grad(set_to_none)
         self._measured = None
         self._finish_scaling()
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before."""
+        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before
+        scaling.
+        """
         self._unscale()
         params = list(self._parameters())
         if self._model_ranks is None:
@@ -108,12 +111,11 @@ class BoostedOptimizer(torch.optim.Optimizer):
         torch.nn.utils.clip_grad_value_(list(self._parameters()), clip_value)
 
     def get_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradients, before they were clipped by it; None where they were
-        not."""
+        """Return the norm of the last step's gradients before clipping; None if they were not clipped."""
         return self._grad_norm
 
     def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of the gradient of ``param``, without loss scale; None where there is none."""
+        """Return a copy of the gradient of ``param`` without loss scale; None if it has none."""
         if param.grad is None:
             return None
         if self._scaler is None or self._unscaled:
@@ -121,10 +123,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return param.grad / self._scaler.get_scale()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; under fp16 skip the update if a gradient overflowed, and adapt the scale.
+        """Update the parameters. Under fp16, skip the update if a gradient overflowed, and adapt the scale.
 
         Raises:
-            ConfigError: a closure under fp16, whose gradients nobody could unscale.
+            ConfigError: a closure was given under fp16; its gradients could not be unscaled.
         """
         self._grad_norm, self._measured = self._measured, None
         if self._scaler is None:
@@ -132,7 +134,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError("a closure cannot be used with a loss scale; call backward() and step()")
         self._unscale()
-        if not self._unscaled:  # no gradients: nothing to look at for an overflow
+        if not self._unscaled:  # no gradients: nothing to check for overflow
             return self.optim.step()
         result = self._scaler.step(self.optim)
         self._finish_scaling()
@@ -149,7 +151,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of :meth:`state_dict`, or of the torch optimizer alone."""
+        """Load a state of :meth:`state_dict`, or of the torch optimizer only."""
         state = {key: value for key, value in state_dict.items() if key != "loss_scale"}
         self.optim.load_state_dict(state)
         if self._scaler is not None and "loss_scale" in state_dict:
@@ -159,14 +161,14 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 {**own, "scale": scale["scale"], "_growth_tracker": int(scale["clean_steps"])}
             )
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:
             yield from group["params"]
 
     def _unscale(self) -> None:
-        """Take the loss scale out of the gradients, once per step."""
+        """Remove the loss scale from the gradients, once per step."""
         if self._scaler is None or self._unscaled:
             return
         if any(param.grad is not None for param in self._parameters()):
@@ -176,7 +178,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
                 share_overflow(self._scaler, self.optim, self._model_ranks)
 
     def _finish_scaling(self) -> None:
-        """Adapt the loss scale to the gradients that were unscaled."""
+        """Adapt the loss scale after gradients were unscaled."""
         if self._scaler is not None and self._unscaled:
             self._scaler.update()
             self._unscaled = False
@@ -185,8 +187,10 @@ class BoostedOptimizer(torch.optim.Optimizer):
 def norm_over_parts(
     params: Sequence[torch.Tensor], model_ranks: ModelRanks, norm_type: float
 ) -> torch.Tensor:
-    """Return the norm of the gradients of the whole model, of which every rank has a part: a gradient that
-    several ranks have counts once. All ranks call it."""
+    """Return the gradient norm of a model with parts on several ranks. A gradient that several ranks have
+    counts
+    once. Collective.
+    """
     grads = [p.grad for p in params if p.grad is not None and model_ranks.counts(p)]
     device = params[0].device if params else torch.device("cpu")
     own = torch.nn.utils.get_total_norm(grads, norm_type).to(device)
@@ -200,7 +204,7 @@ def norm_over_parts(
 
 
 def share_overflow(scaler: GradScaler, optim: torch.optim.Optimizer, model_ranks: ModelRanks) -> None:
-    """Have all ranks skip the step, and back off, where a gradient overflowed on one. All ranks call it."""
+    """Make all ranks skip the step and back off if a gradient overflowed on any of them. Collective."""
     found = scaler._per_optimizer_states[id(optim)]["found_inf_per_device"]
     for value in found.values():
         shared = value.reshape(1).contiguous()

@@ -1,4 +1,4 @@
-"""The processes that train together: who this one is, and how all of them learn that one has failed."""
+"""The processes that train together: the identity of this one, and agreement of all on a failure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def join_launched_group() -> None:
     """Join the process group that a launcher (torchrun) described in the environment.
 
-    Does nothing where there is a group already, or no launcher, or only one process. With GPUs, each process
-    takes the one of its local rank.
+    Does nothing if a group exists already, or there is no launcher, or only one process. With GPUs, each
+    process
+    takes the GPU of its local rank.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -33,23 +34,23 @@ def join_launched_group() -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a process group; None is the default group if there is one, else this process alone."""
+    """The ranks of a process group; None means the default group if there is one, else this process only."""
 
     group: dist.ProcessGroup | None = None
 
     @property
     def is_group(self) -> bool:
-        """Whether there is a process group, even if of one process."""
+        """Whether there is a process group, even of one process."""
         return dist.is_available() and dist.is_initialized()
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return dist.get_world_size(self.group) if self.is_group else 1
 
     @property
     def number(self) -> int:
-        """Which of them this process is."""
+        """The index of this process."""
         return dist.get_rank(self.group) if self.size > 1 else 0
 
     @property
@@ -58,9 +59,10 @@ class Ranks:
         return self.number == 0
 
     def agree(self, error: Exception | None) -> None:
-        """Raise on every rank if one has an ``error``: its own there, a CheckpointError on the others.
+        """Raise on every rank if any rank has an ``error``: its own error there, a CheckpointError on the
+        others.
 
-        All ranks must call it; it returns when all have.
+        Collective.
         """
 
         def fail_here() -> None:
@@ -72,17 +74,20 @@ class Ranks:
     def together(
         self, action: Callable[[], _Result], failure: type[GeminiError] = CheckpointError
     ) -> _Result:
-        """Run ``action`` on every rank; return what it returned here, once all have succeeded. Where it fails
-        on one, it raises there, and ``failure`` is raised on the others."""
+        """Run ``action`` on every rank; return its result here, once all have succeeded. If it fails on one
+        rank,
+        the error is raised there, and ``failure`` on the others. Collective.
+        """
         return Rank(self.number, self.size, self._say, failure=failure).together(action)
 
     def collect(self, action: Callable[[], str]) -> list[str]:
-        """Run ``action`` on every rank; return what it returned on each, once all have succeeded. Raises as
-        :meth:`agree`."""
+        """Run ``action`` on every rank; return the results of all ranks, once all have succeeded. Raises as
+        :meth:`agree`. Collective.
+        """
         return Rank(self.number, self.size, self._say).collect(action)
 
     def _say(self, text: str) -> list[str]:
-        """Return what every rank has said here."""
+        """Return the texts of all ranks. Collective."""
         if self.size == 1:
             return [text]
         said = [""] * self.size

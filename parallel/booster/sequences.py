@@ -1,4 +1,4 @@
-"""Batches and losses of a plugin that gives each rank a part of every sequence."""
+"""Batches and losses for plugins that give each rank a part of every sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Count = Callable[[Any], float]
 
 def own_part(sequence: SequenceParallel | SequenceOutline, batch: Any) -> dict[str, torch.Tensor]:
     """Return this rank's part of a batch of whole sequences, by the names of the model's keywords. Raises
-    ConfigError as :meth:`SequenceParallel.cut`, and for a batch that is no dict."""
+    ConfigError as :meth:`SequenceParallel.cut`, and if the batch is no dict.
+    """
     if not isinstance(batch, Mapping):
         raise ConfigError(
             f"with sp_size above 1 a batch is a dict of the model's keywords, as transformers calls them "
@@ -28,8 +29,10 @@ def own_part(sequence: SequenceParallel | SequenceOutline, batch: Any) -> dict[s
 
 
 def mean_over_tokens(sequence: SequenceParallel, criterion: Criterion) -> Criterion:
-    """Return a criterion whose losses are the means over the labels of all ranks, of one whose losses are
-    the means over those that count here."""
+    """Wrap a criterion that averages over this rank's labels, so that it returns the mean over the labels of
+    all
+    ranks.
+    """
 
     def mean(output: Any, batch: Any) -> torch.Tensor:
         if "labels" not in batch:
@@ -43,7 +46,7 @@ def mean_over_tokens(sequence: SequenceParallel, criterion: Criterion) -> Criter
 
 
 def count_of_all(axis: Axis | None, count: Count) -> Count:
-    """Return a function that adds up over the ranks of ``axis`` what ``count`` makes of their parts."""
+    """Return a function that sums the results of ``count`` over the ranks of ``axis``. Collective."""
 
     def total(batch: Any) -> float:
         counted = torch.tensor([float(count(batch))], dtype=torch.float64, device="cpu")

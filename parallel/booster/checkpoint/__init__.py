@@ -1,4 +1,4 @@
-"""Models, optimizers and schedulers in files: safetensors and JSON, nothing pickled."""
+"""Files of models, optimizers and schedulers: safetensors and JSON, without pickle."""
 
 from gemini.parallel.booster.checkpoint.model_files import load_model, save_model
 from gemini.parallel.booster.checkpoint.optimizer_files import (

@@ -1,4 +1,4 @@
-"""A model's weights in files, in the formats of transformers."""
+"""Files of a model's weights, in the formats of transformers."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ def load_model(
     *,
     strict: bool,
 ) -> None:
-    """Read a model; see :meth:`Booster.load_model`. ``ranks``: those that read it together; None: this
-    process alone, a model that is not boosted."""
+    """Read a model; see :meth:`Booster.load_model`. ``ranks`` are the ranks that read it together; None for a
+    model that is not boosted, which this process reads alone.
+    """
     _refuse_meta(model)
     own = unwrap(model).state_dict(keep_vars=True)
     with ExitStack() as stack:
@@ -69,7 +70,8 @@ def load_model(
             _check_fits(own, state, files, checkpoint, strict=strict)
             return {name: value for name, value in state.items() if name in own}
 
-        # Ranks of which one cannot read would go on with different weights, or wait for it while they load.
+        # If one rank cannot read, the others would continue with different weights or wait for it in the
+        # load.
         known = read() if ranks is None else ranks.together(read)
         with torch.no_grad():
             target = model if isinstance(model, (GeminiDDP, ShardedData)) else unwrap(model)
@@ -79,14 +81,14 @@ def load_model(
 
 
 def _state_for(own: Mapping[str, Any], files: TensorFiles) -> dict[str, Any]:
-    """Return what a checkpoint holds, under all names that the model has for it."""
+    """Return the state dict in a checkpoint, under all names that the model has for each tensor."""
     state: dict[str, Any] = dict(files)
     for alias, stored in files.metadata.items():
         if stored in files and not alias.startswith(OWN_METADATA):
             state.setdefault(alias, files[stored])
     tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     tied = tied_names(tensors)
-    for alias, first in tied.items():  # the file may hold either, or both
+    for alias, first in tied.items():  # the file may have either name, or both
         files.first_of((first, alias))
         for there, lacking in ((first, alias), (alias, first)):
             if there in state:
@@ -102,7 +104,7 @@ def _check_fits(
     *,
     strict: bool,
 ) -> None:
-    """Raise CheckpointError unless the checkpoint was made for such a model."""
+    """Raise CheckpointError if the checkpoint's names or shapes do not match the model."""
     missing = sorted(own.keys() - state.keys())
     unexpected = sorted(files.keys() - own.keys())
     if strict and (missing or unexpected):

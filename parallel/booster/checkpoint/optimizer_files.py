@@ -34,8 +34,14 @@ _METADATA = OWN_METADATA + "optimizer"
 
 @dataclass(frozen=True)
 class OptimizerContents:
-    """What to save: states that are tensors, as sources named ``<parameter>/<state>``; states that are not,
-    by parameter and name; groups without their parameters; what is next to them in a state dict."""
+    """The contents of an optimizer's files.
+
+    Attributes:
+        sources: states that are tensors, named ``<parameter>/<state>``.
+        values: the other states, by parameter and name.
+        groups: the settings of the groups, without their parameters.
+        rest: further entries of the state dict.
+    """
 
     sources: list[TensorSource]
     values: dict[str, dict[str, Any]]
@@ -68,7 +74,7 @@ def save_contents(
     layout: Layout,
     ranks: Ranks,
 ) -> None:
-    """Write what is known of an optimizer whose groups have these ``members``; all ranks call it."""
+    """Write the contents of an optimizer with groups of these ``members``. Collective."""
     document = {
         "members": members,
         "groups": plain_data.encode(held.groups, "a parameter group"),
@@ -90,7 +96,7 @@ def load_optimizer(
             with making_sense_of(Path(checkpoint)):
                 return _state_for(optimizer, members, files, checkpoint)
 
-        state = ranks.together(read)  # as in load_model
+        state = ranks.together(read)  # collective, as in load_model
         try:
             optimizer.load_state_dict(state)
         except (ConfigError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -103,8 +109,9 @@ def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[s
     """Return the names of the parameters in each group.
 
     Raises:
-        ConfigError: a parameter is none of the model's, or one has the name of another that it replaced.
-        CheckpointError: a managed model whose tensors have been exchanged.
+        ConfigError: a parameter does not belong to the model, or has the name of a parameter that it
+            replaced.
+        CheckpointError: the tensors of a managed model were exchanged.
     """
     if isinstance(optimizer, GeminiOptimizer):
         contents.require_own_names(optimizer.model)
@@ -129,8 +136,9 @@ def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[s
 
 
 def begin_managed(optimizer: GeminiOptimizer) -> None:
-    """Make states of chunks readable: run what is pending. Raises StateError for those that are incomplete,
-    CheckpointError for a model whose tensors have been exchanged."""
+    """Run pending updates so that states in chunks can be read. Raises StateError if states are incomplete,
+    CheckpointError if the model's tensors were exchanged.
+    """
     contents.require_own_names(optimizer.model)
     optimizer.require_complete("save_optimizer")
     optimizer.model.manager.recover()
@@ -140,17 +148,17 @@ def _managed_contents(optimizer: GeminiOptimizer) -> OptimizerContents:
     begin_managed(optimizer)
     sources: list[TensorSource] = []
     values: dict[str, dict[str, Any]] = {}
-    for slot in optimizer.model.storage.slots.values():  # in an order that all ranks have
+    for slot in optimizer.model.storage.slots.values():  # the same order on all ranks
         if slot not in optimizer.steps:
             continue
-        # As torch's optimizer has it, whose state this can become.
+        # In the format of torch's optimizer, which may load this state.
         values[slot.name] = dict(counted_steps(optimizer, slot))
         sources += managed_sources(optimizer, slot)
     return OptimizerContents(sources, values, *managed_settings(optimizer))
 
 
 def managed_settings(optimizer: GeminiOptimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the settings of the groups, and what is next to them in a state dict."""
+    """Return the settings of the groups, and the further entries of the state dict."""
     groups = [
         {**_settings(group), "decoupled_weight_decay": group["adamw_mode"]}
         if "adamw_mode" in group
@@ -161,7 +169,7 @@ def managed_settings(optimizer: GeminiOptimizer) -> tuple[list[dict[str, Any]], 
 
 
 def managed_sources(optimizer: GeminiOptimizer, slot: ManagedSlot) -> list[TensorSource]:
-    """Return sources of what is kept of a parameter, as its state dict has it."""
+    """Return sources of the states of a parameter, as its state dict has them."""
     numel, shape = slot.param_view.numel(), tuple(slot.param_view.shape)
     states = present_states(optimizer, slot)
     moments = optimizer.rule.required(states) if optimizer.rule.converts else ()
@@ -188,7 +196,7 @@ def _sharded_contents(optimizer: LowLevelZeroOptimizer, names: Names) -> Optimiz
 def settings_of_sharded(
     optimizer: LowLevelZeroOptimizer,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return what :func:`managed_settings` does."""
+    """Return the settings as :func:`managed_settings` does."""
     groups = [_settings(group) for group in optimizer.exported_groups()]
     return groups, {} if optimizer.loss_scale is None else {"loss_scale": optimizer.loss_scale.state_dict()}
 
@@ -217,15 +225,17 @@ def _state_for(
     files: TensorFiles,
     checkpoint: str | os.PathLike[str],
 ) -> dict[str, Any]:
-    """Return what a checkpoint holds as a state dict. Raises CheckpointError where it is of another model."""
+    """Return the state dict in a checkpoint. Raises CheckpointError if it belongs to another model."""
     return _state_dict(optimizer, read_document(files, members, checkpoint), files)
 
 
 def read_document(
     files: TensorFiles, members: Sequence[Sequence[str]], checkpoint: str | os.PathLike[str]
 ) -> dict[str, Any]:
-    """Return what a checkpoint says beside its tensors: ``members``, and the fields of
-    :class:`OptimizerContents`. Raises CheckpointError where its groups have other members."""
+    """Return the metadata of a checkpoint: ``members``, and the fields of :class:`OptimizerContents` except
+    the
+    tensors. Raises CheckpointError if its groups have other members.
+    """
     try:
         document = parse_json(files.metadata[_METADATA])
         document = {
@@ -246,8 +256,10 @@ def read_document(
 def _state_dict(
     optimizer: torch.optim.Optimizer, document: dict[str, Any], files: TensorFiles
 ) -> dict[str, Any]:
-    """Return a state dict in torch's format. Tensors are mapped from the files where the optimizer copies
-    them, and copies where it keeps them."""
+    """Return a state dict in torch's format. Its tensors are mapped from the files if the optimizer copies
+    them
+    on load, and copies if it keeps them.
+    """
     keeps = not isinstance(optimizer, (GeminiOptimizer, LowLevelZeroOptimizer))
     entries = {name: dict(values) for name, values in document["values"].items()}
     numbers = {name: i for i, name in enumerate(name for group in document["members"] for name in group)}
@@ -264,8 +276,9 @@ def _state_dict(
 def restored_settings(
     optimizer: torch.optim.Optimizer, document: Mapping[str, Any], lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the groups of a state dict, of so many parameters each, which are numbered in order, and what
-    is next to them."""
+    """Return the groups of a state dict and its further entries. The groups have ``lengths`` parameters,
+    numbered in order.
+    """
     groups, first = [], 0
     for own, saved, length in zip(optimizer.param_groups, document["groups"], lengths, strict=True):
         groups.append({**_settings(own), **saved, "params": list(range(first, first + length))})
@@ -278,7 +291,7 @@ def restored_settings(
 
 
 _FORMAT = Format("gemini-scheduler", 1)
-_MAX_BYTES = 2**26  # the text of a tensor of 16 MiB has 32
+_MAX_BYTES = 2**26  # the text of a 16 MiB tensor has 32 MiB
 
 
 def save_scheduler(scheduler: Scheduler, checkpoint: str | os.PathLike[str], ranks: Ranks) -> None:

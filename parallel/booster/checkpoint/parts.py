@@ -1,4 +1,4 @@
-"""Weights of a model that is in stages and parts: files have whole tensors, as those of any other model."""
+"""Files of a model in stages and parts. They hold whole tensors, like the files of any other model."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.system.files import parse_json
 
 _Path = str | os.PathLike[str]
-_PART = "_part_of_model"  # an attribute of modules
+_PART = "_part_of_model"  # an attribute of boosted models and of the modules in them
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What a model was before ranks took their parts: its tensors on ``meta``, by name, its config file,
-    where it has one, and the names of the parameters in each group of its optimizer."""
+    """The description of a model before it was cut: its tensors on ``meta``, by name; its config file, if it
+    has one; and the names of the parameters in each group of its optimizer.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     companions: Mapping[str, str]
@@ -59,10 +60,11 @@ class WholeModel:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> WholeModel:
-        """Describe ``model``. Weights count in the type of files: fp32, unless they are wider. Raises
-        ConfigError where ``optimizer`` has parameters that are none of the model's."""
+        """Describe ``model``. Weights get the dtype of files: fp32, or their own if it is wider. Raises
+        ConfigError if ``optimizer`` has parameters that do not belong to the model.
+        """
         params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        experts = divided_experts(model)  # before, by the launch
+        experts = divided_experts(model)  # divided by the launch, if not None
         tensors = {}
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
@@ -75,8 +77,10 @@ class WholeModel:
         return cls(tensors, config_file(model), members)
 
     def joined(self, axis: Axis | None, partition: Partition) -> WholeModel:
-        """Return the whole of what the ranks along ``axis`` have each described, of tensors that were cut as
-        ``partition`` has it; all of them call this."""
+        """Return the description of the whole model from the descriptions of all ranks along ``axis``, with
+        the
+        shapes that tensors had before ``partition`` cut them. Collective over ``axis``.
+        """
         cuts = partition.cuts
         shapes = {
             name: cuts[name].shape if name in cuts else like.shape for name, like in self.tensors.items()
@@ -99,7 +103,7 @@ class WholeModel:
 
 
 class Parts:
-    """What one model became on this rank."""
+    """The part of a model that this rank has, and its relation to the whole model."""
 
     def __init__(
         self,
@@ -110,8 +114,8 @@ class Parts:
         mesh: Mesh | None,
         rank_of: Sequence[int],
     ) -> None:
-        """``mesh``: None where there is one process; ``rank_of``: which rank along ``pp`` has which stage."""
-        self.experts: DividedExperts | None = None  # those that ranks of data parallelism have divided
+        """``mesh``: None for one process; ``rank_of``: for each stage, its rank along ``pp``."""
+        self.experts: DividedExperts | None = None  # set if ranks of data parallelism divide them
         self.staged, self.partition, self.tied, self.whole = staged, partition, tied, whole
         self.axis = mesh.axis("pp") if mesh is not None else None
         self.is_first_column = mesh is None or all(
@@ -121,7 +125,7 @@ class Parts:
 
     @classmethod
     def undivided(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Parts:
-        """Return the parts of a model that every rank has whole, until experts are divided."""
+        """Return the parts of a model that is whole on every rank until its experts are divided."""
         staged = StagedModel.undivided(model)
         partition = Partition(None, dict(model.named_parameters(remove_duplicate=False)))
         tied = TiedWeights(staged, None, (0,))
@@ -129,18 +133,18 @@ class Parts:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank has all of the model."""
+        """Whether every rank has the whole model."""
         alone = self._mesh is None or (self._mesh.axis("pp", "tp") is None and self._mesh.axis("sp") is None)
         return alone and self.experts is None
 
     @property
     def place(self) -> int:
-        """Which rank along ``pp`` this one is."""
+        """The index of this rank along ``pp``."""
         return self.axis.rank if self.axis is not None else 0
 
     @property
     def model_ranks(self) -> ModelRanks | None:
-        """What GeminiDDP takes as ``model_ranks=``."""
+        """The value for ``model_ranks=`` of GeminiDDP."""
         if self._mesh is None or (every := self._mesh.axis("pp", "tp")) is None:
             return None
         layers, elsewhere = self._mesh.axis("tp"), {id(param) for param in self.tied.owned_elsewhere}
@@ -151,16 +155,19 @@ class Parts:
         return ModelRanks(every, counts, [layers] if layers is not None else [], self.partition.filling)
 
     def divide_experts(self, ranks: ExpertRanks) -> None:
-        """Leave of the experts of this part those that are this rank's own."""
+        """Keep only this rank's experts in this part of the model."""
         self.experts = divide_experts(self.staged.module, ranks)
         for param in () if self.experts is None else self.experts.params:
             self.partition.note(param, ranks.cut_of(param), over=ranks.sharing)
 
     def refuse_as_whole(self, boosted: nn.Module) -> None:
-        """Have ``state_dict()`` of a ``boosted`` model, of the module in it, and of every module with a part
-        of a tensor, or without layers that another stage has, raise ConfigError, and with it all that calls
-        it, such as ``save_pretrained()``; and ``torch.save`` of both. ``state_dict(keep_vars=True)`` gives
-        the parts."""
+        """Make calls that would save a part of the model as if it were whole raise ConfigError.
+
+        These are ``state_dict()`` (and callers such as ``save_pretrained()``) of the ``boosted`` model, of
+        the module
+        in it, and of every module with a part of a tensor or without layers that another stage has; and
+        ``torch.save`` of the boosted model or its module. ``state_dict(keep_vars=True)`` returns the parts.
+        """
         module = self.staged.module
         cut = {id(param) for param in module.parameters() if self.partition.cut_of(param) is not None}
         if not cut and len(self._rank_of) == 1:
@@ -178,13 +185,14 @@ class Parts:
             vars(whole).update({_PART: _Refusal(self), **held})
 
     def owner_of(self, name: str) -> int:
-        """Return which rank along ``pp`` saves a tensor."""
+        """Return the rank along ``pp`` that saves a tensor."""
         return self._rank_of[self.staged.owner_of(self.staged.names_of(name))]
 
 
 def parts_of(model: nn.Module) -> Parts | None:
-    """Return of what ``model`` is a part: a boosted model that is no whole one, the module in it, or a copy
-    of either; None for others."""
+    """Return the :class:`Parts` of a boosted model that is cut, of the module in it, or of a copy of either;
+    None for other modules.
+    """
     found = vars(model).get(_PART)
     return found.parts if isinstance(found, _Refusal) else None
 
@@ -197,8 +205,10 @@ def save_parts(
     layout: Layout,
     ranks: Ranks,
 ) -> None:
-    """Write the whole model, a tensor at a time in memory; all ranks call it and the first one writes. Raises
-    as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`."""
+    """Write the whole model, with one tensor at a time in memory. Collective; the first rank writes. Raises
+    as
+    :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`.
+    """
     contents = whole_contents(model, optimizer, parts, ranks)
     metadata = contents.metadata()
     save_tensors(checkpoint, "model", contents.sources, metadata, layout, ranks, parts.whole.companions)
@@ -207,8 +217,9 @@ def save_parts(
 def whole_contents(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts, ranks: Ranks
 ) -> ModelContents:
-    """Return the whole model of which each rank has a part. All ranks call this, and run the streams of all
-    sources in their order; those of the first rank hand out what they have."""
+    """Return the contents of the whole model from the ranks' parts. Collective. All ranks must also run the
+    streams of all sources in order; only the first rank's streams pass tensors to their sinks.
+    """
     held = model_contents(model, optimizer)
     local = {source.spec.name: source for source in held.sources}
     local.update({alias: local[first] for alias, first in held.aliases.items()})
@@ -226,7 +237,7 @@ def whole_contents(
 
 
 def _extra_of_all(own: Mapping[str, Any], parts: Parts, ranks: Ranks) -> dict[str, Any]:
-    """Return the extra states of all modules, each of the rank that saves it; all ranks call this."""
+    """Return the extra states of all modules, each from the rank that saves it. Collective."""
 
     def say() -> str:
         mine = {name: value for name, value in own.items() if parts.owner_of(name) == parts.place}
@@ -243,10 +254,15 @@ def stream(
     own: tuple[str, TensorSource] | None,
     sink: Sink,
 ) -> None:
-    """Hand a tensor, whole, to ``sink`` on the first rank, from the stage that owns it; all ranks call it.
+    """Pass a whole tensor to ``sink`` on the first rank, from the stage that owns it. Collective.
 
-    ``what``: the tensor of the whole model that it is, or is a state of, and what the whole of it is.
-    ``own``: the name of the former here, and this rank's part of the latter; None: on other stages.
+    Args:
+        parts: this rank's part of the model.
+        passing: sends tensors between stages; None with one stage.
+        what: the name of the tensor in the whole model, and the spec to write: of this tensor or of a state
+            of it.
+        own: the tensor's name on this rank, and the source of this rank's part; None on other stages.
+        sink: gets the tensor.
     """
     (name, spec), place = what, parts.place
     owner = parts.owner_of(name)
@@ -268,8 +284,10 @@ def stream(
 
 
 def _whole(name: str, source: TensorSource, dtype: torch.dtype, parts: Parts) -> torch.Tensor:
-    """Return the whole, in the type of files, of a tensor of which this rank has a part, cut as the parameter
-    ``name`` is; ranks along ``dp`` and ``tp`` together."""
+    """Return the whole tensor, in ``dtype``, of which this rank has the part ``source``, cut like the
+    parameter
+    ``name``. Collective over ``dp`` and ``tp``.
+    """
     value = torch.empty(source.spec.shape, dtype=source.spec.dtype, device="cpu")
     flat, place = value.view(-1), 0
 
@@ -279,7 +297,7 @@ def _whole(name: str, source: TensorSource, dtype: torch.dtype, parts: Parts) ->
         place += piece.numel()
 
     source.stream(collect)
-    if value.dtype == torch.int16:  # which gloo does not send
+    if value.dtype == torch.int16:  # gloo does not send int16
         value = value.int()
     found: torch.Tensor = parts.partition.gather_state({name: value})[name]
     return found.to(dtype)
@@ -294,7 +312,7 @@ def load_parts(
     *,
     strict: bool,
 ) -> None:
-    """Read this rank's part of the whole model; all ranks call it.
+    """Read this rank's part of the whole model. Collective.
 
     Raises:
         CheckpointError: it is damaged, or made for another model, here or on another rank; nothing was
@@ -315,7 +333,9 @@ def load_parts(
 
 
 def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bool) -> dict[str, Any]:
-    """Return the state that this rank loads. Raises CheckpointError unless it was made for such a model."""
+    """Return the state that this rank loads. Raises CheckpointError if names or shapes do not match the
+    model.
+    """
     stored = {
         name: found
         for name in parts.whole.tensors
@@ -350,22 +370,24 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
 
 
 class _Refusal:
-    """The hook of a module that is part of a model. As such it is among what pickling the module writes."""
+    """A hook of a module that is part of a model. It is an attribute too, so pickling the module reaches
+    it.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
 
     def __call__(self, _module: nn.Module, _prefix: str, keep_vars: bool) -> None:
-        """Raise ConfigError unless the parts themselves are wanted."""
+        """Raise ConfigError unless the caller asks for the parts (``keep_vars``)."""
         if not keep_vars:
             _refuse()
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        """Raise ConfigError: the module is pickled, by ``torch.save(model)`` for example."""
+        """Raise ConfigError: something pickles the module, for example ``torch.save(model)``."""
         _refuse()
 
     def __deepcopy__(self, _memo: Any) -> _Refusal:
-        """Return what a copy of the module has: it is the same part."""
+        """Return this hook: a copy of the module is the same part."""
         return self
 
 

@@ -1,5 +1,5 @@
-"""The optimizer of a model in parts: the states of each rank's part, written beside each other and read into
-another layout.
+"""Files of the optimizer of a model in parts. Whole states are written from each rank's part, and can be read
+into another layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Settings = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
 class StatesOfPart(Protocol):
-    """What files need to know of an optimizer."""
+    """The interface of an optimizer of a model in parts for saving and loading."""
 
     optimizer: torch.optim.Optimizer
 
@@ -55,37 +55,41 @@ class StatesOfPart(Protocol):
 
     @property
     def present(self) -> set[str]:
-        """The names of all parameters of this rank, those that are in no group included."""
+        """The names of all parameters on this rank, including those in no group."""
         ...
 
     def require_readable(self) -> None:
-        """Raise where states cannot be loaded now, and nothing has changed."""
+        """Raise if states cannot be loaded now; nothing has changed."""
         ...
 
     def contents(self) -> dict[str, tuple[list[TensorSource], Mapping[str, Any]]]:
-        """Return, of each parameter that has a state, its tensors as sources named ``<name>/<state>``, and
-        what is no tensor. The ranks that have the same part call it together, and run the sources."""
+        """Return for each parameter with a state its tensors, as sources named ``<name>/<state>``, and its
+        other
+        values. Collective over the ranks with the same part, which also run the sources together.
+        """
         ...
 
     def settings(self) -> Settings:
-        """Return the settings of the groups, and what is next to them in a state dict."""
+        """Return the settings of the groups, and the further entries of the state dict."""
         ...
 
     def wanted(self, name: str, found: Sequence[str], *, is_cut: bool) -> list[str]:
-        """Return which of the states that were ``found`` of a parameter are to be loaded."""
+        """Return the states to load among those ``found`` for a parameter."""
         ...
 
     def check(self, outline: dict[str, Any], checkpoint: object) -> None:
-        """Raise CheckpointError for a state dict, its tensors on ``meta``, that cannot be loaded."""
+        """Raise CheckpointError if a state dict with tensors on ``meta`` cannot be loaded."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a state dict of the groups; ranks that have the same part together."""
+        """Load a state dict of the groups. Collective over the ranks with the same part."""
         ...
 
 
 def states_of_part(optimizer: torch.optim.Optimizer, names: Names) -> StatesOfPart:
-    """Return the states of a boosted ``optimizer``; ``names``: of the parameters of its model, here."""
+    """Return the states of a boosted ``optimizer``; ``names`` are those of its model's parameters on this
+    rank.
+    """
     if isinstance(optimizer, GeminiOptimizer):
         return _InChunks(optimizer)
     assert isinstance(optimizer, LowLevelZeroOptimizer)
@@ -139,7 +143,7 @@ class _InChunks:
 
 
 class _OfReplicas:
-    """States that low-level ZeRO has cut, or has whole on every rank."""
+    """States that low-level ZeRO shards, or keeps whole on every rank."""
 
     def __init__(self, optimizer: LowLevelZeroOptimizer, names: Names) -> None:
         self.optimizer: torch.optim.Optimizer = optimizer
@@ -172,7 +176,7 @@ class _OfReplicas:
         return [key for key in found if key not in SCALES]
 
     def check(self, outline: dict[str, Any], checkpoint: object) -> None:
-        pass  # shapes and groups have been compared with those of the whole model
+        pass  # shapes and groups were compared with those of the whole model before
 
     def load(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)
@@ -184,8 +188,9 @@ _Path = str | os.PathLike[str]
 def save_parts_of_optimizer(
     states: StatesOfPart, parts: Parts, checkpoint: _Path, layout: Layout, ranks: Ranks
 ) -> None:
-    """Write the states of the whole model, a tensor at a time in memory; all ranks call it and the first one
-    writes. Raises as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`."""
+    """Write the states of the whole model, with one tensor at a time in memory. Collective; the first rank
+    writes. Raises as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`.
+    """
     own: dict[str, tuple[str, TensorSource]] = {}
 
     def describe() -> str:
@@ -197,7 +202,7 @@ def save_parts_of_optimizer(
         said.update(json.loads(text))
     passing = Passing(parts.axis) if parts.axis is not None else None
     sources, values = [], {}
-    for name in parts.whole.tensors:  # in an order that all ranks have
+    for name in parts.whole.tensors:  # the same order on all ranks
         if name not in said:
             continue
         values[name] = plain_data.decode(said[name]["values"])
@@ -210,7 +215,7 @@ def save_parts_of_optimizer(
 
 
 def load_parts_of_optimizer(states: StatesOfPart, parts: Parts, checkpoint: _Path, ranks: Ranks) -> None:
-    """Read this rank's part of the states of the whole model, a tensor at a time; all ranks call it.
+    """Read this rank's part of the states of the whole model, one tensor at a time. Collective.
 
     Raises:
         CheckpointError: it is damaged, or made for other parameters, here or on another rank; nothing was
@@ -224,7 +229,7 @@ def load_parts_of_optimizer(states: StatesOfPart, parts: Parts, checkpoint: _Pat
             files = stack.enter_context(TensorFiles(checkpoint))
             with making_sense_of(Path(checkpoint)):
                 state, outline = _own_states(states, parts, files, checkpoint)
-            states.check(outline, checkpoint)  # on all stages, before one of them changes anything
+            states.check(outline, checkpoint)  # on all stages, before any of them changes anything
             return state
 
         state = ranks.together(read)
@@ -232,14 +237,17 @@ def load_parts_of_optimizer(states: StatesOfPart, parts: Parts, checkpoint: _Pat
 
 
 def _groups(states: StatesOfPart, parts: Parts) -> list[dict[str, str]]:
-    """Return the names of the parameters of this rank in each group, by their first names in the whole
-    model."""
+    """Return, for each group, this rank's parameters: their first name in the whole model -> their name
+    here.
+    """
     return [{parts.staged.names_of(name)[0]: name for name in group} for group in states.groups]
 
 
 def _require_members(states: StatesOfPart, parts: Parts) -> None:
-    """Raise ConfigError where groups have changed since ranks took their parts: nobody knows those of other
-    stages."""
+    """Raise ConfigError if groups have changed since the model was cut: this rank does not know those of
+    other
+    stages.
+    """
     groups = _groups(states, parts)
     present = {parts.staged.names_of(name)[0] for name in states.present}
     before = [[name for name in group if name in present] for group in parts.whole.members]
@@ -254,8 +262,10 @@ def _require_members(states: StatesOfPart, parts: Parts) -> None:
 def _described(
     states: StatesOfPart, parts: Parts, own: dict[str, tuple[str, TensorSource]]
 ) -> dict[str, Any]:
-    """Put this rank's parts of states into ``own``, by their names in files, each with its parameter's name
-    here; return what is to be saved of the parameters that this rank speaks for."""
+    """Put this rank's parts of states into ``own``, by name in the files, each with its parameter's name
+    here.
+    Return the description of the states that this rank saves, to send to the others.
+    """
     found, cuts, held = {}, parts.partition.cuts, states.contents()
     here = dict(parts.staged.module.named_parameters(remove_duplicate=False))
     for group in _groups(states, parts):
@@ -269,7 +279,7 @@ def _described(
                 key = spec.name.rpartition("/")[2]
                 if param in cuts:
                     if shape != tuple(here[param].shape):
-                        continue  # scales of blocks, which are others in the whole
+                        continue  # scales of blocks, which the whole tensor has in another form
                     shape = cuts[param].shape
                 arrays.append([key, str(spec.dtype).removeprefix("torch."), list(shape)])
                 own[f"{name}/{key}"] = (param, source)
@@ -282,9 +292,10 @@ def _described(
 def _own_states(
     states: StatesOfPart, parts: Parts, files: TensorFiles, checkpoint: _Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a state dict of this rank's parameters, whose tensors are cut from those of the files when they
-    are asked for, and the same with tensors on ``meta``. Raises CheckpointError where it is of another
-    model."""
+    """Return this rank's state dict, with tensors that are cut from the files' when they are read, and the
+    same
+    with tensors on ``meta``. Raises CheckpointError if the checkpoint belongs to another model.
+    """
     document = read_document(files, parts.whole.members, checkpoint)
     _require_known(files, parts, checkpoint)
     own, groups, cuts = _OwnParts(files, parts), _groups(states, parts), parts.partition.cuts
@@ -307,7 +318,9 @@ def _own_states(
 
 
 def _require_known(files: TensorFiles, parts: Parts, checkpoint: _Path) -> None:
-    """Raise CheckpointError where a tensor is a state of no parameter, or of one of another shape."""
+    """Raise CheckpointError if a tensor belongs to no parameter, or its shape differs from the
+    parameter's.
+    """
     known = {name for group in parts.whole.members for name in group}
     for key in files:
         name, _, state = key.rpartition("/")
@@ -322,22 +335,21 @@ def _require_known(files: TensorFiles, parts: Parts, checkpoint: _Path) -> None:
 
 
 class _OwnParts:
-    """This rank's parts of the tensors of a checkpoint; the one that was asked for last is kept, and no
-    other."""
+    """This rank's parts of the tensors of a checkpoint. Only the last one read is kept."""
 
     def __init__(self, files: TensorFiles, parts: Parts) -> None:
         self._files, self._partition = files, parts.partition
         self._last: tuple[str, torch.Tensor] | None = None
 
     def part(self, stored: str, param: str) -> torch.Tensor:
-        """Return the part of the tensor ``stored``, cut as the parameter ``param`` of this rank is."""
+        """Return the part of the tensor ``stored``, cut like this rank's parameter ``param``."""
         if self._last is None or self._last[0] != stored:
             self._last = None
             self._last = (stored, self._cut(self._files[stored], param))
         return self._last[1]
 
     def outline(self, stored: str, param: str) -> torch.Tensor:
-        """Return the same on ``meta``."""
+        """Return the same part on ``meta``."""
         return self._cut(self._files[stored].to("meta"), param)
 
     def _cut(self, whole: torch.Tensor, param: str) -> torch.Tensor:
@@ -346,8 +358,9 @@ class _OwnParts:
 
 
 class _ParameterState(Mapping[str, Any]):
-    """The state of one parameter as a state dict has it; ``values`` is what is no array, ``arrays`` names
-    what is read when it is asked for."""
+    """The state of one parameter in a state dict: plain ``values``, and ``arrays`` that are read on
+    access.
+    """
 
     def __init__(
         self, read: Callable[[str], torch.Tensor], values: Mapping[str, Any], arrays: Sequence[str]

@@ -1,5 +1,6 @@
-"""The tensors of a model's files by name, in whatever format, each mapped from its file when asked for: as
-streams, which of them are tied, and what else a model wants kept.
+"""The tensors of a model as sources to write, and the tensors of a checkpoint in any format as a mapping.
+
+Also finds tied tensors and the extra state of modules.
 """
 
 from __future__ import annotations
@@ -34,35 +35,37 @@ from gemini.system.files import open_regular, parse_json
 from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, files_of
 
 Names = dict[torch.Tensor, str]
-# In the metadata of a file, next to the further names of tied tensors, which are no dotted "gemini." names.
+# Keys in a file's metadata. The other keys are names of tied tensors, which never begin with "gemini.".
 OWN_METADATA = "gemini."
 EXTRA_STATE = OWN_METADATA + "extra_state"
 
 
 @dataclass(frozen=True)
 class ModelContents:
-    """``aliases`` maps the further names of tied tensors to the name that is stored; ``extra`` is what
-    ``get_extra_state`` methods add."""
+    """The contents of a model's files. ``aliases`` maps the further names of tied tensors to the stored name;
+    ``extra`` holds the results of ``get_extra_state`` methods.
+    """
 
     sources: list[TensorSource]
     aliases: dict[str, str]
     extra: dict[str, Any]
 
     def metadata(self) -> dict[str, str]:
-        """Return what the header of a file says besides the tensors."""
+        """Return the metadata for the header of a file."""
         extra = plain_data.encode(self.extra, "a module's extra state")
         return {**self.aliases, **({EXTRA_STATE: json.dumps(extra)} if self.extra else {})}
 
 
 def extra_in(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the extra states in the header of a file, by name. Raises CheckpointError where they are
-    damaged."""
+    """Return the extra states in the header of a file, by name. Raises CheckpointError if they are
+    damaged.
+    """
     text = metadata.get(EXTRA_STATE)
     return {} if text is None else dict(plain_data.decode(parse_json(text)))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside a boosted model; one that is not boosted is returned as it is."""
+    """Return the module inside a boosted model; any other module unchanged."""
     if isinstance(model, (GeminiDDP, SingleProcess, DataParallel, LowLevelZeroModel, ShardedData)):
         inner: nn.Module = model.module
         return inner
@@ -70,14 +73,14 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def parameter_names(model: nn.Module) -> Names:
-    """Return the name of every parameter of a model, boosted or not; of a tied one, the first."""
+    """Return the name of every parameter of a model, boosted or not; the first name of a tied one."""
     return {param: name for name, param in unwrap(model).named_parameters()}
 
 
 def model_contents(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelContents:
-    """Return what to save of a model, boosted or not. Runs what is pending of an update.
+    """Return the contents to save of a model, boosted or not. Runs pending updates.
 
-    ``optimizer`` is the one boosted with it: it may have fp32 weights behind the model's.
+    ``optimizer`` is the one boosted with it: it may have fp32 masters of the model's weights.
     """
     if isinstance(model, GeminiDDP):
         return _managed_contents(model)
@@ -101,7 +104,7 @@ def _managed_contents(model: GeminiDDP) -> ModelContents:
     model._gemini.storage.mixture.refuse("save_model")
     model._gemini.manager.run_pending()
     model._gemini.manager.recover()  # an operator that raised may have left chunks pinned
-    state = model.module.state_dict(keep_vars=True)  # of what the model has now, replaced layers included
+    state = model.module.state_dict(keep_vars=True)  # the model's current tensors, replaced layers included
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     aliases = tied_names(tensors)
     sources = [_source(model, name, value) for name, value in tensors.items() if name not in aliases]
@@ -110,8 +113,9 @@ def _managed_contents(model: GeminiDDP) -> ModelContents:
 
 
 def _source(model: GeminiDDP, name: str, value: torch.Tensor) -> TensorSource:
-    """Return the source of a tensor of a managed model: of a weight its fp32 master if it has one. All ranks
-    must run it."""
+    """Return the source of a tensor of a managed model: the fp32 master of a weight that has one. All ranks
+    must run it.
+    """
     if not isinstance(value, ManagedParameter):
         return copied_source(name, value)
     slot = slot_of(value)
@@ -120,7 +124,9 @@ def _source(model: GeminiDDP, name: str, value: torch.Tensor) -> TensorSource:
 
 
 def tied_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the further names of tensors that are in ``tensors`` more than once, each with the first."""
+    """Return the further names of tensors that occur in ``tensors`` more than once, each with the first
+    name.
+    """
     first: dict[torch.Tensor, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(tensor, name)
@@ -128,26 +134,27 @@ def tied_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def config_file(module: nn.Module) -> dict[str, str]:
-    """Return ``config.json`` of a transformers model, without which ``from_pretrained`` cannot read its
-    weights; nothing for other models."""
+    """Return ``config.json`` of a transformers model; ``from_pretrained`` needs it to read the weights. Empty
+    for other models.
+    """
     to_json = getattr(getattr(module, "config", None), "to_json_string", None)
     text = to_json() if callable(to_json) else None
     return {"config.json": text} if isinstance(text, str) else {}
 
 
-_ZIP = b"PK"  # what torch.save writes
-_PICKLE = b"\x80"  # what it wrote before 1.6
+_ZIP = b"PK"  # begins a file of torch.save
+_PICKLE = b"\x80"  # begins a file of torch.save before 1.6
 _SINGLE = ("model.safetensors", "optimizer.safetensors", "pytorch_model.bin")
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """An open checkpoint. Tensors are valid until it is closed, and must not be written to.
+    """An open checkpoint. Its tensors are valid until it is closed, and must not be written to.
 
     ``checkpoint`` is a file or a directory; see :meth:`Booster.load_model` for the formats.
 
     Raises:
-        CheckpointError: there is none, this user may not read it, it is damaged, or it holds other things
-            than tensors.
+        CheckpointError: there is none, this user may not read it, it is damaged, or it holds anything but
+            tensors.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
@@ -176,10 +183,10 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return tensor
 
     def first_of(self, names: Iterable[str]) -> str | None:
-        """Return the first of the names of one tied tensor that is in the files; None if none is.
+        """Return the first of the names of one tied tensor that the files have; None if they have none.
 
         Raises:
-            CheckpointError: several are, with different values.
+            CheckpointError: they have several, with different values.
         """
         held = [name for name in names if name in self._where]
         for name in held[1:]:
@@ -204,13 +211,13 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         self._stack.close()
 
     def _files_of(self, checkpoint: Path) -> dict[Path, set[str] | None]:
-        """Return the files of a checkpoint, each with the names that are wanted from it; None is all."""
+        """Return the files of a checkpoint, each with the wanted names; None means all its names."""
         if checkpoint.exists() and not checkpoint.is_dir():
             return {checkpoint: None}
         if not checkpoint.is_dir():
             raise CheckpointError(f"there is no checkpoint at {checkpoint}; check the path")
         index = _index_of(checkpoint)
-        if index is None and complete_checkpoints(checkpoint):  # of gemini.checkpoint
+        if index is None and complete_checkpoints(checkpoint):  # a directory of gemini.checkpoint
             index = _index_of(latest(checkpoint))
         if index is not None:
             files, self.metadata = _indexed_files(index)
@@ -233,7 +240,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                 self._open[path] = _load_pickled(path, begin == _ZIP)
                 return set(self._open[path])
             opened = self._stack.enter_context(safe_open(path, framework="pt"))
-        except (SafetensorError, OSError, MemoryError) as error:  # what is mapped may exceed ulimit -v
+        except (SafetensorError, OSError, MemoryError) as error:  # mapping a file may exceed ulimit -v
             raise CheckpointError(f"cannot read {path}: {error}") from error
         self._open[path] = opened
         self.metadata.update(opened.metadata() or {})
@@ -241,12 +248,12 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
 
 def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
-    """Return the state dict in a file of ``torch.save``; nothing in it is run."""
+    """Return the state dict in a file of ``torch.save``, without running any code in it."""
     try:
         state = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # of as many classes as unpickling has steps
+    except Exception as error:  # unpickling raises many classes of exceptions
         raise CheckpointError(f"cannot read {path}: {in_words(error)}") from error
     tensors = isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not tensors:
@@ -255,7 +262,7 @@ def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
 
 
 def _index_of(checkpoint: Path) -> Path | None:
-    """Return the index in a directory; None if it has none."""
+    """Return the index file in a directory; None if it has none."""
     indexes = sorted(checkpoint.glob("*.safetensors.index.json")) or sorted(
         checkpoint.glob("*.bin.index.json")
     )
@@ -268,8 +275,9 @@ def _index_of(checkpoint: Path) -> Path | None:
 
 
 def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, str]]:
-    """Return the files that an index names, each with the names of its tensors, and the metadata that is
-    text."""
+    """Return the files that an index names, each with the names of its tensors, and the text entries of the
+    metadata.
+    """
     files: dict[Path, set[str] | None] = {}
     directory = InputDirectory(index.parent)
     document = directory.json(index.name, MAX_INDEX_BYTES)

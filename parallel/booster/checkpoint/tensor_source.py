@@ -1,4 +1,4 @@
-"""Tensors to be written, as streams of pieces."""
+"""Tensors to write, as streams of pieces."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ Sink = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A tensor to be written: ``stream(sink)`` hands all its elements, row by row, to ``sink`` in pieces of
-    the type of ``spec``.
+    """A tensor to write. ``stream(sink)`` passes all its elements to ``sink``, row by row, in pieces of the
+    dtype
+    of ``spec``.
 
-    A piece is used before ``sink`` returns; it may be a view of memory that is only borrowed. A stream that
+    ``sink`` must use a piece before it returns, because the piece may be a view of borrowed memory. A stream
+    that
     gathers its tensor from all ranks must run on all of them.
     """
 
@@ -30,7 +32,9 @@ class TensorSource:
 def whole_source(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], read: Callable[[], torch.Tensor]
 ) -> TensorSource:
-    """Return the source of a tensor that ``read`` returns whole, on any device, when it is written."""
+    """Return the source of a tensor that ``read`` returns, on any device. ``read`` is called by the
+    stream.
+    """
 
     def stream(sink: Sink) -> None:
         sink(read().detach().to("cpu", dtype))
@@ -39,8 +43,10 @@ def whole_source(
 
 
 def copied_source(name: str, tensor: torch.Tensor) -> TensorSource:
-    """Return the source of a tensor that may be on a GPU; it is copied from there when it is written. A
-    DTensor is gathered then. Raises CheckpointError for one that is no array."""
+    """Return the source of a tensor. It is copied from a GPU, or gathered if it is a DTensor, when it is
+    written.
+    Raises CheckpointError for a tensor that is no dense array.
+    """
     if isinstance(tensor, DTensor):
         return whole_source(name, tensor.dtype, tuple(tensor.shape), lambda: whole(tensor))
     require_strided(name, tensor)

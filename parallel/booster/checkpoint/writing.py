@@ -1,5 +1,5 @@
-"""Writing files that all ranks have a part in: one file or a directory of files, complete or not there, on
-every rank or on none.
+"""Write a file, or a directory of files, from tensors that all ranks contribute to. The result is complete or
+absent, and every rank or no rank raises.
 """
 
 from __future__ import annotations
@@ -31,33 +31,39 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Layout:
-    """``shard_bytes`` is the largest size of a file in a directory; None is one file and no directory."""
+    """The files to write. ``shard_bytes`` is the largest size of a file in a directory; None means one file
+    and
+    no directory. ``prefix`` begins the names of files.
+    """
 
     shard_bytes: int | None
     prefix: str
 
     def index_name(self, kind: str) -> str:
-        """Return the name of the file that says which file holds what; ``kind`` is ``"model"`` for
-        example."""
+        """Return the name of the index file, which maps tensors to files. ``kind`` is, for example,
+        ``"model"``.
+        """
         return f"{self.prefix}{kind}.safetensors.index.json"
 
     def shard_name(self, kind: str, generation: int, number: int, count: int) -> str:
-        """Return the name of a file, as transformers calls it unless an earlier save has the name."""
+        """Return the name of a file in transformers' format, with a number added if an earlier save has that
+        name.
+        """
         again = f"-{generation}" if generation else ""
         return f"{self.prefix}{kind}{again}-{number + 1:05d}-of-{count:05d}.safetensors"
 
     def own_names(self, kind: str) -> re.Pattern[str]:
-        """Return what matches every name of :meth:`shard_name`, and its temporary name."""
+        """Return a pattern that matches every :meth:`shard_name` and its temporary name."""
         return re.compile(
             rf"{re.escape(self.prefix + kind)}(-\d+)?-\d{{5,}}-of-\d{{5,}}\.safetensors(\.tmp)?"
         )
 
 
 def layout(shard: bool, prefix: str | None, size_per_shard: int) -> Layout:
-    """Return the layout that the arguments of a save ask for.
+    """Return the layout for the arguments of a save.
 
     Raises:
-        ConfigError: they contradict each other, or a name or size cannot be.
+        ConfigError: they contradict each other, or a name or size is impossible.
     """
     if prefix and not shard:
         raise ConfigError(
@@ -71,14 +77,16 @@ def layout(shard: bool, prefix: str | None, size_per_shard: int) -> Layout:
 
 
 def require_true(name: str, value: bool, reason: str) -> None:
-    """Raise ConfigError for an argument that has one value only."""
+    """Raise ConfigError for an argument that must be True."""
     if not value:
         raise ConfigError(f"{name}=False is not supported: {reason}; leave it out")
 
 
 def split(sources: Sequence[TensorSource], shard_bytes: int) -> list[list[TensorSource]]:
-    """Return ``sources`` in groups of at most ``shard_bytes``; one that is larger is alone. At least one
-    group."""
+    """Split ``sources`` into groups of at most ``shard_bytes``. A larger one forms a group of its own.
+    Returns at
+    least one group.
+    """
     shards: list[list[TensorSource]] = [[]]
     room = shard_bytes
     for source in sources:
@@ -99,14 +107,16 @@ def save_tensors(
     ranks: Ranks,
     companions: Mapping[str, str] | None = None,
 ) -> None:
-    """Write ``sources`` and ``metadata`` as ``layout`` says; what was there before is loadable until the end.
+    """Write ``sources`` and ``metadata`` by ``layout``. The previous checkpoint stays loadable until the end.
 
     Every rank runs the streams of all sources in the same order, because a stream may gather its tensor from
-    all of them; the first rank writes. ``companions`` are further text files of a directory.
+    all
+    of them; the first rank writes. ``companions`` are further text files of a directory.
 
     Raises:
         IoError: the first rank cannot write; CheckpointError on the others.
-        CheckpointError: a tensor has a type or a name, or the path is something, that cannot be.
+        CheckpointError: a tensor has a type or a name that files cannot have, or the path is taken by
+            something else.
     """
     require_holdable([source.spec for source in sources], metadata)
     files = _RankFiles(ranks)
@@ -128,8 +138,10 @@ def save_text(path: str | os.PathLike[str], text: str, ranks: Ranks) -> None:
 
 
 class _RankFiles:
-    """Files of one save. The first rank keeps its first error and goes on taking part in the streams, so that
-    no rank waits for it; all ranks learn of it in :meth:`finish`."""
+    """The files of one save. If the first rank fails, it keeps its first error and continues with the
+    streams,
+    so that no rank waits for it; :meth:`finish` raises on all ranks.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -139,12 +151,12 @@ class _RankFiles:
     def write(
         self, path: Path, sources: Sequence[TensorSource], metadata: Mapping[str, str], *, final: bool = True
     ) -> None:
-        """Write a file of tensors under a temporary name; ``final`` also gives it its own."""
+        """Write a file of tensors under a temporary name; ``final`` also renames it."""
         temporary = _temporary(path)
         opened: list[TensorFile] = []
 
         def create() -> None:
-            temporary.unlink(missing_ok=True)  # left behind by a save that was killed
+            temporary.unlink(missing_ok=True)  # left over from a save that was killed
             self._written.append(temporary)
             specs = [source.spec for source in sources]
             staging = stack.enter_context(closing(Staging()))
@@ -157,14 +169,14 @@ class _RankFiles:
                     self._stream(source, opened)
                 for file in opened:
                     self.attempt(file.finish)
-        except BaseException:  # of a stream, whose ranks have lost each other: nothing is going to finish
+        except BaseException:  # ranks have lost each other in a stream: finish() will not be called
             self._remove_temporaries()
             raise
         if final:
             self.attempt(lambda: _publish(temporary, path))
 
     def _stream(self, source: TensorSource, opened: Sequence[TensorFile]) -> None:
-        """Run a stream to its end, into the file that is open on the first rank."""
+        """Run a stream to its end; the first rank writes it into the open file."""
         count = 0
 
         def sink(piece: torch.Tensor) -> None:
@@ -176,7 +188,7 @@ class _RankFiles:
         source.stream(sink)
 
     def attempt(self, action: Callable[[], object]) -> None:
-        """Do something on the first rank, unless something failed before."""
+        """Run ``action`` on the first rank, unless something failed before."""
         if not self._ranks.is_first or self._error is not None:
             return
         try:
@@ -190,7 +202,7 @@ class _RankFiles:
             )
 
     def finish(self) -> None:
-        """Raise the error on every rank if there is one; remove what was not completed."""
+        """Raise the error on every rank if there is one, and remove incomplete files."""
         if self._error is not None:
             self._remove_temporaries()
         self._ranks.agree(self._error)
@@ -212,10 +224,9 @@ def _write_directory(
     files: _RankFiles,
     companions: Mapping[str, str] | None,
 ) -> None:
-    """Write shards under names that no complete checkpoint has, then replace the index, then remove the
-    older ones."""
+    """Write shards under unused names, then replace the index, then remove older shards."""
     files.attempt(lambda: _make_directory(directory))
-    generations = [0]  # the first rank's counts: it alone writes
+    generations = [0]  # the first rank's value counts: only it writes
     files.attempt(lambda: generations.append(_free_generation(directory, kind, layout, len(shards))))
     names = [layout.shard_name(kind, generations[-1], number, len(shards)) for number in range(len(shards))]
     for number, (name, shard) in enumerate(zip(names, shards, strict=True)):
@@ -235,7 +246,7 @@ def _write_directory(
             rename(_temporary(directory / name), directory / name)
         for name, text in (companions or {}).items():
             _replace_text(directory / name, text)
-        # The files have their names by now, durably, before the index tells them.
+        # The shards must have their names durably before the index refers to them.
         _replace_text(directory / layout.index_name(kind), json.dumps(index, indent=1, sort_keys=True) + "\n")
         _remove_others(directory, layout.own_names(kind), set(names))
 
@@ -243,7 +254,7 @@ def _write_directory(
 
 
 def _free_generation(directory: Path, kind: str, layout: Layout, count: int) -> int:
-    """Return a number with which no file of a save has a name that is taken."""
+    """Return the first number with which no shard name is taken."""
     generation = 0
     while any((directory / layout.shard_name(kind, generation, n, count)).exists() for n in range(count)):
         generation += 1

@@ -1,4 +1,4 @@
-"""What low-level ZeRO has cut over ranks, as streams of whole tensors: every rank must run each of them."""
+"""The sharded tensors of low-level ZeRO as sources of whole tensors. Every rank must run each source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini.parallel.zero.params import ParamShard
 
 
 def master_sources(optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str]) -> list[TensorSource]:
-    """Return the fp32 weights behind 16-bit parameters, by the names of those."""
+    """Return the fp32 masters of 16-bit parameters, under the names of the parameters."""
     return [
         _gathered(names[shard.param], shard, shard.master_dtype, shard.master.detach().reshape(-1))
         for shard in optimizer.sharded.shards
@@ -25,9 +25,9 @@ def master_sources(optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor
 def state_sources(
     optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str]
 ) -> tuple[list[TensorSource], dict[str, dict[str, Any]]]:
-    """Return the states that are tensors as sources named ``<parameter>/<state>``, and the others."""
+    """Return the states that are tensors, as sources named ``<parameter>/<state>``, and the other states."""
     parts = {part.index: part for part in optimizer.state_shards()}
-    # The first rank has a part of every parameter that has elements, others may not.
+    # The first rank has a part of every parameter that has elements; others may have none.
     described = optimizer.collectives.first(
         {
             index: ({key: tensor.dtype for key, tensor in part.tensors.items()}, part.values)
@@ -50,7 +50,7 @@ def state_sources(
 def take_weights(
     optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Take weights that were loaded into the parameters into the masters, as they were before any cast."""
+    """Copy weights that were loaded into the parameters to the masters, at the precision before any cast."""
     for shard in optimizer.sharded.shards:
         values = state.get(names[shard.param])
         if values is None:
@@ -67,7 +67,7 @@ def _gathered(
     dtype: torch.dtype,
     own: torch.Tensor | None,
 ) -> TensorSource:
-    """Return the source of a tensor whose part on this rank is ``own``."""
+    """Return the source of a tensor; ``own`` is this rank's part of it."""
 
     def stream(sink: Sink) -> None:
         if shard.numel == 0:

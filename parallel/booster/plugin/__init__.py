@@ -1,4 +1,4 @@
-"""How a booster trains: one class per way."""
+"""Plugins: one class for each way in which a booster trains."""
 
 from gemini.parallel.booster.plugin.base import Plugin
 from gemini.parallel.booster.plugin.gemini import GeminiPlugin

@@ -1,4 +1,4 @@
-"""What a booster asks of a plugin; and keyword arguments of a plugin that belong to the classes it builds."""
+"""The interface between a booster and its plugins, and the mixed precision of plugins that cast the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Path = str | os.PathLike[str]
 
 
 class Boosted(NamedTuple):
-    """What a plugin makes of a model, its optimizer and its loss function."""
+    """The result of :meth:`Plugin.configure`: model, optimizer and loss function, wrapped."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -37,10 +37,10 @@ class Boosted(NamedTuple):
 
 
 class Plugin(ABC):
-    """How a model is trained: over processes, and in which memory."""
+    """A way to train a model: over processes, and in which memory."""
 
     process_group: dist.ProcessGroup | None = None
-    divides_experts = False  # whether each rank may have experts of its own
+    divides_experts = False  # whether ranks may hold different experts
 
     @property
     def ranks(self) -> Ranks:
@@ -55,7 +55,9 @@ class Plugin(ABC):
         criterion: Criterion | None,
         precision: Precision | None,
     ) -> Boosted:
-        """Wrap model, optimizer and loss function. Raises ConfigError for what the plugin cannot do."""
+        """Wrap model, optimizer and loss function. Raises ConfigError for arguments that the plugin cannot
+        train.
+        """
 
     @abstractmethod
     def no_sync(
@@ -65,14 +67,16 @@ class Plugin(ABC):
 
     @property
     def data_ranks(self) -> Ranks:
-        """The processes that divide the data; others get the same as one of them."""
+        """The processes that divide the data. Ranks outside this group use the same data as a rank in it."""
         return self.ranks
 
     def execute_pipeline(
         self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
     ) -> Executed:
         """Run a batch through the stages of a model; see :meth:`Booster.execute_pipeline`. Raises ConfigError
-        for a plugin without stages."""
+        if
+        the plugin has no stages.
+        """
         raise ConfigError(
             f"{type(self).__name__} has no stages: call model(...) and booster.backward(loss, optimizer), or "
             "use HybridParallelPlugin, which runs with pp_size=1 too"
@@ -97,14 +101,18 @@ class Plugin(ABC):
         *,
         strict: bool,
     ) -> None:
-        """Read weights into a model; ``ranks``: None: it is not boosted. See :meth:`Booster.load_model`."""
+        """Read weights into a model; see :meth:`Booster.load_model`. ``ranks`` is None if it is not
+        boosted.
+        """
         files.load_model(model, optimizer, checkpoint, ranks, strict=strict)
 
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
     ) -> None:
-        """Write the state of a boosted optimizer; ``names``: of its parameters. See
-        :meth:`Booster.save_optimizer`."""
+        """Write the state of a boosted optimizer; see :meth:`Booster.save_optimizer`. ``names`` are those of
+        its
+        parameters.
+        """
         files.save_optimizer(optimizer, names, checkpoint, layout, self.ranks)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path) -> None:
@@ -126,15 +134,16 @@ class Plugin(ABC):
     ) -> DataLoader[Any]:
         """Return a loader that gives each rank its own part of ``dataset``; on one process, all of it.
 
-        The order, and what workers draw at random, depend on ``seed`` and the rank alone. Every pass shuffles
-        again; ``loader.sampler.set_epoch(number)`` chooses which order comes next.
+        The order, and the random numbers of workers, depend only on ``seed`` and the rank. Every pass
+        shuffles
+        again; ``loader.sampler.set_epoch(number)`` chooses the next order.
 
         Args:
             batch_size: samples per batch of one rank.
             shuffle, seed: whether and how to shuffle.
             drop_last: leave out the last batch if it is not full; without it, ranks repeat a few samples so
                 that all have the same number.
-            distributed_sampler_cls: the class of the sampler, in place of our own.
+            distributed_sampler_cls: the class of the sampler, instead of :class:`PassSampler`.
             kwargs: further arguments of :class:`torch.utils.data.DataLoader`.
 
         Raises:
@@ -170,11 +179,11 @@ _SCALER = frozenset(
 def with_precision(
     plugin: str, key: str, options: dict[str, Any], scaler: dict[str, Any], precision: Precision | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``options`` and ``scaler`` with the booster's ``precision`` in them, for a plugin that casts the
-    whole model. ``key`` is the plugin's own argument for it.
+    """Return ``options`` and ``scaler`` with the booster's ``precision`` added, for a plugin that casts the
+    whole model. ``key`` is the plugin's own argument for the precision.
 
     Raises:
-        ConfigError: plugin and booster were told different things, or something that a cast model has not.
+        ConfigError: the plugin and the booster were given different values, or a setting of autocast.
     """
     if precision is None:
         return options, scaler

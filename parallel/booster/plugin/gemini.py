@@ -36,21 +36,25 @@ class GeminiPlugin(PluginOfParts):
 
         GeminiPlugin(placement_policy="auto", device_bytes="4GiB", disk_dir="/nvme", max_norm=1.0)
 
-    Over several processes every chunk is cut among them (ZeRO-3). The model may be on ``meta``. The optimizer
-    is one that GeminiOptimizer drives, made before :meth:`Booster.boost` over the model's parameters. With a
-    16-bit ``mixed_precision`` here or in the booster, all parameters are cast and fp32 masters are kept.
+    Over several processes each chunk is divided among them (ZeRO-3). The model may be on ``meta``. The
+    optimizer
+    must be one that GeminiOptimizer drives, made over the model's parameters before :meth:`Booster.boost`.
+    With
+    a 16-bit ``mixed_precision`` here or in the booster, all parameters are cast and fp32 masters are kept.
 
     Args:
         device, placement_policy: see GeminiDDP.
-        ep_size: how many neighbours among the ranks divide the experts of a mixture among them, each with
-            chunks of its own experts; see docs/experts.md. ``strict_ddp_mode`` is on then unless it is
-            given. 1: chunks of experts are cut over all ranks.
+        ep_size: the number of neighbouring ranks that divide the experts of a mixture, each with chunks of
+            its
+            own experts; see docs/experts.md. This enables ``strict_ddp_mode`` unless that is given. With 1,
+            chunks of experts are divided among all ranks.
         options: further keywords of GeminiDDP (budgets, chunk search, ``mixed_precision``, ``process_group``)
             and of GeminiOptimizer (``max_norm``, ``initial_scale`` and the others of the loss scale,
             ``overlap``, ``elementwise``, ``whole``).
 
     Raises:
-        TypeError: a keyword that neither has. ConfigError: an ``ep_size`` that cannot be.
+        TypeError: neither class has such a keyword.
+        ConfigError: ``ep_size`` is invalid.
     """
 
     def __init__(
@@ -74,8 +78,10 @@ class GeminiPlugin(PluginOfParts):
         self.process_group = group_of(group) if isinstance(group, DeviceMesh) else group
 
     def _prepare_for_experts(self, options: dict[str, Any]) -> None:
-        """Have ranks that run different operators find out, instead of waiting for each other's tokens.
-        Raises ConfigError for options that do not go with divided experts."""
+        """Enable the check for ranks that run different operators; without it they would wait for each
+        other's
+        tokens. Raises ConfigError for options that divided experts do not support.
+        """
         group = options.get("process_group")
         if options.get("model_ranks") is not None:
             raise ConfigError(
@@ -98,15 +104,17 @@ class GeminiPlugin(PluginOfParts):
         precision: Precision | None,
     ) -> Boosted:
         """See :class:`Plugin`. Raises OutOfBudgetError if the model cannot fit; nothing was changed, except
-        for experts that were divided already."""
+        that
+        experts may have been divided.
+        """
         model_options, optimizer_options = with_precision(
             "GeminiPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision
         )
         if optimizer is not None:
             said = {name: optimizer_options.get(name, False) for name in ("elementwise", "whole")}
-            rule_of(optimizer, **said)  # refuses before anything
+            rule_of(optimizer, **said)  # raises before anything is changed
         if optimizer is not None and model_options.get("config") is None:
-            # What cannot train is refused at once: where the rule is known before chunks are, by wrapping.
+            # With a known rule, wrapping refuses a model that cannot be trained within the budgets.
             is_adam = isinstance(optimizer, CPUAdam) and optimizer.state_format == StateFormat()
             rule = "muon" if isinstance(optimizer, Muon) else "adam" if is_adam else "none"
             model_options = {"optimizer_rule": rule, **model_options}
@@ -118,7 +126,7 @@ class GeminiPlugin(PluginOfParts):
                 boosted = GeminiOptimizer(optimizer, managed, **optimizer_options)
         except GeminiError:
             handle = handle_of(managed)
-            if handle.peers is None:  # what one rank alone was refused would keep the others waiting
+            if handle.peers is None:  # alone, one rank must not release: the others would wait for it
                 handle.release()
             raise
         if parts is not None:
@@ -129,6 +137,6 @@ class GeminiPlugin(PluginOfParts):
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> AbstractContextManager[Any]:
-        """See :class:`Plugin`; the optimizer is not needed."""
+        """See :class:`Plugin`; ``optimizer`` is not needed."""
         assert isinstance(model, GeminiDDP)
         return model.no_sync()

@@ -58,8 +58,9 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def _taking_plan(init: _Init) -> _Init:
-    """Have ``__init__`` called with the keywords that its ``plan`` says, and with those given beside it: only
-    here is known which were given."""
+    """Decorate ``__init__`` to add the keywords of its ``plan`` to those given. Only a wrapper knows which
+    keywords were given.
+    """
     signature = inspect.signature(init)
 
     @functools.wraps(init)
@@ -79,9 +80,9 @@ def _taking_plan(init: _Init) -> _Init:
 
 
 class HybridParallelPlugin(PluginOfParts):
-    """Train over a grid of ``pp_size`` x data x ``sp_size`` x ``tp_size`` processes: stages of the model,
-    parts of the batch, of each sequence, of each layer; what is left of the processes goes over the data.
-    Chunks move within budgets on each.
+    """Train over a grid of ``pp_size`` x data x ``sp_size`` x ``tp_size`` processes. They hold stages of the
+    model, and parts of the batch, of each sequence and of each layer. The number of processes along the data
+    axis is the rest. On each rank, chunks move within budgets.
 
     ::
 
@@ -92,46 +93,47 @@ class HybridParallelPlugin(PluginOfParts):
         loss = booster.execute_pipeline(batches, model, criterion, optimizer)["loss"]
         optimizer.step()
 
-    The model is an ordinary one, whole, on every rank (on ``meta`` it takes no memory there); each keeps its
-    part. ``BuiltStages(stage)`` is one that the program has cut itself. See docs/parallel.md.
+    The model is an ordinary whole model on every rank (on ``meta`` it takes no memory); each rank keeps its
+    part. ``BuiltStages(stage)`` is a model that the program has cut itself. See docs/parallel.md.
 
     Args:
-        tp_size, pp_size: over how many processes layers are cut, and how many have stages.
-        sp_size, sp_mode: how many have parts of each sequence, and how attention goes across them:
-            ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences; a criterion returns the mean
-            over the labels in its micro-batch, which are shifted already for a causal model of transformers
-            and as they were given for one of your own; the loss is the mean over those of all ranks.
-        ep_size: how many neighbours among the ranks of data parallelism divide the experts of a mixture among
-            them; see docs/experts.md.
-        zero_stage: what ranks that have the same part cut: 3: weights too, in chunks (GeminiDDP); 2:
-            gradients and states; 1: states; 0: nothing, gradients are averaged. The same numbers, except for
+        tp_size, pp_size: the number of processes that layers are cut over, and the number with stages.
+        sp_size, sp_mode: the number of processes with parts of each sequence, and the attention across them:
+            ``"ulysses"`` or ``"ring"``. Batches are dicts of whole sequences. A criterion returns the mean
+            over the labels in its micro-batch; they are already shifted for a causal model of transformers,
+            and as given for your own model. The loss is the mean over the labels of all ranks.
+        ep_size: the number of neighbouring ranks of data parallelism that divide the experts of a mixture;
+            see docs/experts.md.
+        zero_stage: what ranks with the same part divide. 3: also weights, in chunks (GeminiDDP); 2: gradients
+            and states; 1: states; 0: nothing, gradients are averaged. All give the same numbers, except for
             the order of sums. 0 to 2 take any element-wise torch optimizer (LowLevelZeroOptimizer).
-        placement_policy: see GeminiDDP; ``zero_stage=3`` alone has chunks to place.
+        placement_policy: see GeminiDDP; only ``zero_stage=3`` has chunks to place.
         tp_plan, tp_check, sequence_parallel_norms: see :func:`gemini.parallel.parallelize`.
         pp_style: ``"1f1b"``, ``"gpipe"``, ``"interleaved"``, ``"zero_bubble"``, ``"zbv"`` or ``"dualpipev"``.
-        num_model_chunks: stages on each rank; None: 1, with ``zbv`` and ``dualpipev`` 2.
-        num_microbatches, microbatch_size: how :meth:`Booster.execute_pipeline` cuts a batch; neither: one
-            micro-batch.
-        split: where the model is cut into stages: ``"bytes"`` of parameters, ``"layers"``, or names of the
-            blocks that stages begin with, but the first.
-        costs: of each block, in any unit (seconds, say), instead of ``split``.
-        blocks: names of the modules that run one after another, where they are not the longest list.
-        behind, before: names of what runs behind all blocks, or before those of the module that it is in,
-            where neither ``forward`` nor the order of registration says so.
-        recompute: names of the blocks that compute their activations again in backward, with the same bits.
-            A tuple of names is a group of blocks, one after another, that keep the input of the first alone.
-        plan: a :class:`gemini.parallel.ParallelPlan`, or its file: it says the sizes, the schedule, where
-            stages begin, the micro-batches, ``zero_stage``, the budgets, ``recompute`` and the precision. It
-            does not say the others (``disk_dir``, ``max_norm``). It has to be of this model and for as many
+        num_model_chunks: stages on each rank; None means 1, or 2 for ``zbv`` and ``dualpipev``.
+        num_microbatches, microbatch_size: how :meth:`Booster.execute_pipeline` cuts a batch; with neither,
+            into one micro-batch.
+        split: where to cut the model into stages: ``"bytes"`` balances parameter bytes, ``"layers"`` the
+            number of blocks; or the names of the first blocks of all stages except the first.
+        costs: the cost of each block, in any unit (for example seconds), instead of ``split``.
+        blocks: the names of the modules that run one after another, if they are not the longest list.
+        behind, before: names of modules that run behind all blocks, or before the blocks in the same module,
+            if neither ``forward`` nor the order of registration shows it.
+        recompute: names of the blocks that recompute their activations in backward, with the same bits. A
+            tuple of names is a group of consecutive blocks that keep only the input of the first.
+        plan: a :class:`gemini.parallel.ParallelPlan`, or its file. It sets the sizes, the schedule, where
+            stages begin, the micro-batches, ``zero_stage``, the budgets, ``recompute`` and the precision, but
+            not the other options (``disk_dir``, ``max_norm``). It must be for this model and number of
             processes.
-        options: further keywords of GeminiDDP (budgets and the rest) and of GeminiOptimizer; with
-            ``zero_stage`` 0 to 2 ``mixed_precision``, ``keep_fp32``, ``cast_inputs``, ``max_norm``,
+        options: further keywords of GeminiDDP (budgets and the rest) and of GeminiOptimizer. With
+            ``zero_stage`` 0 to 2: ``mixed_precision``, ``keep_fp32``, ``cast_inputs``, ``max_norm``,
             ``norm_type``, those of the loss scale, and of LowLevelZeroPlugin ``reduce_bucket_size_in_m``,
             ``communication_dtype``, ``overlap_communication`` and ``cpu_offload``.
 
     Raises:
-        TypeError: a keyword that none of them has. ConfigError: sizes that cannot be, or a keyword that the
-            stage does not have, or that contradicts the plan.
+        TypeError: none of these classes has such a keyword.
+        ConfigError: sizes are impossible, or a keyword is not for this ``zero_stage`` or contradicts the
+            plan.
     """
 
     @_taking_plan
@@ -190,20 +192,21 @@ class HybridParallelPlugin(PluginOfParts):
         self._units: dict[str, Any] = {"blocks": blocks, "behind": behind, "before": before}
         super().__init__()
         self._mesh: Mesh | None = None
-        # Of boosted models, of which a program may have several, one after another.
+        # By boosted model: a program may have several, one after another.
         self._pipelines: WeakKeyDictionary[nn.Module, Pipeline] = WeakKeyDictionary()
         self._sequences: WeakKeyDictionary[nn.Module, SequenceParallel] = WeakKeyDictionary()
-        # Of those without chunks: what a plan expects of a step, and what measures it.
+        # By boosted model without chunks: the plan's prediction for a step, and the clock that measures
+        # steps.
         self._watched: WeakKeyDictionary[nn.Module, tuple[dict[str, float], StepClock]] = WeakKeyDictionary()
 
     @property
     def pp_size(self) -> int:
-        """How many processes have stages."""
+        """The number of processes with stages."""
         return self._sizes.pp
 
     @property
     def mesh(self) -> Mesh | None:
-        """The grid of processes; None where there is one process alone.
+        """The grid of processes; None for a single process.
 
         Raises:
             ConfigError: the number of processes is no multiple of ``tp_size * pp_size * sp_size``.
@@ -263,7 +266,7 @@ class HybridParallelPlugin(PluginOfParts):
         return Boosted(boosted, updating, criterion)
 
     def _refuse_unplanned(self, model: nn.Module, precision: Precision | None) -> None:
-        """Raise ConfigError, on all ranks where on one, if the plan is not of this model and these ranks."""
+        """Raise ConfigError on all ranks if on any of them the plan does not fit the model or the ranks."""
         if (plan := self._plan) is None:
             return
         if isinstance(model, BuiltStages):
@@ -278,14 +281,14 @@ class HybridParallelPlugin(PluginOfParts):
         self.ranks.together(partial(plan.check, model, self.ranks.size), failure=ConfigError)
 
     def _take_budgets(self, mesh: Mesh | None) -> None:
-        """Take the budgets that the plan has for this rank, where they differ from stage to stage."""
+        """Use the plan's budgets for this rank, if they differ between stages."""
         plan = self._plan
         if plan is not None and plan.stage_budgets is not None and isinstance(self._data, Chunks):
             axis = None if mesh is None else mesh.axis("pp")
             self._data.take_budgets(plan.budget_options(0 if axis is None else axis.rank))
 
     def _watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Have :meth:`stats` know what the plan expects of this rank, and measure its steps."""
+        """Give :meth:`stats` the plan's prediction for this rank, and measure its steps."""
         if (plan := self._plan) is None:
             return
         axis = None if self.mesh is None else self.mesh.axis("pp")
@@ -300,9 +303,12 @@ class HybridParallelPlugin(PluginOfParts):
             optimizer.register_step_post_hook(lambda *_: clock.end())
 
     def stats(self, model: nn.Module) -> dict[str, Any]:
-        """Return ``"predicted"`` and ``"measured"`` of the last step on this rank, where a plan is run: its
-        ``step_seconds``, and ``device_bytes``, the most on DEVICE (with ``zero_stage`` 0 to 2 predicted
-        alone). Those of a GeminiDDP are among its own ``stats()``, which are returned."""
+        """Return ``"predicted"`` and ``"measured"`` of the last step on this rank if a plan is run.
+
+        Both have ``step_seconds`` and ``device_bytes``, the most on DEVICE (only predicted with
+        ``zero_stage`` 0 to
+        2). For a GeminiDDP this returns its own ``stats()``, which contain them.
+        """
         if isinstance(model, GeminiDDP):
             return model.stats()
         if model not in self._watched:
@@ -312,7 +318,7 @@ class HybridParallelPlugin(PluginOfParts):
         return {"predicted": dict(predicted), "measured": measured}
 
     def _refuse_around(self, blocks: Sequence[str]) -> None:
-        """Raise ConfigError where something around ``blocks`` is to be recomputed."""
+        """Raise ConfigError if a module that contains some of ``blocks`` is to be recomputed."""
         for name in flat_names(self._recompute):
             if any(block.startswith(f"{name}.") for block in blocks):
                 raise ConfigError(
@@ -321,7 +327,7 @@ class HybridParallelPlugin(PluginOfParts):
                 )
 
     def _refuse_divided(self, stages: Sequence[Sequence[str]]) -> None:
-        """Raise ConfigError where blocks of a group are in several stages."""
+        """Raise ConfigError if the blocks of a recomputed group are in several stages."""
         for group in self._recompute:
             names = flat_names(group)
             if len({at for at, stage in enumerate(stages) for each in names if each in stage}) > 1:
@@ -331,7 +337,7 @@ class HybridParallelPlugin(PluginOfParts):
                 )
 
     def _recomputed_here(self, model: nn.Module) -> tuple[Names, ...]:
-        """Return what is recomputed of the blocks that this rank has."""
+        """Return the names and groups to recompute that this rank has."""
 
         def is_here(name: str) -> bool:
             return not isinstance(model.get_submodule(name), Absent)
@@ -345,8 +351,10 @@ class HybridParallelPlugin(PluginOfParts):
         mesh: Mesh | None,
         types: Mapping[int, torch.dtype],
     ) -> tuple[Parts, SequenceParallel | None]:
-        """Leave ``model`` this rank's part, and have it attend to what other ranks have of sequences.
-        ``types``: in which parameters will compute, by their ids."""
+        """Keep only this rank's part of ``model``, and make its attention use the other ranks' parts of
+        sequences.
+        ``types``: the dtypes in which parameters will compute, by their ids.
+        """
         if isinstance(model, BuiltStages):
             return self._join(model, optimizer, mesh), None
         axis, whole = mesh.axis("pp") if mesh is not None else None, WholeModel.of(model, optimizer)
@@ -370,9 +378,9 @@ class HybridParallelPlugin(PluginOfParts):
 
         units, ranges, outline = axis.together(decide)
         assert mesh is not None
-        # No rank runs the whole model that outputs would be compared with.
+        # No check: no rank runs the whole model to compare outputs with.
         partition = parallelize(model, mesh, check=False, **self._cut)
-        # Stages copy the modules around blocks, and keep what those have by then.
+        # Before the split: stages copy the modules around blocks as they are then.
         sequence = self._cut_sequences(model, mesh)
         if sequence is not None:
             sequence.attend_in(outline)
@@ -384,7 +392,7 @@ class HybridParallelPlugin(PluginOfParts):
         return Parts(staged, partition, tied, whole, mesh, self._rank_of), sequence
 
     def _expert_ranks(self, model: nn.Module, mesh: Mesh | None) -> ExpertRanks | None:
-        """Return the ranks that are to divide the experts of the whole ``model``; None: each has all."""
+        """Return the ranks that divide the experts of the whole ``model``; None if each rank has all."""
         if self._ep_size == 1:
             return None
         if isinstance(model, BuiltStages):
@@ -398,13 +406,17 @@ class HybridParallelPlugin(PluginOfParts):
         return expert_ranks_of(model, data, self._ep_size, apart=sp)
 
     def _cut_sequences(self, model: nn.Module, mesh: Mesh | None) -> SequenceParallel | None:
-        """Return what gives each rank along ``sp`` its part of sequences; None: they stay whole."""
+        """Return the object that gives each rank along ``sp`` its part of sequences; None if they stay
+        whole.
+        """
         if mesh is None or self._sizes.sp == 1:
             return None
         return parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
 
     def _join(self, built: BuiltStages, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None) -> Parts:
-        """Take what ranks have built as parts of one model. Raises ConfigError where they do not fit."""
+        """Join the stages that ranks have built as parts of one model. Raises ConfigError if they do not
+        fit.
+        """
         if self._sizes.sp > 1:
             raise ConfigError(f"sp_size {self._sizes.sp}: BuiltStages take whole sequences; choose sp_size=1")
         axis = None if mesh is None else mesh.axis("pp")
@@ -418,19 +430,22 @@ class HybridParallelPlugin(PluginOfParts):
     def plan(
         self, model: nn.Module, run: Callable[..., torch.Tensor], batch: Any = None, *, data_ranks: int = 1
     ) -> LayoutPlan:
-        """Return what each rank will have of ``model``, which is whole and stays as it is, over
-        ``tp_size * pp_size * sp_size * data_ranks`` processes: bytes of parameters, gradients, Adam's states
-        and activations, and for which part of a step it is idle. Needs no other process.
+        """Return what each rank would hold of the whole ``model``, which is not changed, over
+        ``tp_size * pp_size * sp_size * data_ranks`` processes: the bytes of parameters, gradients, Adam's
+        states
+        and activations, and the fraction of a step in which it is idle. Needs no other process.
 
         Args:
             run: ``run(model)`` runs the model, a copy on ``meta``, on one micro-batch and returns the loss;
                 with a ``batch`` it is ``run(model, batch)``.
-            batch: one micro-batch, on any device; ``run`` gets it on ``meta``, with ``sp_size`` above 1 this
-                rank's part of it, as ``execute_pipeline`` cuts it.
+            batch: one micro-batch, on any device. ``run`` gets it on ``meta``; with ``sp_size`` above 1 it
+                gets
+                this rank's part, cut as by ``execute_pipeline``.
 
         Raises:
-            ConfigError: the model does not go over so many; the message says over how many it does. It
-                cannot work on parts of sequences, or there is no ``batch`` that can be cut into them.
+            ConfigError: the model cannot be cut over so many ranks (the message says over how many it can),
+                it
+                cannot work on parts of sequences, or ``batch`` is missing or cannot be cut into them.
         """
         if isinstance(model, BuiltStages):
             raise ConfigError(
@@ -469,7 +484,7 @@ class HybridParallelPlugin(PluginOfParts):
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> AbstractContextManager[Any]:
-        """See :class:`Plugin`; the optimizer is needed with ``zero_stage`` 0 to 2."""
+        """See :class:`Plugin`; with ``zero_stage`` 0 to 2 the optimizer is needed."""
         if isinstance(model, GeminiDDP):
             return model.no_sync()
         if not isinstance(optimizer, LowLevelZeroOptimizer):
@@ -493,14 +508,15 @@ class HybridParallelPlugin(PluginOfParts):
 
     @property
     def data_ranks(self) -> Ranks:
-        """Those that divide the data: along ``dp``."""
+        """The ranks along ``dp``, which divide the data."""
         mesh = self.mesh
         return Ranks() if mesh is None else Ranks(mesh["dp"].get_group())
 
 
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """:class:`HybridParallelPlugin` as programs for mixtures of experts call it: experts are divided among
-    ``ep_size`` ranks, and ``zero_stage`` is 1 unless it is given."""
+    """:class:`HybridParallelPlugin` with the signature of programs for mixtures of experts: ``ep_size`` ranks
+    divide the experts, and ``zero_stage`` defaults to 1.
+    """
 
     def __init__(
         self, tp_size: int = 1, pp_size: int = 1, ep_size: int = 1, *, zero_stage: int = 1, **options: Any
@@ -509,18 +525,18 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
 
 
 def _as_names(names: Names) -> Names:
-    """Return the names of a group as tuples, which lists may be."""
+    """Convert a group of names from nested lists to nested tuples."""
     return names if isinstance(names, str) else tuple(map(_as_names, names))
 
 
 def _compare_batches(axis: Axis, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ConfigError where ranks along ``axis`` call a model with other inputs."""
+    """Raise ConfigError if ranks along ``axis`` call a model with different inputs."""
     mine = torch.tensor([contents_of((args, kwargs))], dtype=torch.int64, device="cpu")
     refuse_different([int(each) for each in axis.all_gather(mine)], "along tp")
 
 
 def _forget_absent(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Take parameters that other stages have out of the groups, and their names."""
+    """Remove parameters that other stages have from the groups, with their names and states."""
     present = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
         kept = [id(param) in present for param in group["params"]]

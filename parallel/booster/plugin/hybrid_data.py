@@ -1,4 +1,4 @@
-"""What data parallelism makes of a rank's part of a model: chunks (ZeRO 3), or replicas (ZeRO 0 to 2)."""
+"""Data parallelism over a rank's part of a model: chunks (ZeRO 3), or replicas (ZeRO 0 to 2)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ _REPLICATED = (
 
 
 class Wrapped(NamedTuple):
-    """A rank's part of a model and its optimizer, wrapped; and how a pipeline trains them."""
+    """A rank's part of a model and its optimizer, wrapped, and the object through which a pipeline trains
+    them.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -61,22 +63,24 @@ class DataParallelism(Protocol):
     def prepared(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision | None
     ) -> Wrap:
-        """Return what wraps the part, after ranks have taken theirs of ``model``. Raises ConfigError, and
-        nothing was touched, for what it cannot train."""
+        """Return the function that wraps this rank's part, to call after the ranks have cut ``model``. Raises
+        ConfigError for what it cannot train; nothing was changed.
+        """
         ...
 
     def types(self, model: nn.Module, precision: Precision | None) -> dict[int, torch.dtype]:
-        """Return in which types the parameters of ``model`` will compute, by their ids."""
+        """Return the dtypes in which the parameters of ``model`` will compute, by their ids."""
         ...
 
 
 def choose_data_parallelism(
     zero_stage: int, policy: str | PlacementPolicy, options: Mapping[str, Any], *, alone: bool
 ) -> DataParallelism:
-    """Return what trains with ``zero_stage``; ``alone``: no other rank has a part of the model.
+    """Return the data parallelism for ``zero_stage``; ``alone``: no other rank has a part of the model.
 
     Raises:
-        TypeError: an option that no stage has. ConfigError: one that this stage does not have.
+        TypeError: no stage has such an option.
+        ConfigError: this stage does not have it.
     """
     refuse_unknown("HybridParallelPlugin", options, _CHUNKED | _UPDATED | _REPLICATED)
     if zero_stage not in (0, 1, 2, 3) or isinstance(zero_stage, bool):
@@ -104,7 +108,9 @@ def choose_data_parallelism(
 
 
 class Chunks:
-    """ZeRO 3: GeminiDDP and GeminiOptimizer; ``strict``: ranks run the same operators in the same order."""
+    """ZeRO 3: GeminiDDP and GeminiOptimizer. With ``strict``, ranks check that they run the same operators in
+    the same order.
+    """
 
     def __init__(self, policy: str | PlacementPolicy, options: Mapping[str, Any], *, strict: bool) -> None:
         self._model_options = {key: value for key, value in options.items() if key in _CHUNKED}
@@ -114,8 +120,7 @@ class Chunks:
         self._optimizer_options = {key: value for key, value in options.items() if key in _UPDATED}
 
     def take_budgets(self, budgets: Mapping[str, Any]) -> None:
-        """Take the budgets of this rank instead of those of all; where it has none of DISK, no file is
-        made."""
+        """Use the budgets of this rank instead of the common ones. Without a DISK budget no file is made."""
         self._model_options = {**self._model_options, **budgets}
         if not budgets.get("disk_bytes"):
             self._model_options.pop("disk_dir", None)
@@ -165,7 +170,7 @@ class Chunks:
 
 
 class _ManagedPart:
-    """A part that GeminiDDP manages, as a pipeline trains it."""
+    """A part that GeminiDDP manages, for the pipeline."""
 
     def __init__(self, handle: ManagedModel, optimizer: GeminiOptimizer | None) -> None:
         self._handle, self._optimizer = handle, optimizer
@@ -190,7 +195,7 @@ class _ManagedPart:
 
 
 class Replicas:
-    """ZeRO 0 to 2: weights whole on each rank that has the part; LowLevelZeroOptimizer."""
+    """ZeRO 0 to 2: each rank holds its part's weights whole; LowLevelZeroOptimizer."""
 
     def __init__(self, stage: int, options: Mapping[str, Any]) -> None:
         options = dict(options)
@@ -257,8 +262,10 @@ class Replicas:
 
 
 class _ReplicatedPart:
-    """A part with a LowLevelZeroOptimizer, as a pipeline trains it. Each of its stages ends with a backward
-    pass of its own; gradients of all are exchanged in the last of these."""
+    """A part with a LowLevelZeroOptimizer, for the pipeline. Each of its stages ends with a backward pass of
+    its
+    own; the last of these exchanges the gradients of all.
+    """
 
     def __init__(
         self, model: LowLevelZeroModel, optimizer: LowLevelZeroOptimizer | None, num_stages: int

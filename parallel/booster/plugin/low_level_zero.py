@@ -36,36 +36,36 @@ _OWN = frozenset(
 )
 _RENAMED = frozenset(("optimizer", "partition_grad", "clip_grad_norm", "reduce_bucket_size"))
 _OPTIONS = keyword_names(LowLevelZeroOptimizer) - _OWN - _RENAMED
-# Where this name has always had other defaults than the optimizer.
+# Defaults of this class that differ from the optimizer's, for compatibility.
 _DEFAULTS = {"overlap_communication": True}
 _FP16_DEFAULTS = {"growth_interval": 1000, "max_scale": 2**32}
 
 
 class LowLevelZeroPlugin(PluginOfParts):
-    """Train with :class:`gemini.parallel.LowLevelZeroOptimizer`: optimizer states are cut over ranks, with
-    stage 2 gradients too.
+    """Train with :class:`gemini.parallel.LowLevelZeroOptimizer`: ranks shard optimizer states, and with stage
+    2
+    gradients too.
 
-    Any element-wise torch optimizer may be used. The model is moved to the current GPU where there is one.
-    Every rank gets the first one's weights and buffers.
+    Any element-wise torch optimizer may be used. The model is moved to the current GPU if there is one. Every
+    rank gets the weights and buffers of the first rank.
 
     Args:
         stage: 1 or 2.
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``; None is what the booster says, and fp32 if it says
-            nothing, as with every plugin.
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``; None takes the booster's, which defaults to fp32.
         max_norm: the optimizer's ``clip_grad_norm``.
-        reduce_bucket_size_in_m: millions (2**20) of elements that are sent at a time.
-        cast_inputs: whether floating-point inputs of the model are cast to ``precision``.
-        keep_fp32: parameters, or modules with them, that stay in fp32, by name or a part of it, as
-            :class:`gemini.GeminiDDP` has it. Buffers keep their type.
-        dp_process_group: the ranks; None: all.
-        ep_size: how many neighbours among the ranks divide the experts of a mixture among them; see
-            docs/experts.md.
+        reduce_bucket_size_in_m: the number of elements sent at a time, in units of 2**20.
+        cast_inputs: whether to cast the model's floating-point inputs to ``precision``.
+        keep_fp32: parameters that stay in fp32, or modules that contain them, by name or a part of it, as in
+            :class:`gemini.GeminiDDP`. Buffers keep their type.
+        dp_process_group: the ranks; None means all.
+        ep_size: the number of neighbouring ranks that divide the experts of a mixture; see docs/experts.md.
         options: ``norm_type``, ``communication_dtype``, ``overlap_communication``, ``cpu_offload`` and the
-            loss scale's, as LowLevelZeroOptimizer has them. Gradients are sent while backward goes on, and
-            the loss scale may grow to 2**32, unless said otherwise.
+            options of the loss scale, as for LowLevelZeroOptimizer. By default gradients are sent during
+            backward, and under fp16 the loss scale may grow to 2**32.
 
     Raises:
-        TypeError: a keyword that it does not have. ConfigError: a stage or precision that cannot be.
+        TypeError: there is no such keyword.
+        ConfigError: the stage or precision is invalid.
     """
 
     def __init__(

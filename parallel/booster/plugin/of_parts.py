@@ -1,4 +1,6 @@
-"""Files of the whole model, and experts of its own for each rank, for plugins that leave each rank a part."""
+"""PluginOfParts: base class of plugins that leave each rank a part of the model. It saves and loads whole
+models, and divides experts.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,15 @@ from gemini.parallel.moe.divide import expert_ranks_of
 
 
 class PluginOfParts(Plugin):
-    """Writes and reads whole tensors, under the names of the whole model."""
+    """A plugin that writes and reads whole tensors under the names of the whole model."""
 
     def __init__(self) -> None:
         self.parts: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
         self._parts_of: WeakKeyDictionary[torch.optim.Optimizer, Parts] = WeakKeyDictionary()
-        self._expert_data: Axis | None = None  # all ranks, where some divide experts
+        self._expert_data: Axis | None = None  # all ranks, if some of them divide experts
 
     def note_parts(self, parts: Parts, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        """Remember what a boosted ``model`` and its ``optimizer`` are."""
+        """Record the parts of a boosted ``model`` and its ``optimizer``."""
         self.parts[model] = parts
         if optimizer is not None:
             self._parts_of[optimizer] = parts
@@ -46,9 +48,10 @@ class PluginOfParts(Plugin):
     def divide_experts(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ep_size: int
     ) -> Parts | None:
-        """Leave of the experts of ``model``, which is whole, those of this rank, where ``ep_size`` of
-        :attr:`ranks` divide them; None where each rank has all. Raises ConfigError, and nothing has changed,
-        where they cannot."""
+        """Keep only this rank's experts in the whole ``model``, divided among ``ep_size`` of :attr:`ranks`;
+        return
+        None if each rank keeps all. Raises ConfigError if they cannot be divided; nothing was changed.
+        """
         if checked_ep_size(ep_size) == 1:
             return None
         if self._expert_data is None and self.ranks.size > 1:
@@ -78,8 +81,10 @@ class PluginOfParts(Plugin):
         save_parts(model, optimizer, parts, checkpoint, layout, self.ranks)
 
     def whole_contents(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelContents:
-        """Return what :meth:`save_model` writes of a boosted model, as streams. All ranks call this, and run
-        all streams in their order; on the first rank they hand out whole tensors."""
+        """Return the contents that :meth:`save_model` writes for a boosted model, as streams. Collective. All
+        ranks
+        must also run all streams in order; on the first rank they pass on whole tensors.
+        """
         return whole_contents(model, optimizer, self.parts[model], self.ranks)
 
     def load_model(

@@ -20,20 +20,20 @@ from gemini.system.device import current_device
 
 
 class TorchDDPPlugin(Plugin):
-    """Train with :class:`torch.nn.parallel.DistributedDataParallel`, whose arguments these are.
+    """Train with :class:`torch.nn.parallel.DistributedDataParallel`; the arguments are passed to it.
 
-    With one rank the model trains on this process alone, and the arguments do nothing there. The model is
-    moved to the current GPU where there is one. Any torch optimizer may be used.
+    With one rank the model trains in this process without DDP, and its arguments have no effect. The model is
+    moved to the current GPU if there is one. Any torch optimizer may be used.
 
     Args:
         broadcast_buffers: copy buffers from rank 0 before every forward pass.
         bucket_cap_mb: size of the buckets in which gradients are reduced.
-        find_unused_parameters: look for parameters that a forward pass did not use; needed where some are
-            not.
-        check_reduction, gradient_as_bucket_view, static_graph: see there.
-        process_group: the ranks that share gradients; None: all.
-        model_ranks: the ranks that have the other parts of the model, as :class:`gemini.GeminiDDP` has it:
-            they clip by one norm and skip a step together.
+        find_unused_parameters: look for parameters that a forward pass did not use; needed if there are any.
+        check_reduction, gradient_as_bucket_view, static_graph: see DistributedDataParallel.
+        process_group: the ranks that share gradients; None means all.
+        model_ranks: the ranks with the other parts of the model, as in :class:`gemini.GeminiDDP`: they clip
+            by
+            one norm and skip steps together.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TorchDDPPlugin(Plugin):
             "gradient_as_bucket_view": (gradient_as_bucket_view, False),
             "static_graph": (static_graph, False),
         }
-        # torch renames some of them; the defaults are the same under any name.
+        # Pass only changed options: torch renames some, but keeps the defaults.
         self._options = {name: value for name, (value, default) in options.items() if value != default}
 
     def configure(
@@ -84,7 +84,7 @@ class TorchDDPPlugin(Plugin):
         return Boosted(boosted, optim, criterion)
 
     def wrap(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-        """Return the model in the wrapper that trains it; ``dtype`` is autocast's, None for fp32."""
+        """Return the model in the wrapper that trains it; ``dtype`` is that of autocast, None for fp32."""
         if self.ranks.size > 1 and any(param.requires_grad for param in model.parameters()):
             options = {"process_group": self.process_group, **self._options}
             return DataParallel(model, device, dtype, **options)
@@ -93,7 +93,7 @@ class TorchDDPPlugin(Plugin):
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> AbstractContextManager[Any]:
-        """See :class:`Plugin`; the optimizer is not needed."""
+        """See :class:`Plugin`; ``optimizer`` is not needed."""
         assert isinstance(model, (DataParallel, SingleProcess))
         return model.no_sync()
 
@@ -122,7 +122,7 @@ def _check_model(model: nn.Module, precision: Precision | None) -> None:
 
 
 def _scaler(precision: Precision | None, device: torch.device) -> GradScaler | None:
-    """Return what scales the loss: only fp16 needs it."""
+    """Return the loss scaler, which only fp16 needs; else None."""
     if precision is None or precision.name != "fp16":
         return None
     settings = precision.settings or FP16TorchMixedPrecision()

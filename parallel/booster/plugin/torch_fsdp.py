@@ -38,15 +38,17 @@ from gemini.system.device import current_device
 class TorchFSDPPlugin(Plugin):
     """Train with torch's ``fully_shard`` (FSDP2): each rank keeps a part of every parameter, as a DTensor.
 
-    The blocks of the model (members of its lists) are gathered one by one, the rest with the model. Any
-    optimizer of torch may be used, made before :meth:`Booster.boost`; ours work on plain tensors. Every rank
-    begins with the first one's weights and buffers. Without a process group the model trains on this process
-    alone.
+    The blocks of the model (members of its lists) are gathered one by one, the rest with the model. Any torch
+    optimizer may be used, made before :meth:`Booster.boost`; the optimizers of gemini need plain tensors.
+    Every
+    rank starts with the weights and buffers of the first rank. Without a process group the model trains in
+    this
+    process.
 
     Args:
-        process_group: the ranks; None: all.
-        reshard_after_forward: give up gathered parameters between forward and backward.
-        cpu_offload: keep parts in CPU memory, beside a GPU.
+        process_group: the ranks; None means all.
+        reshard_after_forward: free gathered parameters between forward and backward.
+        cpu_offload: keep parts in CPU memory beside a GPU.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class TorchFSDPPlugin(Plugin):
         criterion: Criterion | None,
         precision: Precision | None,
     ) -> Boosted:
-        """See :class:`Plugin`. Parameters become others, which the optimizer is given. In bf16 they are
-        gathered in it, and gradients added up in fp32."""
+        """See :class:`Plugin`. Parameters are replaced, also in the optimizer. In bf16 they are gathered as
+        bf16,
+        and gradients are summed in fp32.
+        """
         _check_model(model, optimizer, precision)
         device = current_device()
         dtype = precision.dtype if precision is not None else None
@@ -90,7 +94,7 @@ class TorchFSDPPlugin(Plugin):
     def no_sync(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> AbstractContextManager[Any]:
-        """See :class:`Plugin`; the optimizer is not needed. Gradients stay whole within."""
+        """See :class:`Plugin`; ``optimizer`` is not needed. Inside, gradients stay whole on each rank."""
         assert isinstance(model, (ShardedData, SingleProcess))
         return model.no_sync()
 
@@ -115,14 +119,16 @@ class TorchFSDPPlugin(Plugin):
         for block in _apart(model):
             fully_shard(block, mp_policy=inside, **options)
         fully_shard(model, mp_policy=around, **options)
-        if hasattr(model, "generate"):  # PEFT's calls the model within, around which nothing is gathered
+        if hasattr(model, "generate"):  # PEFT calls the inner model, which gathers nothing itself
             register_fsdp_forward_method(model, "generate")
 
 
 @torch.no_grad()
 def _follow(optimizer: torch.optim.Optimizer, cut: Mapping[torch.Tensor, nn.Parameter]) -> None:
-    """Give ``optimizer`` the parameters that ``cut`` has instead of its own, and this rank's part of their
-    states: torch's Adagrad has some before its first step."""
+    """Replace the parameters of ``optimizer`` by those in ``cut``, and its states by this rank's part of
+    them:
+    torch's Adagrad has states before its first step.
+    """
     for group in optimizer.param_groups:
         group["params"] = [cut[param] for param in group["params"]]
     for param in [param for param in optimizer.state if param in cut]:
@@ -131,7 +137,7 @@ def _follow(optimizer: torch.optim.Optimizer, cut: Mapping[torch.Tensor, nn.Para
 
 
 def _apart(model: nn.Module) -> Sequence[nn.Module]:
-    """Return the blocks whose parameters no other part of the model uses."""
+    """Return the blocks with parameters that no other part of the model uses."""
     found = []
     for _, block in find_blocks(model):
         own = {id(param) for param in block.parameters()}
