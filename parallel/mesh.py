@@ -230,7 +230,7 @@ class Axis(ProcessGroupPeers):
         break_off(self._on_host)
 
     def note(self, collective: str, nbytes: int, *, kept_bytes: int = 0) -> int:
-        """Count a call with ``nbytes``, of which this rank keeps ``kept_bytes``; return the bytes that it
+        """Count a call with ``nbytes``, including the ``kept_bytes`` for this rank; return the bytes that it
         sends.
         """
         sent = _SENT_BYTES[collective](nbytes - kept_bytes, self.size)

@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2: optimizer states and gradients cut over data-parallel ranks."""
+"""ZeRO stages 1 and 2: data-parallel ranks shard optimizer states and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model side of low-level ZeRO: what it computes in."""
+"""LowLevelZeroModel: casts a model and its inputs to the precision of its optimizer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from gemini.runtime.intercept.precision import compute_types, place_buffers
 class LowLevelZeroModel(NamedAsWrapped):
     """Run ``module`` in the precision of its optimizer.
 
-    Parameters that the optimizer has not cast get ``dtype`` here, in place, except for those that stay in
-    fp32; buffers keep their type (docs/notes/precision.md). The optimizer is made first: its masters
-    come from the original weights. State dicts are the module's own.
+    Parameters that the optimizer has not cast get ``dtype`` here, in place, except those that stay in fp32;
+    buffers keep their type (docs/notes/precision.md). Make the optimizer first: its masters must come from
+    the
+    original weights. State dicts are the module's own.
 
     Args:
         dtype: ``None`` casts nothing.
-        keep_fp32: parameters, or modules with them, that stay in fp32, by name or a part of it; batch norm,
-            and what the model itself says, need no naming. The optimizer is to be told of its own.
-        cast_inputs: whether floating-point inputs get ``dtype`` too.
-        stage: what ``zero_optim_wrapper`` makes of its optimizer.
+        keep_fp32: parameters that stay in fp32, or modules that contain them, by name or a part of it. Batch
+            norm, and the modules that the model itself lists, need not be named. The optimizer must get its
+            own
+            list.
+        cast_inputs: whether to cast floating-point inputs to ``dtype`` too.
+        stage: the ZeRO stage that ``zero_optim_wrapper`` gives its optimizer.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class LowLevelZeroModel(NamedAsWrapped):
         return self.run(self.module, args, kwargs)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``call``, a part of the module's forward pass, returns."""
+        """Run ``call``, a part of the module's forward pass, and return its result."""
         dtype = self._input_dtype
         if dtype is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, dtype))
@@ -65,16 +68,17 @@ class LowLevelZeroModel(NamedAsWrapped):
             return call(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, in the model's precision; fp32 weights are the optimizer's."""
+        """Return the module's state in the model's precision; the optimizer holds the fp32 weights."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the module's state. Then call the optimizer's ``update_master_params``, or load its state.
+        """Load the module's state. Afterwards call the optimizer's ``update_master_params``, or load its
+        state.
 
         Raises:
-            ConfigError: with ``assign=True``: the optimizer would go on with the old parameters.
+            ConfigError: with ``assign=True``: the optimizer would keep the old parameters.
         """
         if assign:
             raise ConfigError(
@@ -90,8 +94,10 @@ def spread_rest(
     *,
     apart: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Give all ranks of ``group`` the first one's buffers, and parameters that no optimizer has spread, but
-    those that are ``apart``: ranks have others of them."""
+    """Broadcast the first rank's buffers to ``group``, and the parameters that no optimizer has broadcast.
+    Those in
+    ``apart`` are left out: they differ between ranks.
+    """
     done = set(apart) | (set() if optimizer is None else {shard.param for shard in optimizer.sharded.shards})
     for tensor in (*module.buffers(), *(param for param in module.parameters() if param not in done)):
         Collectives(group, tensor.device).spread(tensor)
@@ -100,8 +106,10 @@ def spread_rest(
 def kept_in_fp32(
     module: nn.Module, dtype: torch.dtype | None, keep_fp32: Sequence[str]
 ) -> list[nn.Parameter]:
-    """Return the parameters that stay in fp32 where others get ``dtype``, as the model and ``keep_fp32`` say.
-    Raises ConfigError for a name that fits nothing."""
+    """Return the parameters that stay in fp32 when others get ``dtype``, chosen by the model and
+    ``keep_fp32``.
+    Raises ConfigError for a name that matches nothing.
+    """
     dtype = None if dtype == torch.float32 else dtype
     types = compute_types(module, dtype, keep_fp32)
     if dtype is None:
@@ -116,7 +124,7 @@ def _cast_rest(module: nn.Module, dtype: torch.dtype, keep_fp32: Sequence[str]) 
             param.data = param.data.to(dtype)
     place_buffers(module, None, casts=True)
     for owner in module.modules():
-        # Its operator takes both in one type; the optimizer was not told to leave its parameters in fp32.
+        # Its operator needs both in one type; the optimizer was not told to keep its parameters in fp32.
         if isinstance(owner, _NormBase) and owner.weight is not None:
             for name, buffer in list(owner.named_buffers(recurse=False)):
                 setattr(owner, name, cast_floating(buffer, owner.weight.dtype))

@@ -1,4 +1,4 @@
-"""LowLevelZeroOptimizer: ZeRO stages 1 and 2 around any element-wise torch optimizer, 0 around any."""
+"""LowLevelZeroOptimizer: ZeRO stages 1 and 2 for any element-wise torch optimizer, stage 0 for any."""
 
 from __future__ import annotations
 
@@ -51,50 +51,52 @@ _SCALE_DEFAULTS = LossScaleConfig(growth_interval=2000, max_scale=2**24)
 
 
 class LowLevelZeroOptimizer(WrappedOptimizer):
-    """Cut optimizer states (and with stage 2 gradients) over data-parallel ranks.
+    """Shard optimizer states (and with stage 2 gradients) over data-parallel ranks.
 
-    Wraps ``optimizer``, whose parameters become this rank's parts of the masters. To be made on all ranks in
-    the same way, before the optimizer's first step or after; every rank starts with the weights of the first.
-    Shares the parameter groups and hooks of ``optimizer``, so schedulers may hold either. Gradients are here,
-    not in ``param.grad``, which raises between backward and :meth:`step`, which consumes them. Methods are
-    called by all ranks together, except for :meth:`no_sync`, :meth:`state_shards` and the properties, which
-    tell nobody anything.
+    Wraps ``optimizer``; its parameters become this rank's parts of the masters. Make it on all ranks in the
+    same way, before or after the optimizer's first step; every rank starts with the weights of the first. It
+    shares the parameter groups and hooks of ``optimizer``, so schedulers may hold either.
+
+    Gradients are held here until :meth:`step` consumes them; until then ``param.grad`` raises. All methods
+    are
+    collective, except :meth:`no_sync`, :meth:`state_shards` and the properties, which do not communicate.
 
     Args:
-        optimizer: a torch optimizer that updates each element on its own (Adam, SGD, CPUAdam, ...); with
-            stage 0, of a model that every rank has whole, any.
-        stage: 1 keeps the buffers of whole gradients from step to step; 2 gives each up once it is sent and
-            keeps this rank's part. Same numbers, same traffic. ``partition_grad=True`` is another way to say
-            ``stage=2``. 0 cuts nothing: every rank has the mean gradients and all states, and updates whole
-            parameters.
-        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype: the parameters are cast to it here,
-            after fp32 masters have been made from what they were. ``None`` leaves them as they are.
-        keep_fp32: parameters that ``precision`` leaves as they are: they are their own masters.
+        optimizer: a torch optimizer that updates each element by itself (Adam, SGD, CPUAdam, ...). With
+            stage 0, and if every rank has the whole model, any torch optimizer.
+        stage: 1 keeps the buffers of whole gradients from step to step; 2 frees each after it is sent and
+            keeps this rank's part. Both give the same numbers with the same traffic. ``partition_grad=True``
+            is another way to write ``stage=2``. 0 shards nothing: every rank has the mean gradients and all
+            states, and updates whole parameters.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a torch dtype. Parameters are cast to it here, after
+            fp32 masters were made from their original values. ``None`` keeps their types.
+        keep_fp32: parameters that ``precision`` does not change: they are their own masters.
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis, max_scale: the
             loss scale, for fp16 parameters; others are not scaled.
         clip_grad_norm, norm_type: clip the global gradient norm in every step; 0 does not.
-        log_num_zeros_in_grad: count in every step the elements of gradients that are 0, for
+        log_num_zeros_in_grad: count in every step the gradient elements that are 0, for
             :meth:`get_num_zeros_in_grad`.
-        reduce_bucket_size: elements that are sent at a time; a larger parameter goes alone.
-        communication_dtype: what gradients are sent as. ``None``: as they are, and as fp32 after local
+        reduce_bucket_size: the number of elements sent at a time; a larger parameter is sent by itself.
+        communication_dtype: the dtype in which gradients are sent. ``None``: their own, and fp32 after local
             accumulation. They are summed in fp32 in any case.
-        overlap_communication: send gradients while backward goes on.
-        cpu_offload: keep masters and optimizer states in CPU memory. On the CPU that is where they are.
+        overlap_communication: send gradients during backward.
+        cpu_offload: keep masters and optimizer states in CPU memory. No effect on the CPU.
         dp_process_group: ``None``: the default group if there is one, else one process.
-        model_ranks: those that hold the other parts of a model whose parameters were cut before
-            (``parallelize(...).model_ranks``, see docs/parallel.md): gradients have one norm over all parts,
-            and a step is skipped on all.
-        experts: the parameters of experts that these ranks have divided among them (``divide_experts``): each
-            is cut over the ranks that have it, and its gradient divided by the number of all ranks. State
-            dicts have this rank's experts.
+        model_ranks: the ranks with the other parts of a model that was cut before
+            (``parallelize(...).model_ranks``, see docs/parallel.md). Gradients have one norm over all parts,
+            and a step is skipped on all of them.
+        experts: the parameters of experts that these ranks have divided (``divide_experts``). Each is sharded
+            over the ranks that have it, and its gradient divided by the number of all ranks. State dicts
+            contain this rank's experts.
 
     Raises:
-        ConfigError: an option out of range, an optimizer that is not element-wise and is to update parts, or
-            ranks that differ in the parameters they have.
+        ConfigError: an option is out of range, an optimizer that is not element-wise would update parts, or
+            the ranks' parameters differ.
     """
 
-    # Of the gradients there are: the scale of their losses, how many had arrived when they were clipped, and
-    # their norm before.
+    # State of the current gradients: the scale of their losses, the number of arrivals when they were
+    # clipped,
+    # and their norm before clipping.
     _scale: float | None
     _settled_at: int | None
     _measured: float | None
@@ -181,40 +183,49 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     # -- one iteration ---------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
-        """Compute the gradients of ``loss``, scaled under fp16, and reduce them unless within
-        :meth:`no_sync`."""
+        """Compute the gradients of ``loss``, scaled under fp16, and reduce them unless inside
+        :meth:`no_sync`.
+        """
         scaled = loss if self.loss_scale is None else loss.float() * self._hold_scale(self.loss_scale)
         self._run_backward(scaled, None, inputs, retain_graph)
 
     def backward_by_grad(
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
-        """Go back from ``tensor`` with its gradient, which under fp16 is one of a loss that was scaled by
-        this scale."""
+        """Run backward from ``tensor`` with its gradient. Under fp16 the gradient must come from a loss that
+        was
+        scaled by this scale.
+        """
         if self.loss_scale is not None:
             self._hold_scale(self.loss_scale)
         self._run_backward(tensor, grad, inputs, retain_graph)
 
     def run_backward(self, call: Callable[[float | None], T]) -> T:
-        """Return what ``call`` does: a backward pass, or a part of one, of a loss times what it is given,
-        under fp16 the loss scale, else None. For losses that are not this rank's (pipelines); gradients are
-        reduced at its end unless within :meth:`no_sync`."""
+        """Run ``call(scale)`` and return its result. It must run a backward pass, or a part of one, of a loss
+        multiplied by ``scale``: the loss scale under fp16, else None. For pipelines, where the loss is on
+        another
+        rank. Gradients are reduced at the end unless inside :meth:`no_sync`.
+        """
         scale = None if self.loss_scale is None else self._hold_scale(self.loss_scale)
         with self._reducer.backward():
             return call(scale)
 
     def add_up_copies(self, param: torch.Tensor, ranks: Peers) -> None:
-        """From now on have ``ranks``, this one among them, add up their gradients of ``param``, of which each
-        has a copy (stages of a pipeline). They are cut alike; all of them call this in the same order."""
+        """From now on sum the gradients of ``param`` over ``ranks``, which include this one and each have a
+        copy of
+        it (stages of a pipeline). The copies are sharded the same way. Collective over ``ranks``, in the same
+        order.
+        """
         self._copies.append((self.sharded.shard_of(param), ranks))
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Sum the gradients of backward passes inside locally, in fp32; the first backward outside, or
-        :meth:`step`, sends the sum."""
+        """Sum the gradients of the backward passes inside locally, in fp32. The next backward outside, or
+        :meth:`step`, sends the sum.
+        """
         return self._reducer.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Give up all gradients. ``set_to_none`` must be True: there is nothing else to keep."""
+        """Discard all gradients. ``set_to_none`` must be True: there are no gradient tensors to zero."""
         if not set_to_none:
             raise ConfigError("zero_grad(set_to_none=False): a sharded gradient is given up, never zeroed")
         self._reducer.forget()
@@ -222,7 +233,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm
-        before, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped."""
+        before
+        scaling, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped.
+        """
         norm_type = self.norm_type if norm_type is None else norm_type
         check_norm(max_norm, norm_type)
         self._require_same(f"clip_grad_by_norm({float(max_norm)}, {float(norm_type)})")
@@ -253,12 +266,14 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self._clipped = True
 
     def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Return a copy of the gradient of ``param``, whole, as the update will see it: the mean over all
-        ranks in the master's type, without loss scale, clipped if it was. None where no rank has one. What
-        waits for the end of :meth:`no_sync` is sent now.
+        """Return a copy of the whole gradient of ``param``, as the update will use it: the mean over all
+        ranks in
+        the master's dtype, without loss scale, clipped if it was. None if no rank has one. Gradients that
+        :meth:`no_sync` kept are sent now.
 
         Raises:
             ConfigError: the optimizer does not update ``param``.
+            StateError: ``param`` is in several stages, and its gradients were not clipped yet.
         """
         shard = self.sharded.shard_of(param)
         if self._settled_at is None:
@@ -278,19 +293,21 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         return whole if scale is None else whole.div_(scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the own parts of all parameters that have a gradient on any rank, and gather the whole.
+        """Update this rank's parts of all parameters with a gradient on any rank, and gather whole
+        parameters.
 
-        ``closure`` runs once, before. The class of the wrapped optimizer, where it is not known, gets one
-        that returns the mean over the ranks of what it returned.
+        ``closure`` runs once, before the update. If the class of the wrapped optimizer is unknown, its step
+        gets a
+        closure that returns the mean of the ranks' losses.
 
-        Under fp16 a step with an infinity or NaN on any rank is skipped on all: nothing but the loss scale
+        Under fp16 a step with an infinity or NaN on any rank is skipped on all ranks; only the loss scale
         changes.
 
         Raises:
             ConfigError: the wrapped optimizer was given more parameters, or its class runs the closure more
                 than once, not at all, or after it has changed weights.
-            StateError: gradients arrived after they were clipped, 16-bit weights were changed behind their
-                masters, or hyper-parameters are not the same on all ranks; nothing was updated.
+            StateError: gradients arrived after they were clipped, 16-bit weights were changed without their
+                masters, or hyper-parameters differ between ranks; nothing was updated.
         """
         loss = None
         if closure is not None:
@@ -323,7 +340,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What ``torch.amp.GradScaler`` asks before it looks for gradients in the groups, where none is."""
+        """Raise: ``torch.amp.GradScaler`` reads this before it looks for gradients in the groups, which have
+        none.
+        """
         raise ConfigError(
             "torch.amp.GradScaler cannot scale for a LowLevelZeroOptimizer: it looks for overflow in "
             "gradients, of which each rank has a part. Scale by LowLevelZeroOptimizer(precision='fp16') and "
@@ -334,23 +353,26 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     # -- weights and state -----------------------------------------------------------------------
 
     def update_master_params(self) -> None:
-        """Take over weights that were written into 16-bit parameters, for example by the model's
-        ``load_state_dict``."""
+        """Copy weights that were written into 16-bit parameters to the masters, for example after the model's
+        ``load_state_dict``.
+        """
         for shard in self.sharded.shards:
             shard.refresh_master()
 
     def state_dict(self, *, only_rank_0: bool = False) -> dict[str, Any]:
         """Return the whole state in the format of the wrapped optimizer, on every rank; with ``only_rank_0``
-        others take part and get ``{}``.
+        the
+        other ranks take part and get ``{}``.
 
-        It can be loaded by any number of ranks and by the wrapped optimizer's class without ZeRO. Beside it
-        are ``"masters"``, the fp32 weights behind 16-bit parameters by parameter number, and ``"loss_scale"``
-        under fp16. Takes the memory of the whole state; :meth:`state_shards` does not.
+        It can be loaded by any number of ranks, and by the wrapped optimizer's class without ZeRO. It also
+        has
+        ``"masters"``, the fp32 masters of 16-bit parameters by parameter number, and ``"loss_scale"`` under
+        fp16. It takes the memory of the whole state; :meth:`state_shards` does not.
         """
         return self._hooked_state(partial(export_state, self, only_rank_0))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this class or of the wrapped optimizer's. With masters, weights are set too.
+        """Load a state of this class or of the wrapped optimizer. If it has masters, weights are set too.
 
         Raises:
             ConfigError: groups or shapes do not match; nothing has changed.
@@ -363,22 +385,24 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         return state_shards(self)
 
     def load_state_shards(self, shards: Iterable[StateShard], groups: list[dict[str, Any]]) -> None:
-        """Take over parts saved by any number of ranks; what this rank does not need is passed over.
+        """Load parts that any number of ranks saved; parts that this rank does not need are skipped.
 
-        ``groups`` is ``state_dict()["param_groups"]``, or :meth:`exported_groups` when the parts were saved.
+        ``groups`` is the ``state_dict()["param_groups"]`` or :meth:`exported_groups` of the time when the
+        parts were
+        saved.
 
         Raises:
-            ConfigError: a needed part is missing or does not fit; nothing has changed.
+            ConfigError: a needed part is missing or does not match; nothing has changed.
         """
         import_state(self, {"param_groups": groups}, shards)
 
     def exported_groups(self) -> list[dict[str, Any]]:
-        """Return ``state_dict()["param_groups"]`` alone; no other rank needs to take part."""
+        """Return only ``state_dict()["param_groups"]``; not collective."""
         return exported_groups(self)
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent since it was made."""
+        """The bytes that this rank has sent since this object was made."""
         return self.collectives.traffic
 
     def gradient_bytes(self) -> tuple[int, int]:
@@ -388,29 +412,29 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         return sum(bucket.local_bytes() for bucket in buckets), means
 
     def close(self) -> None:
-        """Let go of the parameters: their gradients are autograd's again. Idempotent."""
+        """Release the parameters: autograd stores their gradients again. Idempotent."""
         self._is_closed = True
         self._reducer.forget()
         self._reducer.close()
         self.leave("closed its optimizer")
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
+        """Tell the other ranks that this rank makes no further calls, and ``why``. Idempotent."""
         self.collectives.leave(why)
         self._of_experts.leave(why)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: parameters are cut once, in the constructor."""
+        """Raise ConfigError: parameters are sharded once, in the constructor."""
         if hasattr(self, "optim"):
             raise ConfigError(
                 "a parameter group cannot be added after wrapping; add it to the optimizer before"
             )
         super().add_param_group(param_group)
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------
 
     def _copies_of(self, experts: DividedExperts | None) -> Collectives:
-        """Return the ranks that have the same experts as this one."""
+        """Return the collectives of the ranks with the same experts as this one."""
         if experts is None:
             return self.collectives
         group, device = experts.copies, self.collectives.device
@@ -423,8 +447,10 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     @property
     def _expert_norm(self) -> ModelRanks | None:
-        """The ranks to sum a norm over beside ``collectives``: those that divide experts, where these do not
-        cut the rest, too."""
+        """The further ranks to sum a norm over: those that divide experts, with stage 0, where
+        ``collectives``
+        shard nothing.
+        """
         return self._experts.model_ranks if self._experts is not None and self.stage == 0 else None
 
     def _run_backward(
@@ -438,7 +464,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
                 torch.autograd.backward(tensor, grad, retain_graph=retain_graph, inputs=inputs)
 
     def _hold_scale(self, loss_scale: LossScale) -> float:
-        """Remember the scale of these gradients: by the time of step() it may be another."""
+        """Record and return the scale of these gradients: the scale may differ by the time of step()."""
         if self._scale is not None and self._scale != loss_scale.scale:
             raise StateError(
                 f"the loss scale went from {self._scale} to {loss_scale.scale} between two backward passes "
@@ -448,7 +474,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         return self._scale
 
     def _require_same(self, doing: str) -> None:
-        """Raise StateError, on all ranks, where they are not about to do the same."""
+        """Raise StateError on all ranks if they are not about to make the same call with the same
+        settings.
+        """
         self.collectives.require_same(doing)
         if self._model_ranks is None:
             return
@@ -460,7 +488,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
             )
 
     def _settle(self) -> None:
-        """Complete the gradients; once, see whether they overflowed and take the loss scale out."""
+        """Complete the gradients. The first time, also check for overflow and remove the loss scale."""
         if self._settled_at is None:
             self._reducer.reduce_rest()
             for shard, ranks in self._copies:
@@ -480,8 +508,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
                     bucket.mean.div_(self._scale)
 
     def _gradients(self) -> list[tuple[ParamShard, torch.Tensor | None]]:
-        """Return, in the order of the parameters, those with a gradient on any rank and this rank's part of
-        it."""
+        """Return, in parameter order, the parameters with a gradient on any rank, and this rank's part of
+        it.
+        """
         buckets = {shard: bucket for bucket in self._reducer.buckets for shard in bucket.shards}
         return [
             (shard, buckets[shard].own_mean(shard))
@@ -490,8 +519,10 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         ]
 
     def _given_loss(self, loss: Any) -> GivenLoss | None:
-        """Return what a closure of the wrapped optimizer's step is to return: the mean of ``loss``; None
-        where its class is known to make nothing of it."""
+        """Return the result for a closure of the wrapped optimizer's step: the mean of ``loss`` over the
+        ranks; None
+        if its class is known to ignore it.
+        """
         if steps_by_element(self.optim):
             return None
         if not self._has_tried_closure:
@@ -535,10 +566,10 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self._measured = None
 
     def gather_all(self) -> None:
-        """Set all parameters from the masters."""
+        """Set all parameters from the masters. Collective."""
         self.sharded.gather(self._reducer.buckets)
 
     def share_groups(self) -> None:
-        """Have the groups and states of the wrapped optimizer as its own."""
+        """Use the groups and states of the wrapped optimizer as this object's."""
         self.param_groups = self.optim.param_groups
         self.state = StatesByParam(self.optim.state, self.sharded.shards)  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What the arguments of LowLevelZeroOptimizer may be."""
+"""Checks of the arguments of LowLevelZeroOptimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini.optim.kernels import StateFormat
 from gemini.optim.rule_choice import refuse_unlike
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Their update of an element depends on others, or on the shape of the whole parameter.
+# Their update of an element depends on other elements, or on the shape of the whole parameter.
 _OF_WHOLE = ("Adafactor", "Lamb", "Muon")
 _OF_NONE = {
     "LBFGS": "evaluates the loss several times in a step, which has the gradients of one",
@@ -20,11 +20,11 @@ _OF_NONE = {
 }
 _UNCUT = "Use stage=0, which cuts nothing, or GeminiOptimizer over a GeminiDDP"
 _UNPARTED = "Other ranks have parts of the model: use an optimizer that updates each element by itself"
-_NO_SETTINGS = ("params", "param_names")  # of a group
+_NO_SETTINGS = ("params", "param_names")  # entries of a group that are no settings
 
 
 def choose_stage(stage: int | None, partition_grad: bool | None) -> int:
-    """Return the stage that either option, or neither, names."""
+    """Return the stage that the two options give; 1 if neither is given."""
     if stage not in (None, 0, 1, 2):
         raise ConfigError(
             f"stage is {stage!r}; LowLevelZeroOptimizer is ZeRO stage 1 or 2 (0 cuts nothing), GeminiDDP "
@@ -51,7 +51,7 @@ def check_options(
 def check_wire(
     communication_dtype: torch.dtype | None, precision: torch.dtype | None, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Raise ConfigError where gradients would be sent in fp16 that no loss scale keeps within its range."""
+    """Raise ConfigError if gradients would be sent in fp16 without a loss scale to keep them in range."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     computed = {param.dtype for param in params} if precision is None else {precision}
     if communication_dtype == torch.float16 and computed - {torch.float16}:
@@ -62,20 +62,22 @@ def check_wire(
 
 
 def check_norm(max_norm: float, norm_type: float) -> None:
-    """Raise ConfigError for a clipping that means nothing."""
+    """Raise ConfigError for a norm or limit that is not positive."""
     if not max_norm > 0 or not norm_type > 0:
         raise ConfigError(f"max_norm is {max_norm} and norm_type {norm_type}; both must be above 0")
 
 
 def whole_unless(*, cuts: bool, parted: bool) -> str:
-    """Return how an optimizer could update whole parameters, empty where it does. ``cuts``: whether they are
-    cut here; ``parted``: whether they are parts already."""
+    """Return the advice for an optimizer that needs whole parameters; "" if they are whole. ``cuts``: whether
+    parameters are sharded here; ``parted``: whether they are parts of a cut model already.
+    """
     return _UNPARTED if parted else _UNCUT if cuts else ""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, cut_unless: str) -> None:
-    """Raise ConfigError for an optimizer that cannot update what it is to. ``cut_unless``: what
-    :func:`whole_unless` says. A class of which nothing is known is tried."""
+    """Raise ConfigError for an optimizer that cannot update its parameters. ``cut_unless`` is the result of
+    :func:`whole_unless`. An unknown class is tested by a trial step.
+    """
     name = type(optimizer).__name__
     if name in _OF_NONE:
         raise ConfigError(
@@ -95,7 +97,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, cut_unless: str) -> None:
 
 
 def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the type that ``precision`` names; None stays None."""
+    """Return the dtype that ``precision`` names; None stays None."""
     dtype = _PRECISIONS.get(precision) if isinstance(precision, str) else precision
     if precision is not None and dtype not in _PRECISIONS.values():
         raise ConfigError(f"precision is {precision!r}; choose from {', '.join(_PRECISIONS)}")
@@ -103,13 +105,15 @@ def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return where the parameters are; the CPU if there are none."""
+    """Return the device of the first parameter; the CPU if there are none."""
     devices = [param.device for group in optimizer.param_groups for param in group["params"]]
     return devices[0] if devices else torch.device("cpu")
 
 
 def described(groups: list[dict[str, Any]]) -> str:
-    """Return what an update takes besides tensors, by group, as text: equal on ranks for which it is."""
+    """Return the settings of all groups as text. Ranks have equal texts if their updates use equal
+    settings.
+    """
     each = []
     for number, group in enumerate(groups):
         settings = {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS}
@@ -118,7 +122,9 @@ def described(groups: list[dict[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a number, or several, as text; what has none by its type, as its address would differ."""
+    """Return a value as text; a value of an unknown kind by its type, because its repr could contain an
+    address.
+    """
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,7 @@
-"""The parameters of an optimizer, cut over ranks: the part of each that this rank updates, in buckets whose
-gradients and values travel together. A parameter whose gradient is with its optimizer says so when it is
-read, instead of None.
+"""The parameters of an optimizer, sharded over ranks: this rank's part of each, and the buckets in which
+gradients and values are sent.
+
+Reading ``grad`` of a parameter raises while the optimizer holds its gradient, instead of returning None.
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 class ParamShard:
-    """A parameter cut into one part per rank; of this rank's part, the tensor that the optimizer updates.
+    """A parameter divided into one part per rank, with the tensor that the optimizer updates on this rank.
 
     All parts have ``width`` elements in the row-major order of the parameter; the last ones may be short or
-    empty. Where the cuts are depends on the number of ranks alone, so nothing else can change the numbers.
+    empty. The division depends only on the number of ranks, so nothing else can change the numbers.
 
-    ``master`` has the part's elements in one dimension, none where the part is empty, so that each parameter
-    has its place in its group on every rank; of a parameter that is not cut it has the shape. It is fp32
-    behind a 16-bit parameter and has the parameter's type otherwise. It is a view of the parameter
-    (``aliased``) where type, device and memory order allow it, and costs nothing then. Attributes that were
-    or will be set on the one are set on the other.
+    ``master`` has the part's elements in one dimension. It is empty if the part is, so each parameter keeps
+    its
+    place in its group on every rank. If the parameter is not divided, it has the parameter's shape. It is
+    fp32
+    for a 16-bit parameter and has the parameter's type otherwise. It is a view of the parameter (``aliased``)
+    if
+    type, device and memory order allow it, and then takes no memory. Both tensors share their attributes.
 
     Args:
         param: changed in place: it gets ``dtype``. Must be contiguous in some order, floating-point.
-        label: how errors call it.
-        ranks: those that it is cut over.
-        mean_over: the sum of what these ranks have of its gradient is divided by this.
-        dtype: what the model computes in; ``None`` keeps the parameter's.
-        home: where the master lives; ``None`` is where the parameter does.
+        label: its name in error messages.
+        ranks: the ranks that it is divided over.
+        mean_over: divide the sum of these ranks' gradients by this number.
+        dtype: the dtype in which the model computes; ``None`` keeps the parameter's.
+        home: the device of the master; ``None`` means the parameter's.
     """
 
     def __init__(
@@ -66,9 +69,9 @@ class ParamShard:
         self.aliased = (
             param.is_contiguous() and dtype == self.master_dtype == param.dtype and param.device == self.home
         )
-        # The master comes from the original weight, before the model's copy of it is rounded.
+        # Make the master from the original weight, before the model's copy is rounded.
         self.master = self._make_master()
-        # One dict: what a class reads and sets on the master are the attributes of the parameter.
+        # One dict: attributes that an optimizer reads or sets on the master are the parameter's.
         self.master.__dict__ = vars(param)
         if param.dtype != dtype:
             param.data = param.data.to(dtype)
@@ -76,7 +79,7 @@ class ParamShard:
 
     @property
     def has_master(self) -> bool:
-        """Say whether the master knows more than the parameter."""
+        """Return whether the master has a higher precision than the parameter."""
         return self.param.dtype != self.master_dtype
 
     def _make_master(self) -> torch.Tensor:
@@ -86,28 +89,30 @@ class ParamShard:
         return part.requires_grad_()
 
     def refresh_master(self) -> None:
-        """Take the parameter's present values into the master."""
+        """Copy the parameter's current values to the master."""
         if not self.aliased:
             with torch.no_grad():
                 self.master.copy_(self.own_part(self.param))
         self.note_param()
 
     def own_part(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``values`` (the parameter's shape), as the master has it: a view where
-        the memory order allows it."""
-        # detach(), not .data: a view shares the version counter, so that autograd sees every update.
+        """Return this rank's part of ``values`` (the parameter's shape) in the shape of the master: a view if
+        the
+        memory order allows it.
+        """
+        # detach(), not .data: a view shares the version counter, so autograd sees every update.
         return self.like_master(values.detach().reshape(-1)[self.start : self.stop])
 
     def like_master(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return what belongs to the part, in one dimension, in the shape of the master."""
+        """Return a flat tensor of the part's elements in the shape of the master."""
         return flat.view(self._own_shape)
 
     def note_param(self) -> None:
-        """Remember the parameter's memory and values as the ones that the master belongs to."""
+        """Record the parameter's memory and version as those that the master belongs to."""
         self._seen = self._marks()
 
     def is_as_noted(self) -> bool:
-        """Say whether nobody has replaced the parameter's memory or, behind a master, its values."""
+        """Return whether the parameter's memory and, if it has a master, its values are as recorded."""
         return self._seen == self._marks()
 
     def _marks(self) -> tuple[int, int]:
@@ -139,7 +144,7 @@ class ParamShard:
         return self.numel // self.width, values.detach().reshape(-1)
 
     def write_param(self, rows: torch.Tensor) -> None:
-        """Take the values of the whole parameter from ``rows``."""
+        """Copy the whole parameter from ``rows``."""
         with torch.no_grad():
             self.param.copy_(rows.reshape(-1)[: self.numel].view(self.shape))
         self.note_param()
@@ -151,10 +156,11 @@ class ParamShard:
 
 
 class Bucket:
-    """What this rank has of the gradients of some parameters: local ones, and its part of the mean.
+    """The gradients of some parameters on this rank: the local gradients, and its part of the mean.
 
-    Local gradients lie in ``rows`` of (parts, width): row i is what part i needs. The mean is one tensor of
-    (width), in the masters' type and where they live.
+    Local gradients are in ``rows`` of (parts, width): row i is for part i. The mean is one tensor of (width),
+    with
+    the type and device of the masters.
     """
 
     def __init__(self, shards: Sequence[ParamShard]) -> None:
@@ -171,15 +177,15 @@ class Bucket:
 
     @property
     def has_local(self) -> bool:
-        """Say whether a local gradient waits to be sent."""
+        """Return whether a local gradient waits to be sent."""
         return bool(self._filled)
 
     def local_bytes(self) -> int:
-        """Return the bytes of local gradients, buffers kept for the next step included."""
+        """Return the bytes of local gradients, including buffers kept for the next step."""
         return sum(rows.nbytes for rows in (self._rows, self._spare) if rows is not None)
 
     def put(self, shard: ParamShard, grad: torch.Tensor, *, wide: bool) -> None:
-        """Add a local gradient; in the masters' type if ``wide`` or if the parameter has one already."""
+        """Add a local gradient, in the masters' type if ``wide`` or if the parameter has one already."""
         if self._rows is None:
             self._rows = self._buffer(shard.master_dtype if wide else self.dtype, shard.param.device)
         if wide or shard in self._filled:
@@ -192,7 +198,10 @@ class Bucket:
             self._filled.add(shard)
 
     def take_message(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return the local gradients as ``dtype``, zero where there are none; they are given up here."""
+        """Return the local gradients as ``dtype``, with zeros for parameters without one. The bucket gives up
+        its
+        local gradients.
+        """
         rows = self._rows if self._rows is not None else self._buffer(self.dtype, device)
         for shard in self.shards:
             if shard not in self._filled:
@@ -202,12 +211,14 @@ class Bucket:
         return rows.to(dtype)
 
     def keep_buffer(self, rows: torch.Tensor) -> None:
-        """Use the memory of a message that has been sent for the next one."""
+        """Keep the memory of a sent message for the next one."""
         self._spare = rows
 
     def absorb(self, received: torch.Tensor) -> None:
-        """Add the mean, whose sum over the ranks the rows have, to this rank's mean: in the order of the
-        ranks."""
+        """Divide the sum of the received rows by ``mean_over`` and add it to this rank's mean. Rows are
+        summed in
+        rank order.
+        """
         first = self.shards[0]
         if self._mean_over == 1:
             mean = received[0].to(first.master_dtype)
@@ -220,14 +231,14 @@ class Bucket:
         self.mean = mean if self.mean is None else self.mean.add_(mean)
 
     def own_mean(self, shard: ParamShard) -> torch.Tensor | None:
-        """Return the mean gradient of a parameter's own part, a view in one dimension."""
+        """Return this rank's part of the mean gradient of a parameter, a one-dimensional view."""
         if self.mean is None:
             return None
         start = self._starts[shard]
         return self.mean[start : start + shard.own_numel]
 
     def set_mean(self, shard: ParamShard, values: torch.Tensor) -> None:
-        """Replace the mean gradient of a parameter's own part."""
+        """Replace this rank's part of the mean gradient of a parameter."""
         if self.mean is None:
             self.mean = torch.zeros(self.width, dtype=shard.master_dtype, device=shard.home)
         own = self.own_mean(shard)
@@ -235,7 +246,9 @@ class Bucket:
             own.copy_(values)
 
     def own_values(self) -> torch.Tensor:
-        """Return the masters of the own parts (width), as the parameters' type, where the parameters are."""
+        """Return the masters of this rank's parts (width), in the type and on the device of the
+        parameters.
+        """
         values = torch.empty(self.width, dtype=self.dtype, device=self.shards[0].param.device)
         for shard in self.shards:
             start = self._starts[shard]
@@ -243,12 +256,12 @@ class Bucket:
         return values
 
     def write_params(self, rows: torch.Tensor) -> None:
-        """Set the parameters from all ranks' own values (parts, width)."""
+        """Set the parameters from all ranks' parts (parts, width)."""
         for shard in self.shards:
             shard.write_param(self._part(rows, shard))
 
     def forget(self) -> None:
-        """Give up local gradients and the mean."""
+        """Discard local gradients and the mean."""
         self.mean = None
         self._rows = None
         self._filled.clear()
@@ -265,10 +278,11 @@ class Bucket:
 
 
 def make_buckets(shards: Sequence[ParamShard], bucket_numel: int) -> list[Bucket]:
-    """Return buckets of at most ``bucket_numel`` elements (or one parameter), last parameters first.
+    """Group parameters into buckets of at most ``bucket_numel`` elements (or one larger parameter).
 
-    Backward reaches the last ones first. Parameters that are frozen now get buckets of their own, so that
-    nobody waits for them.
+    The last parameters come first, because backward reaches them first. Parameters that are frozen now get
+    their
+    own buckets, so no bucket waits for them.
     """
     kinds: dict[object, list[ParamShard]] = {}
     for shard in reversed(shards):
@@ -292,15 +306,15 @@ def _fits(spare: torch.Tensor | None, dtype: torch.dtype) -> TypeGuard[torch.Ten
     return spare is not None and spare.dtype == dtype
 
 
-# Buckets of new values under way at one time.
+# The most buckets of new values in flight at one time.
 _MAX_FLIGHTS = 2
 
 
 class ShardedParams:
     """Replace the parameters of ``optimizer`` by this rank's masters; changes its groups in place.
 
-    Every rank gets the first one's weights. Raises ConfigError, on all ranks and with nothing changed, for a
-    parameter that cannot be cut or that other ranks have otherwise.
+    Every rank gets the weights of the first. Raises ConfigError, on all ranks and with nothing changed, for a
+    parameter that cannot be divided or differs between ranks.
     """
 
     def __init__(
@@ -313,8 +327,10 @@ class ShardedParams:
         kept: Iterable[torch.Tensor] = (),
         ranks_of: Callable[[torch.Tensor], Collectives] | None = None,
     ) -> None:
-        """``kept``: parameters that do not get ``dtype``. ``ranks_of``: which ranks have a parameter, where
-        it is not those of ``collectives``; gradients are divided by the number of these in any case."""
+        """``kept``: parameters that do not get ``dtype``. ``ranks_of``: returns the ranks that share a
+        parameter, if
+        not those of ``collectives``; gradients are divided by the number of the latter in any case.
+        """
         keeps_type = {id(param) for param in kept}
         labels = _checked_labels(optimizer)
         _check_alike(optimizer, collectives)
@@ -343,7 +359,7 @@ class ShardedParams:
         self.home = home or (self.shards[0].home if self.shards else torch.device("cpu"))
 
     def shard_of(self, param: torch.Tensor) -> ParamShard:
-        """Return what belongs to a parameter of the model, or to its master. Raises ConfigError."""
+        """Return the shard of a parameter or of its master. Raises ConfigError if there is none."""
         for shard in self.shards:
             if shard.param is param or shard.master is param:
                 return shard
@@ -353,8 +369,9 @@ class ShardedParams:
         )
 
     def refuse_others(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise ConfigError where ``groups`` have a parameter that was not cut: ranks would update it apart
-        from each other."""
+        """Raise ConfigError if ``groups`` have a parameter that was not sharded: ranks would update it
+        independently.
+        """
         known = {id(shard.master) for shard in self.shards}
         for number, group in enumerate(groups):
             for param in group["params"]:
@@ -365,12 +382,12 @@ class ShardedParams:
                     )
 
     def take_earlier_state(self) -> dict[str, Any] | None:
-        """Return, once, the state the optimizer had before its parameters were cut."""
+        """Return, once, the state that the optimizer had before its parameters were sharded."""
         state, self._earlier_state = self._earlier_state, None
         return state
 
     def check_as_noted(self) -> None:
-        """Raise StateError where a parameter is no longer what its master says."""
+        """Raise StateError if a parameter was changed or replaced without its master."""
         for shard in self.shards:
             if not shard.is_as_noted():
                 raise StateError(
@@ -380,7 +397,7 @@ class ShardedParams:
                 )
 
     def gather(self, buckets: Sequence[Bucket]) -> None:
-        """Give every rank the new values of all parameters of ``buckets``."""
+        """Send the new values of all parameters of ``buckets`` to every rank."""
         flights: deque[tuple[Bucket, Flight]] = deque()
         for bucket in buckets:
             if bucket.ranks.num_parts == 1 and all(shard.aliased for shard in bucket.shards):
@@ -398,7 +415,7 @@ def _land(flights: deque[tuple[Bucket, Flight]]) -> None:
 
 
 def _checked_labels(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """Return what errors call each parameter; raise ConfigError for one that cannot be cut."""
+    """Return the name of each parameter for errors; raise ConfigError for one that cannot be sharded."""
     labels = {}
     for number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")
@@ -417,7 +434,9 @@ def _checked_labels(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]
 
 
 def _check_alike(optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
-    """Raise ConfigError on all ranks if one has other parameters: they would wait for each other forever."""
+    """Raise ConfigError on all ranks if parameters differ between ranks: they would wait for each other
+    indefinitely.
+    """
     if collectives.size == 1:
         return
     described = [
@@ -433,14 +452,14 @@ def _check_alike(optimizer: torch.optim.Optimizer, collectives: Collectives) -> 
         )
 
 
-_GRAD: Any = torch.Tensor.grad  # the descriptor
+_GRAD: Any = torch.Tensor.grad  # the original descriptor
 _OF_WATCHED = ("_had_class", "_is_held")
 
 
 class GradientInParts:
-    """Of a parameter's class: ``grad``, which raises while the optimizer has the gradient.
+    """Base of a watched parameter's class: ``grad`` raises while the optimizer holds the gradient.
 
-    Nothing else differs: copies and pickles are of the class that the parameter had.
+    Nothing else differs: copies and pickles have the class that the parameter had before.
     """
 
     _had_class: type[torch.Tensor]
@@ -448,10 +467,10 @@ class GradientInParts:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient as autograd has it; between backward and the optimizer's step that is none.
+        """The gradient that autograd has stored; None between backward and the optimizer's step.
 
         Raises:
-            StateError: the optimizer has it; a reader would take it for missing.
+            StateError: the optimizer holds it, and a reader would think that there is none.
         """
         grad = raw_grad(self)
         if grad is None and (label := self._is_held()):
@@ -484,8 +503,9 @@ class GradientInParts:
 
 
 class _AsBefore:
-    """Have a parameter as it was before it was watched, for the block. What it has then as attributes may be
-    in what is pickled after the block."""
+    """Restore a parameter's original class and attributes for a block. They are replaced, not edited: what is
+    pickled after the block may refer to the dict.
+    """
 
     def __init__(self, param: Any) -> None:
         self._param = param
@@ -500,7 +520,7 @@ class _AsBefore:
 
 
 def watch(param: torch.Tensor, is_held: Callable[[], str]) -> None:
-    """Have ``param.grad`` raise while ``is_held()`` says, by a name for the parameter, that it is held."""
+    """Make ``param.grad`` raise while ``is_held()`` returns a name for the parameter; "" means not held."""
     unwatch(param)
     watched: Any = param
     watched._had_class, watched._is_held = type(param), is_held
@@ -516,13 +536,13 @@ def unwatch(param: torch.Tensor) -> None:
 
 
 def raw_grad(param: Any) -> torch.Tensor | None:
-    """Return what autograd has put into ``param.grad``."""
+    """Return the gradient that autograd has stored, without the check."""
     grad: torch.Tensor | None = _GRAD.__get__(param)
     return grad
 
 
 def set_raw_grad(param: Any, grad: torch.Tensor | None) -> None:
-    """Set what autograd adds to."""
+    """Set the gradient that autograd accumulates into, without the check."""
     _GRAD.__set__(param, grad)
 
 

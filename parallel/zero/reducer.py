@@ -1,4 +1,4 @@
-"""Gradients on their way from backward to the rank that updates them."""
+"""GradientReducer: collects gradients from backward and sends each rank the mean of its part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.parallel.zero.params import Bucket, ParamShard, make_buckets, raw_grad, unwatch, watch
 from gemini.parallel.zero.replica_collectives import Collectives, Flight
 
-# Messages under way in stage 2: the memory of more would be that of the gradients it does without.
+# Messages in flight in stage 2: more would take the memory that stage 2 saves.
 MAX_FLIGHTS = 2
 _ONE, _SEVERAL = 1, 2
 
@@ -24,15 +24,17 @@ _ONE, _SEVERAL = 1, 2
 class GradientReducer:
     """Take each gradient as autograd finishes it, and give every rank the mean of its part.
 
-    A *reduction* sends buckets in a fixed order, whatever the order in which gradients arrive here, so that
-    ranks agree without asking. Whether a parameter has a gradient on any rank, and whether a bucket must be
-    sent once more, they tell each other at its end.
+    A *reduction* sends buckets in a fixed order, independent of the order in which gradients arrive, so ranks
+    agree without communication. At its end they exchange whether each parameter has a gradient on any rank,
+    and
+    whether a bucket must be sent again.
 
     Args:
         bucket_numel: elements of a bucket.
-        wire_dtype: what gradients are sent as; ``None``: as they are, and as fp32 sums after accumulation.
-        overlap: send a bucket as soon as it is complete, while backward goes on.
-        partition: give up the memory of a bucket once it is sent (stage 2).
+        wire_dtype: the dtype in which gradients are sent; ``None``: their own, and fp32 sums after
+            accumulation.
+        overlap: send a bucket as soon as it is complete, during backward.
+        partition: free the memory of a bucket after it is sent (stage 2).
         scaled: refuse a gradient that did not come from :meth:`backward`: its loss was not scaled.
     """
 
@@ -58,7 +60,7 @@ class GradientReducer:
         self._scaled = scaled
         self._in_backward = False
         self._bucket_of = {shard: bucket for bucket in self.buckets for shard in bucket.shards}
-        # Frozen at the start: nobody waits for their gradients.
+        # No bucket waits for parameters that are frozen at the start.
         self._eager = [bucket for bucket in self.buckets if bucket.shards[0].param.requires_grad]
         self._flights: deque[tuple[Bucket, torch.Tensor, Flight]] = deque()
         self._local: set[ParamShard] = set()
@@ -72,8 +74,9 @@ class GradientReducer:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Run a backward pass inside; at the end all its gradients are reduced, unless within
-        :meth:`no_sync`."""
+        """Run a backward pass inside the block. At the end reduce all its gradients, unless inside
+        :meth:`no_sync`.
+        """
         self._in_backward = True
         try:
             self._eager_open = self._overlap and self._syncing
@@ -116,7 +119,7 @@ class GradientReducer:
             self._send_complete()
 
     def _send_complete(self) -> None:
-        """Send the buckets that are complete, none before its turn."""
+        """Send complete buckets in order; stop at the first incomplete one."""
         while self._next < len(self._eager) and self._arrived.issuperset(self._eager[self._next].shards):
             self._send(self._eager[self._next])
             self._next += 1
@@ -124,7 +127,9 @@ class GradientReducer:
     # -- reduction -------------------------------------------------------------------------------
 
     def reduce_rest(self) -> None:
-        """Reduce what came outside :meth:`backward` or within :meth:`no_sync`, if any rank has any."""
+        """Reduce gradients that arrived outside :meth:`backward` or inside :meth:`no_sync`, if any rank has
+        some.
+        """
         self._take_strays()
         pending = _SEVERAL if self._several else _ONE if self._local else 0
         most = self._collectives.maximum([pending], "completes gradients (clipping, step)")[0]
@@ -151,8 +156,10 @@ class GradientReducer:
         self._start_over()
 
     def add_up(self, shard: ParamShard, ranks: Peers) -> None:
-        """Give ``shard`` the sum of the mean gradients that ``ranks`` have of their copies of it, if any has
-        one; after a reduction."""
+        """Replace the mean gradient of ``shard`` by the sum over ``ranks``, which have copies of it, if any
+        has a
+        gradient. Call it after a reduction; collective over ``ranks``.
+        """
         bucket = self._bucket_of[shard]
         own = bucket.own_mean(shard) if shard in self.used else None
         total = torch.zeros(shard.own_numel + 1, dtype=shard.master_dtype, device="cpu")
@@ -165,7 +172,7 @@ class GradientReducer:
             bucket.set_mean(shard, total[:-1])
 
     def _take_strays(self) -> None:
-        """Take gradients that no hook has seen: set by hand, or older than this object."""
+        """Collect gradients that no hook has seen: set by hand, or older than this object."""
         for shard in self.shards:
             if raw_grad(shard.param) is not None:
                 self._arrive(shard)
@@ -195,7 +202,7 @@ class GradientReducer:
     # -- end -------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Give up all gradients, reduced or not."""
+        """Discard all gradients, reduced or not."""
         while self._flights:
             self._flights.popleft()[2].wait()
         for bucket in self.buckets:
@@ -206,24 +213,24 @@ class GradientReducer:
         self._start_over()
 
     def close(self) -> None:
-        """Take the hooks off the parameters; also done when this object goes. Idempotent."""
+        """Remove the hooks from the parameters; also done when this object is destroyed. Idempotent."""
         self._let_go()
 
     def holds(self, shard: ParamShard) -> bool:
-        """Say whether a gradient has arrived, here or on another rank that has said so."""
+        """Return whether a gradient has arrived on this rank or, after a reduction, on any rank."""
         return shard in self._local or shard in self.used
 
     def _hook(self, number: int) -> Any:
         param, reducer = self.shards[number].param, weakref.ref(self)
         trained = param.requires_grad
-        param.requires_grad_(True)  # a frozen parameter may be thawed later
+        param.requires_grad_(True)  # a frozen parameter may be unfrozen later
         hook = param.register_post_accumulate_grad_hook(partial(_tell, reducer, number))
         param.requires_grad_(trained)
         watch(param, partial(_held_name, reducer, number))
         return hook
 
 
-# Weak, and by number: what a parameter leads to must not lead back to it.
+# Weak, and by number: the parameter refers to these, so they must not keep it alive.
 def _tell(reducer: weakref.ref[GradientReducer], number: int, _param: torch.Tensor) -> None:
     alive = reducer()
     if alive is not None:
@@ -237,7 +244,7 @@ def _held_name(reducer: weakref.ref[GradientReducer], number: int) -> str:
 
 
 def _let_go(hooks: list[Any], params: list[weakref.ref[torch.Tensor]]) -> None:
-    """Make parameters ordinary ones again."""
+    """Remove the hooks and restore the parameters' classes."""
     for hook in hooks:
         hook.remove()
     for alive in params:

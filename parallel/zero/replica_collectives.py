@@ -1,4 +1,4 @@
-"""What data-parallel ranks tell each other; with one process, nothing."""
+"""Collectives: the communication of data-parallel ranks for ZeRO 0 to 2; with one process, none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gemini.comm.ranks import all_gather, break_off
 from gemini.errors import ConfigError, StateError
 
 _DIGEST_BYTES = 8
-_FRAME_BYTES = 256  # of the first message of an agreement
+_FRAME_BYTES = 256  # size of the first message of an agreement
 _EXCHANGES = "exchanges gradients (backward, step)"
 _GATHERS = "gathers updated weights (step)"
 _SAYS = "tells what its parameters and states are (wrapping, state_dict, saving)"
@@ -28,7 +28,7 @@ _SAYS = "tells what its parameters and states are (wrapping, state_dict, saving)
 
 @dataclass
 class Traffic:
-    """Bytes this rank has handed to the network, without what stays on the rank, and collectives begun."""
+    """The bytes that this rank has sent to other ranks, and the number of collectives it has begun."""
 
     reduce_bytes: int = 0
     gather_bytes: int = 0
@@ -38,23 +38,24 @@ class Traffic:
 
 
 class Flight:
-    """A collective under way; keeps its tensors alive."""
+    """A collective in flight; keeps its tensors alive."""
 
     def __init__(
         self, result: torch.Tensor, source: torch.Tensor, arrive: Callable[[], object] = lambda: None
     ) -> None:
-        """``arrive`` waits for it."""
+        """``arrive`` waits for the collective."""
         self._result, self._source, self._arrive = result, source, arrive
 
     def wait(self) -> torch.Tensor:
-        """Return the result once it is there (on a GPU: once the current stream will wait for it). Raises
-        StateError where a rank will not come."""
+        """Return the result when it is complete (on a GPU: when the current stream will wait for it). Raises
+        StateError if a rank has left or died.
+        """
         self._arrive()
         return self._result
 
 
 class _GatheredSums(Flight):
-    """An exchange whose sums are gathered again; its result has one row, the same on all ranks."""
+    """An exchange that gathers its sums again; the result has one row, the same on all ranks."""
 
     def __init__(self, collectives: Collectives, parts: torch.Tensor, width: int, flight: Flight) -> None:
         super().__init__(parts, parts)
@@ -70,12 +71,13 @@ class _GatheredSums(Flight):
 
 
 class Collectives:
-    """The ranks of one process group; ``None`` is the default group, or one process where there is none, or
-    it is to be ``alone``.
+    """The ranks of one process group. ``None`` means the default group, or one process if there is none or
+    ``alone`` is set.
 
-    What is cut has ``num_parts`` parts, of which this rank has number ``part``: one per rank, or with
-    ``cuts=False`` one that all ranks have. Every method is to be called by all ranks in the same order.
-    Raises ConfigError on a rank outside the group. ``traffic``: where to count; None: a new count.
+    A sharded tensor has ``num_parts`` parts, and this rank has part number ``part``: one part per rank, or
+    with
+    ``cuts=False`` one part that all ranks have. All ranks must call every method in the same order. Raises
+    ConfigError on a rank outside the group. ``traffic`` is the counter to use; None makes a new one.
     """
 
     def __init__(
@@ -100,19 +102,22 @@ class Collectives:
             raise ConfigError("this process is not a member of dp_process_group; pass a group that it is in")
 
     def attend(self) -> None:
-        """From now on name the rank that others wait for in vain, over gloo; nccl has a watchdog."""
+        """From now on report a rank that others wait for in vain. Over gloo only; nccl has a watchdog."""
         if self._group is not None and self.size > 1 and is_over_gloo(self._group, self.device):
             store = store_of(self._group, self.first(uuid4().hex))
             self._attendance = Attendance(store, self.rank, self.size, self._group)
             weakref.finalize(self, self._attendance.leave, "let go of its optimizer").atexit = False
 
     def leave(self, why: str) -> None:
-        """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
+        """Tell the other ranks that this rank makes no further calls, and ``why``. Idempotent."""
         if self._attendance is not None:
             self._attendance.leave(why)
 
     def _begun(self, result: torch.Tensor, source: torch.Tensor, work: Any, doing: str) -> Flight:
-        """Return the flight of a collective that was begun: others may be before anybody waits for it."""
+        """Return the flight of a collective that was begun. Further collectives may begin before anything
+        waits
+        for this one.
+        """
         if self._attendance is not None:
             self._attendance.begin()
         return Flight(result, source, partial(self._wait, work, doing, begun=True))
@@ -125,11 +130,13 @@ class Collectives:
             self._attendance.wait(work, doing, partial(break_off, self._group), begun=begun)
 
     def exchange(self, rows: torch.Tensor) -> Flight:
-        """Send row i of ``rows`` (parts, width) to rank i; the result's row i comes from rank i. Where
-        nothing is cut its one row is their sum, in fp32 or a wider type.
+        """Send row i of ``rows`` (parts, width) to rank i; row i of the result comes from rank i. If nothing
+        is
+        sharded, the only row of the result is the sum of the ranks' rows, in fp32 or a wider type.
 
-        Not a reduce-scatter: it moves the same bytes, and the caller, who sums the rows, chooses the order
-        and the type of the sum.
+        Not a reduce-scatter: this moves the same bytes, and the caller sums the rows, in an order and a type
+        of
+        its choice.
         """
         if self.size == 1:
             return Flight(rows, rows)
@@ -138,7 +145,7 @@ class Collectives:
         return self._swap_rows(rows)
 
     def _sum_rows(self, rows: torch.Tensor) -> Flight:
-        """Add up in the same order, and at the same cost, as where rows are cut."""
+        """Sum in the same order, and at the same cost, as if rows were sharded."""
         width = rows.numel()
         dtype = rows.dtype if rows.dtype.itemsize >= 4 else torch.float32
         parts = torch.zeros(self.size, -(-width // self.size), dtype=dtype, device=rows.device)
@@ -153,12 +160,13 @@ class Collectives:
         return self._begun(result, rows, work, _EXCHANGES)
 
     def gather(self, own: torch.Tensor) -> Flight:
-        """Send ``own`` (width) to all that have other parts; the result (parts, width) has part i in row
-        i."""
+        """Send ``own`` (width) to the ranks with other parts; row i of the result (parts, width) is part
+        i.
+        """
         return Flight(own.unsqueeze(0), own) if self.num_parts == 1 else self.gather_all(own)
 
     def gather_all(self, own: torch.Tensor) -> Flight:
-        """Send ``own`` (width) to all; the result (ranks, width) has rank i's in row i."""
+        """Send ``own`` (width) to all ranks; row i of the result (ranks, width) comes from rank i."""
         self.traffic.gather_bytes += own.nbytes * (self.size - 1)
         self.traffic.num_gathers += 1
         result = own.new_empty(self.size, own.numel())
@@ -166,7 +174,7 @@ class Collectives:
         return self._begun(result, own, work, _GATHERS)
 
     def gather_anywhere(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the parts ``own`` as :meth:`gather` does, without delay; it may lie on another device."""
+        """Gather the parts ``own`` as :meth:`gather` does, and wait; ``own`` may be on another device."""
         if self.num_parts == 1:
             return own.unsqueeze(0)
         self.traffic.other_bytes += own.nbytes * (self.size - 1)
@@ -177,10 +185,10 @@ class Collectives:
         return result.to(own.device)
 
     def maximum(self, flags: list[int], doing: str) -> list[int]:
-        """Return the largest of all ranks' flags, each in [0, 255].
+        """Return the elementwise maximum of all ranks' flags, each in [0, 255].
 
-        The first message is equally long whatever is asked, and says it: messages of different lengths would
-        end the process.
+        The first message has the same length for every question and identifies the question: messages of
+        different lengths would end the process.
 
         Raises:
             StateError: on all ranks: they are not ``doing`` the same.
@@ -208,15 +216,15 @@ class Collectives:
         return [int(flag) for flag in shared.tolist()]
 
     def require_same(self, doing: str) -> None:
-        """Raise StateError, on all ranks, where they are not about to do the same."""
+        """Raise StateError on all ranks if they are not about to make the same call."""
         self.maximum([], doing)
 
     def sum(self, values: torch.Tensor) -> None:
-        """Replace ``values``, in CPU memory, by their sum over the ranks that have other parts."""
+        """Replace ``values``, in CPU memory, by their sum over the ranks with other parts."""
         self._reduce(values, dist.ReduceOp.SUM)
 
     def largest(self, values: torch.Tensor) -> None:
-        """Replace ``values``, in CPU memory, by the largest of the ranks that have other parts."""
+        """Replace ``values``, in CPU memory, by the maximum over the ranks with other parts."""
         self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: torch.Tensor, how: Any) -> None:
@@ -230,7 +238,7 @@ class Collectives:
             values.copy_(shared)
 
     def objects(self, own: Any) -> list[Any]:
-        """Return every rank's object by rank; they are pickled."""
+        """Return every rank's object, in rank order; objects are pickled."""
         if self.size == 1:
             return [own]
         content = self._pickled(own)
@@ -253,7 +261,7 @@ class Collectives:
         return own if self.rank == 0 else _unpickled(content)
 
     def spread(self, tensor: torch.Tensor) -> None:
-        """Give all ranks the values of the first one, in place; any memory order."""
+        """Broadcast the values of the first rank, in place; any memory order."""
         if self.size == 1:
             return
         values = tensor.detach().contiguous()

@@ -1,5 +1,5 @@
-"""Optimizer states in parts and as a whole, also found by the model's parameters; and the norm of gradients
-that lie in parts on several ranks.
+"""Optimizer states of ZeRO 0 to 2: their export and import in parts or as a whole, access by the model's
+parameters, and norms of gradients in parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemini.parallel.zero.replica_collectives import Collectives
 
 
 class ShardedStates(Protocol):
-    """An optimizer whose states are cut among ranks, as far as its state dict goes: LowLevelZeroOptimizer."""
+    """The interface of an optimizer with sharded states, for state dicts: LowLevelZeroOptimizer."""
 
     optim: torch.optim.Optimizer
     collectives: Collectives
@@ -30,18 +30,18 @@ class ShardedStates(Protocol):
     loss_scale: LossScale | None
 
     def gather_all(self) -> None:
-        """Make every parameter whole again from its parts."""
+        """Set every parameter from the ranks' parts. Collective."""
 
     def share_groups(self) -> None:
-        """Have the groups of the wrapped optimizer be this one's."""
+        """Use the groups of the wrapped optimizer as this one's."""
 
 
 @dataclass(frozen=True)
 class StateShard:
     """Elements [start, stop), in row-major order, of the states of parameter number ``index``.
 
-    Parameters are numbered over all groups, as in a state dict. ``tensors`` has the states that belong to
-    elements, in one dimension; ``values`` the others, such as ``step``; ``master`` the fp32 weights behind a
+    Parameters are numbered over all groups, as in a state dict. ``tensors`` has the states with one value per
+    element, in one dimension; ``values`` has the others, such as ``step``; ``master`` is the fp32 master of a
     16-bit parameter.
     """
 
@@ -68,7 +68,7 @@ def state_shards(optimizer: ShardedStates) -> Iterator[StateShard]:
 
 
 def export_state(optimizer: ShardedStates, only_rank_0: bool = False) -> dict[str, Any]:
-    """Return the whole state, {} where it is not wanted; see LowLevelZeroOptimizer.state_dict."""
+    """Return the whole state, or {} on ranks that do not keep it; see LowLevelZeroOptimizer.state_dict."""
     collectives = optimizer.collectives
     keeps = not only_rank_0 or collectives.rank == 0
     own = {shard.index: shard for shard in state_shards(optimizer)}
@@ -106,7 +106,7 @@ def export_state(optimizer: ShardedStates, only_rank_0: bool = False) -> dict[st
 
 
 def exported_groups(optimizer: ShardedStates) -> list[dict[str, Any]]:
-    """Return the groups as a state dict has them, with the numbers of all parameters."""
+    """Return the groups of a state dict, with the numbers of all parameters."""
     with hooks_set_aside(optimizer.optim):
         groups: list[dict[str, Any]] = optimizer.optim.state_dict()["param_groups"]
     return groups
@@ -115,7 +115,7 @@ def exported_groups(optimizer: ShardedStates) -> list[dict[str, Any]]:
 def import_state(
     optimizer: ShardedStates, state_dict: dict[str, Any], shards: Iterable[StateShard] | None = None
 ) -> None:
-    """Take over a whole state, or the groups of one and its parts. Raises ConfigError before any change."""
+    """Load a whole state, or ``shards`` with the groups of one. Raises ConfigError before any change."""
     groups = state_dict["param_groups"]
     lengths = [len(group) for group in optimizer.sharded.groups]
     if [len(group["params"]) for group in groups] != lengths:
@@ -138,7 +138,7 @@ def import_state(
 
 
 class _OwnPart:
-    """This rank's part of one parameter's state, put together from what was saved."""
+    """This rank's part of one parameter's state, assembled from saved parts."""
 
     def __init__(self, shard: ParamShard) -> None:
         self.shard = shard
@@ -148,7 +148,7 @@ class _OwnPart:
         self._covered: dict[str, int] = {}
 
     def take(self, saved: StateShard) -> None:
-        """Copy what overlaps; of an empty part states are empty."""
+        """Copy the overlap with ``saved``. If this rank's part is empty, its states become empty tensors."""
         shard = self.shard
         if tuple(saved.shape) != tuple(shard.shape):
             raise ConfigError(f"the state of {shard.label} is of one of shape {tuple(saved.shape)}")
@@ -175,11 +175,11 @@ class _OwnPart:
         self._covered[name] = self._covered.get(name, 0) + stop - start
 
     def state(self) -> dict[str, Any]:
-        """Return it as the optimizer has it."""
+        """Return the state in the form that the optimizer loads."""
         return {**self.values, **{k: self.shard.like_master(tensor) for k, tensor in self.tensors.items()}}
 
     def check(self) -> None:
-        """Raise ConfigError if a part is missing."""
+        """Raise ConfigError if saved parts do not cover this rank's part."""
         wanted = self.shard.own_numel
         for name, covered in self._covered.items():
             if covered != wanted:
@@ -192,9 +192,9 @@ class _OwnPart:
 def _whole_shards(
     optimizer: ShardedStates, state_dict: dict[str, Any], numbers: list[int]
 ) -> Iterator[StateShard]:
-    """Yield a state dict as parts that are whole parameters."""
+    """Yield the entries of a state dict as shards of whole parameters."""
     masters = state_dict.get("masters", {})
-    # What is not cut may have states of any shape, but no other master.
+    # If nothing is sharded, a state may have any shape, but a master must match.
     is_fixed = optimizer.collectives.num_parts > 1 or steps_by_element(optimizer.optim)
     for index, (number, shard) in enumerate(zip(numbers, optimizer.sharded.shards, strict=True)):
         shape = tuple(shard.shape)
@@ -210,7 +210,7 @@ def _whole_shards(
 
 
 def _beside(optim: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return what a user keeps in the state beside that of parameters."""
+    """Return the entries that a user keeps in the state besides those of parameters."""
     return {key: value for key, value in optim.state.items() if not isinstance(key, torch.Tensor)}
 
 
@@ -220,10 +220,13 @@ def _load_own(
     parts: list[_OwnPart],
     beside: dict[Any, Any],
 ) -> None:
-    """Give the wrapped optimizer its state, and what is beside it; it checks before it changes anything."""
+    """Load the state, and the entries ``beside`` it, into the wrapped optimizer, which checks before it
+    changes
+    anything.
+    """
     state = {index: part.state() for index, part in enumerate(parts)}
     own_groups: list[dict[str, Any]] = []
-    for saved, own in zip(groups, exported_groups(optimizer), strict=True):  # saved names may be others
+    for saved, own in zip(groups, exported_groups(optimizer), strict=True):  # saved names may differ
         settings = {name: value for name, value in saved.items() if name != "param_names"}
         settings |= {name: value for name, value in own.items() if name in ("params", "param_names")}
         own_groups.append(settings)
@@ -246,10 +249,10 @@ def _restore_masters(parts: list[_OwnPart]) -> bool:
 def _split(
     state: Mapping[str, Any], shape: tuple[int, ...]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Divide a parameter's state into tensors of one value per element, and the rest."""
+    """Split a parameter's state into tensors with one value per element, and the rest."""
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    for name, value in state.items():  # once: what is in a file is read here
+    for name, value in state.items():  # iterate once: a lazy mapping reads files here
         if name != "step" and isinstance(value, torch.Tensor) and tuple(value.shape) == shape:
             tensors[name] = value
         else:
@@ -258,7 +261,7 @@ def _split(
 
 
 def whole_tensor(shard: ParamShard, own: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of what belongs to a whole parameter from all ranks' parts of it."""
+    """Return a whole tensor from all ranks' parts of it. Collective."""
     padded = torch.zeros(shard.width, dtype=dtype, device=shard.home)
     if own is not None:
         padded[: shard.own_numel].copy_(own)
@@ -270,10 +273,11 @@ _HELPER = "torch.distributed.checkpoint.state_dict"
 
 
 class StatesByParam(MutableMapping[Any, Any]):
-    """The states of the wrapped optimizer, whose keys are this rank's parts of the masters.
+    """The states of the wrapped optimizer, which are stored by this rank's parts of the masters.
 
-    ``state[param]`` of a parameter of the model is the state of this rank's part, in a new dict: tensors are
-    the optimizer's own, in the parameter's shape where the part is all of it.
+    ``state[param]``, for a parameter of the model, is the state of this rank's part in a new dict. Its
+    tensors
+    are the optimizer's own, in the parameter's shape if the part is the whole parameter.
     """
 
     def __init__(self, states: MutableMapping[Any, Any], shards: list[ParamShard]) -> None:
@@ -303,7 +307,7 @@ class StatesByParam(MutableMapping[Any, Any]):
         return len(self._states)
 
     def __bool__(self) -> bool:
-        # The first thing that the helper looks at; what it would go on to do ends in a KeyError.
+        # The helper first tests this; if it went on, it would fail with a KeyError.
         if sys._getframe(1).f_globals.get("__name__") == _HELPER:
             raise ConfigError(
                 f"{_HELPER} looks for the model's parameters in the groups of the optimizer, where a "
@@ -333,11 +337,15 @@ def total_norm(
     experts: ModelRanks | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Return the norm over the parts of all ranks, ``model_ranks`` too; the same bits on every rank, whatever
-    is cut; on ``device``. ``experts``: where ranks divide experts and nothing else is cut, these ranks.
+    """Return the gradient norm over the parts of all ranks, including ``model_ranks``. Every rank gets the
+    same
+    bits, however parameters are sharded. With one rank it equals ``torch.nn.utils.get_total_norm`` bit for
+    bit.
 
-    ``gradients`` has this rank's part of every gradient, None where it has none. With one rank it is
-    ``torch.nn.utils.get_total_norm``, bit for bit.
+    Args:
+        gradients: this rank's part of every gradient, None if there is none.
+        experts: the ranks that divide experts, if nothing else is sharded; else None.
+        device: where to put the result.
     """
     if collectives.size > 1 or model_ranks is not None:
         norm, groups = NormOverRanks(norm_type), [each for each in (experts, model_ranks) if each is not None]
@@ -358,8 +366,10 @@ def count_zeros(
     model_ranks: ModelRanks | None = None,
     experts: ModelRanks | None = None,
 ) -> int:
-    """Return how many elements are 0 over the parts of all ranks, ``model_ranks`` too; arguments as for
-    :func:`total_norm`."""
+    """Return the number of gradient elements that are 0, over the parts of all ranks, including
+    ``model_ranks``.
+    Arguments as for :func:`total_norm`.
+    """
     found, groups = 0, [each for each in (experts, model_ranks) if each is not None]
     for shard, part in gradients:
         if not all(ranks.counts(shard.param) for ranks in groups):
@@ -374,7 +384,7 @@ def count_zeros(
 def any_overflow(
     buckets: Sequence[Bucket], collectives: Collectives, model_ranks: ModelRanks | None = None
 ) -> bool:
-    """Say whether any rank has an infinity or a NaN in its part of the mean gradients."""
+    """Return whether any rank has an infinity or a NaN in its part of the mean gradients."""
     largest = [
         torch.linalg.vector_norm(bucket.mean, math.inf) for bucket in buckets if bucket.mean is not None
     ]

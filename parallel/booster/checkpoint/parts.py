@@ -284,9 +284,9 @@ def stream(
 
 
 def _whole(name: str, source: TensorSource, dtype: torch.dtype, parts: Parts) -> torch.Tensor:
-    """Return the whole tensor, in ``dtype``, of which this rank has the part ``source``, cut like the
-    parameter
-    ``name``. Collective over ``dp`` and ``tp``.
+    """Assemble a whole tensor, in ``dtype``, from the ranks' parts. ``source`` is this rank's part, cut like
+    the
+    parameter ``name``. Collective over ``dp`` and ``tp``.
     """
     value = torch.empty(source.spec.shape, dtype=source.spec.dtype, device="cpu")
     flat, place = value.view(-1), 0
