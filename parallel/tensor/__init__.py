@@ -1,5 +1,7 @@
-"""Tensor parallelism: an unmodified model whose layers are cut over ranks, by a plan; or one of layers that
-are made for a grid of ranks (``nn``)."""
+"""Tensor parallelism: cut the layers of an unmodified model over ranks by a plan, or build a model of layers
+for
+a grid of ranks (``nn``).
+"""
 
 from gemini.parallel.tensor import nn
 from gemini.parallel.tensor.loss import vocabulary_cross_entropy

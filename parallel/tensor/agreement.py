@@ -1,18 +1,24 @@
-"""Whether a cut model is the whole one, asked once: on the first batch that it trains on.
+"""Check, on the first training batch, that a cut model computes the same as the whole one.
 
-A plan cuts what the user names, and nothing in a module says what it does with a part: a parameter between
-a column and a row layer gets part of its gradient, a softmax over cut features is one of a part, a weight of
-query, key and value that is cut in one piece gives each rank other heads than it takes them for. All of these
-have shapes that fit. So numbers are compared, and the program ends before its first update where they differ:
+A plan cuts the modules that the user names, and a module does not tell how it uses a part. A parameter
+between a
+column and a row layer gets only part of its gradient. A softmax over cut features is computed over a part. A
+fused
+query-key-value weight that is cut in one piece gives each rank other heads than it assumes. Shapes match in
+all
+these cases. Therefore numbers are compared, and a difference raises before the first update:
 
-- gradients of parameters that are whole on all ranks are the same on all;
-- outputs and all gradients are those of the whole model, where the plan is the user's. Copies of both, as
-  they are before the model is wrapped, train on the batch without dropout; where they draw other numbers at
-  random, they evaluate it.
+- gradients of parameters that are whole on all ranks must be equal on all ranks;
+- for a user's plan, outputs and all gradients must be those of the whole model. Copies of both models, as
+  they are
+  before the model is wrapped, train on the batch without dropout. If they draw other random numbers, they are
+  compared in evaluation mode.
 
-A weight of zeros hides what is before and behind it: an adapter, a gate or an output projection often begins
-so. A gradient of zeros is therefore looked at again, and outputs are compared with other numbers in the place
-of such weights.
+A weight of zeros hides the layers before and behind it; an adapter, a gate or an output projection often
+starts
+as zeros. Therefore a zero gradient is checked again in later passes, and outputs are compared with random
+numbers
+instead of zero weights.
 """
 
 from __future__ import annotations
@@ -39,12 +45,12 @@ from gemini.parallel.partition import Partition, PartOfTensor
 from gemini.parallel.tensor.region import Region, device_of
 from gemini.system.rng import generator_states, set_generator_states
 
-_SAMPLED = 2**16  # elements of a gradient
-_FREQUENCY = 1.7  # of the waves that a gradient is weighed by: no two neighbours count alike
+_SAMPLED = 2**16  # elements sampled of a gradient
+_FREQUENCY = 1.7  # of the sine and cosine weights: neighbouring elements get different weights
 _SHOWN = 3
-_TRUSTED_DIGITS = 0.6  # of those of a type: 7e-5 of fp32, 0.05 of bf16
-_TRUSTED_OF_GRADIENTS = 0.3  # 0.008 of fp32, 0.23 of bf16: what is not added up is further off
-_LOOK = ("is there", "epsilon", "norm", "sum over a sine", "sum over a cosine")  # what is kept of a gradient
+_TRUSTED_DIGITS = 0.6  # exponent of a type's epsilon: tolerance 7e-5 in fp32, 0.05 in bf16
+_TRUSTED_OF_GRADIENTS = 0.3  # 0.008 in fp32, 0.23 in bf16: gradients of unsummed parts differ more
+_LOOK = ("is there", "epsilon", "norm", "sum over a sine", "sum over a cosine")  # recorded of a gradient
 
 
 _CAUSES = (
@@ -56,8 +62,10 @@ _CAUSES = (
 
 
 class FirstGradients:
-    """Compares, over the ranks of a cut, the first gradient of each parameter that is whole on all. One that
-    is zero, or not finite, tells nothing: the next one is compared."""
+    """Compares, over the ranks of a cut, the first gradient of each parameter that is whole on all ranks. A
+    zero
+    or non-finite gradient proves nothing; the next one is compared.
+    """
 
     def __init__(self, model: nn.Module, axis: Axis, partition: Partition) -> None:
         self._axis = axis
@@ -69,13 +77,14 @@ class FirstGradients:
             if partition.cut_of(param) is None and param.is_floating_point():
                 trains = param.requires_grad
                 self._names[id(param)] = name
-                # Behind the hooks that add gradients up over ranks: autograd calls them as they were made.
+                # Autograd calls hooks in order of registration: this runs after the hooks that sum over
+                # ranks.
                 hook = param.requires_grad_(True).register_hook(partial(self._note, id(param)))
                 self._hooks[id(param)] = hook
                 param.requires_grad_(trains)
 
     def _note(self, key: int, grad: torch.Tensor) -> None:
-        """Keep what a gradient looks like; at the end of the backward pass, compare."""
+        """Record features of a gradient, and compare at the end of the backward pass."""
         if grad.layout == torch.strided:
             self._found[key] = _look_of(grad)
         if not self._is_asked_for:
@@ -83,7 +92,7 @@ class FirstGradients:
             Variable._execution_engine.queue_callback(self._compare)
 
     def _compare(self) -> None:
-        """Raise ConfigError on all ranks where a gradient is not the same on all."""
+        """Raise ConfigError on all ranks if a gradient differs between ranks."""
         self._is_asked_for = False
         nothing = torch.zeros(len(_LOOK), dtype=torch.float64, device="cpu")
         looks = torch.stack([self._found.get(key, nothing) for key in self._names])
@@ -117,32 +126,38 @@ def _look_of(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _tells(looks: torch.Tensor) -> bool:
-    """Say whether the looks of a gradient, by rank, are of finite numbers that are not all zero."""
+    """Return whether the gradients with these features, by rank, are finite and not all zero."""
     return bool(torch.isfinite(looks).all()) and float(looks[:, 2].max()) > 0
 
 
 def _agree(looks: torch.Tensor) -> bool:
-    """Say whether the looks of a gradient, by rank, are of equal ones. One that overflowed tells nothing."""
+    """Return whether the gradients with these features, by rank, are equal. Overflowed ones count as
+    equal.
+    """
     if not bool(torch.isfinite(looks).all()):
         return True
     largest = float(looks[:, 2].max())
-    # Kernels of a GPU may add up in another order each time.
+    # Kernels of a GPU may sum in another order each time.
     tolerance = float(looks[:, 1].max()) ** 0.5 * largest
     same = (looks - looks[:1]).abs()[:, 2:] <= tolerance
     return bool(same.all()) and bool((looks[:, 0] == looks[0, 0]).all())
 
 
 class WholeOutline:
-    """The model as it was before it was cut, without its weights. The first batch of training is also run
-    through it, forward and backward."""
+    """The model before it was cut, without its weights. The first training batch also runs through it,
+    forward and
+    backward.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._whole = _outline(model, {})
         self._hooks = _hooks_of(model)
 
     def watch(self, model: nn.Module, partition: Partition, region: Region) -> None:
-        """Compare ``model``, which has been cut and computes in ``region``, on the first batch that it trains
-        on: as it is now, whatever it is wrapped in then."""
+        """Compare ``model``, which was cut and computes in ``region``, on its first training batch. It is
+        compared as
+        it is now, even if it is wrapped later.
+        """
         self._partition, axis = partition, partition.axis
         self._cut = _outline(model, {id(region): region.alike(), id(axis): axis})
         own = _hooks_of(model)
@@ -150,8 +165,9 @@ class WholeOutline:
         self._watch = model.register_forward_pre_hook(self._compare, with_kwargs=True, prepend=True)
 
     def _compare(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raise ConfigError on all ranks where outputs or gradients are not those of the whole model. A hook
-        before a forward pass."""
+        """Forward pre-hook: raise ConfigError on all ranks if outputs or gradients differ from the whole
+        model's.
+        """
         axis = self._partition.axis
         if not (model.training and torch.is_grad_enabled()) or axis is None:
             return
@@ -172,14 +188,15 @@ class WholeOutline:
         ran = partial(_Ran, buffers=buffers, trains=trains, call=call, device=device)
         looked = _OutlineComparison(ran, axis, cuts, self._hooks)
         found: _Found | None = None
-        # In evaluation where it draws other numbers than those of dropout, and in fewer digits where it
-        # computes in some type of its own.
+        # Evaluation mode is tried if the models draw random numbers other than dropout's, and 16-bit types if
+        # they
+        # do not run in fp32.
         for exact, evaluates in ((True, False), (True, True), (False, False), (False, True)):
             found = found or looked.at(cut, whole, parts, weights, exact=exact, evaluates=evaluates)
         self._agree_on(axis, found or _Found(0.0, []))
 
     def _agree_on(self, axis: Axis, found: _Found) -> None:
-        """Raise ConfigError on all ranks for what one has ``found``."""
+        """Raise ConfigError on all ranks if any of them has ``found`` a difference."""
         names = list(self._hooks)
         told = [found.far > 1.0, *(name in found.wrong for name in [*names, *_INPUTS])]
         error = torch.tensor(told, dtype=torch.float64, device="cpu")
@@ -202,19 +219,22 @@ class WholeOutline:
 
 @dataclass(frozen=True)
 class _Found:
-    """How far outputs are from those of the whole model, in units of what rounding explains, and whose
-    gradients are not those of the whole one's."""
+    """The result of a comparison. ``far``: the distance of the outputs, in units of the rounding tolerance;
+    ``wrong``: the names with different gradients.
+    """
 
     far: float
     wrong: list[str]
 
 
-_INPUTS = tuple(f"input {index}" for index in range(8))  # those of the model's that need a gradient
+_INPUTS = tuple(f"input {index}" for index in range(8))  # names of the model's inputs that need a gradient
 
 
 class _Ran:
-    """An outline that is run on a batch, with ``weights`` instead of its parameters and copies of
-    buffers. Within the block it has these, for backward may compute blocks again."""
+    """An outline to run on a batch, with ``weights`` instead of its parameters, and copies of buffers. They
+    stay in
+    the outline after forward, because backward may recompute blocks.
+    """
 
     def __init__(
         self,
@@ -227,7 +247,7 @@ class _Ran:
         device: torch.device,
         exact: bool,
     ) -> None:
-        """``exact``: what has 16 bits gets 32."""
+        """``exact``: 16-bit values are converted to 32 bits."""
         typed = _in_32_bits if exact else _same
         self.weights = {
             name: typed(value.detach()).requires_grad_(trains[name]) for name, value in weights.items()
@@ -251,7 +271,7 @@ class _Ran:
         self._device, self._exact = device, exact
 
     def forward(self) -> list[Any]:
-        """Return the outputs."""
+        """Run the outline and return its outputs as a flat list."""
         states = generator_states(self._device)
         own_types = torch.autocast(self._device.type, enabled=False) if self._exact else nullcontext()
         with torch.enable_grad(), saved_tensors_hooks(_same, _same), _WithoutDropout(), own_types:
@@ -262,11 +282,11 @@ class _Ran:
         return outputs
 
     def backward(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Give the weights gradients, of outputs and what these are multiplied by."""
+        """Compute gradients of the weights from (output, gradient) pairs."""
         if pairs:
             outputs, factors = zip(*pairs, strict=True)
             with torch.enable_grad(), _WithoutDropout():
-                # torch.autograd.backward() would leave the mode, which what is computed again needs.
+                # torch.autograd.backward() would leave the mode, which recomputation needs.
                 Variable._execution_engine.run_backward(
                     outputs, factors, False, False, (), allow_unreachable=True, accumulate_grad=True
                 )
@@ -277,7 +297,7 @@ class _Ran:
 
 
 class _OutlineComparison:
-    """Compares outlines of the cut and the whole model on one batch."""
+    """Compares the outlines of the cut and the whole model on one batch."""
 
     def __init__(
         self,
@@ -298,12 +318,14 @@ class _OutlineComparison:
         exact: bool,
         evaluates: bool,
     ) -> _Found | None:
-        """Return what is found; None: both draw numbers at random, which are others, or the whole one does
-        not run so.
+        """Run both outlines and compare them. Return None if both draw different random numbers, or the whole
+        model
+        does not run in this precision.
 
         Raises:
-            ConfigError: torch refuses an operator of the cut model, and none of the whole one. Nothing is
-                agreed on first: the other ranks may be within the model, and wait.
+            ConfigError: torch refuses an operator of the cut model and none of the whole model. This rank
+                raises
+                without agreement: the other ranks may be inside the model, waiting.
         """
         modes = [(each, each.training) for model in (cut, whole) for each in model.modules()]
         if evaluates:
@@ -319,7 +341,7 @@ class _OutlineComparison:
                         here.weights[name].register_hook(hook)
                 got = here.forward()
             except RuntimeError as error:
-                if type(error) is not RuntimeError:  # memory that ran out, say
+                if type(error) is not RuntimeError:  # for example out of memory
                     raise
                 failure = error
             after = generator_states(device)
@@ -331,7 +353,7 @@ class _OutlineComparison:
                 if exact and type(failure) is RuntimeError:
                     return None
                 raise
-            # Between a column and a row layer each rank draws fewer numbers than the whole model does.
+            # Between a column and a row layer each rank draws fewer numbers than the whole model.
             same = device.type == "cpu" and all(map(torch.equal, generator_states(device), after))
             if failure is not None:
                 raise ConfigError(
@@ -366,8 +388,8 @@ class _OutlineComparison:
     def _wrong(
         self, got: Mapping[str, torch.Tensor | None], wanted: Mapping[str, torch.Tensor | None]
     ) -> list[str]:
-        """Return the names of what has another gradient than the whole model's."""
-        largest: dict[str, float] = defaultdict(float)  # of a module
+        """Return the names of weights and inputs with a gradient other than the whole model's."""
+        largest: dict[str, float] = defaultdict(float)  # the largest gradient norm in each module
         for name, grad in wanted.items():
             if grad is not None and bool(grad.isfinite().all()):
                 for key in (_owner(name), ""):
@@ -401,24 +423,24 @@ def _outline(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _hooks_of(model: nn.Module) -> dict[str, list[Any]]:
-    """Return the hooks of parameters that change their gradients."""
+    """Return the hooks of parameters, which change their gradients."""
     return {name: list((param._backward_hooks or {}).values()) for name, param in model.named_parameters()}
 
 
 def _train_as(model: nn.Module, outline: nn.Module) -> None:
-    """Have the modules of ``outline`` train or evaluate as those of ``model`` of their names do."""
+    """Set the training modes of the modules of ``outline`` to those of the modules of ``model``, by name."""
     modes = {name: module.training for name, module in model.named_modules()}
     for name, module in outline.named_modules():
         module.training = modes.get(name, model.training)
 
 
 class _WithoutDropout(TorchFunctionMode):
-    """Runs what trains without leaving out anything at random."""
+    """Runs a training model with dropout disabled."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, a dropout as if it kept everything."""
+        """Run ``func``; a dropout keeps everything."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if name in _DROPOUTS:
             return args[0] if args else kwargs["input"]
@@ -453,7 +475,7 @@ def _in_32_bits(value: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(value: Any, typed: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return an input whose gradient goes no further."""
+    """Return an input as a leaf of its own, so that its gradient flows no further."""
     if not isinstance(value, torch.Tensor):
         return value
     if not value.requires_grad:
@@ -466,13 +488,15 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _waves_like(output: torch.Tensor) -> torch.Tensor:
-    """Return what an output is multiplied by, the same on all ranks: no two neighbours count alike."""
+    """Return the gradient to use for an output, the same on all ranks. Neighbouring elements get different
+    values.
+    """
     wave = torch.arange(output.numel(), dtype=torch.float32, device=output.device)
     return (wave * _FREQUENCY).sin().add(0.5).reshape(output.shape).to(output.dtype)
 
 
 def _part_of(whole: torch.Tensor, out: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return what of ``whole`` belongs to an output ``out``, which may be a rank's part of it, filled up."""
+    """Return the part of ``whole`` that corresponds to ``out``, which may be this rank's padded part."""
     for dim in range(whole.dim()):
         length = out.size(dim)
         if length != whole.size(dim):
@@ -492,7 +516,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _drawn_like(zeros: torch.Tensor) -> torch.Tensor:
-    """Return numbers for a weight of zeros, the same ones on all ranks; of many inputs each weighs less."""
+    """Return random numbers for a zero weight, the same on all ranks, scaled down by the number of inputs."""
     numbers = torch.Generator().manual_seed(zeros.numel())
     drawn = torch.randn(zeros.shape, generator=numbers, dtype=torch.float32, device="cpu")
     inputs = zeros.numel() / len(zeros) if zeros.dim() else 1.0
@@ -501,7 +525,7 @@ def _drawn_like(zeros: torch.Tensor) -> torch.Tensor:
 
 
 def _whole_of(got: Any, wanted: Any, axis: Axis) -> Any:
-    """Return the ranks' parts of an output side by side, where ``got`` is one (``Head(gathers=False)``)."""
+    """Concatenate the ranks' parts of an output, if ``got`` is a part (``Head(gathers=False)``)."""
     if not (isinstance(got, torch.Tensor) and isinstance(wanted, torch.Tensor) and got.dim() == wanted.dim()):
         return got
     cut = [dim for dim in range(got.dim()) if got.size(dim) < wanted.size(dim) <= axis.size * got.size(dim)]
@@ -511,7 +535,7 @@ def _whole_of(got: Any, wanted: Any, axis: Axis) -> Any:
 
 
 def _distance(got: Any, wanted: Any) -> float:
-    """Return how far a value is from the one of the whole model, in units of what rounding explains."""
+    """Return the distance of a value from the whole model's, in units of the rounding tolerance."""
     if not (isinstance(got, torch.Tensor) and isinstance(wanted, torch.Tensor) and got.is_floating_point()):
         return 0.0
     if got.shape != wanted.shape:
@@ -527,7 +551,7 @@ def _distance(got: Any, wanted: Any) -> float:
 
 
 def _epsilon(x: torch.Tensor) -> float:
-    """Return how exact numbers like ``x`` are; products may have been taken in TF32."""
+    """Return the relative precision of numbers like ``x``; products may have been computed in TF32."""
     epsilon = float(torch.finfo(x.dtype).eps)
     is_coarse = x.is_cuda and torch.get_float32_matmul_precision() != "highest"
     return max(epsilon, 2.0**-11) if is_coarse else epsilon

@@ -1,4 +1,4 @@
-"""A model on ``meta`` cut as one rank of tensor parallelism has it: without the others, without values."""
+"""Cut a model on ``meta`` as one rank of tensor parallelism would, without other ranks and without values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gemini.parallel.tensor.styles import Style
 
 _T = TypeVar("_T")
 Log = Callable[[str, int, int], None]
-_MOST = 64  # ranks that are tried to say which would do
+_MOST = 64  # ranks to try for the list of possible sizes
 
 
 def outline_part(
@@ -29,10 +29,11 @@ def outline_part(
     whole_experts: bool = False,
 ) -> Partition:
     """Cut ``model``, which is on ``meta``, in place as :func:`parallelize` does for the first of ``size``
-    ranks. It can be run on ``meta`` then: collectives give the shapes of what they would.
+    ranks.
+    Afterwards it can run on ``meta``: collectives return tensors of the right shapes.
 
     Raises:
-        ConfigError: it cannot be cut so; the message says into how many it can.
+        ConfigError: it cannot be cut this way; the message lists the possible sizes.
     """
     names = dict(model.named_parameters(remove_duplicate=False))
     if size == 1:
@@ -63,10 +64,12 @@ def _goes(model: nn.Module, size: int, plan: str | Mapping[str, Style | str]) ->
 
 
 class OutlineAxis(Axis):
-    """The first of ``size`` ranks, none of which is there: what it gets of them has shapes and no values.
+    """A stand-in for the first of ``size`` ranks, without the others: collectives return shapes without
+    values.
 
-    ``calls`` and ``sent_bytes`` count what a real rank would send. ``log`` is told of every call: the
-    collective, the bytes that this rank gives to it, and those of them that it sends.
+    ``calls`` and ``sent_bytes`` count what a real rank would send. ``log`` is called for every collective
+    with its
+    name, the bytes that this rank passes to it, and the bytes that it sends.
     """
 
     def __init__(self, size: int, log: Log | None = None) -> None:
@@ -78,7 +81,7 @@ class OutlineAxis(Axis):
         self._parts: dict[tuple[int, ...], Axis] = {}
 
     def tell(self, log: Log) -> None:
-        """Have ``log`` told from now on, also of calls over some of the ranks."""
+        """Call ``log`` from now on, also for calls over sub-axes."""
         self._log = log
         for part in self._parts.values():
             assert isinstance(part, OutlineAxis)

@@ -1,5 +1,5 @@
-"""The ranks of tensor parallelism as a grid of a mode, how activations are spread over it, and which part of
-a tensor a rank has, by the coordinates that cut each dimension.
+"""The grid of ranks of a tensor-parallel mode: its coordinates, the parts of tensors and activations on each
+rank, and the collectives along coordinates.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from gemini.parallel.tensor.region import Region, share_generators
 
 @dataclass(frozen=True)
 class Places:
-    """Ranks in a grid: ``sizes`` along the coordinates ``names``, the last one of which runs fastest."""
+    """Ranks in a grid: ``sizes`` along the coordinates ``names``. The last coordinate varies fastest."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     def size(self, names: Sequence[str]) -> int:
-        """Return how many places the coordinates ``names`` have together."""
+        """Return the number of places along the coordinates ``names`` together."""
         return math.prod(self.sizes[self.names.index(name)] for name in names)
 
     def index(self, rank: int, names: Sequence[str]) -> int:
@@ -43,7 +43,9 @@ class Places:
         return found
 
     def others(self, rank: int, names: Sequence[str]) -> list[int]:
-        """Return the ranks that differ from ``rank`` in the coordinates ``names`` alone, itself included."""
+        """Return the ranks that differ from ``rank`` only in the coordinates ``names``, including
+        ``rank``.
+        """
         fixed = [name for name in self.names if name not in names]
         own = self.index(rank, fixed)
         return [other for other in range(self.count) if self.index(other, fixed) == own]
@@ -51,11 +53,12 @@ class Places:
 
 @dataclass(frozen=True)
 class Tile:
-    """A tensor of ``shape`` of which the coordinates ``cuts[dim]`` cut each dimension, the first outermost.
+    """A tensor of ``shape`` with each dimension cut by the coordinates ``cuts[dim]``, the first outermost.
 
-    A dimension that is not divided is filled up with zeros, which are in no state dict; the parts of the
-    first one are a multiple of ``unit`` long. ``transposed``: the parts of a matrix (out, in) lie as
-    (in, out). Ranks that differ in other coordinates have the same part.
+    A dimension that they do not divide is padded with zeros, which are in no state dict. The parts of the
+    first
+    dimension have a multiple of ``unit`` elements. ``transposed``: parts of a matrix (out, in) are stored as
+    (in, out). Ranks that differ only in other coordinates have the same part.
     """
 
     places: Places
@@ -66,12 +69,12 @@ class Tile:
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of a part, as it lies."""
+        """The shape of a part as it is stored."""
         sizes = self._piece_sizes()
         return sizes[::-1] if self.transposed else sizes
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a tensor that ``rank`` has, contiguous, in memory of its own.
+        """Return a contiguous copy of the part of ``whole`` that ``rank`` has.
 
         Raises:
             ConfigError: ``whole`` has another shape.
@@ -87,7 +90,7 @@ class Tile:
         return filled.t().contiguous() if self.transposed else filled
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the tensor of which all ranks, in order, have these ``parts``."""
+        """Return the whole tensor from the ``parts`` of all ranks, in rank order."""
         found = parts[0].new_empty(self.shape)
         for rank, part in enumerate(parts):
             at = []
@@ -100,7 +103,7 @@ class Tile:
         return found
 
     def counts_on(self, rank: int) -> bool:
-        """Say whether ``rank`` is the first of those that have the same part."""
+        """Return whether ``rank`` is the first of the ranks with the same part."""
         cutting = {name for names in self.cuts for name in names}
         return self.places.index(rank, [name for name in self.places.names if name not in cutting]) == 0
 
@@ -114,7 +117,10 @@ class Tile:
 
 @dataclass(frozen=True)
 class Spread:
-    """How an activation (batch, ..., features) lies: ``rows`` cut its batch, ``columns`` its features."""
+    """How an activation (batch, ..., features) is distributed: ``rows`` are the coordinates that cut its
+    batch,
+    ``columns`` those that cut its features.
+    """
 
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -125,7 +131,7 @@ class Spread:
         return self.rows + self.columns
 
 
-# By mode: what lies outside of a pair of layers, and inside, between the two.
+# By mode: the distribution outside a pair of layers, and inside, between the two layers.
 _SPREADS: dict[str, tuple[Spread, Spread]] = {
     "1d": (Spread(), Spread(columns=("tp",))),
     "2d": (Spread(("col",), ("row",)),) * 2,
@@ -156,12 +162,12 @@ def places_of(layout: Layout) -> Places:
 class Grid:
     """The ranks of the axis ``tp`` of a mesh, in the grid of its mode: 1d, 2d, 2.5d or 3d.
 
-    Coordinates are named by the groups that they are places in: ``col``, ``row`` and ``dep``; ``input``,
-    ``weight`` and ``output``; ``tp``.
+    A coordinate has the name of the groups along it: ``col``, ``row`` and ``dep``; ``input``, ``weight`` and
+    ``output``; ``tp``.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
-        """All ranks call this. ``mesh``: None is one process alone."""
+        """Collective: all ranks call it. ``mesh``: None for one process."""
         layout = Layout() if mesh is None else mesh.layout
         self.places = places_of(layout)
         self.mode = layout.mode if layout.mode in ("2d", "2.5d", "3d") else "1d"
@@ -171,11 +177,11 @@ class Grid:
 
     @property
     def rank(self) -> int:
-        """Which of the ranks this process is."""
+        """The index of this process."""
         return 0 if self.every is None else self.every.rank
 
     def spread(self, *, inside: bool = False) -> Spread:
-        """Return how activations lie outside of a pair of layers, or inside."""
+        """Return the distribution of activations outside a pair of layers, or inside."""
         return _SPREADS[self.mode][inside]
 
     def index(self, *names: str) -> int:
@@ -183,19 +189,21 @@ class Grid:
         return self.places.index(self.rank, self._known(names))
 
     def axis(self, *names: str) -> Axis | None:
-        """Return the ranks that differ from this one in these coordinates alone; None: there are no others.
-        All ranks call it in the same order."""
+        """Return the ranks that differ from this one only in these coordinates; None if there are no others.
+        All
+        ranks call it in the same order.
+        """
         if names not in self._axes:
             self._axes[names] = self._make_axis(self._known(names))
         return self._axes[names]
 
     @property
     def square(self) -> Square:
-        """The ranks of a product in mode 2d or 2.5d."""
+        """The ranks of a matrix product in mode 2d or 2.5d."""
         return Square(self.axis("row"), self.axis("col"), self.axis("dep") if self.mode == "2.5d" else None)
 
     def cube(self, *, inside: bool) -> Cube:
-        """Return the ranks of a product in mode 3d; ``inside``: of the second layer of a pair."""
+        """Return the ranks of a matrix product in mode 3d; ``inside``: of the second layer of a pair."""
         inputs, outputs = ("output", "input") if inside else ("input", "output")
         return Cube(self.axis(inputs), self.axis("weight"), self.axis(outputs))
 
@@ -203,7 +211,7 @@ class Grid:
         """Return this rank's part of an activation (batch, ..., features) that all ranks have.
 
         Raises:
-            ConfigError: its batch or its features are not divided by the ranks.
+            ConfigError: the ranks do not divide its batch or its features.
         """
         spread = self.spread(inside=inside)
         return self._cut(x, (spread.rows, *((),) * (x.dim() - 2), spread.columns))
@@ -212,13 +220,13 @@ class Grid:
         """Return this rank's part of a batch without features (ids, images, labels) that all ranks have.
 
         Raises:
-            ConfigError: it is not divided by the ranks.
+            ConfigError: the ranks do not divide it.
         """
         return self._cut(x, (self.spread(inside=inside).rows, *((),) * (x.dim() - 1)))
 
     @torch.no_grad()
     def whole(self, part: torch.Tensor, *, inside: bool = False) -> torch.Tensor:
-        """Return the activation of which this rank has ``part``, without a graph. All ranks call this."""
+        """Return the whole activation from the ranks' parts, without a graph. Collective."""
         if self.every is None:
             return part.detach()
         spread = self.spread(inside=inside)
@@ -229,8 +237,10 @@ class Grid:
         return Tile(self.places, tuple(shape), cuts).whole(self.every.all_gather(part.detach()))
 
     def share_generator(self, device: torch.device) -> None:
-        """Give torch's generators here the states of the first rank's: what is drawn next is the same on all
-        ranks, which call this together."""
+        """Set torch's generators to the states of the first rank, so that all ranks draw the same numbers
+        next.
+        Collective.
+        """
         if self.every is not None:
             share_generators(self.every, device)
 
@@ -259,4 +269,4 @@ class Grid:
         return names
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Grid:
-        return self  # ranks cannot be copied; a copy of a layer has its part of the same tensor
+        return self  # ranks cannot be copied; a copy of a layer has a part of the same tensor

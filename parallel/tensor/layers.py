@@ -1,4 +1,7 @@
-"""Layers that hold this rank's part of a weight. A layer becomes one by its class, and keeps its identity."""
+"""Layers that hold this rank's part of a weight. A module is converted by changing its class, so references
+to it
+stay valid.
+"""
 
 from __future__ import annotations
 
@@ -14,55 +17,58 @@ from gemini.parallel.tensor.region import Region, copy, reduce
 
 
 class CutLayer(nn.Module):
-    """A layer of a cut model. ``tensor_region`` is set by :func:`become`; ``tensor_sublayer`` says which
-    layers are in one module."""
+    """A layer of a cut model. :func:`become` sets ``tensor_region``. Layers in the same module have the same
+    ``tensor_sublayer``.
+    """
 
     tensor_region: Region
     tensor_sublayer: int = -1
 
     def place_in(self, sublayer: int) -> None:
-        """Say that it is in the module of that number, as the other layers that have it."""
+        """Set the number of the module that it is in."""
         self.tensor_sublayer = sublayer
 
 
 class ColumnLayer(CutLayer):
-    """Linear: all of the input, this rank's part of the output, which a row layer takes."""
+    """A Linear that takes the whole input and returns this rank's part of the output, for a row layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises as the layer that it was."""
+        """Raises as the original layer."""
         x = self.tensor_region.enter(x, training=self.training, layer=id(self), sublayer=self.tensor_sublayer)
         return cast(torch.Tensor, super().forward(x))
 
 
 class GatheredColumnLayer(CutLayer):
-    """As :class:`ColumnLayer`, with the whole output on all ranks; the first ``whole_features`` of it, where
-    the weight was filled up."""
+    """A :class:`ColumnLayer` that returns the whole output on all ranks: its first ``whole_features`` if the
+    weight
+    was padded.
+    """
 
     whole_features: int
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises as the layer that it was."""
+        """Raises as the original layer."""
         out = self.tensor_region.gathered(super().forward(self.tensor_region.copied(x)))
         return out if out.size(-1) == self.whole_features else out[..., : self.whole_features]
 
 
 class LocalColumnLayer(CutLayer):
-    """As :class:`ColumnLayer`, with no row layer behind it: a head whose loss is taken by its parts."""
+    """A :class:`ColumnLayer` without a row layer behind it: a head with a loss that takes the parts."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises as the layer that it was."""
+        """Raises as the original layer."""
         return cast(torch.Tensor, super().forward(self.tensor_region.copied(x)))
 
 
 class RowLayer(CutLayer):
-    """Linear: this rank's part of the input, all of the output."""
+    """A Linear that takes this rank's part of the input and returns the whole output."""
 
-    splits_input: bool | None = False  # None: where the input is whole
+    splits_input: bool | None = False  # None: split the input if it is whole
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up the ranks' products, then the bias, once."""
+        """Sum the ranks' products, then add the bias once."""
         splits = self.splits_input
         if x.size(-1) != self.num_inputs if splits is None else splits:
             x = self.tensor_region.own_part(x)
@@ -71,16 +77,16 @@ class RowLayer(CutLayer):
 
     @property
     def num_inputs(self) -> int:
-        """How many features this rank takes."""
+        """The number of features that this rank takes."""
         return self.weight.size(1)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's product, in memory of its own."""
+        """Return this rank's product, in its own memory."""
         return functional.linear(x, self.weight)
 
 
 class TransposedRowLayer(RowLayer):
-    """As :class:`RowLayer`, with a weight of (in, out): transformers' Conv1D."""
+    """A :class:`RowLayer` with a weight of shape (in, out): transformers' Conv1D."""
 
     @property
     def num_inputs(self) -> int:
@@ -91,20 +97,24 @@ class TransposedRowLayer(RowLayer):
 
 
 class InnerRowLayer(RowLayer):
-    """As :class:`RowLayer`, inside a region: each rank uses the sum for its own part, so that the gradient of
-    the sum is summed as well."""
+    """A :class:`RowLayer` inside a region: each rank uses the sum for its own part, so the gradient of the
+    sum is
+    summed too.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises as the layer that it was."""
+        """Raises as the original layer."""
         out = reduce(self.product(x), self.tensor_region.axis)
         return copy(out if self.bias is None else out + self.bias, self.tensor_region.axis)
 
 
 class ExpertsLayer(CutLayer):
-    """Experts called as ``experts(tokens, chosen, weights)``, with this rank's part of each one's width."""
+    """Experts called as ``experts(tokens, chosen, weights)``, with this rank's part of each expert's
+    width.
+    """
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Add up the ranks' results. Raises as the module that it was."""
+        """Sum the ranks' results. Raises as the original module."""
         region = self.tensor_region
         if weights.requires_grad:
             weights = copy(weights, region.axis)
@@ -112,15 +122,17 @@ class ExpertsLayer(CutLayer):
 
 
 class SharedKeysLayer(ColumnLayer):
-    """A column layer with a whole weight: this rank's part of the first outputs, and all of the last
-    ``shared_features``."""
+    """A column layer with a whole weight. It computes this rank's part of the first outputs, and all of the
+    last
+    ``shared_features``.
+    """
 
     shared_features: int
     weight: torch.Tensor
     bias: torch.Tensor | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Raises as the layer that it was."""
+        """Raises as the original layer."""
         x = self.tensor_region.enter(x, training=self.training, layer=id(self), sublayer=self.tensor_sublayer)
         axis, first = self.tensor_region.axis, self.weight.size(0) - self.shared_features
         own = first // axis.size
@@ -134,8 +146,10 @@ class StateSpaceLayer(CutLayer):
     """A mixer of transformers' Mamba with this rank's channels."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's output, without the fused kernel that the mixer has for training: that one
-        multiplies by the weight of ``out_proj`` itself, so that nothing would add up the ranks' products."""
+        """Return the module's output. Disables the fused training kernel of the mixer: it multiplies by the
+        weight of
+        ``out_proj`` itself, and then nothing would sum the ranks' products.
+        """
         training, self.training = self.training, False
         try:
             return super().forward(*args, **kwargs)
@@ -144,16 +158,20 @@ class StateSpaceLayer(CutLayer):
 
 
 class VocabularyEmbedding(CutLayer, nn.Embedding):
-    """An embedding of which this rank has some rows: the vectors of others are zeros in the sum."""
+    """An embedding with some of the rows on this rank: it adds zeros for ids of other ranks, and sums over
+    ranks.
+    """
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of ``ids``, which are of the whole vocabulary."""
+        """Return the vectors of ``ids`` of the whole vocabulary."""
         return embed_rows(ids, self.weight, self.padding_idx, self.tensor_region.axis)
 
 
 def embed_rows(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, axis: Axis) -> torch.Tensor:
-    """Return the vectors of ``ids``, of which each rank has some rows in its ``weight``; the one at
-    ``padding_idx`` gets no gradient."""
+    """Return the vectors of ``ids``; each rank has some rows in its ``weight``. The row at ``padding_idx``
+    gets no
+    gradient.
+    """
     first, count = axis.rank * weight.size(0), weight.size(0)
     _refuse_unknown(ids, count * axis.size)
     local = ids - first
@@ -164,7 +182,7 @@ def embed_rows(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None,
 
 
 def _refuse_unknown(ids: torch.Tensor, count: int) -> None:
-    """Raise IndexError where one of ``ids`` is out of range, as torch's embedding does on the CPU."""
+    """Raise IndexError if an id is out of range, as torch's embedding does on the CPU."""
     if ids.device.type == "cpu" and ids.numel() and not (ids.min() >= 0 and ids.max() < count):
         raise IndexError(
             f"index out of range in an embedding of {count} rows: {int(ids.min())} to {int(ids.max())}"
@@ -172,7 +190,7 @@ def _refuse_unknown(ids: torch.Tensor, count: int) -> None:
 
 
 class GatheredEmbedding(CutLayer, nn.Embedding):
-    """An embedding of which this rank has some columns: vectors are put together."""
+    """An embedding with some of the columns on this rank; vectors are gathered."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the whole vectors of ``ids``."""
@@ -193,7 +211,7 @@ class Attention(CutLayer, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return output and weights as torch's does; weights that are not averaged are of all heads."""
+        """Return output and weights as torch's does; weights that are not averaged are those of all heads."""
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask, and there is none")
         batched = query.dim() == 3
@@ -220,7 +238,7 @@ class Attention(CutLayer, nn.MultiheadAttention):
         return out.squeeze(0 if self.batch_first else 1), weights.squeeze(0) if weights is not None else None
 
     def _projected(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Return query, key and value of this rank's heads: (batch, heads, length, head)."""
+        """Return query, key and value of this rank's heads: (batch, heads, length, head size)."""
         found = []
         weights = self.in_proj_weight.chunk(3)
         biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
@@ -235,20 +253,24 @@ class Attention(CutLayer, nn.MultiheadAttention):
         return found
 
     def _shown(self, weights: torch.Tensor, *, averaged: bool) -> torch.Tensor:
-        """Return the weights of all heads, or their mean. No gradient goes through them."""
+        """Return the weights of all heads, or their mean, without a gradient."""
         every = torch.cat(self.tensor_region.axis.all_gather(weights.detach()), 1)
         return every.mean(1) if averaged else every
 
 
 class AlibiAttention(CutLayer):
-    """Attention of transformers' BLOOM and Falcon with this rank's heads. The model makes a bias for all."""
+    """Attention of transformers' BLOOM and Falcon with this rank's heads. The model makes a bias for all
+    heads.
+    """
 
-    num_heads: int  # of this rank
+    num_heads: int  # on this rank
 
     def forward(self, *args: Any, alibi: torch.Tensor | None, **kwargs: Any) -> Any:
-        """Return the module's output; ``alibi``, (batch x all heads, 1, keys) or (batch, all heads, 1, keys),
-        is cut to own heads, and so is a mask that the model added it to."""
-        if alibi is None:  # a Falcon that rotates
+        """Return the module's output. ``alibi``, (batch x all heads, 1, keys) or (batch, all heads, 1, keys),
+        is cut
+        to this rank's heads, and also a mask that contains it.
+        """
+        if alibi is None:  # a Falcon with rotary embeddings
             return super().forward(*args, alibi=None, **kwargs)
         count = self.tensor_region.axis.size * self.num_heads
         mask = kwargs.get("attention_mask")
@@ -272,12 +294,12 @@ def _weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> tor
 def _joined_mask(
     mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor, rank: int, size: int
 ) -> torch.Tensor | None:
-    """Return what is added to scores of (batch, heads here, query, key)."""
+    """Return the bias to add to scores of (batch, this rank's heads, query, key)."""
     batch, heads = q.size(0), q.size(1)
     joined = None
     if mask is not None:
         joined = _added(mask, q.dtype)
-        if joined.dim() == 3:  # one for each head
+        if joined.dim() == 3:  # one mask for each head
             joined = joined.view(batch, size, heads, *joined.shape[1:])[:, rank]
     if padding is not None:
         hidden = _added(padding, q.dtype)[:, None, None, :]
@@ -286,7 +308,7 @@ def _joined_mask(
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask as what is added to scores: a boolean one is True where nothing is to be seen."""
+    """Return a mask as a bias for scores; a boolean mask is True at positions to hide."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
@@ -294,8 +316,8 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @cache
 def _class_of(layer: type[CutLayer], was: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of what was a ``was`` and becomes a ``layer``, under the name it had."""
-    # A subclass that calls its base (an embedding that is scaled, say) goes on doing so.
+    """Return the class of a converted module: a ``layer`` that was a ``was``, with the name of ``was``."""
+    # A subclass that calls its base, for example a scaled embedding, must come first to keep doing so.
     torch_class = next(base for base in layer.__mro__ if base.__module__.startswith("torch.nn.modules"))
     bases: tuple[type[nn.Module], ...] = (layer, was)
     if torch_class is not nn.Module:
@@ -304,7 +326,7 @@ def _class_of(layer: type[CutLayer], was: type[nn.Module]) -> type[nn.Module]:
 
 
 def become(module: nn.Module, layer: type[CutLayer], region: Region, **attributes: Any) -> None:
-    """Make ``module`` a ``layer``, with these ``attributes``."""
+    """Convert ``module`` to a ``layer`` in place, with these ``attributes``."""
     module.__class__ = _class_of(layer, type(module))  # type: ignore[arg-type]
     cast(CutLayer, module).tensor_region = region
     for name, value in attributes.items():

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that each rank has for its part of the vocabulary."""
+"""Cross-entropy of logits if each rank has a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from gemini.parallel.mesh import Axis
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The losses of rows of logits (rows, part of the vocabulary), fp32. Two numbers a row are summed over
-    the ranks, and the largest is found: no rank has a row of the whole vocabulary."""
+    """The fp32 losses of rows of logits (rows, part of the vocabulary). Ranks exchange a maximum and two sums
+    per
+    row; no rank gets a row of the whole vocabulary.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor, axis: Axis, whole: int) -> torch.Tensor:
         first = axis.rank * logits.size(1)
         values = logits.float().clone()
-        if first + logits.size(1) > whole:  # filled up
+        if first + logits.size(1) > whole:  # padded
             values[:, max(0, whole - first) :] = -torch.inf
         largest = values.amax(1)
         axis.all_reduce(largest, largest=True)
@@ -57,8 +59,14 @@ def vocabulary_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Return the cross-entropy, fp32 and the same on all ranks, of ``logits`` (..., this rank's part) and
-    ``labels`` (...) out of a whole ``vocabulary``. ``reduction``: mean, sum or none."""
+    """Return the cross-entropy of ``logits`` (..., this rank's part) and ``labels`` (...), in fp32 and equal
+    on all
+    ranks. Collective.
+
+    Args:
+        vocabulary: the number of classes, without padding.
+        reduction: mean, sum or none.
+    """
     if reduction not in ("mean", "sum", "none"):
         raise ConfigError(f"reduction is {reduction!r}; it may be mean, sum or none")
     flat, wanted = logits.flatten(0, -2), labels.flatten()
@@ -73,13 +81,15 @@ def vocabulary_cross_entropy(
 
 
 def take_loss_by_parts(model: nn.Module, axis: Axis) -> None:
-    """Make a causal language model of transformers take its loss from the ranks' logits."""
+    """Make a causal language model of transformers compute its loss from the ranks' parts of the logits."""
     model.loss_function = partial(_causal_loss, axis)  # type: ignore[assignment]
 
 
 def refuse_unknown_loss(model: nn.Module) -> None:
-    """Raise ConfigError unless ``model`` is a causal language model of transformers, which takes its loss by
-    a function that can be replaced."""
+    """Raise ConfigError unless ``model`` is a causal language model of transformers, which computes its loss
+    by a
+    replaceable function.
+    """
     if family_of(model).loss is not Loss.CAUSAL:
         raise ConfigError(
             f"gather_logits=False: {type(model).__name__} is no causal language model of transformers; give "

@@ -1,4 +1,4 @@
-"""Measuring the modes of tensor parallelism on this machine: an MLP over all ranks, in each that goes."""
+"""Measure the modes of tensor parallelism on this machine: an MLP over all ranks, in each possible mode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ from gemini.parallel.tensor.nn import Linear, over
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured: ``layers`` times hidden -> 4 hidden -> hidden, of (batch, length, hidden), fp32."""
+    """The benchmark's settings: ``layers`` times hidden -> 4 hidden -> hidden, on input (batch, length,
+    hidden),
+    fp32.
+    """
 
     ranks: int
     batch: int = 8
@@ -36,7 +39,7 @@ class Benchmark:
     layers: int = 2
     warmup: int = 1
     steps: int = 3
-    device: str | None = None  # None: the accelerators, if there are enough
+    device: str | None = None  # None: accelerators if there are enough, else the CPU
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch", "length", "hidden", "layers", "steps"):
@@ -47,7 +50,7 @@ class Benchmark:
 
     @property
     def device_type(self) -> str:
-        """Where it runs. Raises ConfigError where there are fewer accelerators than ranks."""
+        """The device type. Raises ConfigError if there are fewer accelerators than ranks."""
         count = torch.accelerator.device_count()
         kind = torch.accelerator.current_accelerator() if count else None
         if self.device is None:
@@ -61,7 +64,7 @@ class Benchmark:
 
 
 def feasible_layouts(ranks: int) -> list[Layout]:
-    """Return the layouts of every mode of tensor parallelism that goes over ``ranks``."""
+    """Return the layouts of every tensor-parallel mode that is possible over ``ranks``."""
     if ranks == 1:
         return [Layout()]
     found = [Layout(tp=ranks, mode="1d")]
@@ -76,10 +79,11 @@ def feasible_layouts(ranks: int) -> list[Layout]:
 
 
 def run_benchmark(benchmark: Benchmark) -> dict[str, Any]:
-    """Start the ranks, measure every mode, and return what was found as plain data.
+    """Start the ranks, measure every mode, and return the results as plain data.
 
     Raises:
-        ConfigError: the ranks have no such devices. StateError: a rank failed.
+        ConfigError: there are no such devices.
+        StateError: a rank failed.
     """
     device_type = benchmark.device_type
     backend = "gloo" if device_type == "cpu" else dist.get_default_backend_for_device(device_type)
@@ -107,7 +111,7 @@ def run_benchmark(benchmark: Benchmark) -> dict[str, Any]:
 
 
 def _measure_on_rank(rank: int, benchmark: Benchmark, device_type: str, backend: str, directory: str) -> None:
-    """Measure every layout; the first rank writes down what it found."""
+    """Measure every layout; the first rank writes the results."""
     if device_type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // benchmark.ranks))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -124,12 +128,12 @@ def _measure_on_rank(rank: int, benchmark: Benchmark, device_type: str, backend:
 
 
 def _measured(layout: Layout, benchmark: Benchmark, device_type: str) -> dict[str, Any]:
-    """Return a layout's figures, or why the sizes do not go over it."""
+    """Return the results of a layout, or the reason why the sizes cannot be cut that way."""
     said: dict[str, Any] = {"mode": layout.mode, "depth": layout.depth}
     with Mesh(layout, device_type=device_type) as mesh:
         try:
             return said | _figures(mesh, benchmark, torch.device(device_type))
-        except ConfigError as error:  # all ranks have found it, before anything was sent
+        except ConfigError as error:  # raised on all ranks, before anything was sent
             return said | {"refused": str(error)}
 
 
@@ -188,7 +192,7 @@ def _synchronize(device: torch.device) -> None:
 
 @contextmanager
 def _kept_bytes(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes that are kept for backward, by the address of their memory, parameters left out."""
+    """Yield the bytes kept for backward, by the address of their storage, without parameters."""
     own = {param.untyped_storage().data_ptr() for param in model.parameters()}
     kept: dict[int, int] = {}
 

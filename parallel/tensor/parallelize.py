@@ -1,5 +1,6 @@
-"""Cutting a model over the ranks of tensor parallelism: each parameter keeps this rank's part of it, with the
-values of one process.
+"""Cut a model over the ranks of tensor parallelism. Each parameter keeps this rank's part of it, with the
+values
+that one process would have.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ from gemini.runtime.storage.initialization import Initialization, children_first
 
 @torch.no_grad()
 def cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[int, Cut], partition: Partition) -> None:
-    """Give all ranks the first one's parameters and buffers, and leave of those with ``cuts``, by their
-    identity, this rank's part. A model on ``meta`` is initialized, a submodule at a time.
+    """Broadcast the first rank's parameters and buffers, and keep this rank's part of each parameter in
+    ``cuts``
+    (by identity). A model on ``meta`` is initialized one submodule at a time. Collective.
 
     Raises:
-        ConfigError: nothing gives a weight on ``meta`` its values.
+        ConfigError: a weight on ``meta`` gets no values from any initialization.
     """
     cutting = _Cutting(model, axis, cuts, partition)
     for name, owner in list(children_first(model)):
@@ -52,7 +54,7 @@ def cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[int, Cut], partit
 
 
 class _Cutting:
-    """What has been cut so far."""
+    """The state of cutting a model."""
 
     def __init__(self, model: nn.Module, axis: Axis, cuts: Mapping[int, Cut], partition: Partition) -> None:
         self.initialization = Initialization(model)
@@ -61,7 +63,7 @@ class _Cutting:
         self._on_meta = any(param.is_meta for param in model.parameters())
 
     def cut(self, param: nn.Parameter) -> None:
-        """Take over the first rank's values, once, and leave this rank's part."""
+        """Broadcast the first rank's values of ``param``, once, and keep this rank's part."""
         if id(param) not in self._done:
             self._done.add(id(param))
             self._take(param, param.data)
@@ -77,11 +79,12 @@ class _Cutting:
 
     @contextmanager
     def whole_again(self, owner: nn.Module) -> Iterator[None]:
-        """Let the initialization of ``owner`` find whole parameters instead of those that are cut: where
-        it draws those of its children again, as that of GPT-2 does, they become the new ones, and tied ones
-        that it draws with its own keep theirs.
+        """Replace cut parameters by whole ones while ``owner`` is initialized. If its initialization draws
+        those
+        of its children again, as GPT-2's does, the new values are taken. Tied parameters that it draws as its
+        own keep their values.
 
-        Memory that is not written to takes no room.
+        Whole parameters that are not written take no physical memory.
         """
         if not self._on_meta:
             yield
@@ -110,7 +113,7 @@ class _Cutting:
                 self._take(param, others[id(param)].data)
 
 
-_Styled = tuple[nn.Module, Style, Mapping[str, Cut]]  # the last by the name of the parameter in the module
+_Styled = tuple[nn.Module, Style, Mapping[str, Cut]]  # the cuts by name of the parameter in the module
 
 
 def parallelize(
@@ -123,31 +126,33 @@ def parallelize(
     whole_experts: bool = False,
     check: bool | None = None,
 ) -> Partition:
-    """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return what happened to its parameters.
+    """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return the partition of its parameters.
 
-    Its modules and parameters keep their identity; each rank has plain parameters of local shapes. The first
-    rank's values are taken, and the states of its random generators: masks of dropout outside cut layers are
-    the same on all ranks. A model on ``meta`` is given its first values, those of one process, a submodule
-    at a time. Make the optimizer, or wrap the model in GeminiDDP, afterwards:
+    Its modules and parameters keep their identity; each rank has plain parameters of local shapes. They get
+    the
+    first rank's values, and the random generators its states, so dropout masks outside cut layers are equal
+    on
+    all ranks. A model on ``meta`` gets the initial values of one process, one submodule at a time. Make the
+    optimizer, or wrap the model in GeminiDDP, afterwards:
     ``GeminiDDP(model, process_group=mesh["dp"], model_ranks=partition.model_ranks)``.
 
     Args:
         plan: ``"auto"``, or styles by the names of modules (docs/parallel.md).
-        gather_logits: False leaves the logits of a language model this rank's part: less memory, and its loss
-            is taken by parts.
-        sequence_norms: between sublayers each rank has its part of the sequence: norms, dropout and residuals
-            take 1 / size of the memory, and the network carries the same bytes. For LLaMA, Qwen3, GPT-2 and
-            ``nn.TransformerEncoder``; the sequence must be divided by the size.
-        whole_experts: True leaves experts of a mixture whole under ``"auto"``, for ranks of data parallelism
-            to divide them.
-        check: whether the first batch that the model trains on is run through the whole one too, which takes
-            the memory of its weights and gradients once, and outputs and gradients are compared; None: where
-            the plan is not ``"auto"``
-            and the model is not on ``meta``.
+        gather_logits: False leaves each rank its part of the logits of a language model. This takes less
+            memory, and the loss is computed by parts.
+        sequence_norms: between sublayers each rank has its part of the sequence. Norms, dropout and residuals
+            take 1 / size of the memory, with the same bytes sent. For LLaMA, Qwen3, GPT-2 and
+            ``nn.TransformerEncoder``; the size must divide the sequence length.
+        whole_experts: True leaves experts of a mixture whole under ``"auto"``, so that ranks of data
+            parallelism can divide them.
+        check: whether to run the first training batch through the whole model too, and compare outputs and
+            gradients. This takes the memory of its weights and gradients once. None: check if the plan is not
+            ``"auto"``, logits are gathered, and the model is not on ``meta``.
 
     Raises:
-        ConfigError: the model cannot be cut so, here or on another rank. Nothing was changed. From the first
-            forward pass: outputs or gradients are not those of the whole model; from the first backward pass:
+        ConfigError: the model cannot be cut this way, here or on another rank; nothing was changed. In the
+            first
+            forward pass: outputs or gradients differ from the whole model's. In the first backward pass:
             gradients of whole parameters differ between ranks.
     """
     _refuse_layout(mesh.layout)
@@ -183,9 +188,12 @@ def parallelize(
 
 @torch.no_grad()
 def cut_without_values(model: nn.Module, axis: Axis) -> tuple[Region, dict[int, Cut]]:
-    """Cut a ``model`` on ``meta`` that answers and never trains, as :func:`parallelize` does with ``"auto"``,
-    and leave it to the caller to give its parameters their parts; return what its layers share, and the cuts
-    by the identity of parameters. Raises ConfigError where it cannot be cut, on all ranks."""
+    """Cut an inference-only ``model`` on ``meta`` as :func:`parallelize` does with ``"auto"``, without
+    values: the
+    caller must fill in the parts of the parameters. Return the region that its layers share, and the cuts by
+    the
+    identity of parameters. Raises ConfigError on all ranks if it cannot be cut.
+    """
     work = axis.together(lambda: planned(model, axis.size, "auto"))
     for param in model.parameters():
         if id(param) in work.cuts:
@@ -195,8 +203,10 @@ def cut_without_values(model: nn.Module, axis: Axis) -> tuple[Region, dict[int, 
 
 
 def apply_styles(model: nn.Module, axis: Axis, work: Work) -> Region:
-    """Have the layers of ``model``, whose parameters have been cut, compute with this rank's parts; return
-    what they share."""
+    """Convert the layers of ``model``, whose parameters are cut already, to compute with this rank's parts;
+    return
+    the region that they share.
+    """
     region = Region(axis)
     for module, style, cuts in work.styles:
         style.apply(module, region, cuts)
@@ -210,7 +220,7 @@ def apply_styles(model: nn.Module, axis: Axis, work: Work) -> Region:
 
 
 def _note_places(model: nn.Module) -> None:
-    """Say of cut layers which are in one module."""
+    """Number the modules, and tell cut layers which module they are in."""
     for number, parent in enumerate(model.modules()):
         if isinstance(parent, Attention):
             parent.place_in(number)
@@ -237,8 +247,10 @@ def _close(region: Region, *_: object) -> None:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done, once every rank has found it possible. ``blocks``: those between which each rank
-    has its part of the sequence."""
+    """The work of cutting a model, after every rank has checked that it is possible. ``blocks`` are those
+    between
+    which each rank has its part of the sequence.
+    """
 
     resolved: Resolved
     styles: list[_Styled]
@@ -255,8 +267,9 @@ def planned(
     sequence_norms: bool = False,
     whole_experts: bool = False,
 ) -> Work:
-    """Return what to do to cut ``model`` over ``size`` ranks; change nothing. Raises ConfigError where it
-    cannot be done."""
+    """Return the work to cut ``model`` over ``size`` ranks; change nothing. Raises ConfigError if it cannot
+    be cut.
+    """
     blocks = find_blocks(model) if sequence_norms else []
     if any(isinstance(module, CutLayer) for module in model.modules()):
         raise ConfigError("the model has been cut before; cut a new one")
@@ -266,7 +279,7 @@ def planned(
     resolved = resolve(model, plan, gather_logits=gather_logits, whole_experts=whole_experts)
     styles: dict[int, _Styled] = {}
     cuts: dict[int, Cut] = {}
-    settings: dict[str, int] = {}  # of attention: how many query heads share a key head, on each rank
+    settings: dict[str, int] = {}  # by attention module: query heads per key head, on each rank
     for name, style in resolved.styles.items():
         module = model.get_submodule(name)
         if id(module) in styles:
@@ -303,7 +316,9 @@ def _add_cuts(cuts: dict[int, Cut], module: nn.Module, own: Mapping[str, Cut]) -
 
 
 def _refuse_shared(model: nn.Module, cuts: Mapping[int, Cut], styles: Sequence[_Styled]) -> None:
-    """Refuse a layer that would compute with a part because its weight is tied to one that is cut."""
+    """Raise ConfigError for a layer that would compute with a part because its weight is tied to a cut
+    one.
+    """
     covered = {id(part) for module, _, _ in styles for part in module.modules()}
     for name, module in model.named_modules():
         if id(module) in covered or next(module.children(), None) is not None:

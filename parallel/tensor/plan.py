@@ -1,4 +1,4 @@
-"""Plans: which style each layer of a model gets. Plans are data: names, or classes, to styles."""
+"""Plans: the style of each layer of a model. Plans are data: names, or classes, to styles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gemini.parallel.tensor.styles import (
 )
 from gemini.parallel.transformers_model import pretrained_in
 
-# What transformers' plans call them.
+# The names in transformers' plans.
 STYLES: Mapping[str, Style | None] = {
     "colwise": Column(),
     "colwise_gather_output": Head(),
@@ -47,7 +47,7 @@ STYLES: Mapping[str, Style | None] = {
     "moe_tp_experts": InsideExperts(),
 }
 
-# What records of families (parallel/families.py) call them, beside those.
+# Further names in the records of families (parallel/families.py).
 _OWN_STYLES: Mapping[str, Style] = {
     "colwise_by_projection": Column(square=True),
     "embedding_colwise": EmbeddingColumns(),
@@ -62,12 +62,14 @@ _OWN_STYLES: Mapping[str, Style] = {
 
 @dataclass
 class Resolved:
-    """What is to be done with a model: a style by the name of each module that has one, and attributes by the
-    name of a module and their own."""
+    """The plan of a model: a style by the name of each module that has one, and attributes to change by the
+    name of
+    a module and their own.
+    """
 
     styles: dict[str, Style] = field(default_factory=dict)
     divided: list[tuple[str, str]] = field(default_factory=list)
-    around: dict[str, str] = field(default_factory=dict)  # by a part of an adapted module, its name
+    around: dict[str, str] = field(default_factory=dict)  # part of an adapted module -> the module, by name
     settings: list[tuple[str, str, Any]] = field(default_factory=list)
 
 
@@ -78,12 +80,13 @@ def resolve(
     gather_logits: bool,
     whole_experts: bool = False,
 ) -> Resolved:
-    """Return what ``plan`` means for ``model``: a mapping of names, in which ``*`` is one part of a name, to
-    styles, or ``"auto"``: transformers' own plan where the model has one, rules for known classes, the
-    vocabulary of embedding and head. ``whole_experts``: that plan cuts no experts.
+    """Resolve ``plan`` for ``model``. A plan is a mapping of names, with ``*`` for one part of a name, to
+    styles; or
+    ``"auto"``: transformers' own plan if the model has one, rules for known classes, and the vocabulary of
+    embedding and head. ``whole_experts``: that plan cuts no experts.
 
     Raises:
-        ConfigError: a name is of no module, a style is unknown, or there is no rule for anything.
+        ConfigError: a name matches no module, a style is unknown, or ``"auto"`` finds nothing to cut.
     """
     if isinstance(plan, str):
         if plan != "auto":
@@ -149,7 +152,7 @@ def _matching(model: nn.Module, pattern: str) -> list[str]:
 
 
 def _add_within(found: Resolved, model: nn.Module) -> None:
-    """Sum the gradients of known modules that compute with a rank's part and are whole on all."""
+    """Sum the gradients of known modules that are whole on all ranks but compute with a rank's part."""
     for name, module in model.named_modules():
         for child in partial_children(module):
             inner = getattr(module, child, None)
@@ -174,14 +177,14 @@ def _add_by_class(found: Resolved, model: nn.Module, planned: Collection[int]) -
 
 
 def style_of(name: str) -> Style:
-    """Return the style that a record calls so."""
+    """Return the style with the name that a record uses."""
     style = _OWN_STYLES.get(name) or STYLES[name]
     assert style is not None, name
     return style
 
 
 def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -> None:
-    """Cut the vocabulary: transformers' input and output embeddings, and what is tied to them."""
+    """Cut the vocabulary: transformers' input and output embeddings, and modules tied to them."""
     models = list(pretrained_in(model).values()) or [model]
     getters = ("get_input_embeddings", "get_output_embeddings")
     ends = [_asked(each, getter) for each in models for getter in getters]
@@ -194,10 +197,10 @@ def _add_vocabulary(found: Resolved, model: nn.Module, *, gather_logits: bool) -
 
 
 def _cut_adapters(found: Resolved, model: nn.Module) -> None:
-    """Have LoRA go with the layers that it is beside.
+    """Cut LoRA layers together with the layers that they adapt.
 
-    A layer W becomes W + B A. Beside a column layer A is whole and B is cut by outputs as W is; beside a row
-    layer A is cut by inputs as W is, and B is whole. What goes over the network more has the width of A.
+    A layer W becomes W + B A. For a column layer A is whole and B is cut by outputs like W; for a row layer A
+    is cut by inputs like W, and B is whole. The additional traffic has the width of A.
     """
     for name, style in list(found.styles.items()):
         parts = _styles_of_adapted(name, model.get_submodule(name), style)
@@ -208,11 +211,12 @@ def _cut_adapters(found: Resolved, model: nn.Module) -> None:
 
 
 def _styles_of_adapted(name: str, layer: nn.Module, style: Style) -> dict[str, Style] | None:
-    """Return the styles of the parts of ``layer`` by their names, where PEFT put it around the module that
-    ``style`` was for; else None.
+    """Return the styles of the parts of ``layer``, by name, if PEFT wrapped it around the module that
+    ``style`` was
+    for; else None.
 
     Raises:
-        ConfigError: its adapters are of another kind.
+        ConfigError: its adapters are of another kind than LoRA.
     """
     adapted: Any = layer
     base = getattr(adapted, "base_layer", None)
@@ -243,13 +247,13 @@ def _asked(model: nn.Module, getter: str) -> nn.Module | None:
         return None
     try:
         found: nn.Module | None = method()
-    except NotImplementedError:  # transformers: of a model without
+    except NotImplementedError:  # transformers: a model without one
         return None
     return found
 
 
 def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
-    """Cut the projections of attention between heads only."""
+    """Cut the projections of attention only between heads."""
     for name, style in found.styles.items():
         around = model.get_submodule(name.rpartition(".")[0])
         unit = head_numel(around)
@@ -263,8 +267,9 @@ def _keep_heads_whole(found: Resolved, model: nn.Module) -> None:
 
 
 def _cut_by_head(found: Resolved, model: nn.Module) -> None:
-    """Cut what lies beside a projection that is cut between heads and has a row of parameters for each head,
-    as the norms of queries and keys of some models. Those of torch normalize over all heads."""
+    """Cut modules that have one row of parameters per head beside a projection cut between heads, such as the
+    norms of queries and keys of some models. Torch's own norms are left out: they normalize over all heads.
+    """
     for name, style in list(found.styles.items()):
         if not isinstance(style, Column) or style.unit == 1:
             continue

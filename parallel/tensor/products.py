@@ -1,7 +1,8 @@
-"""Products of matrices that lie in tiles over a grid of ranks: SUMMA on a square, and the cube.
+"""Products of matrices in tiles over a grid of ranks: SUMMA on a square, and on a cube.
 
-A tile of a matrix lies at (index of its rows, index of its columns). On a square no rank holds more than its
-tiles and one of each operand that it is sent.
+The tile at (row index, column index) is on the rank with these coordinates. On a square no rank holds more
+than
+its tiles and one received tile of each operand.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from gemini.parallel.tensor.region import gather_and_use, reduce_scatter
 
 @dataclass(frozen=True)
 class Square:
-    """q x q ranks, maybe several times: ``rows`` are those in this rank's row, ``columns`` those in its
-    column, and ``layers`` those at this place of the other squares, which have the same weights and other
-    rows. None: this rank alone."""
+    """q x q ranks, possibly several times.
+
+    Attributes:
+        rows: the ranks in this rank's row; None for this rank only, as for the others.
+        columns: the ranks in its column.
+        layers: the ranks at this position in the other squares, which have the same weights and other rows.
+    """
 
     rows: Axis | None
     columns: Axis | None
@@ -29,7 +34,7 @@ class Square:
 
     @property
     def size(self) -> int:
-        """q."""
+        """The side length q."""
         return 1 if self.rows is None else self.rows.size
 
 
@@ -54,11 +59,11 @@ def product_atb(a: torch.Tensor, b: torch.Tensor, square: Square) -> torch.Tenso
 
 
 def _sent(tile: torch.Tensor, axis: Axis | None, step: int) -> torch.Tensor:
-    """Return the tile of the ``step``-th rank along ``axis``, contiguous."""
+    """Return the tile of rank ``step`` along ``axis``, contiguous."""
     if axis is None:
         return tile
     if axis.rank == step:
-        # In other memory: a collective is no operator, so it would not fetch a managed weight.
+        # Copy: a collective is no operator, so it would not fetch a managed weight.
         found = tile.clone(memory_format=torch.contiguous_format)
     else:
         found = torch.empty(tile.shape, dtype=tile.dtype, device=tile.device)
@@ -67,7 +72,10 @@ def _sent(tile: torch.Tensor, axis: Axis | None, step: int) -> torch.Tensor:
 
 
 def _collected(axis: Axis | None, size: int, product: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Return the sum along ``axis`` of the product that is this rank's; that of each step is of another."""
+    """Sum the products of all steps along ``axis``; the product of a step is reduced to the rank of that
+    number.
+    Return this rank's sum.
+    """
     own: torch.Tensor | None = None
     for step in range(size):
         found = product(step).contiguous()
@@ -80,7 +88,7 @@ def _collected(axis: Axis | None, size: int, product: Callable[[int], torch.Tens
 
 
 class _SquareProduct(torch.autograd.Function):
-    """``X W``, or ``X W^T`` where ``transposes``."""
+    """``X W``, or ``X W^T`` with ``transposes``."""
 
     @staticmethod
     def forward(
@@ -108,8 +116,9 @@ class _SquareProduct(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Cube:
-    """q x q x q ranks: X is put together along ``inputs``, the weight along ``weights``, and the product is
-    added up along ``outputs``. None: this rank alone."""
+    """q x q x q ranks: X is gathered along ``inputs``, the weight along ``weights``, and the product is
+    reduce-scattered along ``outputs``. None: this rank only.
+    """
 
     inputs: Axis | None
     weights: Axis | None
@@ -117,7 +126,7 @@ class Cube:
 
 
 class _CubeProductAgain(torch.autograd.Function):
-    """``X W``, which keeps its tiles for backward and puts them together again there."""
+    """``X W``; keeps its tiles for backward and gathers them again there."""
 
     @staticmethod
     def forward(
@@ -138,7 +147,7 @@ class _CubeProductAgain(torch.autograd.Function):
             for tensor, needs in zip(given, ctx.needs_input_grad[:2], strict=True)
             if needs
         ]
-        with torch.enable_grad():  # what was added up in forward is not added up again
+        with torch.enable_grad():  # the reduction of forward is not repeated
             out = _gathered_product(given[0], given[1], cube, ctx.transposes)
         whole = grad if cube.outputs is None else torch.cat(cube.outputs.all_gather(grad))
         grads = iter(torch.autograd.grad(out, needed, whole))
@@ -163,10 +172,11 @@ def _cube_product(x: torch.Tensor, weight: torch.Tensor, cube: Cube, transposes:
 def multiply_on_square(
     x: torch.Tensor, weight: torch.Tensor, square: Square, *, transposes: bool = False
 ) -> torch.Tensor:
-    """Return ``x`` (rows, k) times ``weight`` (k, n), or (n, k) where it ``transposes``, in tiles.
+    """Return ``x`` (rows, k) times ``weight`` (k, n), or (n, k) with ``transposes``, in tiles.
 
-    Sends 3 (q - 1) / q^2 (|X| + |W|) bytes forward and backward together, and the gradient of the weight once
-    among layers.
+    Sends 3 (q - 1) / q^2 (|X| + |W|) bytes in forward and backward together, and the gradient of the weight
+    once
+    along ``square.layers``.
     """
     found: torch.Tensor = _SquareProduct.apply(x, weight, square, transposes)  # type: ignore[no-untyped-call]
     return found
@@ -180,10 +190,12 @@ def multiply_on_cube(
     transposes: bool = False,
     gathers_again: bool = False,
 ) -> torch.Tensor:
-    """Return ``x`` (rows, ..., k) times ``weight`` (k, n), or (n, k) where it ``transposes``, in tiles.
+    """Return ``x`` (rows, ..., k) times ``weight`` (k, n), or (n, k) with ``transposes``, in tiles.
 
-    Sends 2 (q - 1) / q^3 (|X| + |W| + |Y|) bytes forward and backward together. Backward keeps X and W put
-    together, 1 / q^2 of each; ``gathers_again``: their tiles, which costs X and W (q - 1) / q^3 once more.
+    Sends 2 (q - 1) / q^3 (|X| + |W| + |Y|) bytes in forward and backward together. For backward it keeps
+    gathered
+    X and W, 1 / q^2 of each; with ``gathers_again`` only their tiles, and sends (q - 1) / q^3 of X and W once
+    more.
     """
     if not gathers_again:
         return _cube_product(x, weight, cube, transposes)

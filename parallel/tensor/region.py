@@ -1,5 +1,6 @@
-"""What the layers of one cut model share: the axis, its collectives as operators that autograd knows, the
-copy of an input, and where masks differ by rank.
+"""The state that the layers of one cut model share: the axis, its collectives as autograd functions, the
+copies of
+inputs, and the random generators where masks differ by rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gemini.system.rng import generator_states, seed_generators, set_generator_s
 logger = logging.getLogger(__name__)
 
 
-# Autograd gives a gradient to several operators at once: what sums in place sums a copy.
+# Autograd may pass one gradient tensor to several operators, so a sum in place must work on a copy.
 
 
 class _Copy(torch.autograd.Function):
@@ -97,75 +98,89 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def sum_of(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum of ``x`` over the ranks, in memory of its own; no operator of autograd."""
+    """Return the sum of ``x`` over the ranks, in its own memory; not an autograd function."""
     total = x.clone(memory_format=torch.contiguous_format)
     axis.all_reduce(total)
     return total
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return ``x``, which is the same on all ranks and which each uses for its part: gradients are summed."""
+    """Return ``x``, which is equal on all ranks, for use in each rank's part: its gradient is summed over the
+    ranks.
+    """
     found: torch.Tensor = _Copy.apply(x, axis)  # type: ignore[no-untyped-call]
     return found
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum of ``x`` over the ranks, which all go on with; ``x`` is used up."""
+    """Return the sum of ``x`` over the ranks, for use as a whole on all; ``x`` is overwritten if
+    contiguous.
+    """
     found: torch.Tensor = _Reduce.apply(x, axis)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
-    """Return the parts of all ranks side by side, which all go on with: each part gets its gradient."""
+    """Concatenate the parts of all ranks, for use as a whole on all; backward takes this rank's part of the
+    gradient.
+    """
     found: torch.Tensor = _Gather.apply(x, axis, dim)  # type: ignore[no-untyped-call]
     return found
 
 
 def split(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
-    """Return this rank's part of ``x``, which is the same on all ranks: its gradient is put together."""
+    """Return this rank's part of ``x``, which is equal on all ranks; backward gathers the gradient."""
     found: torch.Tensor = _Split.apply(x, axis, dim)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather_and_use(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return the parts of all ranks side by side, which each uses for its part: gradients are summed, and
-    each part gets its own."""
+    """Concatenate the parts of all ranks, for use in each rank's part; backward reduce-scatters the
+    gradient.
+    """
     found: torch.Tensor = _GatherAndUse.apply(x, axis, dim)  # type: ignore[no-untyped-call]
     return found
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's part, along ``dim``, of the sum of ``x`` over the ranks."""
+    """Return this rank's part, along ``dim``, of the sum of ``x`` over the ranks; backward gathers the
+    gradient.
+    """
     found: torch.Tensor = _ReduceScatter.apply(x, axis, dim)  # type: ignore[no-untyped-call]
     return found
 
 
 _SEED_BITS = 62
-_MIX = 0x9E3779B97F4A7C15  # odd: neighbouring ranks get seeds far apart
+_MIX = 0x9E3779B97F4A7C15  # odd: seeds of neighbouring ranks are far apart
 
 
 @dataclass
 class _Forward:
-    """What a thread remembers of the forward pass it is in; ``under_way``: of the model, not of a block that
-    is recomputed."""
+    """The state of a thread's forward pass. ``under_way``: the whole model runs, not a block that is
+    recomputed.
+    """
 
     under_way: bool = False
     source: torch.Tensor | None = None
     version: int = 0
     copied: torch.Tensor | None = None
-    sequence: int | None = None  # the dimension along which the input was put together, in a sublayer
+    sequence: int | None = None  # the dimension along which the input was gathered, in a sublayer
     outside: tuple[torch.device, list[torch.Tensor]] | None = None  # generators' states, inside a region
     entered: set[int] = field(default_factory=set)  # layers that took an input since the region began
     sublayer: int = -1  # the one in which it began
 
 
 class Region:
-    """The part of a model's forward pass that each rank does for itself, between a column and a row layer.
+    """The parts of a model's forward pass that each rank computes for itself, between a column and a row
+    layer.
 
-    Layers that take the same tensor share one copy of it, so that its gradient is summed once. Dropout draws
-    one mask for all ranks outside, and another on each rank inside: there the generators begin with a seed
-    that is drawn outside, so that recomputing a block, which restores the state from before it, draws the
-    same masks again, and a checkpoint needs one state (docs/notes/tensor-parallel.md).
+    Layers that take the same tensor share one copy of it, so that its gradient is summed once. Outside the
+    region
+    dropout draws the same mask on all ranks, inside a different one on each. On entry the generators get a
+    seed that
+    was drawn outside. So a recomputed block, which restores the state from before it, draws the same masks,
+    and a
+    checkpoint needs one state (docs/notes/tensor-parallel.md).
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -175,30 +190,33 @@ class Region:
         self._threads = threading.local()
 
     def alike(self) -> Region:
-        """Return one for a copy of the model, which is run beside it."""
+        """Return a region for a copy of the model that runs beside it."""
         other = Region(self.axis)
         other._sequence_norms, other._has_trained = self._sequence_norms, True  # it shares no generators
         return other
 
     def cover_norms(self) -> None:
-        """Reach from the first block to the last: norms between sublayers are on parts of the sequence."""
+        """Extend the region from the first block to the last: norms between sublayers work on parts of the
+        sequence.
+        """
         self._sequence_norms = True
 
     def go_on(self) -> None:
-        """Compute over a new axis of the same ranks, after one of them has left the old one; all of them call
-        this together."""
+        """Continue over a new axis of the same ranks, after one of them has left the old one. Collective."""
         self.axis = self.axis.again()
 
-    # -- what layers call ------------------------------------------------------------------------
+    # -- methods for layers ----------------------------------------------------------------------
 
     def enter(self, x: torch.Tensor, *, training: bool, layer: int = 0, sublayer: int = -1) -> torch.Tensor:
-        """Return the input of a layer whose output is this rank's part, and be inside from now on. ``layer``:
-        its identity; ``sublayer``: which module it is in."""
+        """Return the input of a layer that computes this rank's part, and enter the region. ``layer``: its
+        identity;
+        ``sublayer``: the module that it is in.
+        """
         copied = self.copied(x)
         now = self._now()
         is_new = sublayer != now.sublayer or layer in now.entered
         if layer and is_new and not now.under_way:
-            # checkpoint() stops computing a block again where it needs no more of it, inside of a region.
+            # checkpoint() stops recomputing a block, inside a region, when it has all that backward needs.
             now.outside = None
         if now.outside is None:
             now.sublayer = sublayer
@@ -209,13 +227,15 @@ class Region:
         return copied
 
     def enter_sequence(self, x: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the whole sequence, of which this rank has ``x``, for the layers up to the next row."""
+        """Gather the whole sequence from the ranks' parts ``x``, for the layers up to the next row layer."""
         self._now().sequence = dim
         return gather_and_use(x, self.axis, dim)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the ranks' ``x``, which is used up, and be outside; in a sublayer that took the
-        whole sequence, this rank's part of it."""
+        """Return the sum of the ranks' ``x``, which is overwritten, and leave the region. In a sublayer that
+        gathered
+        the sequence, return this rank's part of the sum.
+        """
         now = self._now()
         if now.sequence is not None:
             dim, now.sequence = now.sequence, None
@@ -225,7 +245,7 @@ class Region:
         return reduce(x, self.axis)
 
     def copied(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the copy of ``x`` that all layers share which take it."""
+        """Return the copy of ``x`` that all layers with this input share."""
         if not (torch.is_grad_enabled() and x.requires_grad):
             return x
         now = self._now()
@@ -236,7 +256,7 @@ class Region:
         return now.copied
 
     def gathered(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Return the ranks' parts side by side."""
+        """Concatenate the ranks' parts."""
         return gather(x, self.axis, dim)
 
     def own_part(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -255,15 +275,17 @@ class Region:
         seed_generators(device, (drawn + self.axis.rank * _MIX) % 2**_SEED_BITS)
 
     def end_masks(self) -> None:
-        """From now on random numbers are the same on all ranks. Does nothing outside."""
+        """From now on random numbers are equal on all ranks. Does nothing outside a region."""
         now = self._now()
         if now.outside is not None:
             (device, states), now.outside = now.outside, None
             set_generator_states(device, states)
 
     def open(self, model: nn.Module) -> None:
-        """Begin a forward pass of ``model``. One that Ctrl-C ended, of which nobody was told, has left the
-        generators inside; what recomputing in backward has left is void, since that restores them."""
+        """Begin a forward pass of ``model``. If Ctrl-C ended the last one without a hook call, the generators
+        are
+        still inside, so leave first. A state left by recomputation needs no repair: backward restores it.
+        """
         if self._now().under_way:
             self.end_masks()
         self._threads.now = _Forward(under_way=True)
@@ -289,17 +311,19 @@ class Region:
         return now
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Region:
-        return self  # ranks cannot be copied; a copy of the model is cut as the model
+        return self  # ranks cannot be copied; a copy of the model is cut like the model
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where the first parameter of ``model`` is; the CPU where it has none."""
+    """Return the device of the first parameter of ``model``; the CPU if it has none."""
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
 def share_generators(axis: Axis, device: torch.device) -> bool:
-    """Give torch's generators the states that those of the first rank have: what is drawn next is the same on
-    all ranks, which call this together. Return whether they were other states."""
+    """Set torch's generators to the states of the first rank, so that all ranks draw the same numbers next.
+    Return
+    whether the states differed. Collective.
+    """
     own = generator_states(device)
     states = [state.clone() for state in own]
     for state in states:

@@ -16,7 +16,7 @@ from gemini.parallel.tensor.styles import PartialGradient, sum_gradient
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks whose norms can be cut, which are one list of the model, in order.
+    """Return the blocks with norms that can be cut, in order; they must form one list of the model.
 
     Raises:
         ConfigError: there is no such list, or more than one.
@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def cut_sequence(blocks: list[nn.Module], region: Region) -> None:
-    """Cut what is between the sublayers of ``blocks``, whose row layers are there already."""
+    """Cut the sequence between the sublayers of ``blocks``, which have their row layers already."""
     region.cover_norms()
     dim = 1 if _is_batch_first(blocks[0]) else 0
     for block in blocks:
@@ -93,13 +93,13 @@ def _end(region: Region, dim: int, _block: nn.Module, _args: object, output: Any
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return what a layer takes as its hidden states."""
+    """Return the hidden states among a layer's arguments."""
     found: torch.Tensor = args[0] if args else kwargs["hidden_states"]
     return found
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], by: torch.Tensor) -> _Call:
-    """Replace the hidden states, wherever they are (query, key, value), with another tensor."""
+    """Replace the hidden states by another tensor in all arguments (query, key, value)."""
     old = _first(args, kwargs)
     return (
         tuple(by if value is old else value for value in args),

@@ -1,4 +1,4 @@
-"""Styles: how a layer of a given kind is cut. Plans name them (plan.py)."""
+"""Styles: how a layer of a given kind is cut. Plans refer to them by name (plan.py)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ from gemini.parallel.tensor.region import Region, sum_of
 
 
 class Style(Protocol):
-    """Says how a module's own parameters are cut over ``size`` ranks, and makes it work with the parts."""
+    """Cuts the parameters of a module over ``size`` ranks, and makes the module work with the parts."""
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
-        """Return the cut of each parameter by its name in the module; of the others nothing. Changes nothing.
+        """Return the cuts of the module's parameters, by name; parameters that stay whole are left out.
+        Changes
+        nothing.
 
         Raises:
             ConfigError: ``size`` ranks cannot share this module.
@@ -49,10 +51,16 @@ class Style(Protocol):
 
 @dataclass(frozen=True)
 class Column:
-    """Linear or Conv1D by its outputs. ``sections``: how many projections of equal sizes lie side by side in
-    the weight (3 for query, key and value); ``square``: as many as outputs are multiples of inputs. ``unit``:
-    outputs that stay together (those of a head). ``repeats``: a unit may be on several ranks, which use it
-    for different things (key heads that several query heads share)."""
+    """Cut a Linear or Conv1D by its outputs.
+
+    Attributes:
+        sections: the number of projections of equal sizes in the weight (3 for query, key and value).
+        unit: the number of outputs that stay together (those of a head).
+        repeats: a unit may be on several ranks, which use it for different heads (key heads that several
+            query
+            heads share).
+        square: the number of sections is outputs / inputs.
+    """
 
     sections: int = 1
     unit: int = 1
@@ -60,7 +68,7 @@ class Column:
     square: bool = False
 
     def as_sections(self, module: nn.Module) -> Column:
-        """Return this style with the number of sections that ``module`` has."""
+        """Return this style with the number of sections of ``module``."""
         if not self.square:
             return self
         weight, out = _linear_weight(module), _out_dim(module)
@@ -95,8 +103,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Linear or Conv1D by its inputs, which a column layer left cut; ``splits_input``: or which are whole;
-    None: either."""
+    """Cut a Linear or Conv1D by its inputs, which a column layer has cut. ``splits_input=True``: they are
+    whole and
+    are split here; None: either.
+    """
 
     splits_input: bool | None = False
     unit: int = 1
@@ -119,8 +129,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Head:
-    """Linear or Conv1D by its outputs, any number of them. The output is put together on all ranks or,
-    without ``gathers``, stays this rank's part: :func:`vocabulary_cross_entropy` takes it."""
+    """Cut a Linear or Conv1D by any number of outputs. The output is gathered on all ranks, or without
+    ``gathers``
+    stays this rank's part, for :func:`vocabulary_cross_entropy`.
+    """
 
     gathers: bool = True
 
@@ -140,7 +152,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Embedding by its rows, any number of them."""
+    """Cut an Embedding by any number of rows."""
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         weight = _embedding_weight(module)
@@ -152,8 +164,10 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class EmbeddingColumns:
-    """Embedding by its columns, which are for this rank's part of what follows: a bias of each head, say;
-    ``gathers``: or which are put together."""
+    """Cut an Embedding by its columns. They are for this rank's part of the following computation (for
+    example a
+    bias of each head), or with ``gathers`` gathered.
+    """
 
     gathers: bool = False
 
@@ -173,7 +187,7 @@ class EmbeddingColumns:
 
 @dataclass(frozen=True)
 class TorchAttention:
-    """``nn.MultiheadAttention`` by its heads, the projection behind it included."""
+    """Cut ``nn.MultiheadAttention`` by its heads, including its output projection."""
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         if not isinstance(module, nn.MultiheadAttention):
@@ -191,7 +205,7 @@ class TorchAttention:
         return found | {f"out_proj.{key}": cut for key, cut in behind.items()}
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
-        # The last says that torch's own kernel for whole layers must not take the weights.
+        # _qkv_same_embed_dim=False keeps torch's fused kernel for whole layers from using the weights.
         assert isinstance(module, nn.MultiheadAttention)
         Row().apply(module.out_proj, region, {})
         heads = module.num_heads // region.axis.size
@@ -200,9 +214,11 @@ class TorchAttention:
 
 @dataclass(frozen=True)
 class SharedKeys:
-    """Linear to query heads, then one key head and one value head that all query heads share, of ``unit``
-    features each. Its parameters stay whole; a rank computes its own query heads and both shared heads, and
-    the gradients are summed."""
+    """A Linear to query heads, then one key head and one value head that all query heads share, each with
+    ``unit``
+    features. Its parameters stay whole; a rank computes its own query heads and both shared heads, and the
+    gradients are summed.
+    """
 
     unit: int = 1
 
@@ -219,7 +235,9 @@ class SharedKeys:
 
 @dataclass(frozen=True)
 class InnerRow:
-    """Linear by its inputs, which a column layer left cut. Each rank uses the output for its own part."""
+    """Cut a Linear by its inputs, which a column layer has cut. Each rank uses the output for its own
+    part.
+    """
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         return Row().cuts(module, size)
@@ -231,8 +249,10 @@ class InnerRow:
 
 @dataclass(frozen=True)
 class Channels:
-    """Parameters of a module by their first dimension, where the module around it computes with them: of a
-    Linear, of a depthwise Conv1d, or of any module that holds parameters of channels."""
+    """Cut the parameters of a module by their first dimension, the channels that the module around it
+    computes with:
+    a Linear, a depthwise Conv1d, or any module that holds parameters of channels.
+    """
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         if isinstance(module, nn.Conv1d) and not module.groups == module.in_channels == module.out_channels:
@@ -254,8 +274,10 @@ class Channels:
 
 @dataclass(frozen=True)
 class StateSpace(Channels):
-    """A selective state space (transformers' Mamba): the parameters of its channels, beside children that are
-    cut by their own styles."""
+    """Cut a selective state space (transformers' Mamba): the parameters of its channels. Its children have
+    their own
+    styles.
+    """
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
         become(module, StateSpaceLayer, region)
@@ -263,8 +285,10 @@ class StateSpace(Channels):
 
 @dataclass(frozen=True)
 class AlibiHeads:
-    """Attention of transformers' BLOOM and Falcon, whose projections are cut by their own styles, takes this
-    rank's part of the bias that the model makes for all heads."""
+    """Attention of transformers' BLOOM and Falcon: take this rank's heads of the bias that the model makes
+    for all
+    heads. The projections have their own styles.
+    """
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
@@ -280,8 +304,9 @@ class AlibiHeads:
 
 @dataclass(frozen=True)
 class PerHead:
-    """Parameters whose first dimension counts heads, each used for its own head alone: by heads.
-    ``repeats``: as of :class:`Column`."""
+    """Cut parameters by their first dimension, which counts heads; each row is used only for its own head.
+    ``repeats`` as in :class:`Column`.
+    """
 
     repeats: bool = False
 
@@ -303,9 +328,9 @@ class PerHead:
 
 @dataclass(frozen=True)
 class InsideExperts:
-    """Experts with a gate and an up projection side by side, ``gate_up_proj`` of [experts, 2 x width,
-    inputs], and ``down_proj`` of [experts, outputs, width]: each expert by its width, as a column and a row
-    layer."""
+    """Experts with a fused gate and up projection, ``gate_up_proj`` of [experts, 2 x width, inputs], and
+    ``down_proj`` of [experts, outputs, width]. Each expert is cut by its width, as a column and a row layer.
+    """
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         found = dict(module.named_parameters())
@@ -329,7 +354,7 @@ class InsideExperts:
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """Parameters that are whole on all ranks but used for this rank's part: their gradients are summed."""
+    """Sum the gradients of parameters that are whole on all ranks but used for this rank's part."""
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         return {}
@@ -340,14 +365,14 @@ class PartialGradient:
 
 
 def sum_gradient(param: nn.Parameter, axis: Axis) -> None:
-    """Have the gradient of ``param`` summed over the ranks; of a frozen one, once it is trained."""
+    """Sum the gradient of ``param`` over the ranks; for a frozen one, when it is trained later."""
     trains = param.requires_grad
     param.requires_grad_(True).register_hook(_Summed(axis))
     param.requires_grad_(trains)
 
 
 class _Summed:
-    """A hook of a parameter: what autograd adds to its gradient is the sum over the ranks."""
+    """Parameter hook that sums the gradient over the ranks before autograd accumulates it."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -399,5 +424,5 @@ def _set_features(module: nn.Module, name: str, size: int) -> None:
 
 
 def _fitting(units: int) -> str:
-    """Return the sizes that divide ``units``, as text."""
+    """Return the divisors of ``units``, as text."""
     return "sizes that do: " + ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)

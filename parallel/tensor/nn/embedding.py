@@ -1,4 +1,4 @@
-"""Embeddings over a grid: of ids by rows and columns, and of the patches of images by columns."""
+"""Embeddings over a grid: of ids, cut by rows and columns, and of image patches, cut by columns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _INIT_STD = 0.02  # of positions and of the class token
 
 
 class Embedding(GridLayer):
-    """nn.Embedding, of any number of rows. Its ids are this rank's part of the batch (``grid.own_batch``), or
-    ids without a batch that all ranks have, such as positions; its output lies outside of pairs."""
+    """nn.Embedding with any number of rows. Its ids are this rank's part of the batch (``grid.own_batch``),
+    or ids
+    without a batch that all ranks have, such as positions. Its output is distributed as outside of pairs.
+    """
 
     def __init__(
         self,
@@ -30,7 +32,7 @@ class Embedding(GridLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError where the ranks do not divide ``embedding_dim``."""
+        """Raises ConfigError if the ranks do not divide ``embedding_dim``."""
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = padding_idx
@@ -61,9 +63,7 @@ class Embedding(GridLayer):
         assert weight is not None
         for name in reversed(self.tiles["weight"].cuts[0]):  # the innermost coordinate first
             axis = self.grid.axis(name)
-            if (
-                axis is not None
-            ):  # a clone: a collective is no operator, so it would not fetch a managed weight
+            if axis is not None:  # a clone: a collective is no operator and would not fetch a managed weight
                 weight = gather_and_use(weight.clone() if weight is self.weight else weight, axis, 0)
         return functional.embedding(ids, weight, self.padding_idx)
 
@@ -72,8 +72,10 @@ class Embedding(GridLayer):
 
 
 class PatchEmbedding(GridLayer):
-    """Images (batch, channels, height, width) as a sequence: a class token, then their patches, each with
-    its position, as in ViT. A rank takes its part of the batch; the output lies outside of pairs."""
+    """Convert images (batch, channels, height, width) to a sequence: a class token, then the patches, each
+    with its
+    position, as in ViT. A rank takes its part of the batch; the output is distributed as outside of pairs.
+    """
 
     def __init__(
         self,
@@ -85,7 +87,9 @@ class PatchEmbedding(GridLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError where the ranks do not divide ``embed_size``, or patches the image."""
+        """Raises ConfigError if the ranks do not divide ``embed_size``, or patches do not divide the
+        image.
+        """
         super().__init__()
         self.img_size, self.patch_size = img_size, patch_size
         self.in_chans, self.embed_size = in_chans, embed_size

@@ -1,5 +1,5 @@
-"""What the layers of this package share: which grid they are built for and where in a pair of layers,
-parameters of which this rank has its tile, and what a model of them has on this rank.
+"""GridLayer, the base of the layers over a grid: the grid that a layer is built for, its place in a pair of
+layers, its parameters (this rank's tiles), and the partition of a model of such layers.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from gemini.parallel.tensor.region import copy
 
 @dataclass
 class Building:
-    """The layers that are built within one ``over``: their grid, whether what is built next begins between
-    the two Linear of a pair, and whether the scores for a loss lie there."""
+    """The state of building layers inside one ``over``: the grid; whether the next layer begins inside a
+    pair,
+    between its two Linear layers; and whether the scores for a loss are inside.
+    """
 
     grid: Grid
     inside: bool = False
@@ -32,15 +34,15 @@ class Building:
     gathers_again: bool = False
 
     def go_on(self, *, inside: bool) -> None:
-        """What is built next begins between the two Linear of a pair, or not."""
+        """Set whether the next layer begins inside a pair."""
         self.inside = self.scores_inside = inside
 
     def end(self, *, scores_inside: bool) -> None:
-        """A head was built: what is built next is another head or another model, and begins outside."""
+        """A head was built: the next layer is another head or begins another model, outside."""
         self.inside, self.scores_inside = False, scores_inside
 
     def place(self, inside: bool | None) -> bool:
-        """Return where a layer's input lies, if ``inside`` leaves it open."""
+        """Return whether a layer's input is inside; ``inside=None`` takes the current state."""
         return self.inside if inside is None else inside
 
 
@@ -49,14 +51,14 @@ _CURRENT: ContextVar[Building | None] = ContextVar("gemini_building", default=No
 
 @contextmanager
 def over(mesh: Mesh | None, *, gathers_again: bool = False) -> Iterator[Grid]:
-    """Have layers of this package that are built here lie over the ranks of ``tp`` of a mesh, in its mode.
-
-    All ranks of it build the same layers in the same order. Yields the grid, which cuts inputs.
+    """Build the layers of this package over the ranks of ``tp`` of a mesh, in its mode, inside the block. All
+    its
+    ranks must build the same layers in the same order. Yields the grid, which cuts inputs.
 
     Args:
-        mesh: None builds whole layers, as one process has them.
-        gathers_again: in mode 3d backward puts tiles together again, and keeps tiles alone: less memory and,
-            where X, W and Y are equally large, 8 / 6 of the bytes.
+        mesh: None builds whole layers, as in one process.
+        gathers_again: in mode 3d, keep only tiles for backward and gather them again there. This takes less
+            memory and, if X, W and Y have equal sizes, 8 / 6 of the bytes.
     """
     building = Building(Grid(mesh), gathers_again=gathers_again)
     token = _CURRENT.set(building)
@@ -67,14 +69,14 @@ def over(mesh: Mesh | None, *, gathers_again: bool = False) -> Iterator[Grid]:
 
 
 def begin_model() -> None:
-    """Have what is built next be a model of its own, which begins outside."""
+    """Begin a new model, outside of pairs."""
     building = _CURRENT.get()
     if building is not None:
         building.go_on(inside=False)
 
 
 def current_building(mode: str | None) -> Building:
-    """Return what a layer is built in; in one process, without ``over``, the layer is whole.
+    """Return the state for building a layer; in one process, without ``over``, the layer is whole.
 
     Raises:
         ConfigError: there are several processes and no ``over``, or the layer is for another ``mode``.
@@ -93,10 +95,11 @@ def current_building(mode: str | None) -> Building:
 
 
 class GridLayer(nn.Module):
-    """A layer over the ranks of a grid. Its whole tensors are those of one process, by name and by bits:
-    ``reset_parameters`` draws them whole on every rank, and keeps this rank's tiles."""
+    """A layer over the ranks of a grid. Its whole tensors have the names and the initial bits of one process:
+    ``reset_parameters`` draws them whole on every rank, and keeps this rank's tiles.
+    """
 
-    mode: ClassVar[str | None] = None  # the only one that a layer is for
+    mode: ClassVar[str | None] = None  # the only mode of a subclass; None: any
     weight: torch.Tensor
 
     def __init__(self) -> None:
@@ -106,13 +109,13 @@ class GridLayer(nn.Module):
         self.tiles: dict[str, Tile] = {}
 
     def draw(self, device: torch.device) -> Mapping[str, torch.Tensor | None]:
-        """Return the layer's whole tensors as one process would begin with, drawn on ``device``."""
+        """Return the layer's whole initial tensors, drawn on ``device`` as in one process."""
         raise NotImplementedError
 
     def add_parameter(
         self, name: str, tile: Tile | None, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        """Register this rank's tile of a tensor, without values; None: there is no such parameter."""
+        """Register this rank's tile of a tensor, without values; None registers no parameter."""
         if tile is None:
             self.register_parameter(name, None)
             return
@@ -121,7 +124,7 @@ class GridLayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Begin again; all ranks call this. On ``meta`` nothing is drawn."""
+        """Draw the initial values. Collective. On ``meta`` nothing is drawn."""
         params = {name: param for name, param in self.named_parameters(recurse=False) if name in self.tiles}
         if not params or any(param.is_meta for param in params.values()):
             return
@@ -132,14 +135,16 @@ class GridLayer(nn.Module):
                 params[name].copy_(self.tiles[name].part(whole, self.grid.rank))
 
     def summed(self, name: str, spread: Spread) -> torch.Tensor | None:
-        """Return a parameter as ranks use it that have the same part of it for other rows of ``spread``: its
-        gradient is summed over them. None where there is no such parameter."""
+        """Return a parameter for use in a layer; None if there is none. If ranks use the same tile for
+        different rows
+        of ``spread``, its gradient is summed over them.
+        """
         param: torch.Tensor | None = getattr(self, name)
         if param is None:
             return None
         cutting = {other for names in self.tiles[name].cuts for other in names}
         axis = self.grid.axis(*(other for other in spread.names if other not in cutting))
-        # A clone: of a managed parameter autograd would keep a view, and no operator goes on with it.
+        # A clone: for a managed parameter autograd would keep a view, and no operator would use it again.
         return param if axis is None else copy(param.clone(), axis)
 
 
@@ -154,7 +159,7 @@ def divided(grid: Grid, what: str, size: int, names: tuple[str, ...]) -> None:
 
 
 def embedding_cuts(grid: Grid) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return what cuts the rows and the columns of an embedding's weight."""
+    """Return the coordinates that cut the rows and the columns of an embedding's weight."""
     if grid.mode == "1d":
         return ("tp",), ()
     columns = grid.spread().columns
@@ -162,14 +167,15 @@ def embedding_cuts(grid: Grid) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def partition_of(model: nn.Module) -> Partition:
-    """Return which parts of which tensors the parameters of ``model`` are; all ranks call this, before it is
-    wrapped: ``GeminiDDP(model, process_group=mesh["dp"], model_ranks=partition_of(model).model_ranks)``.
+    """Return the partition of a model of these layers. Collective; call it before the model is wrapped:
+    ``GeminiDDP(model, process_group=mesh["dp"], model_ranks=partition_of(model).model_ranks)``.
 
-    In mode 1d parameters of other layers are whole on all ranks, and the first one's values are taken.
+    In mode 1d, parameters of other layers are whole on all ranks and get the first rank's values.
 
     Raises:
-        ConfigError: there are no such layers, those of several grids, or in the modes but 1d parameters of
-            other layers, whose gradients would be those of this rank's part of the batch.
+        ConfigError: the model has no such layers, layers of several grids, or, in modes other than 1d,
+            parameters
+            of other layers. Their gradients would be those of this rank's part of the batch.
     """
     layers = [module for module in model.modules() if isinstance(module, GridLayer)]
     grids = list({id(layer.grid): layer.grid for layer in layers if layer.grid.every is not None}.values())
@@ -199,8 +205,10 @@ def partition_of(model: nn.Module) -> Partition:
 
 
 def partition_along(model: nn.Module, axis: Axis | None) -> Partition:
-    """Return the same of a model that may have no such layers, whose parameters all ranks of ``axis`` then
-    have whole: the first one's values are taken."""
+    """Return the partition of a model that may have no such layers. Then its parameters are whole on all
+    ranks of
+    ``axis``, with the values of the first rank. Collective.
+    """
     if any(isinstance(module, GridLayer) for module in model.modules()):
         return partition_of(model)
     names = dict(model.named_parameters(remove_duplicate=False))
@@ -210,7 +218,7 @@ def partition_along(model: nn.Module, axis: Axis | None) -> Partition:
 
 
 def _take_first(every: Axis, others: dict[str, nn.Parameter], model: nn.Module) -> None:
-    """Give all ranks the first one's values of what is whole on each."""
+    """Broadcast the first rank's values of parameters and buffers that are whole on each rank."""
     for param in {id(param): param for param in others.values()}.values():
         if not param.is_meta:
             every.broadcast(param.data)

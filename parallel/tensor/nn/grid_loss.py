@@ -13,11 +13,13 @@ from gemini.parallel.tensor.region import reduce
 
 
 class CrossEntropyLoss(GridLayer):
-    """nn.CrossEntropyLoss of what :class:`Classifier` gives, (batch, ..., classes) and labels (batch, ...) of
-    this rank's part of the batch (:meth:`own_labels`). The loss is that of the whole batch, the same on all
+    """nn.CrossEntropyLoss of the scores of :class:`Classifier`, (batch, ..., classes), and labels (batch,
+    ...), both
+    for this rank's part of the batch (:meth:`own_labels`). The loss is that of the whole batch, the same on
+    all
     ranks.
 
-    Build it after the classifier; ``inside``: the scores lie between the two Linear of a pair.
+    Build it after the classifier; ``inside``: the scores are between the two Linear layers of a pair.
     """
 
     def __init__(
@@ -28,7 +30,9 @@ class CrossEntropyLoss(GridLayer):
         label_smoothing: float = 0.0,
         inside: bool | None = None,
     ) -> None:
-        """``reduction``: mean, sum, or none: this rank's rows. Raises ConfigError where it is another."""
+        """``reduction``: mean, sum, or none (the losses of this rank's rows). Raises ConfigError for any
+        other.
+        """
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise ConfigError(f"reduction is {reduction!r}; it may be mean, sum or none")
@@ -40,11 +44,11 @@ class CrossEntropyLoss(GridLayer):
         self.spread = self.grid.spread(inside=self.inside)
 
     def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a batch's labels. Raises ConfigError where ranks do not divide it."""
+        """Return this rank's part of a batch's labels. Raises ConfigError if the ranks do not divide it."""
         return self.grid.own_batch(labels, inside=self.inside)
 
     def forward(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss, fp32. Raises ConfigError where there are more or fewer labels than rows."""
+        """Return the loss in fp32. Raises ConfigError if the shapes of scores and labels differ."""
         if scores.shape[:-1] != labels.shape:
             raise ConfigError(
                 f"scores of {tuple(scores.shape)} are not for labels of {tuple(labels.shape)}; cut labels "
@@ -76,7 +80,7 @@ class CrossEntropyLoss(GridLayer):
             scores,
             labels,
             classes,
-            scores.size(-1) * classes.size,  # what fills up scores minus infinity already
+            scores.size(-1) * classes.size,  # padding classes already score minus infinity
             ignore_index=self.ignore_index,
             reduction="none",
         )
@@ -86,7 +90,7 @@ class CrossEntropyLoss(GridLayer):
         return smoothed.masked_fill(labels == self.ignore_index, 0.0)
 
     def _lead(self, scores: torch.Tensor, labels: torch.Tensor, classes: Axis) -> torch.Tensor:
-        """Return by how much a row's own score is above the mean of its scores."""
+        """Return the difference between a row's own score and the mean of its scores."""
         fills = scores.isneginf()
         values = scores.float().masked_fill(fills, 0.0)
         local = labels - classes.rank * scores.size(-1)

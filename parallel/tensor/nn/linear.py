@@ -20,13 +20,15 @@ from gemini.parallel.tensor.region import copy, reduce
 class Linear(GridLayer):
     """``x W^T + b`` as nn.Linear, in every mode.
 
-    Linear layers come in pairs. The first one's input lies outside, its output inside, where in mode 1d each
-    rank has a part of the features and in 3d coordinates have changed places; the second one leads outside
-    again. ``inside`` says of a layer that its input lies inside; None: they take turns as they are built.
-    In the modes but 1d the weight lies as (in, out).
+    Linear layers come in pairs. The input of the first is outside and its output inside the pair: there each
+    rank
+    has a part of the features in mode 1d, and coordinates are swapped in 3d. The output of the second is
+    outside
+    again. ``inside`` tells whether the input is inside; None: layers alternate in the order in which they are
+    built. In modes other than 1d the weight is stored as (in, out).
     """
 
-    side: ClassVar[bool | None] = None  # where the input of a class of its own lies
+    side: ClassVar[bool | None] = None  # where the input is, for a class with a fixed side
 
     def __init__(
         self,
@@ -39,7 +41,7 @@ class Linear(GridLayer):
         dtype: torch.dtype | None = None,
         _weight: nn.Parameter | None = None,
     ) -> None:
-        """Raises ConfigError where the ranks do not divide the features."""
+        """Raises ConfigError if the ranks do not divide the features."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self._place(self.side if inside is None else inside)
@@ -67,7 +69,7 @@ class Linear(GridLayer):
         cuts = (outgoing, incoming)
         if self.grid.mode in ("2d", "2.5d"):
             cuts = (outgoing, ("col",))
-        elif self.grid.mode == "3d":  # the weight is put together before it is used
+        elif self.grid.mode == "3d":  # the weight is gathered before it is used
             cuts, unit = ((*outgoing, "weight"), incoming), places.size(("weight",))
         weight = Tile(places, shape, cuts, transposed=self.grid.mode != "1d")
         return weight, Tile(places, shape[:1], (outgoing,), unit)
@@ -76,7 +78,7 @@ class Linear(GridLayer):
         divided(self.grid, "out_features", self.out_features, weight.cuts[0])
 
     def _refuse_other(self, weight: nn.Parameter) -> None:
-        """Raise ConfigError unless ``weight`` lies as that of an embedding of these features."""
+        """Raise ConfigError unless ``weight`` has the tile shape of an embedding of these features."""
         lies = Tile(
             self.grid.places, (self.out_features, self.in_features), embedding_cuts(self.grid)
         ).part_shape
@@ -134,7 +136,7 @@ class Linear(GridLayer):
 
     @property
     def is_tied(self) -> bool:
-        """Whether the weight is that of an embedding, which lies as (out, in)."""
+        """Whether the weight belongs to an embedding, which stores it as (out, in)."""
         return "weight" not in self.tiles
 
     def extra_repr(self) -> str:
@@ -142,9 +144,12 @@ class Linear(GridLayer):
 
 
 class Classifier(Linear):
-    """A head of ``num_classes``, any number of them: the scores are parts, which :class:`CrossEntropyLoss`
-    takes; classes that fill up the last parts score minus infinity. With the ``weight`` of an
-    :class:`Embedding` it is tied to it, and its input lies outside."""
+    """A head with any number of classes. A rank's scores are a part, which :class:`CrossEntropyLoss` takes;
+    classes
+    that pad the last parts score minus infinity. With the ``weight`` of an :class:`Embedding` it is tied to
+    it, and
+    its input is outside.
+    """
 
     def __init__(
         self,
@@ -157,7 +162,9 @@ class Classifier(Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError where the ranks do not divide the features, or ``weight`` is no such weight."""
+        """Raises ConfigError if the ranks do not divide the features, or ``weight`` has another tile
+        shape.
+        """
         super().__init__(
             in_features, num_classes, bias, inside=inside, device=device, dtype=dtype, _weight=weight
         )
@@ -178,6 +185,5 @@ class Classifier(Linear):
 
     @torch.no_grad()
     def whole_scores(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return the scores of all classes and rows, of which these are this rank's part, without a graph.
-        All ranks call this."""
+        """Return the scores of all classes and rows from the ranks' parts, without a graph. Collective."""
         return self.grid.whole(scores, inside=not self.inside)[..., : self.num_classes]

@@ -17,8 +17,10 @@ from gemini.parallel.tensor.nn.grid_layer import GridLayer, divided
 
 
 class _Normalized(torch.autograd.Function):
-    """Rows of which each rank has a part, at least fp32, less their mean and over their standard deviation.
-    Forward sends a number a row twice, backward two numbers."""
+    """Normalize rows to mean 0 and standard deviation 1, in at least fp32, if each rank has a part of every
+    row.
+    Forward all-reduces one number per row twice; backward two numbers per row once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, features: int, eps: float) -> torch.Tensor:
@@ -45,8 +47,10 @@ class _Normalized(torch.autograd.Function):
 
 
 class LayerNorm(GridLayer):
-    """nn.LayerNorm over the last dimension, of which each rank may have a part. ``inside``: its input lies
-    between the two Linear of a pair; None: as the layers have been built so far."""
+    """nn.LayerNorm over the last dimension, which may be cut over ranks. ``inside``: whether its input is
+    between the
+    two Linear layers of a pair; None: by the layers built so far.
+    """
 
     def __init__(
         self,
@@ -59,8 +63,9 @@ class LayerNorm(GridLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError where the ranks do not divide the features, or there is more than one dimension
-        of them."""
+        """Raises ConfigError if the ranks do not divide the features, or they have more than one
+        dimension.
+        """
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1:
@@ -95,9 +100,12 @@ class LayerNorm(GridLayer):
 
 
 class Dropout(GridLayer):
-    """nn.Dropout. Where ranks have parts of an activation each draws a mask of its own, from a number that
-    all draw alike: what is recomputed is masked alike, and a checkpoint needs one state of the generator.
-    ``inside`` as in :class:`LayerNorm`."""
+    """nn.Dropout. If ranks have parts of an activation, each draws its own mask, seeded by a number that all
+    ranks
+    draw alike. So a recomputed block gets the same masks, and a checkpoint needs only one generator state.
+    ``inside``
+    as in :class:`LayerNorm`.
+    """
 
     def __init__(self, p: float = 0.5, *, inside: bool | None = None) -> None:
         """Raises ValueError unless ``p`` is a probability."""
@@ -106,7 +114,7 @@ class Dropout(GridLayer):
         self.has_parts = bool(self.grid.spread(inside=self.building.place(inside)).names)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x``, in training with some elements zero and the others larger."""
+        """Return ``x``; in training with some elements zeroed and the others scaled up."""
         region = self.grid.region
         if region is None or not (self.has_parts and self.training and self.p > 0):
             return functional.dropout(x, self.p, self.training)
