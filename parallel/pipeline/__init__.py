@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model cut into stages, which pass micro-batches on (docs/parallel.md)."""
+"""Pipeline parallelism: a model cut into stages that pass micro-batches on (docs/parallel.md)."""
 
 from gemini.parallel.pipeline.built import BuiltStages, join_stages
 from gemini.parallel.pipeline.layers import (

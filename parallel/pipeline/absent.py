@@ -1,6 +1,4 @@
-"""Stand-ins for the parts of a model that another stage has, and the forward pass under way in a stage, which
-they belong to.
-"""
+"""Stand-ins for modules that another stage has, and the forward pass of a stage, in which they take part."""
 
 from __future__ import annotations
 
@@ -40,11 +38,13 @@ from gemini.parallel.pipeline.containers import (
 from gemini.parallel.pipeline.numbers import Draws, drawn
 from gemini.parallel.pipeline.placeholders import Placeholders
 
-ARRIVED = "_gemini_arrived"  # an attribute of tensors
+ARRIVED = "_gemini_arrived"  # an attribute of placeholders
 
 
-class EndOfStage(BaseException):  # a model that catches exceptions around its blocks lets it through
-    """Leaves the model's forward pass where the next stage begins, with what that one is sent."""
+class EndOfStage(BaseException):  # a model that catches Exception around its blocks lets it through
+    """Ends the model's forward pass at the first block of the next stage, and carries the tensors to send
+    there.
+    """
 
     def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__("the stage ends here")
@@ -52,8 +52,10 @@ class EndOfStage(BaseException):  # a model that catches exceptions around its b
 
 
 class FirstBlock(BaseException):
-    """Leaves the forward pass at the first block of a stage, with the values that it is called with, and with
-    what the model's attributes hold then."""
+    """Ends the forward pass at the first block of a stage. Carries the arguments of the block, and the
+    tensors in the
+    model's attributes at that time.
+    """
 
     def __init__(self, name: str, values: Sequence[Any], held: Mapping[Path, torch.Tensor]) -> None:
         super().__init__("the stage begins here")
@@ -61,9 +63,15 @@ class FirstBlock(BaseException):
 
 
 class Taken(NamedTuple):
-    """What a stage is sent: ``places`` of the values that its first block is called with, and how many those
-    are; and tensors in attributes of the model and in context variables, which blocks leave there
-    (``held``)."""
+    """The inputs of a stage from earlier stages.
+
+    Attributes:
+        places: which values among the arguments of its first block are received.
+        among: the number of these arguments.
+        held: paths to received tensors in attributes of the model and in context variables, where blocks
+            leave
+            them.
+    """
 
     places: tuple[int, ...] = ()
     among: int = 0
@@ -71,13 +79,19 @@ class Taken(NamedTuple):
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors these are."""
+        """The number of received tensors."""
         return len(self.places) + len(self.held)
 
 
 class Arrived(NamedTuple):
-    """What arrived for a placeholder, noted on that for as long as it lives: checkpoint() calls a block with
-    it again. ``inside``: the seed of random numbers in the blocks, of which ``first`` is the first."""
+    """The tensor received for a placeholder, stored on the placeholder: checkpoint() calls a block with it
+    again.
+
+    Attributes:
+        tensor: the received tensor.
+        first: the name of the stage's first block.
+        inside: the seed of random numbers in the stage's blocks.
+    """
 
     tensor: torch.Tensor
     first: str
@@ -85,48 +99,54 @@ class Arrived(NamedTuple):
 
 
 class Passage:
-    """The forward pass of a stage that is under way: what it has received, and whether it got there.
+    """The forward pass of a stage: the received tensors, and whether it has reached its first block.
 
-    Places count the values that a block is called with, arguments and keywords flattened. Both stages at a
-    cut call the same block with as many: the one before sends what is at some places, and the one behind,
-    where placeholders are, puts it in.
+    Places number the values in a block's call, arguments and keywords flattened. The stages on both sides of
+    a cut
+    call the same block with the same number of values. The earlier stage sends the values at some places, and
+    the
+    later one puts them at these places, where it has placeholders.
     """
 
     def __init__(self, placeholders: Placeholders | None = None) -> None:
-        """``placeholders``: of which stand-ins are made, where stages share them; None: the whole model, or a
-        stage that a program has built, in which nothing is absent."""
+        """``placeholders``: creates the placeholders, shared by the stages of a model; None: the whole model,
+        or a
+        stage that a program has built, without absent modules.
+        """
         self.placeholders = Placeholders() if placeholders is None else placeholders
         self._has_absent = placeholders is not None
         self.runs, self.has_entered, self.trains, self.is_training = False, False, False, True
         self._is_judged = False
-        # Parameters of other stages that modules around the blocks have themselves, and what stands for each.
+        # Parameters of other stages that belong to modules around the blocks, each with its placeholder.
         self.own_parameters: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.device = torch.device("cpu")  # of the batch
-        # Modules around the blocks, and lists and the like in any module, by names: tensors in them travel.
+        self.device = torch.device("cpu")  # the device of the batch
+        # Modules around the blocks, and containers in any module, by name: tensors in them are sent between
+        # stages.
         self.holders: dict[str, nn.Module] = {}
         self.containers: dict[tuple[str, str], Any] = {}
-        # What context variables held when the pass began, by the ids of these tensors.
+        # The tensors in context variables when the pass began, by id.
         self._held_before: dict[int, torch.Tensor] = {}
         self._takes: Taken | None = None
         self._gives = Taken()
         self._received: Sequence[torch.Tensor] = ()
         self._draws: Draws | None = None
-        self._in_blocks: AbstractContextManager[None] | None = None  # their random numbers
-        # By the id of a placeholder, which is kept for that: what was received in its place.
+        self._in_blocks: AbstractContextManager[None] | None = None  # sets the random numbers in the blocks
+        # By the id of a placeholder: the placeholder, kept so that its id stays valid, and the received
+        # tensor.
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def set_training(self, is_training: bool) -> None:
-        """Say whether the model trains: modules of other stages are run on ``meta`` as it does."""
+        """Set whether the model trains: modules of other stages run on ``meta`` in the same mode."""
         self.is_training = is_training
 
     @property
     def shows(self) -> bool:
-        """Whether the modules and parameters of other stages are to be seen, in the shape of placeholders."""
+        """Whether modules and parameters of other stages are visible, as stand-ins and placeholders."""
         return self.runs or self._is_judged
 
     @contextmanager
     def judged(self) -> Iterator[None]:
-        """Show what other stages have to a criterion, which may add up all weights."""
+        """Show the parameters of other stages to a criterion, which may sum over all weights."""
         self._is_judged = True
         try:
             with self._with_own_parameters():
@@ -135,8 +155,10 @@ class Passage:
             self._is_judged = False
 
     def watched(self) -> AbstractContextManager[object]:
-        """Return a context in which writes of placeholders are followed: it looks at every operator, so it
-        does nothing where there can be no placeholder."""
+        """Return a context that detects writes to placeholders. It intercepts every operator, so it does
+        nothing if
+        there can be no placeholder.
+        """
         return self.placeholders.watched() if self._has_absent else nullcontext()
 
     @contextmanager
@@ -158,9 +180,15 @@ class Passage:
         gives: Taken = Taken(),  # noqa: B008  # a tuple
         draws: Draws | None = None,
     ) -> Iterator[None]:
-        """Run the stage on ``batch`` within the block: ``received`` comes in as its first block ``takes`` it,
-        and what the next stage is to be given, ``gives``, goes out. ``takes`` None: it gets to its first
-        block, and raises FirstBlock. ``draws`` None: random numbers are those of one process."""
+        """Run the stage on ``batch`` inside the block.
+
+        Args:
+            takes: where the first block gets the ``received`` tensors. None: run to the first block only,
+                which
+                raises FirstBlock.
+            gives: which tensors the next stage gets.
+            draws: the seeds of random numbers; None: random numbers as in one process.
+        """
         self.placeholders.forget_writes()
         self._takes, self._received, self._gives = takes, received, gives
         self.has_entered, self.runs, self.trains = False, True, torch.is_grad_enabled()
@@ -178,8 +206,9 @@ class Passage:
             self._held_before.clear()
 
     def replaced(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Return what the block ``name`` is called with: what was received instead of what stands for
-        it."""
+        """Return the values to call the block ``name`` with: received tensors instead of their
+        placeholders.
+        """
         if not self.has_entered:
             self._enter(name, values)
         known = self._known
@@ -188,8 +217,10 @@ class Passage:
         return [known[id(value)][1] if id(value) in known else value for value in values]
 
     def takes_as_is(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Say whether a block is called with nothing that has to be replaced, or refused: this is asked for
-        every one, and is so of most behind the first."""
+        """Return whether none of a block's arguments must be replaced or refused. Called for every block; for
+        most
+        blocks after the first the answer is True.
+        """
         if not self.has_entered or self.placeholders.has_written:
             return False
         known = self._known
@@ -200,15 +231,18 @@ class Passage:
         return True
 
     def arrived_for(self, value: Any) -> Any:
-        """Return the value that arrived for the placeholder ``value``; any other value as it is."""
+        """Return the tensor received for the placeholder ``value``; any other value unchanged."""
         return self._known[id(value)][1] if id(value) in self._known else value
 
     def given(self, name: str, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the next stage gets: some of ``values``, with which its first block
-        ``name`` is called, and some from attributes of the model.
+        """Return the tensors for the next stage: some of the ``values`` of the call of its first block
+        ``name``, and
+        some from attributes of the model.
 
         Raises:
-            ConfigError: there it is called with more or fewer, or what goes there is not here.
+            ConfigError: the next stage calls that block with another number of values, or a tensor to send is
+                not
+                on this stage.
         """
         if len(values) != self._gives.among:
             raise ConfigError(
@@ -229,8 +263,10 @@ class Passage:
         return tuple(given)
 
     def _refuse_unknown_there(self, name: str, given: Sequence[torch.Tensor]) -> None:
-        """Raise ConfigError where blocks have put more into context variables than the next stage, which has
-        only run them on ``meta``, has found there."""
+        """Raise ConfigError if blocks have put more tensors into context variables than the next stage found
+        when it
+        ran them on ``meta``.
+        """
         known = {id(each) for each in given}
         for path, value in self._in_context():
             if id(value) in self._held_before or {id(value), id(self.arrived_for(value))} & known:
@@ -242,7 +278,7 @@ class Passage:
             )
 
     def _in_context(self) -> Iterator[tuple[Path, torch.Tensor]]:
-        """Yield the tensors in context variables, in all their places."""
+        """Yield the tensors in context variables, at all their places."""
         for owner_and_key, value in containers_in_context().items():
             yield from tensors_in(value, owner_and_key, set(), once=False)
 
@@ -264,8 +300,10 @@ class Passage:
         return {key: containers.get((owner, key))}
 
     def held(self) -> dict[Path, torch.Tensor]:
-        """Return the placeholders in attributes of the model, and what the pass has put into context
-        variables, by where they are."""
+        """Return the placeholders in attributes of the model, and the tensors that the pass has put into
+        context
+        variables, by path.
+        """
         found: dict[Path, torch.Tensor] = {}
         for path, value in self._in_attributes(once=True):
             if self.placeholders.stands_for(value):
@@ -278,7 +316,7 @@ class Passage:
         return found
 
     def _in_attributes(self, *, once: bool) -> Iterator[tuple[Path, torch.Tensor]]:
-        """Yield the tensors in attributes of the model, and in what these hold."""
+        """Yield the tensors in attributes of the model, and in containers there."""
         seen: set[int] = set()
         roots = [(name, here.__dict__) for name, here in self.holders.items()]
         roots += [(owner, {key: value}) for (owner, key), value in self.containers.items()]
@@ -304,17 +342,17 @@ class Passage:
             self._in_blocks.__enter__()
 
     def leave_blocks(self) -> None:
-        """Go on behind the last block of the stage."""
+        """Leave the blocks: random numbers are those of the modules around them again."""
         in_blocks, self._in_blocks = self._in_blocks, None
         if in_blocks is not None:
             in_blocks.__exit__(None, None, None)
 
     def stands_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a tensor that another stage has."""
+        """Return a placeholder for a tensor that another stage has."""
         return self.placeholders.like(tensor, self.device)
 
     def refuse_others(self, name: str) -> None:
-        """Raise ConfigError where the model is called, and not one of its stages."""
+        """Raise ConfigError if the model is called directly, instead of one of its stages."""
         if not self.runs:
             raise ConfigError(
                 f"model(...) gets to {name!r}, which another stage of the pipeline has; call "
@@ -324,8 +362,10 @@ class Passage:
 
 
 def device_of(values: object) -> torch.device | None:
-    """Return the device of the first tensor that is on one; a model may bring its input to where the weights
-    of another stage seem to be."""
+    """Return the device of the first tensor that is not on ``meta``. A model may move its input to the device
+    of a
+    weight, which can be another stage's.
+    """
     if isinstance(values, torch.Tensor):
         return None if values.is_meta else values.device
     if type(values) is dict:
@@ -340,11 +380,11 @@ def device_of(values: object) -> torch.device | None:
     return None
 
 
-_KEPT_ANSWERS = 64  # by the shapes of what is asked
-_LEAVES = (bool, int, float, str, type(None))  # among arguments
+_KEPT_ANSWERS = 64  # one per form of arguments
+_LEAVES = (bool, int, float, str, type(None))  # plain values among arguments
 _PLAIN_KINDS = frozenset(_LEAVES)
 _FLAT = (torch.Tensor, *_LEAVES)
-# Of a module: what it calls around its forward pass, and how.
+# The attributes of a module with the hooks around its forward pass.
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -355,21 +395,23 @@ _HOOKS = (
 
 
 class _OfKind:
-    """A stand-in that a forward pass takes for a module of the class that it stands for."""
+    """A stand-in that isinstance() takes for an object of the represented class during a forward pass."""
 
     _taken_for: type
     _passage: Passage
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class that isinstance() goes by, beside the true one."""
+        """The class for isinstance(), besides the true one."""
         state = self.__dict__
         return state["_taken_for"] if "_taken_for" in state and state["_passage"].shows else type(self)
 
 
 def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None) -> nn.Module:
-    """Return a copy of ``model`` on ``meta``, which takes no memory. ``types``: those in which its parameters
-    will compute, by their ids."""
+    """Return a copy of ``model`` on ``meta``, which takes no memory. ``types``: the dtypes in which its
+    parameters
+    will compute, by their ids.
+    """
     memo: dict[int, Any] = {}
     for param in model.parameters():
         dtype = (types or {}).get(id(param), param.dtype) if param.is_floating_point() else param.dtype
@@ -380,12 +422,14 @@ def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None)
 
 
 def _pairs_in_context() -> list[tuple[Any, Any]]:
-    """Return what context variables hold, each as its own copy."""
+    """Return the containers in context variables as pairs: each is its own copy."""
     return [(each, each) for value in containers_in_context().values() for each in nested_in(value)]
 
 
 def _collectors() -> str:
-    """Return what tells passes apart whose blocks put other things into context variables."""
+    """Return a key of the containers in context variables: passes with different keys collect different
+    values.
+    """
     held = containers_in_context().items()
     found = [(name, list(value) if isinstance(value, dict) else None) for (_, name), value in held]
     return str(sorted(found, key=str)) if found else ""
@@ -399,10 +443,11 @@ def _keep_own(name: str) -> Callable[[Any, Any], None]:
 
 
 class Absent(_OfKind, nn.Module):
-    """Stands in for ``outline``, a module on ``meta``, whose attributes it has: it returns placeholders of
-    the right shapes, and leaves placeholders in the lists and dicts into which the module puts tensors.
-
-    ``pairs``: such lists and dicts, each with that of the outline.
+    """Stands in for ``outline``, a module on ``meta``, and has its attributes. Its forward returns
+    placeholders of
+    the right shapes, and puts placeholders into the containers that the module would put tensors into.
+    ``pairs`` are
+    these containers, each with that of the outline.
     """
 
     def __init__(
@@ -410,10 +455,10 @@ class Absent(_OfKind, nn.Module):
     ) -> None:
         super().__init__()
         self._pairs = tuple(pairs)
-        self._held = (outline,)  # in a tuple: it is no submodule
+        self._held = (outline,)  # in a tuple, so that it is no submodule
         self._name, self._passage, self._taken_for = name, passage, type(outline)
         self._answers: dict[tuple[object, ...], Any] = {}
-        self._inner: dict[str, tuple[Absent]] = {}  # by name, each in a tuple: they are no submodules
+        self._inner: dict[str, tuple[Absent]] = {}  # by name, each in a tuple, so that they are no submodules
 
     @property
     def outline(self) -> nn.Module:
@@ -421,8 +466,7 @@ class Absent(_OfKind, nn.Module):
         return self._held[0]
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the module has; its own modules are absent too, and its parameters, and what a forward
-        pass has left there, are nothing."""
+        """Return an attribute of the module: a stand-in for a module, and placeholders for tensors."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -442,23 +486,23 @@ class Absent(_OfKind, nn.Module):
         return self._passage.stands_for(value) if isinstance(value, torch.Tensor) else value
 
     def __getitem__(self, key: Any) -> Any:
-        """Return what stands for a member of a list or dict of modules."""
+        """Return the stand-in for a member of a list or dict of modules."""
         held: Any = self._held[0]
         return self._inside(str(key), held[key])
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what stands for the members of a list of modules, or the names of those of a dict."""
+        """Yield the stand-ins for the members of a list of modules, or the keys of a dict."""
         held: Any = self._held[0]
         for index, value in enumerate(held):
             yield self._inside(str(index), value) if isinstance(value, nn.Module) else value
 
     def __len__(self) -> int:
-        """Return how many members a list or dict of modules has."""
+        """Return the number of members of a list or dict of modules."""
         held: Any = self._held[0]
         return len(held)
 
     def __bool__(self) -> bool:
-        """Whether the module is taken for true."""
+        """The truth value of the module."""
         return bool(self._held[0])
 
     def _inside(self, name: str, module: nn.Module) -> Absent:
@@ -467,20 +511,23 @@ class Absent(_OfKind, nn.Module):
         return self._inner[name][0]
 
     def stand_ins(self) -> Iterator[Absent]:
-        """Yield this, and what stands for modules in it."""
+        """Yield this stand-in and those for modules inside it."""
         yield self
         for (inner,) in self._inner.values():
             yield from inner.stand_ins()
 
     def hooks(self) -> list[Any]:
-        """Return the hooks that were registered on what stands for a module, those around forward()."""
+        """Return the hooks registered on this stand-in, by kind."""
         return [self.__dict__[kind] for kind in _HOOKS]
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        """Have the modules in the outline run hooks that a forward pass has registered on what stands for
-        them, as one that collects what its modules return does the first time. Several stages share an
-        outline, each with hooks of its own."""
+        """Add the hooks that a forward pass has registered on stand-ins to the modules of the outline, for
+        the block.
+        A model that collects the outputs of its modules registers hooks in the first pass. Several stages
+        share an
+        outline, each with its own hooks.
+        """
         changed: list[tuple[dict[str, Any], str, Any]] = []
         try:
             for inner in self.stand_ins():
@@ -499,8 +546,10 @@ class Absent(_OfKind, nn.Module):
         return any(self.hooks())
 
     def _shown(self, name: str) -> dict[str, Any]:
-        """Return the module's own modules, parameters or buffers, as what stands for them, within
-        a forward pass and a criterion, which may add up all weights; else nothing."""
+        """Return the stand-ins for the module's own modules, parameters or buffers during a forward pass and
+        a
+        criterion, which may sum over all weights; nothing at other times.
+        """
         found: dict[str, Any] = {}
         if "_held" not in self.__dict__ or not self._passage.shows:
             own: dict[str, Any] = self.__dict__.get(f"own{name}", found)
@@ -510,16 +559,16 @@ class Absent(_OfKind, nn.Module):
             found[key] = self._inside(key, value) if is_module else self._placeholder(value)
         return found
 
-    # What torch's modules() and parameters() read.
+    # These are read by torch's modules() and parameters().
     _modules = property(partial(_shown, name="_modules"), _keep_own("_modules"))
     _parameters = property(partial(_shown, name="_parameters"), _keep_own("_parameters"))
     _buffers = property(partial(_shown, name="_buffers"), _keep_own("_buffers"))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what has the shapes of the module's output.
+        """Return placeholders with the shapes of the module's output.
 
         Raises:
-            ConfigError: the module runs behind a block, and was taken for one that runs before it.
+            ConfigError: the module runs behind a block, but was assumed to run before it.
         """
         self._passage.refuse_others(self._name)
         if self._passage.has_entered:
@@ -532,7 +581,7 @@ class Absent(_OfKind, nn.Module):
         return self._answer(args, kwargs)
 
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
-        """Return what has the shapes of the module's output, or of what a ``method`` of it returns."""
+        """Return placeholders with the shapes of the module's output, or of the result of a ``method``."""
         passage, outline = self._passage, self._held[0]
         if outline.training != passage.is_training:
             for module in outline.modules():
@@ -552,7 +601,9 @@ class Absent(_OfKind, nn.Module):
 
     @torch.no_grad()
     def runs_on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Say whether other stages can run the module without its weights, and know what it leaves."""
+        """Return whether the module runs on ``meta``, so that other stages can find what it leaves in
+        containers.
+        """
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
         shared = SharedContents([*self._pairs, *_pairs_in_context()], _on_meta)
         counters = plain_values([self._held[0]])
@@ -567,7 +618,7 @@ class Absent(_OfKind, nn.Module):
         return True
 
     def left(self, module: nn.Module) -> dict[tuple[int, str], Any]:
-        """Return what ``module``, which this stands for, has left in places that others may read."""
+        """Return the values that ``module``, which this represents, has left in attributes and containers."""
         found = {
             (-1, f"its attribute {f'{name}.{key}'.lstrip('.')!r}"): value
             for name, inner in module.named_modules()
@@ -579,7 +630,7 @@ class Absent(_OfKind, nn.Module):
             found |= {(index, f"a {kind} of the model, at {key!r}"): value for key, value in members}
         for index, (here, _) in enumerate(_pairs_in_context()):
             for key, value in members_of(here).items():
-                if not isinstance(value, torch.Tensor):  # those are compared where the stage ends
+                if not isinstance(value, torch.Tensor):  # tensors are compared where the stage ends
                     found[len(self._pairs) + index, f"a context variable, at {key!r}"] = value
         return found
 
@@ -587,8 +638,10 @@ class Absent(_OfKind, nn.Module):
     def _run_outline(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str, device: torch.device
     ) -> tuple[Any, bool]:
-        """Return the output on ``meta``, and whether that is all that the module does: it may put tensors
-        into lists and dicts as well, and placeholders are there then."""
+        """Run the outline. Return its output on ``meta``, and whether that is its only effect: it may also
+        put
+        tensors into containers, and then placeholders are put there.
+        """
         for value in tree_leaves((args, kwargs)):
             if is_dataclass(value) and not isinstance(value, type):
                 kind = type(value).__name__
@@ -615,7 +668,9 @@ class Absent(_OfKind, nn.Module):
     def _run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedContents
     ) -> Any:
-        """Run the outline; inputs of another type, which a wrapper casts before they get here, are cast."""
+        """Run the outline. If its parameters have another dtype, retry with inputs cast to it, as a wrapper
+        does.
+        """
         with self._hooked():
             try:
                 return call(*args, **kwargs)
@@ -628,14 +683,14 @@ class Absent(_OfKind, nn.Module):
                 return call(*args, **kwargs)
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Return what has the form of the output, where the module does not run on ``meta``."""
+        """Return a substitute for the output if the module does not run on ``meta``."""
         raise ConfigError(
             f"{self._name!r} is of another stage, and what shape it returns cannot be found by running it on "
             f"'meta' ({type(error).__name__}: {error}); make it the first of the blocks (blocks=)"
         ) from error
 
     def extra_repr(self) -> str:
-        """Say what is not here."""
+        """Return the class name, and that another stage has the module."""
         return f"{type(self._held[0]).__name__} of another stage"
 
 
@@ -643,16 +698,23 @@ class AbsentBlock(Absent):
     """Stands in for a block."""
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Return the first argument: blocks whose forward pass depends on values (routing) rarely change its
-        shape, and nothing that counts comes of it."""
+        """Return the first argument. Blocks with a forward pass that depends on values (routing) rarely
+        change its
+        shape, and nothing is computed from it.
+        """
         first = _first(self._held[0].forward, args, kwargs)
         return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
 
 
 def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
-    """Say whether stages behind a block read right, or are told that they cannot, what it has left: nothing
-    new, or, in its own attributes (``index`` -1), numbers instead of such, which are placeholders there.
-    What has a gradient is a loss that it leaves to others; calls that it counts for itself are none."""
+    """Return whether later stages read a changed value correctly, or get an error.
+
+    That is so if nothing changed, or if a block stores a number in its own attributes (``index`` -1), which
+    are
+    placeholders on other stages. A tensor that requires a gradient is not accepted: it is a loss for others
+    to read.
+    An int is a counter.
+    """
     if before is after:
         return True
     are_tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
@@ -660,26 +722,30 @@ def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
 
 
 class Present(_OfKind, nn.Module):
-    """Stands before a block of the stage itself, and calls it with what the stage has received. Outside of
-    the block, so that computing it again in backward does not run this, unless the model itself calls
-    checkpoint() around it. Within a pass it shows what is in the block as its own, and a hook that is
-    registered on it is one of the block."""
+    """Wraps a block of this stage and calls it with the received tensors. It is outside of the block, so
+    recomputing the block in backward does not run it, unless the model calls checkpoint() around it. During a
+    pass
+    it shows the block's children as its own, and a hook registered on it goes to the block.
+    """
 
     block: nn.Module
 
     def __init__(
         self, name: str, block: nn.Module, passage: Passage, *, is_last: bool, elsewhere: Absent | None = None
     ) -> None:
-        """``is_last``: of the stage. ``elsewhere``: what stands for the block on stages behind this one."""
+        """``is_last``: whether the block is the stage's last. ``elsewhere``: the stand-in for the block on
+        later
+        stages.
+        """
         super().__init__()
         self.__dict__["block"] = block
         self._name, self._passage, self._is_last, self._taken_for = name, passage, is_last, type(block)
-        self._elsewhere = (elsewhere,)  # in a tuple: it is no submodule
+        self._elsewhere = (elsewhere,)  # in a tuple, so that it is no submodule
         self._is_known_elsewhere: dict[bool, bool] = {}  # by whether the block trains
-        self._arrived: dict[int, int] = {}  # in how many places of so many values something is put in
+        self._arrived: dict[int, int] = {}  # by the number of values in a call: how many were replaced
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the block has."""
+        """Look up an attribute of the block."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -688,18 +754,18 @@ class Present(_OfKind, nn.Module):
         return getattr(self.block, name)
 
     def _shown(self, name: str) -> dict[str, Any]:
-        """Return the block as the only module, or, where the model looks, what it has itself."""
+        """Return the block as the only submodule; during a pass, the block's own members."""
         if "block" in self.__dict__ and self._passage.shows:
             return dict(getattr(self.block, name))
         return {"block": self.block} if name == "_modules" and "block" in self.__dict__ else {}
 
-    # What torch's modules() and parameters() read.
+    # These are read by torch's modules() and parameters().
     _modules = property(partial(_shown, name="_modules"), _keep_own("_modules"))
     _parameters = property(partial(_shown, name="_parameters"), _keep_own("_parameters"))
     _buffers = property(partial(_shown, name="_buffers"), _keep_own("_buffers"))
 
     def register_forward_hook(self, *args: Any, **options: Any) -> RemovableHandle:
-        """Register a hook of the block, which is called with what arrived."""
+        """Register a hook on the block, which is called with the received tensors."""
         return self.block.register_forward_hook(*args, **options)
 
     def register_forward_pre_hook(self, *args: Any, **options: Any) -> RemovableHandle:
@@ -710,8 +776,9 @@ class Present(_OfKind, nn.Module):
         """Run the block.
 
         Raises:
-            ConfigError: something that it takes is nowhere to be had, or what earlier stages sent gets no
-                gradient of it.
+            ConfigError: an argument is on no stage before this one, or earlier stages would get no gradient
+                of the
+                tensors that they sent.
         """
         passage = self._passage
         if not passage.runs:
@@ -746,7 +813,7 @@ class Present(_OfKind, nn.Module):
         return self._is_known_elsewhere[training]
 
     def _run_and_compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block that does not run on ``meta``, which may leave nothing but its output."""
+        """Run a block that does not run on ``meta``; it must leave nothing but its output."""
         elsewhere = self._elsewhere[0]
         assert elsewhere is not None
         before = elsewhere.left(self.block)
@@ -774,7 +841,7 @@ class Present(_OfKind, nn.Module):
             )
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the block in backward, for a checkpoint() around it, with what had arrived then."""
+        """Run the block in backward, for a checkpoint() around it, with the tensors received in forward."""
         values, form = tree_flatten((args, kwargs))
         found = [getattr(value, ARRIVED, None) for value in values]
         arrived = [each for each in found if each is not None]
@@ -793,10 +860,10 @@ class Present(_OfKind, nn.Module):
 
 
 class Exit(Absent):
-    """Stands in for the block behind a stage: the forward pass ends where it would be called."""
+    """Stands in for the first block of the next stage: the forward pass ends where it would be called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise EndOfStage with what the next stage takes. Raises ConfigError as :class:`Present`."""
+        """Raise EndOfStage with the tensors for the next stage. Raises ConfigError as :class:`Present`."""
         self._passage.refuse_others(self._name)
         *_, values = _really(self._name, self._passage, args, kwargs, _leaves_of(args, kwargs))
         raise EndOfStage(self._passage.given(self._name, values))
@@ -805,11 +872,11 @@ class Exit(Absent):
 def _really(
     name: str, passage: Passage, args: tuple[Any, ...], kwargs: dict[str, Any], values: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
-    """Return what a block is called with, received tensors in their places; ``values`` are its arguments
-    flattened, and so are those that are returned last.
+    """Return the arguments of a block with received tensors instead of their placeholders: args, kwargs and
+    flattened. ``values`` are the original arguments, flattened.
 
     Raises:
-        ConfigError: there is a placeholder in another place: it is not what that stage calls blocks with.
+        ConfigError: another argument is a placeholder, which was not sent.
     """
     replaced = passage.replaced(name, values)
     if not all(map(operator.is_, replaced, values)):
@@ -828,7 +895,7 @@ def _really(
 
 
 def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments of a call flattened, as pytree does: mostly they are flat."""
+    """Return the arguments of a call flattened, in the order of pytree; fast if they are flat."""
     values = [*args, *kwargs.values()]
     for value in values:
         if not isinstance(value, _FLAT):
@@ -837,7 +904,7 @@ def _leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def _first(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first argument of a call, wherever it stands."""
+    """Return the first argument of a call, positional or keyword."""
     return args[0] if args else kwargs.get(_first_name(forward))
 
 
@@ -867,7 +934,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _form(value: Any) -> object:
-    """Return what tells arguments apart whose answers have other shapes."""
+    """Return a cache key for arguments: calls with equal keys have outputs of equal shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.device
     if isinstance(value, _LEAVES):

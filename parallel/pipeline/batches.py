@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, handing them to a model, and the loss of each."""
+"""Cut a batch into micro-batches, pass them to a model, and compute the loss of each."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from gemini.comm.peers import digest_of
 from gemini.errors import ConfigError
 
-ENDED = object()  # given instead of a batch where the iterator has ended
-_SAMPLED_NUMEL = 4096  # of a tensor of floating-point numbers
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integers of as many bytes
+ENDED = object()  # passed instead of a batch when the iterator has ended
+_SAMPLED_NUMEL = 4096  # sampled elements of a floating-point tensor
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by size in bytes
 
 
 def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> list[Any]:
-    """Return ``count`` micro-batches of ``batch``, or those of ``size`` samples: each of its tensors is cut
-    along the first dimension; what is no tensor is in all of them. Neither: the batch is one.
+    """Return ``count`` micro-batches of ``batch``, or micro-batches of ``size`` samples. Tensors are cut
+    along the
+    first dimension; other values are in every micro-batch. With neither, the batch is one micro-batch.
 
     Raises:
-        ConfigError: it has no tensors, or of other numbers of samples, or they do not divide.
+        ConfigError: the batch has no tensors, their numbers of samples differ, or cannot be divided.
     """
     batch = _plain(batch)
     tensors = [value for value in tree_flatten(batch)[0] if isinstance(value, torch.Tensor) and value.dim()]
@@ -47,7 +48,7 @@ def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> 
 
 
 def _plain(batch: Any) -> Any:
-    """Return ``batch`` with dicts instead of other mappings, as tokenizers return them."""
+    """Convert other mappings in ``batch`` to dicts: tokenizers return such mappings."""
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
         return type(batch)(map(_plain, batch))
     return dict(batch) if isinstance(batch, Mapping) else batch
@@ -60,8 +61,10 @@ def _piece(value: Any, index: int, count: int) -> Any:
 
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a model is called with: the batch or, of several (inputs and targets), the first; a
-    mapping's items are keywords."""
+    """Return the arguments for the model: the batch or, if it is a tuple or list (inputs, targets), the first
+    item.
+    The items of a mapping are keywords.
+    """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
@@ -69,14 +72,18 @@ def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def form_of(batch: Any) -> str:
-    """Return what batches have in common between whose stages tensors of the same shapes go."""
+    """Return a key of a batch: for batches with equal keys, tensors between stages have equal shapes."""
     return str([(tuple(t.shape), t.dtype) for t in _tensors(batch)])
 
 
 def kind_of(batch: Any, *, exact: bool = False) -> str:
-    """Return what batches have in common that a model takes in the same way, as far as what it is called with
-    says it. There are few kinds, whatever else comes with a batch; ``exact``: other texts and numbers, which
-    may name a task, are another one."""
+    """Return a key of a batch: a model handles batches with equal keys in the same way, judging by its
+    arguments.
+
+    There are few keys, whatever else is in a batch. ``exact``: texts and numbers, which may name a task, are
+    part of
+    the key.
+    """
     args, kwargs = call_arguments(batch)
     named = [*enumerate(args), *kwargs.items()]
     return str([(name, _kind(value, exact)) for name, value in named])
@@ -102,8 +109,10 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def contents_of(batch: Any) -> int:
-    """Return a digest of what is in a batch, which ranks that share a model compare: integers whole; of other
-    numbers the sum of the bits of each sample, and some numbers in regular distances."""
+    """Return a digest of the contents of a batch, for ranks that share a model to compare. It covers all
+    integers;
+    of floating-point tensors the sum of the bits of each sample, and elements at regular distances.
+    """
     return digest_of(str([_content(value) for value in tree_flatten(_plain(batch))[0]]))
 
 
@@ -117,15 +126,17 @@ def _content(value: Any) -> object:
         return (tuple(value.shape), str(value.dtype), _crc(flat))
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    # Some numbers alone can all be of one column. The sums see any number, and which sample it is of.
+    # Sampled elements alone could all be from one column. The sums cover every element, by sample.
     sums = _sums_of_bits(flat.contiguous(), len(value) if value.dim() else 1)
     some = flat[:: flat.numel() // _SAMPLED_NUMEL | 1]
     return (tuple(value.shape), str(value.dtype), _crc(sums), _crc(some))
 
 
 def _sums_of_bits(flat: torch.Tensor, samples: int) -> torch.Tensor:
-    """Return of each sample the sum of its bits, as the widest integers that divide it: torch sums those of 8
-    bytes far faster. Which they are must not depend on where a rank's memory starts."""
+    """Return the sum of the bits of each sample, taken as the widest integers that divide it: torch sums
+    8-byte
+    integers much faster. The result must not depend on the alignment of the memory, which differs by rank.
+    """
     if flat.storage_offset() * flat.itemsize % max(_BITS):
         flat = flat.clone()
     width = max(width for width in _BITS if flat.nbytes // samples % width == 0)
@@ -137,15 +148,17 @@ def _crc(flat: torch.Tensor) -> int:
 
 
 def refuse_different(content: Sequence[int], what: str) -> None:
-    """Raise ConfigError where ranks that share a model were given other batches; ``content`` is that of each
-    rank, ``what`` they are along."""
+    """Raise ConfigError if ranks that share a model got different batches. ``content`` has the digest of each
+    rank,
+    ``what`` names their axis.
+    """
     others = [rank for rank, each in enumerate(content) if each != content[0]]
     if others:
         raise different_batches([0], others, what)
 
 
 def different_batches(some: Sequence[int], others: Sequence[int], what: str) -> ConfigError:
-    """Return what to raise where ranks ``others`` were given other batches than ``some``."""
+    """Return the error for ranks ``others`` with other batches than ``some``."""
     return ConfigError(
         f"ranks {list(some)} and {list(others)} ({what}) have parts of one model and were given batches of "
         "different contents: ranks along pp, sp and tp take the same batches, in the same order; divide the "
@@ -159,10 +172,10 @@ Criterion = Callable[[Any, Any], torch.Tensor]
 
 
 def loss_of(criterion: Criterion, output: Any, batch: Any) -> torch.Tensor:
-    """Return the loss of ``batch``, for which the model has returned ``output``; fp32 of one in 16 bits.
+    """Return the loss of ``batch`` for the model's ``output``; a 16-bit loss is converted to fp32.
 
     Raises:
-        ConfigError: it is not one number, or leads to nothing that trains.
+        ConfigError: it is not one number, or has no gradient though the output has.
     """
     loss = criterion(output, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -174,8 +187,10 @@ def loss_of(criterion: Criterion, output: Any, batch: Any) -> torch.Tensor:
 
 
 def without_weight(output: Any, loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss whose gradients are zero instead of one that counts nothing: that of no tokens is
-    NaN, and so is nothing times it."""
+    """Return a zero loss with zero gradients, to replace the loss of an empty micro-batch: that is NaN, and
+    so is
+    zero times it.
+    """
     tensors = (each for each in _tensors_in(output) if not isinstance(each, FakeTensor))
     leaves = [each for each in tensors if each.dim() and each.is_floating_point()]
     found = [each.float().sum() for each in leaves if each.requires_grad]

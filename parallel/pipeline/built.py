@@ -1,4 +1,4 @@
-"""BuiltStages: stages that a program has built itself, as a pipeline trains them."""
+"""BuiltStages: pipeline stages that a program has built itself."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ from gemini.parallel.pipeline.units import Units
 
 
 class BuiltStages(nn.Module):
-    """What this rank has of a model that no rank has whole, for HybridParallelPlugin or ``initialize``::
+    """This rank's stages of a model that no rank has whole, for HybridParallelPlugin or ``initialize``::
 
         stage = PipelineGPT(first=rank == 0, last=rank == size - 1)
         optimizer = HybridAdam(stage.parameters())
         model, optimizer, *_ = booster.boost(BuiltStages(stage), optimizer)
 
-    Several ``chunks`` are those of an interleaved pipeline, in the order in which they run; ``of`` takes
-    them as builders return them. The first stage is called with the model's inputs; others with what the one
-    before has returned, one tensor, and of inputs that go by name those that their ``forward()`` names.
-    Parameters are called ``stage0.`` and so on, by their place in the model; what :class:`SharedParameters`
-    shares is one weight.
+    Several ``chunks`` are the stages of an interleaved pipeline, in the order in which they run; :meth:`of`
+    takes
+    them as builders return them. The first stage is called with the model's inputs. Others are called with
+    the
+    output of the previous stage, one tensor, and with those keyword inputs that their ``forward()`` names.
+    Parameters are named ``stage0.`` and so on, by the stage's index in the model; a parameter of
+    :class:`SharedParameters` is one weight.
 
     Raises:
         ConfigError: there are no chunks.
@@ -48,18 +50,18 @@ class BuiltStages(nn.Module):
 
     @classmethod
     def of(cls, stages: nn.Module) -> BuiltStages:
-        """Return ``stages``, of which a ModuleList has the chunks, as such."""
+        """Return ``stages`` as BuiltStages; a ModuleList is taken as a list of chunks."""
         if isinstance(stages, BuiltStages):
             return stages
         return cls(*(stages if isinstance(stages, nn.ModuleList) else [stages]))
 
     @property
     def num_chunks(self) -> int:
-        """How many stages there are here."""
+        """The number of stages on this rank."""
         return len(self._modules)
 
     def place(self, indices: Sequence[int]) -> None:
-        """Say which stages of the model these are; others are elsewhere."""
+        """Set the indices of these stages in the model; other ranks have the others."""
         self._is_whole = False
         self._name(list(self.children()), indices)
 
@@ -69,10 +71,10 @@ class BuiltStages(nn.Module):
             self.add_module(f"stage{index}", chunk)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all stages, where no other rank has any.
+        """Run all stages, if this rank has all of them.
 
         Raises:
-            ConfigError: others have.
+            ConfigError: other ranks have some.
         """
         if not self._is_whole:
             raise ConfigError(
@@ -93,7 +95,7 @@ class BuiltStage(Stage):
     is_last: bool = False
 
     def takes(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Taken:
-        """See :class:`Stage`: its first argument."""
+        """See :class:`Stage`: it receives its first argument."""
         return Taken((0,), 1)
 
     def run(
@@ -105,7 +107,7 @@ class BuiltStage(Stage):
         kwargs: dict[str, Any],
         _draws: Draws | None = None,
     ) -> Any:
-        """See :class:`Stage`. Raises ConfigError where the next stage would not get one tensor."""
+        """See :class:`Stage`. Raises ConfigError if the next stage would not get exactly one tensor."""
         output = self.tree(*(received or args), **_named_by(self.tree, kwargs))
         if self.is_last:
             return output
@@ -118,12 +120,12 @@ class BuiltStage(Stage):
 
 
 def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> StagedModel:
-    """Return what the ranks along ``axis`` have built as stages of one model; all of them call this.
-
-    ``rank_of``: which of them has which stage.
+    """Join the stages that the ranks along ``axis`` have built to one model. Collective. ``rank_of``: for
+    each stage,
+    its rank.
 
     Raises:
-        ConfigError: on all ranks, where they have other numbers of stages, or do not share the same weights.
+        ConfigError: on all ranks, if their numbers of stages differ, or they do not share the same weights.
     """
     own = [stage for stage, rank in enumerate(rank_of) if rank == axis.rank]
     if built.num_chunks == len(own):
@@ -160,8 +162,10 @@ def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> Stage
 
 
 def _shared_names(every: Sequence[Sequence[tuple[Sequence[int], str]]]) -> list[list[str]]:
-    """Return the names of each weight that several ranks have; ``every`` is what :func:`shared_in` says on
-    each. Raises ConfigError where one of them lacks it."""
+    """Return the names of each weight that several ranks have; ``every`` has the result of :func:`shared_in`
+    of each
+    rank. Raises ConfigError if one of the ranks lacks the weight.
+    """
     found: dict[tuple[tuple[int, ...], int], dict[int, str]] = defaultdict(dict)
     for rank, said in enumerate(every):
         counts: dict[tuple[int, ...], int] = defaultdict(int)

@@ -1,5 +1,6 @@
-"""Lists, dicts and objects into which the modules of a model put tensors, beside what they return: those of
-the model, and those that a forward pass has in context variables.
+"""Containers (lists, dicts and objects) into which modules put tensors besides their outputs: those in a
+model, and
+those in context variables during a forward pass.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ from torch.utils._pytree import tree_map
 
 from gemini.errors import ConfigError
 
-# (name of a module, attribute, then keys; of a list (index, length), of an attribute of an object its name)
+# (module name, attribute, then keys: (index, length) in a list, the name for an attribute of an object)
 Path = tuple[Any, ...]
 _OF_MODULES = frozenset(nn.Module().__dict__) | {"named_parameters"}
 _COLLECTIONS = (list, dict, deque)
-CONTEXT = "context variables"  # the owner of what they hold, in paths
+CONTEXT = "context variables"  # the first item of paths into context variables
 _NO_PROGRAMS = ("builtins", "torch", "gemini")
-_PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))  # hold nothing; for speed
+_PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))  # contain no tensors; checked first for speed
 _NO_OBJECTS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType)
 
 
 def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
-    """Return the members of a dict, or of an object that a program has made, which may be set there. Objects
-    of this library, such as the handle of a managed model, hold nothing of a forward pass."""
+    """Return the writable members of a dict, or of an object of the user's program; else None. Objects of
+    this
+    library, such as the handle of a managed model, are left out: they hold nothing of a forward pass.
+    """
     if isinstance(value, dict):
         return value
     if isinstance(value, _NO_OBJECTS) or type(value).__module__.partition(".")[0] in _NO_PROGRAMS:
@@ -40,8 +43,9 @@ def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
 def tensors_in(
     value: Any, path: Path, seen: set[int], depth: int = 5, *, once: bool = True
 ) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors in the attributes of a module, and in lists and dicts there, each ``once`` or in all
-    its places."""
+    """Yield the tensors in the attributes of a module and in containers there, each ``once`` or at all its
+    places.
+    """
     if isinstance(value, torch.Tensor):
         if id(value) not in seen:
             yield path, value
@@ -64,8 +68,10 @@ def tensors_in(
 
 
 def look_up(attributes: Mapping[str, Any], path: Path) -> Any:
-    """Return what is at ``path``, of which ``attributes`` are the module's; None: nothing, or a list there
-    has another length."""
+    """Return the value at ``path``; ``attributes`` are those of the module. None if there is none, or a list
+    on the
+    path has another length.
+    """
     value: Any = attributes
     for key in path[1:]:
         if isinstance(key, (tuple, list)):
@@ -82,7 +88,7 @@ def look_up(attributes: Mapping[str, Any], path: Path) -> Any:
 
 
 def put(attributes: MutableMapping[str, Any], path: Path, tensor: torch.Tensor) -> None:
-    """Put ``tensor`` where :func:`look_up` finds it."""
+    """Store ``tensor`` where :func:`look_up` finds it."""
     owner, last = look_up(attributes, path[:-1]), path[-1]
     if isinstance(last, (tuple, list)):
         owner[last[0]] = tensor
@@ -93,27 +99,29 @@ def put(attributes: MutableMapping[str, Any], path: Path, tensor: torch.Tensor) 
 
 
 def worded(path: Path) -> str:
-    """Return a path as a program would write it."""
+    """Return a path as code would write it."""
     owner, key, *others = path
     inner = "".join(f"[{k[0]}]" if isinstance(k, (tuple, list)) else f"[{k!r}]" for k in others)
     return f"the attribute {key!r}{inner} of {owner or 'the model'!r}"
 
 
 def left_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a module that a forward pass may have set to what it has computed."""
+    """Yield the attributes of a module that a forward pass may have set to computed values."""
     for key, value in module.__dict__.items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if key not in _OF_MODULES and (is_number or isinstance(value, (torch.Tensor, list, tuple, dict))):
             yield key, value
 
 
-# What is equal where it has not been set.
+# Types with reliable equality, for detecting changes.
 _PLAIN = (int, float, str, bool, type(None))
 
 
 def plain_values(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
-    """Return the numbers and the like in classes of ``modules`` and all in them, and in the globals of their
-    files, in which forward passes count: each by where it is, with that and its value."""
+    """Return plain values in the classes of ``modules`` and their submodules, and in the globals of their
+    files, where
+    forward passes may count calls. Maps each place to its owner and value.
+    """
     spaces: dict[int, tuple[Any, Mapping[str, Any]]] = {}
     for kind in {type(inner) for module in modules for inner in module.modules()}:
         for owner in kind.__mro__:
@@ -134,7 +142,7 @@ def plain_values(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[An
 def restore_plain_values(
     modules: Iterable[nn.Module], before: Mapping[tuple[int, str], tuple[Any, Any]]
 ) -> None:
-    """Set what :func:`plain_values` has found ``before`` to what it was."""
+    """Restore the values that :func:`plain_values` returned ``before``."""
     now = plain_values(modules)
     for key, (owner, value) in before.items():
         if key not in now or now[key][1] != value:
@@ -148,11 +156,12 @@ def restore_plain_values(
 
 
 def containers_in_context() -> dict[tuple[str, str], Any]:
-    """Return the lists, dicts and objects that context variables hold, by the names of these: hooks of blocks
-    collect there what the model returns beside its output, as those of transformers do.
+    """Return the containers in context variables, by variable name. Hooks of blocks collect further outputs
+    of the
+    model there, for example those of transformers.
 
     Raises:
-        ConfigError: two variables of one name have tensors: stages could not tell them apart.
+        ConfigError: two variables with the same name hold tensors; stages find tensors by this name.
     """
     found: dict[tuple[str, str], Any] = {}
     for variable, value in copy_context().items():
@@ -174,7 +183,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def nested_in(value: Any, depth: int = 4) -> Iterator[Any]:
-    """Yield a list, dict or object, and those in it."""
+    """Yield a container and those nested in it."""
     is_list = isinstance(value, (list, deque))
     if depth == 0 or (not is_list and attributes_of(value) is None):
         return
@@ -183,11 +192,11 @@ def nested_in(value: Any, depth: int = 4) -> Iterator[Any]:
         yield from nested_in(member, depth - 1)
 
 
-# -- the same ones in the outline of a model -------------------------------------------------------------
+# -- pairs of containers in a model and in its outline ----------------------------------------------------
 
 
 def containers_in(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the lists, dicts and objects in attributes of the modules of ``model``, by their names."""
+    """Return the containers in attributes of the modules of ``model``, by their names."""
     return {
         (name, key): value
         for name, module in model.named_modules()
@@ -197,9 +206,13 @@ def containers_in(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def containers_named_in(module: nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the lists and dicts that the modules in ``module`` find outside of them: in their classes, in
-    globals of their files that their methods and the functions called there name, in functions around those,
-    and in modules that their hooks name. Other lists of hooks belong to a program that looks on."""
+    """Return the containers outside of ``module`` that its submodules use. They are in their classes; in
+    globals of
+    their files that their methods, and functions called there, name; in enclosing functions; and in modules
+    that
+    their hooks name. Lists that other hooks fill are left out: they belong to a program that observes the
+    model.
+    """
     found: dict[tuple[str, str], Any] = {}
     seen: set[int] = set()
     for inner in module.modules():
@@ -238,7 +251,7 @@ def _add_named_by(
 
 
 def _around(function: FunctionType) -> dict[str, Any]:
-    """Return the variables of functions around ``function`` that it reads."""
+    """Return the variables of enclosing functions that ``function`` reads."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
 
@@ -255,8 +268,9 @@ def _is_filled(cell: Any) -> bool:
 
 
 def pairs_of(here: nn.Module, there: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the lists, dicts and objects in attributes of the modules in ``here``, each with that of the
-    copy ``there``."""
+    """Return the containers in attributes of the modules in ``here``, each with that of the copy
+    ``there``.
+    """
     copies = dict(there.named_modules())
     found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
@@ -297,7 +311,7 @@ def collections_in(value: Any) -> Iterator[Any]:
 
 
 def replace_tensors(value: Any, new: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with other tensors in it; lists and dicts are the same ones: others may have them."""
+    """Replace the tensors in ``value``. Lists and dicts are changed in place: other code may hold them."""
     if type(value) is list:
         value[:] = [replace_tensors(member, new) for member in value]
         return value
@@ -311,14 +325,16 @@ def replace_tensors(value: Any, new: Callable[[Any], Any]) -> Any:
 
 
 class SharedContents:
-    """Lists, dicts and objects, each with its copy in an outline, which has tensors on ``meta``: a run of the
-    outline begins with what is in the former, and what it changes is taken over. A global is its own copy."""
+    """Containers paired with their copies in an outline, which have tensors on ``meta``. A run of the outline
+    starts
+    with the contents of the originals; afterwards its changes are applied to them. A global is its own copy.
+    """
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]], on_meta: Callable[[Any], Any]) -> None:
         self._pairs = list({id(here): (here, there) for here, there in pairs}.values())
         self._there = {id(here): there for here, there in self._pairs}
         self._here = {id(there): here for here, there in self._pairs}
-        # By the id of a tensor on meta: that, its version, and what it is there for.
+        # By the id of a tensor on meta: the tensor, its version, and its original.
         self._originals: dict[int, tuple[torch.Tensor, int, Any]] = {}
         self._on_meta = on_meta
         for here, there in self._pairs:
@@ -335,19 +351,21 @@ class SharedContents:
         return copy
 
     def note(self, values: Iterable[Any], copies: Iterable[Any]) -> None:
-        """Follow writes to ``copies`` of other ``values`` as well."""
+        """Also detect writes to ``copies`` of further ``values``."""
         for value, copy in zip(values, copies, strict=True):
             if isinstance(value, torch.Tensor):
                 self._originals.setdefault(id(copy), (copy, copy._version, value))
 
     def begin_again(self) -> None:
-        """Undo what a run did that failed."""
+        """Undo the changes of a failed run."""
         for (_, there), before in zip(self._pairs, self._before, strict=True):
             _fill(there, before)
 
     def take_over(self, new: Callable[[torch.Tensor], Any], mark: Callable[[Any], None]) -> bool:
-        """Do what the run of the outline did: put what is ``new`` for its tensors, and ``mark`` tensors
-        that it wrote to. Return whether it did anything."""
+        """Apply the changes of the run to the originals: store ``new(tensor)`` for new tensors, and call
+        ``mark`` for
+        the originals of tensors that it wrote to. Return whether there were changes.
+        """
         has_changed = False
         for copy, version, value in self._originals.values():
             if copy._version != version:
@@ -373,13 +391,13 @@ class SharedContents:
 
 
 def _each(new: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a tuple of the class of ``value``, of what is ``new`` for its members."""
+    """Return a tuple of the class of ``value`` with ``new(member)`` for each member."""
     members = [new(member) for member in value]
     return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
 
 
 def members_of(value: Any) -> dict[Any, Any]:
-    """Return the members of a list, a dict or an object, by index, key or name."""
+    """Return the members of a container, by index, key or name."""
     if isinstance(value, (list, deque)):
         return dict(enumerate(value))
     return dict(attributes_of(value) or {})

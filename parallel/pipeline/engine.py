@@ -1,4 +1,4 @@
-"""Engine: carries out a schedule on the stages of this rank."""
+"""Engine: runs a schedule on the stages of this rank."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from gemini.parallel.pipeline.stage import Stage
 
 T = TypeVar("T")
 
-_MOST = 512  # tensors that go from one stage to the next
-_MOST_KINDS = 8  # of batches that differ in texts and numbers: a task has few names, and steps have many
-_AHEAD = 2  # actions whose inputs may be on their way
+_MOST = 512  # tensors between two stages
+_MOST_KINDS = 8  # of batches told apart by texts and numbers, which may also be step counters
+_AHEAD = 2  # actions with inputs that may be in flight
 _WORDS = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -42,14 +42,14 @@ _WORDS = {
 
 
 class Trained(Protocol):
-    """A model that is trained, whichever wrapper it has."""
+    """The interface of a model in training, for any wrapper."""
 
     def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what ``call``, a part of the model's forward pass, returns."""
+        """Run ``call``, a part of the model's forward pass, and return its result."""
         ...
 
     def run_backward(self, call: Callable[[float | None], T]) -> T:
-        """Return what ``call`` does, a part of a backward pass, of losses times the number it is given."""
+        """Run ``call(scale)``, a part of a backward pass of losses times ``scale``, and return its result."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -57,17 +57,19 @@ class Trained(Protocol):
         ...
 
     def passes_in_a_row(self) -> AbstractContextManager[None]:
-        """Return a context of several backward passes, whose gradients nobody uses before its end."""
+        """Return a context for several backward passes; their gradients are not used before its end."""
         ...
 
     def leave(self, why: str) -> None:
-        """Tell the ranks that train it together that this one makes no more calls, and ``why``."""
+        """Tell the ranks that train the same part that this rank makes no further calls, and ``why``."""
         ...
 
 
 @dataclass
 class Done:
-    """``losses`` by micro-batch, and ``outputs`` of the model, where the last stage is; else nothing."""
+    """The results of a run: ``losses`` and model ``outputs`` by micro-batch, on the rank of the last stage;
+    else empty.
+    """
 
     losses: list[torch.Tensor]
     outputs: list[Any]
@@ -75,8 +77,10 @@ class Done:
 
 @dataclass
 class _Held:
-    """What a stage keeps of a micro-batch from forward to backward: of what it has received and computed that
-    to which gradients come."""
+    """What a stage keeps of a micro-batch from forward to backward: the received tensors and the outputs that
+    get
+    gradients.
+    """
 
     received: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
@@ -85,37 +89,40 @@ class _Held:
 
 
 class Engine:
-    """The stages that this rank has of a model, and the ranks that have the others.
+    """The stages of a model on this rank, and the connection to the ranks with the others.
 
-    ``passing`` is None where one rank has all stages; ``rank`` is this one's place among them.
+    ``passing`` is None if one rank has all stages; ``rank`` is the index of this rank.
     """
 
     def __init__(self, staged: StagedModel, trained: Trained, passing: Passing | None, rank: int) -> None:
         self.stages = {stage.index: stage for stage in staged.stages}
         self.trained, self.passing, self._rank = trained, passing, rank
-        # What a stage receives, by the form of the batch; and its forms, with gradients and without.
+        # What a stage receives, by the key of the batch; and the forms of these tensors, with gradients and
+        # without.
         self.takes: dict[tuple[int, str], Taken] = {}
         self.forms: dict[tuple[int, str, bool], tuple[ValueForm, ...]] = {}
-        self._learned: set[str] = set()  # forms of batches of which that is known
+        self._learned: set[str] = set()  # keys of batches for which ``takes`` is known
         self._kinds: set[str] = set()
         self._trainable = ""
-        self._place = ""  # what is being done, for an error
+        self._place = ""  # the current activity, for errors
 
     @property
     def place(self) -> str:
-        """What this rank does, or did when it raised: stage, micro-batch, part of the pass."""
+        """The current or, after an error, the last activity of this rank: stage, micro-batch, part of the
+        pass.
+        """
         return self._place
 
     def begin(self, place: str) -> None:
-        """Say what this rank begins to do."""
+        """Set the current activity of this rank."""
         self._place = place
 
     def leave(self, why: str) -> None:
-        """Tell the ranks that share the parameters of this one that it makes no more calls, and ``why``."""
+        """Tell the ranks that share this rank's parameters that it makes no further calls, and ``why``."""
         self.trained.leave(why)
 
     def trainable(self) -> list[list[bool]]:
-        """Return which parameters of the stages need a gradient."""
+        """Return, for each stage, which of its parameters need a gradient."""
         found: list[list[nn.Parameter]] = [[] for _ in self.stages]
         for stage, own in zip(self.stages.values(), found, strict=True):
             _add_parameters(stage.tree, own)
@@ -123,26 +130,30 @@ class Engine:
             return [[param.requires_grad for param in each] for each in found]
 
     def follow(self, trainable: str) -> None:
-        """Forget forms where other parameters need a gradient than before, on any rank."""
+        """Forget forms if other parameters need a gradient than before, on any rank."""
         if trainable != self._trainable:
             self.forms.clear()
         self._trainable = trainable
 
     def kind_of(self, batch: Any) -> str:
-        """Return what kind a batch is of: other texts and numbers are of another, while there are few."""
+        """Return the kind of a batch. Different texts and numbers make different kinds, as long as there are
+        few.
+        """
         exact = kind_of(batch, exact=True)
         if len(self._kinds) < _MOST_KINDS:
             self._kinds.add(exact)
         return exact if exact in self._kinds else kind_of(batch)
 
     def form_of(self, batch: Any) -> str:
-        """Return by what is known what goes from stage to stage for a batch."""
+        """Return the key of a batch under which its inputs of stages are remembered."""
         is_training = any(stage.is_training for stage in self.stages.values())
         return f"{self.kind_of(batch)} {form_of(batch)} {is_training}"
 
     def learn(self, batches: Sequence[Any], say: Callable[[str], list[str]]) -> None:
-        """Find what goes from stage to stage for such batches, as far as it is not known; ``say`` tells it
-        all ranks that have stages, and they call this together."""
+        """Find the inputs of all stages for such batches, if unknown. ``say`` sends a text to all ranks with
+        stages, and
+        returns theirs. Collective.
+        """
         forms = {self.form_of(batch): batch for batch in batches}
         fresh = {form: batch for form, batch in forms.items() if form not in self._learned}
         if not fresh:
@@ -168,9 +179,14 @@ class Engine:
         keep_outputs: bool = False,
         seed: int | None = None,
     ) -> Done:
-        """Carry out ``order`` on micro-batches, the same ones on all ranks; ``weights`` are by what their
-        losses count, and ``seed`` is one for all stages. Without gradients enabled its forward passes
-        alone."""
+        """Run ``order`` on micro-batches, which are the same on all ranks. If gradients are disabled, run
+        only forward
+        passes.
+
+        Args:
+            weights: the weights of the micro-batches' losses.
+            seed: the seed for all stages.
+        """
         run = _Run(self, order, batches, criterion, weights, keep_outputs, seed)
         actions = order.by_rank[self._rank]
         if not torch.is_grad_enabled():
@@ -212,11 +228,13 @@ class _Run:
         self._coming: dict[tuple[int, int, bool], Sequence[Incoming | torch.Tensor]] = {}
         self._last = {stage: order.last_backward(stage) for stage in engine.stages}
 
-    # -- what goes from stage to stage -----------------------------------------------------------
+    # -- tensors between stages ------------------------------------------------------------------
 
     def expect(self, actions: Sequence[Action], *, ahead: bool = True) -> None:
-        """Have received what ``actions`` need, as far as its form is known; ``ahead`` of what is taken
-        next."""
+        """Post receives for the inputs of ``actions``, if their forms are known; ``ahead``: before the input
+        that is
+        taken next.
+        """
         for action in actions:
             source = self._source(action)
             if source is None or source in self._engine.stages:
@@ -234,34 +252,34 @@ class _Run:
                 ]
 
     def _source(self, action: Action) -> int | None:
-        """Return the stage that an action gets its input of, None: it needs none."""
+        """Return the stage that sends an action its input; None if it needs none."""
         if action.kind is Kind.WEIGHT:
             return None
         source = action.stage + (-1 if action.kind is Kind.FORWARD else 1)
         return source if 0 <= source < self._order.num_stages else None
 
     def _expected(self, action: Action) -> Sequence[ValueForm] | None:
-        """Return the forms of what an action receives; None: not known yet."""
+        """Return the forms of the tensors that an action receives; None if unknown yet."""
         if action.kind is Kind.FORWARD:
             return self._engine.forms.get(self._key(action))
         held = self._held.get((action.stage, action.micro_batch))
         return None if held is None else [ValueForm(each.dtype, tuple(each.shape)) for each in held.outputs]
 
     def _key(self, action: Action) -> tuple[int, str, bool]:
-        """Return by what the engine knows the forms of what a forward pass receives."""
+        """Return the key under which the engine remembers the forms of a forward pass's inputs."""
         return (action.stage, self._forms[action.micro_batch], torch.is_grad_enabled())
 
     def _takes(self, stage: int, micro_batch: int) -> Taken:
-        """Return what ``stage`` receives: nothing, where it is the first or there is no such."""
+        """Return what ``stage`` receives; nothing for the first stage or one that does not exist."""
         return self._engine.takes.get((stage, self._forms[micro_batch]), Taken())
 
     def _tag(self, action: Action, index: int, *, of_form: bool = False) -> int:
-        """Return the tag of a tensor that an action receives; ``index`` counts them."""
+        """Return the message tag of tensor number ``index`` that an action receives."""
         place = action.micro_batch * self._order.num_stages + action.stage
         return 2 * (_MOST * (2 * place + (action.kind is Kind.FORWARD)) + index) + of_form
 
     def _take(self, action: Action) -> tuple[torch.Tensor, ...]:
-        """Return what an action receives, on the computing device; nothing: the stage begins with it."""
+        """Return the tensors that an action receives, on the computing device; () for the first action."""
         source = self._source(action)
         if source is None:
             return ()
@@ -280,13 +298,13 @@ class _Run:
         return tuple(each if isinstance(each, torch.Tensor) else each.wait(doing) for each in found)
 
     def _give(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """Hand ``tensors`` to the stage whose ``action`` receives them."""
+        """Send ``tensors`` to the stage that receives them in ``action``."""
         is_here = action.stage in self._engine.stages
         if action.kind is Kind.FORWARD:
             self._announce(action, tensors, is_here=is_here)
         if is_here:
             key = (action.stage, action.micro_batch, action.kind is Kind.FORWARD)
-            # Copies of activations: the stage behind may write to them, and this one needs its own.
+            # Copy activations: the next stage may write to them, and this one needs its own.
             is_copied = action.kind is Kind.FORWARD
             own = [tensor.detach() for tensor in tensors]
             self._coming[key] = [tensor.clone() for tensor in own] if is_copied else own
@@ -297,17 +315,17 @@ class _Run:
             passing.send(tensor, rank, self._tag(action, index))
 
     def _announce(self, action: Action, tensors: Sequence[torch.Tensor], *, is_here: bool) -> None:
-        """Say what forms ``tensors`` have, the first time that the stage of ``action`` gets them.
+        """Send the forms of ``tensors`` when the stage of ``action`` gets such tensors for the first time.
 
         Raises:
-            ConfigError: they are too many, or there were others for such a batch before.
+            ConfigError: there are too many, or their forms differ from earlier ones for such a batch.
         """
         if len(tensors) > _MOST:
             raise ConfigError(
                 f"stage {action.stage} takes {len(tensors)} tensors of earlier stages, and up to {_MOST} go "
                 "from stage to stage: cut the model elsewhere (split=)"
             )
-        # A gradient of the first comes back in any case: recomputing blocks may depend on that.
+        # The first always gets a gradient back: recomputation of blocks may depend on it.
         forms = tuple(
             ValueForm(t.dtype, tuple(t.shape), t.is_floating_point() and (t.requires_grad or not index))
             for index, t in enumerate(tensors)
@@ -324,10 +342,10 @@ class _Run:
                 f"which stage {action.stage} waits for; shapes may depend on those of inputs alone"
             )
 
-    # -- what is computed ------------------------------------------------------------------------
+    # -- computation -----------------------------------------------------------------------------
 
     def perform(self, action: Action) -> None:
-        """Compute an action, and send what comes of it."""
+        """Compute an action, and send its results."""
         stage = self._engine.stages[action.stage]
         if action.kind is Kind.FORWARD:
             self._forward(action, stage)
@@ -362,7 +380,7 @@ class _Run:
             self._held[action.stage, number] = _Held(kept, outputs)
 
     def _loss(self, stage: Stage, output: Any, number: int) -> torch.Tensor:
-        """Return the loss of a micro-batch, of what the model has returned, and keep it."""
+        """Compute the loss of a micro-batch from the model's output, and keep it."""
         criterion, batch = self._criterion, self._batches[number]
         assert criterion is not None
         loss = stage.judge(lambda: loss_of(criterion, output, batch))
@@ -395,13 +413,15 @@ class _Run:
         return tuple(torch.full_like(each, value) for each in held.outputs)
 
     def _input_half(self, action: Action, held: _Held, stage: Stage) -> None:
-        """Compute the gradients of what was received; in the first stage nothing: its weights' half is all of
-        it."""
+        """Compute the gradients of the received tensors. In the first stage do nothing: all its work is in
+        the weights'
+        half.
+        """
         if not held.received:
             return
         weights = [param for param in stage.tree.parameters() if param.requires_grad]
         found, held.unfinished = backward_input(held.outputs, held.grads, held.received, weights)
-        held.outputs = held.grads = ()  # and with them, what of the graph the weights' half has no use for
+        held.outputs = held.grads = ()  # frees the parts of the graph that the weights' half does not use
         self._send_gradients(action, held.received, found)
 
     def _send_gradients(
@@ -416,7 +436,7 @@ class _Run:
 
 
 def _add_parameters(module: nn.Module, found: list[nn.Parameter]) -> None:
-    """Add the parameters of a module and of those in it, by every name, without making these names."""
+    """Add the parameters of a module and its submodules to ``found``, without building their names."""
     found += (param for param in module._parameters.values() if param is not None)
     for child in module._modules.values():
         if child is not None:
@@ -424,23 +444,25 @@ def _add_parameters(module: nn.Module, found: list[nn.Parameter]) -> None:
 
 
 class _Enter(torch.autograd.Function):
-    """Makes a received tensor a part of the stage's graph, which blocks may write to as to any other."""
+    """Puts a received tensor into the stage's graph; blocks may write to it like to any other tensor."""
 
     @staticmethod
     def forward(ctx: Any, outside: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Return ``received``, whose gradient is that of ``outside``."""
+        """Return ``received``, with its gradient going to ``outside``."""
         ctx.mark_dirty(received)
         return received
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Hand the gradient on."""
+        """Pass the gradient on."""
         return grad, None
 
 
 def _entered(received: torch.Tensor, returned: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return where the gradient of a received tensor arrives, None where none is sent back, and what the
-    stage is given. The former takes no memory before there is one."""
+    """Return the leaf that gets the gradient of a received tensor (None if no gradient is sent back), and the
+    tensor
+    for the stage. The leaf takes no memory before it has a gradient.
+    """
     if not returned:
         return None, received
     outside = received.new_empty(()).expand(received.shape).requires_grad_()

@@ -1,4 +1,4 @@
-"""The halves of a backward pass: gradients of a stage's input first, those of its weights later."""
+"""Split backward: first the gradients of a stage's input, later those of its weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 @dataclass
 class Group:
-    """Weights, by their nodes of autograd, and where they meet what depends on inputs: by node, the gradients
-    that come to it."""
+    """A set of weights, by their autograd nodes, and the nodes where their graph meets the graph of the
+    inputs, each
+    with its incoming gradients.
+    """
 
     weights: set[Any]
     meets: dict[Any, tuple[torch.Tensor | None, ...]]
@@ -23,8 +25,9 @@ class Group:
 
 @dataclass
 class Unfinished:
-    """Where the weights' half begins: ``groups``, and outputs that no input leads to, whose whole backward
-    pass it is."""
+    """The start of the weights' half: ``groups``, and outputs that depend on no input, with a whole backward
+    pass to do.
+    """
 
     groups: list[Group]
     outputs: list[torch.Tensor]
@@ -37,9 +40,10 @@ def backward_input(
     received: Sequence[torch.Tensor],
     weights: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor | None], Unfinished]:
-    """Return the gradients of ``received``, None: nothing depends on it, and what :func:`backward_weights`
-    needs. ``outputs`` may have what was received in it, as it is."""
-    # Not at the top: it takes a second to import, and gemini.parallel is used without pipelines.
+    """Return the gradients of ``received`` (None if nothing depends on a tensor), and the state for
+    :func:`backward_weights`. ``outputs`` may contain received tensors unchanged.
+    """
+    # Not imported at the top: it takes a second, and gemini.parallel is used without pipelines.
     from torch.distributed.pipelining._backward import stage_backward_input
 
     handed_on = [
@@ -71,14 +75,18 @@ def backward_input(
 
 
 def _own(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what torch may detach in place: no views, and nothing that another output is computed of."""
+    """Return tensors that torch may detach in place: no views, and no tensor that another output depends
+    on.
+    """
     with torch.enable_grad():
         return [each.clone() if each._is_view() or len(outputs) > 1 else each for each in outputs]
 
 
 def _disjoint(found: Iterable[dict[str, Any]]) -> list[Group]:
-    """Return torch's groups, those that have a weight in common as one: it puts a weight into two where it
-    meets inputs at nodes at which others meet them apart."""
+    """Convert torch's groups, merging those with a common weight: torch puts a weight into two groups if it
+    meets
+    inputs at nodes where others meet them separately.
+    """
     groups: list[Group] = []
     for each in found:
         nodes = each["intermediates"]
@@ -90,20 +98,22 @@ def _disjoint(found: Iterable[dict[str, Any]]) -> list[Group]:
             groups.remove(other)
             group = Group(group.weights | other.weights, group.meets | other.meets)
         groups.append(group)
-        each.clear()  # hooks that have been removed refer to it, and it to their nodes
+        each.clear()  # removed hooks refer to it, and it to their nodes: break the cycle
     return groups
 
 
 def _led_to(outputs: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> list[bool]:
-    """Say of each output whether it depends on something that was received."""
+    """Return for each output whether it depends on a received tensor."""
     sources = {get_gradient_edge(tensor).node for tensor in received}
     known: dict[Any, bool] = {node: True for node in sources}
     return [_reaches(output.grad_fn, known) for output in outputs]
 
 
 def _reaches(root: Any, known: dict[Any, bool]) -> bool:
-    """Return whether ``root`` leads to a node that is ``known`` to, and note what was found on the way. The
-    first way to one ends the search."""
+    """Return whether ``root`` leads to a node known to lead to a received tensor, and record the result for
+    the nodes
+    visited. The search ends at the first path.
+    """
     path = [(root, iter(root.next_functions))] if root not in known else []
     while path:
         node, rest = path[-1]
@@ -120,9 +130,9 @@ def _reaches(root: Any, known: dict[Any, bool]) -> bool:
 
 
 def backward_weights(unfinished: Unfinished) -> None:
-    """Run the other half. It goes through autograd's accumulators, so that hooks of gradients are called."""
+    """Run the weights' half. It uses autograd's accumulators, so hooks of gradients are called."""
     groups = unfinished.groups
-    # Nodes may be of several parts: those that no input leads to, and those between two of a group's.
+    # Nodes may be in several parts: those that depend on no input, and those between two meeting nodes.
     retains = bool(unfinished.outputs) or any(len(group.meets) > 1 for group in groups)
     if unfinished.outputs:
         torch.autograd.backward(unfinished.outputs, unfinished.grads, retain_graph=bool(groups))
@@ -138,7 +148,8 @@ def backward_weights(unfinished: Unfinished) -> None:
             continue
         with ExitStack() as hooks:
             if len(group.meets) > 1:
-                # One of them may lie behind another: what flows into it is in its own gradient already.
+                # One node may be behind another: the gradient that flows into it is in its own gradient
+                # already.
                 for node, incoming in group.meets.items():
                     hooks.callback(node.register_prehook(lambda _, own=incoming: own).remove)
             torch.autograd.backward(

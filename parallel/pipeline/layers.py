@@ -1,5 +1,6 @@
-"""PipelinableContext: a model as a row of layers. Each rank of a pipeline takes a stretch of them: equal
-numbers of layers, or such that the costliest stretch costs least.
+"""PipelinableContext: record a model as a sequence of layers, and give each rank of a pipeline a range of
+them, with
+equal numbers of layers or with the largest cost as small as possible.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from gemini.errors import ConfigError
 def partition_uniform(
     num_items: int, pipeline_parallel_size: int, num_chunks: int = 1
 ) -> list[list[tuple[int, int]]]:
-    """Return, for each rank, the ranges ``(start, end)`` of its chunks, as equal as they can be: the items
-    are cut into ``num_chunks`` stretches, each of them over all ranks; longer ranges come last.
+    """Divide items evenly, and return for each rank the ranges ``(start, end)`` of its chunks. The items are
+    cut into
+    ``num_chunks`` stretches, each over all ranks; longer ranges come last.
 
     Raises:
         ConfigError: a range would be empty.
@@ -44,8 +46,9 @@ def _sizes(count: int, parts: int) -> list[int]:
 
 
 def partition_balanced(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
-    """Return contiguous, non-empty ranges of ``costs`` of which the costliest costs least; among those, the
-    ones with the least sum of squares. Exact.
+    """Cut ``costs`` into contiguous, non-empty ranges with the smallest possible largest cost. Among those,
+    choose the
+    ranges with the least sum of squares. Exact.
 
     Raises:
         ConfigError: there are fewer items than parts.
@@ -55,7 +58,7 @@ def partition_balanced(costs: Sequence[float], parts: int) -> list[tuple[int, in
         raise ConfigError(f"{count} layers cannot be cut into {parts} stages; give {count} stages or fewer")
     sums = [0.0, *accumulate(costs)]
     costliest = _best_cuts(sums, parts, lambda so_far, cost: max(so_far, cost))[0]
-    # Sums of floats differ in the last digit by where they begin.
+    # Sums of floats differ in the last digit depending on where they begin.
     limit = costliest * (1 + 1e-9)
 
     def squares(so_far: float, cost: float) -> float:
@@ -86,7 +89,7 @@ Step = str | tuple[Callable[..., Any], str]
 
 
 class PipelinableContext:
-    """Notes the model that is built within it, for :meth:`partition` to cut::
+    """Records the model that is built inside it, for :meth:`partition` to cut::
 
         pipelinable = PipelinableContext()
         with pipelinable:
@@ -94,8 +97,9 @@ class PipelinableContext:
         pipelinable.to_layer_list(["conv1", ..., "avgpool", (lambda x: torch.flatten(x, 1), "behind"), "fc"])
         stage = pipelinable.partition(num_chunks, pipeline_size, rank)
 
-    ``BuiltStages(stage)`` trains it. HybridParallelPlugin needs none of it where the whole model is at hand:
-    it cuts it, by ``blocks=``.
+    ``BuiltStages(stage)`` trains it. HybridParallelPlugin does not need this if the whole model is available:
+    it
+    cuts the model by ``blocks=``.
 
     Args:
         policy: ``"uniform"`` numbers of layers, or ``"balanced"`` numbers of parameters.
@@ -124,11 +128,11 @@ class PipelinableContext:
             self.model = max(made, key=lambda module: sum(1 for _ in module.modules()))
 
     def to_layer_list(self, exec_seq: Sequence[Step] | None = None) -> None:
-        """Say in which order the model computes: names of its modules, and functions of one argument as
-        ``(function, "behind")``. None: its children, as they were registered.
+        """Set the order in which the model computes: names of its modules, and functions of one argument as
+        ``(function, "behind")``. None: its children, in the order of registration.
 
         Raises:
-            ConfigError: there is no model, or no module of a name.
+            ConfigError: there is no model, or no module with a name.
         """
         if self.model is None:
             raise ConfigError("no model was built within the context: with pipelinable: model = build()")
@@ -151,8 +155,9 @@ class PipelinableContext:
         return _Function(function)
 
     def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> nn.Module:
-        """Return the layers of a ``rank``: a module from the output of the one before to the input of the
-        next; with several chunks a ModuleList of such.
+        """Return the layers of a ``rank``: a module from the output of the previous rank to the input of the
+        next; with
+        several chunks a ModuleList of such modules.
 
         Raises:
             ConfigError: there are fewer layers than chunks, or no such rank.
@@ -165,8 +170,10 @@ class PipelinableContext:
 def stretch_of(
     layers: Sequence[nn.Module], num_chunks: int, pipeline_size: int, rank: int, policy: str
 ) -> nn.Module:
-    """Return the layers of a ``rank`` out of a row of them: a Sequential; with several chunks a ModuleList of
-    such. Raises ConfigError as :meth:`PipelinableContext.partition`."""
+    """Return the layers of a ``rank`` from a sequence of layers: a Sequential, or with several chunks a
+    ModuleList of
+    Sequentials. Raises ConfigError as :meth:`PipelinableContext.partition`.
+    """
     if not 0 <= rank < pipeline_size:
         raise ConfigError(f"rank is {rank}; of a pipeline of {pipeline_size} it is 0 to {pipeline_size - 1}")
     if policy == "uniform":
@@ -186,5 +193,5 @@ class _Function(nn.Module):
         self._function = function
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Call it."""
+        """Call the function."""
         return self._function(x)

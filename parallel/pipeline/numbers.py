@@ -1,7 +1,8 @@
 """Random numbers of a pass through a pipeline.
 
-What a model does around its blocks runs on several stages, and has to draw the same there: noise that is
-added in front of the blocks, say, and used again behind them. Blocks draw other numbers on each stage.
+Modules around the blocks run on several stages and must draw the same numbers there, for example noise that
+is added
+before the blocks and used again behind them. Blocks draw different numbers on each stage.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ def draw_seed() -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """The seeds of a micro-batch on one stage: ``around`` the blocks, that of all stages, and ``inside``."""
+    """The seeds of a micro-batch on one stage: ``around`` the blocks, equal on all stages, and ``inside``
+    them.
+    """
 
     around: int
     inside: int
 
     @classmethod
     def of(cls, seed: int, micro_batch: int, stage: int) -> Draws:
-        """``seed``: that of the pass, which all stages know."""
+        """``seed`` is the seed of the pass, which all stages know."""
         return cls(digest_of(f"{seed} {micro_batch}"), digest_of(f"{seed} {micro_batch} {stage}"))
 
 
 @contextmanager
 def drawn(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from ``seed`` within the block, and behind it as if there had been none."""
+    """Draw random numbers from ``seed`` inside the block; restore the generators afterwards."""
     states = generator_states(device)
     seed_generators(device, seed)
     try:

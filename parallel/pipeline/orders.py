@@ -1,7 +1,8 @@
-"""Orders: what each rank computes in every schedule, a stage of a micro-batch at a time; and a schedule
-against a clock: how long ranks are idle, and how many activations they hold.
+"""Orders: the actions of each rank in every schedule, and their simulation: how long ranks are idle, and how
+many
+activations they hold.
 
-Orders of several stages per rank are torch's (torch.distributed.pipelining); nothing is run here.
+Orders with several stages per rank are torch's (torch.distributed.pipelining); nothing is run here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from gemini.errors import ConfigError
 
 
 class Kind(Enum):
-    """What is computed of a micro-batch in a stage; ``INPUT`` and ``WEIGHT`` are halves of ``BACKWARD``."""
+    """The kind of an action on a micro-batch in a stage; ``INPUT`` and ``WEIGHT`` are the halves of
+    ``BACKWARD``.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -28,7 +31,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One computation; ``str()`` of it is torch's notation, 2F0 for example."""
+    """One computation; ``str()`` gives torch's notation, for example 2F0."""
 
     kind: Kind
     stage: int
@@ -40,7 +43,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Order:
-    """What each rank computes, in order. ``rank_of[stage]`` is the rank that has a stage."""
+    """The actions of each rank, in order. ``rank_of[stage]`` is the rank with a stage."""
 
     schedule: str
     num_micro_batches: int
@@ -49,15 +52,15 @@ class Order:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are, of all ranks."""
+        """The number of stages on all ranks."""
         return len(self.rank_of)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that a rank has, ascending."""
+        """Return the stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def last_backward(self, stage: int) -> Action:
-        """Return the action with which the gradients of a stage's weights are complete."""
+        """Return the action that completes the gradients of a stage's weights."""
         ends = (Kind.BACKWARD, Kind.WEIGHT)
         actions = self.by_rank[self.rank_of[stage]]
         return next(a for a in reversed(actions) if a.stage == stage and a.kind in ends)
@@ -65,8 +68,10 @@ class Order:
 
 @dataclass(frozen=True)
 class _Schedule:
-    """``of_torch``: its class there; ``is_v``: stages go down the ranks and up again; ``splits``: the two
-    halves of backward are apart."""
+    """A kind of schedule. ``of_torch``: the name of torch's class; ``is_v``: stages go down the ranks and up
+    again;
+    ``splits``: backward runs as two halves.
+    """
 
     of_torch: str | None = None
     is_v: bool = False
@@ -84,12 +89,12 @@ SCHEDULES = {
 
 
 def unknown_schedule(name: str) -> ConfigError:
-    """Return what to raise where there is no schedule of that name."""
+    """Return the error for an unknown schedule."""
     return ConfigError(f"there is no schedule {name!r}; there are {', '.join(SCHEDULES)}")
 
 
 def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ...]:
-    """Return which rank has which stage, where each has ``chunks`` of them.
+    """Return the rank of each stage, with ``chunks`` stages on each rank.
 
     Raises:
         ConfigError: there is no such schedule, or it needs another number of stages per rank.
@@ -114,7 +119,7 @@ def make_order(schedule: str, num_ranks: int, num_micro_batches: int, chunks: in
     """Return the order of a schedule over ``num_ranks``, each with ``chunks`` stages.
 
     Raises:
-        ConfigError: it does not go with these numbers; the message says with which.
+        ConfigError: the schedule does not support these numbers; the message says which it does.
     """
     rank_of = ranks_of_stages(schedule, num_ranks, chunks)
     if num_micro_batches < 1:
@@ -154,7 +159,7 @@ def _one_forward_one_backward(rank: int, num_ranks: int, count: int) -> Iterator
 
 @dataclass
 class _Stage:
-    """What a schedule of torch asks of a stage to make its order."""
+    """The attributes of a stage that a schedule of torch reads to make its order."""
 
     stage_index: int
     num_stages: int
@@ -167,12 +172,12 @@ class _Stage:
 
 
 def _of_torch(name: str, num_ranks: int, count: int, chunks: int) -> list[list[Action]]:
-    """Return the order that a schedule of torch has.
+    """Return the order of a schedule of torch.
 
     Raises:
-        ConfigError: this torch has none of the name.
+        ConfigError: this version of torch has no such schedule.
     """
-    # Not at the top: it takes a second to import, and gemini.parallel is used without pipelines.
+    # Not imported at the top: it takes a second, and gemini.parallel is used without pipelines.
     from torch.distributed.pipelining import schedules
 
     make: Callable[..., Any] | None = getattr(schedules, name, None)
@@ -187,7 +192,7 @@ def _of_torch(name: str, num_ranks: int, count: int, chunks: int) -> list[list[A
 
 
 def _apart(action: Any) -> Iterable[Any]:
-    """Return what an action of torch consists of: nothing, itself, or several that may overlap."""
+    """Return the parts of an action of torch: none, itself, or several that may overlap."""
     return () if action is None else getattr(action, "sub_actions", None) or (action,)
 
 
@@ -197,8 +202,10 @@ def _converted(action: Any) -> Action:
 
 @dataclass(frozen=True)
 class Costs:
-    """What each half of a pass takes in the whole of what a rank has, for one micro-batch, in any unit of
-    time; ``transfer``: what a tensor takes to the next rank."""
+    """The time for one micro-batch of each part of a pass over all stages of a rank, in any unit;
+    ``transfer``: the
+    time to send a tensor to the next rank.
+    """
 
     forward: float = 1.0
     input: float = 1.0
@@ -206,15 +213,18 @@ class Costs:
     transfer: float = 0.0
 
     def of(self, kind: Kind) -> float:
-        """Return what an action takes over all stages of a rank."""
+        """Return the time of an action over all stages of a rank."""
         each = {Kind.FORWARD: self.forward, Kind.INPUT: self.input, Kind.WEIGHT: self.weight}
         return each.get(kind, self.input + self.weight)
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """``idle`` and ``busy``: time by rank; ``peak_activations`` by rank: of how many micro-batches it holds
-    the activations, counted in all stages of a rank; ``waits``: how long a rank is idle before an action."""
+    """The result of a simulation. By rank: the time ``busy``, and ``peak_activations``, the largest number of
+    micro-batches with activations held at once, counted in all stages of a rank. ``waits``: the time that a
+    rank is
+    idle before an action.
+    """
 
     seconds: float
     busy: tuple[float, ...]
@@ -223,13 +233,15 @@ class Simulated:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank computes nothing: the bubble."""
+        """The time in which each rank computes nothing: the bubble."""
         return tuple(self.seconds - busy for busy in self.busy)
 
 
 def simulate(order: Order, costs: Costs | None = None, shares: Sequence[float] | None = None) -> Simulated:
-    """Return what happens if every rank computes as soon as its input is there. ``shares``: which part of a
-    rank's work each stage is; None: equal parts."""
+    """Simulate an order in which every rank computes as soon as its input is there. ``shares``: the fraction
+    of a
+    rank's work in each stage; None: equal fractions.
+    """
     costs = costs or Costs()
     shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
 
@@ -245,8 +257,9 @@ def simulate_actions(
     transfer: float = 0.0,
     shares: Sequence[float] | None = None,
 ) -> Simulated:
-    """Return the same where each action takes a time of its own. ``transfer``: what a tensor takes to the
-    next rank."""
+    """Simulate an order with a time for each action. ``transfer``: the time to send a tensor to the next
+    rank.
+    """
     shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
     ends: dict[Action, float] = {}
     waits: dict[Action, float] = {}
@@ -281,7 +294,7 @@ def simulate_actions(
 def _ready_at(action: Action, order: Order, ends: dict[Action, float], transfer: float) -> float | None:
     """Return when the input of an action is there; None: not known yet."""
     if action.kind is Kind.WEIGHT:
-        return 0.0  # its other half went before, on this rank
+        return 0.0  # its input half ran before, on this rank
     forward = action.kind is Kind.FORWARD
     if action.stage == (0 if forward else order.num_stages - 1):
         return 0.0

@@ -1,4 +1,4 @@
-"""Passing tensors between the ranks of a pipeline."""
+"""Send and receive tensors between the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from gemini.parallel.mesh import Axis
 from gemini.system.threads import start_thread
 
-_FIRST_TAG = 2**16  # below are tags of the runtime
-_HEAD_NUMEL = 12  # type, whether a gradient comes back, number of dimensions, sizes
+_FIRST_TAG = 2**16  # lower tags belong to the runtime
+_HEAD_NUMEL = 12  # dtype, whether a gradient comes back, number of dimensions, sizes
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
@@ -31,7 +31,7 @@ _DTYPES = (
 
 
 class ValueForm(NamedTuple):
-    """What a tensor is that goes from stage to stage; ``returns``: a gradient of it comes back."""
+    """The dtype and shape of a tensor sent between stages; ``returns``: whether a gradient comes back."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -39,11 +39,13 @@ class ValueForm(NamedTuple):
 
 
 class Incoming:
-    """A tensor of ``form`` that another rank sends; ``wait`` returns it.
+    """A tensor of ``form`` that another rank sends; :meth:`wait` returns it.
 
-    ``in_order``: tensors are waited for in the order in which they were made, and none of them depends on
-    what this rank does before it waits for one made earlier. Then one that is here in time keeps nobody
-    waiting.
+    ``in_order``: these tensors are waited for in the order in which they were created, and none depends on an
+    action of
+    this rank before the wait for an earlier one. Then a thread waits ahead, and a tensor that is in time
+    causes no
+    delay.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Incoming:
         self._done = passing.watch(self._work) if in_order else None
 
     def wait(self, doing: str) -> torch.Tensor:
-        """Return the tensor, in CPU memory, once it is here. Raises StateError as :meth:`Axis.settle`."""
+        """Return the tensor, in CPU memory, when it has arrived. Raises StateError as :meth:`Axis.settle`."""
         if self._done is None:
             self._passing.settle(self._work, doing)
         else:
@@ -66,60 +68,62 @@ class Incoming:
 class Passing:
     """Sends and receives over an axis, in CPU memory. For one thread.
 
-    Messages are told apart by tags, so ranks need not agree on their order. While a rank waits for one it
-    looks at the others' signs, and hears of one that has left, died or is stuck.
+    Messages are matched by tags, so ranks need not agree on their order. While a rank waits for a message it
+    checks the
+    other ranks' heartbeats, and notices one that has left, died or is stuck.
     """
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
         self._sent: list[tuple[Any, torch.Tensor]] = []
         self._waiter = _Waiter()
-        self._in_order: _Waiter | None = None  # for what was begun ahead, started with the first
+        self._in_order: _Waiter | None = None  # for receives begun ahead; started with the first
 
     def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        """Begin to send ``tensor``, which nobody may write to until :meth:`finish`."""
+        """Begin to send ``tensor``; it must not be written to until :meth:`finish`."""
         tensor = tensor.detach().cpu().contiguous()
         self._axis.note_sent(tensor)
         content, group = _bytes_of(tensor), self._axis.host_group
-        # What isend() comes to, without its checks.
+        # The same as isend(), without its checks.
         work = self._axis.begin(lambda: group.send([content], rank, _FIRST_TAG + tag))
         self._sent.append((work, tensor))
 
     def receive(self, room: torch.Tensor, rank: int, tag: int) -> Any:
-        """Begin to receive into ``room``; return what :meth:`settle` takes."""
+        """Begin to receive into ``room``; return the work for :meth:`settle`."""
         content, group = _bytes_of(room), self._axis.host_group
         return self._axis.begin(lambda: group.recv([content], rank, _FIRST_TAG + tag))
 
     def send_form(self, form: ValueForm, rank: int, tag: int) -> None:
-        """Send what form a tensor has that is going to be sent."""
+        """Send the form of a tensor that will be sent."""
         said = [_DTYPES.index(form.dtype), int(form.returns), len(form.shape), *form.shape]
         self.send(
             torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), dtype=torch.int64, device="cpu"), rank, tag
         )
 
     def receive_form(self, rank: int, tag: int, doing: str) -> ValueForm:
-        """Return what :meth:`send_form` said on the other rank."""
+        """Receive the form that :meth:`send_form` sent on the other rank."""
         room = torch.empty(_HEAD_NUMEL, dtype=torch.int64, device="cpu")
         self.settle(self.receive(room, rank, tag), doing)
         dtype, returns, dims, *shape = room.tolist()
         return ValueForm(_DTYPES[dtype], tuple(shape[:dims]), bool(returns))
 
     def finish(self) -> None:
-        """Wait until everything that was sent has been taken."""
+        """Wait until all sent tensors were received."""
         if self._sent:
             sent = _Several([work for work, _ in self._sent])
             self.settle(sent, "sends what its stage has computed (forward, backward)")
             self._sent.clear()
 
     def watch(self, work: Any) -> _Done:
-        """Begin to wait for a message behind those that were watched before; return what
-        :meth:`settle_watched` takes. Raises ThreadError."""
+        """Begin to wait for a message, after those that were watched before; return the argument for
+        :meth:`settle_watched`. Raises ThreadError.
+        """
         if self._in_order is None:
             self._in_order = _Waiter()
         return self._in_order.begin(work)
 
     def settle_watched(self, done: _Done, doing: str) -> None:
-        """Wait for a message that is watched. Raises as :meth:`settle`."""
+        """Wait for a watched message. Raises as :meth:`settle`."""
         if not done.is_well:
             self._axis.settle(done, doing)
 
@@ -128,14 +132,16 @@ class Passing:
         self._axis.settle(self._waiter.begin(work), doing)
 
     def abandon(self) -> None:
-        """Give up what is under way: the process is about to end."""
+        """Abandon pending messages: the process is about to end."""
         self._axis.break_off()
         self._sent.clear()
 
 
 class _Waiter:
-    """A thread that waits for messages, one after another. gloo closes its connections where a wait ends
-    early: this one waits for as long as it takes."""
+    """A thread that waits for messages, one after another. gloo closes its connections if a wait times out,
+    so this one
+    waits without a limit.
+    """
 
     def __init__(self) -> None:
         self._waits: SimpleQueue[tuple[Any, futures.Future[None]] | None] = SimpleQueue()
@@ -143,37 +149,37 @@ class _Waiter:
         weakref.finalize(self, self._waits.put, None)
 
     def begin(self, work: Any) -> _Done:
-        """Wait for ``work`` behind all others."""
+        """Wait for ``work`` after all earlier ones."""
         done: futures.Future[None] = futures.Future()
         self._waits.put((work, done))
         return _Done(done)
 
 
 class _Several:
-    """Messages that are waited for as one."""
+    """Several messages with one wait."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for all of them. Raises RuntimeError: one has failed."""
+        """Wait for all of them. Raises RuntimeError if one has failed."""
         for work in self._works:
             work.wait()
 
 
 class _Done:
-    """A wait in another thread, as a collective that can be waited for in pieces."""
+    """A wait in another thread, with the interface of a collective that can be waited for in slices."""
 
     def __init__(self, done: futures.Future[None]) -> None:
         self._done = done
 
     @property
     def is_well(self) -> bool:
-        """Whether it has ended, without an error."""
+        """Whether it has ended without an error."""
         return self._done.done() and self._done.exception() is None
 
     def wait(self, limit: timedelta) -> None:
-        """Wait for so long. Raises RuntimeError: it is not over, or has failed."""
+        """Wait at most ``limit``. Raises RuntimeError if it is not over or has failed."""
         try:
             self._done.result(limit.total_seconds())
         except futures.TimeoutError:

@@ -1,4 +1,4 @@
-"""Pipeline: a model whose stages are on the ranks along an axis of the mesh, trained batch by batch."""
+"""Pipeline: trains a model with stages on the ranks along an axis of the mesh, batch by batch."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ from gemini.parallel.pipeline.tied import SharedTrainability
 
 logger = logging.getLogger(__name__)
 
-_REFUSED, _ENDED = -1, -2  # instead of the number of micro-batches
+_REFUSED, _ENDED = -1, -2  # sent instead of the number of micro-batches
 
 Count = Callable[[Any], float]
-# How many there have been, by the group of all ranks.
+# The number of pipelines so far, by the group of all ranks.
 _PIPELINES: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a batch goes through the stages: ``style`` is a name in ``SCHEDULES``, with ``chunks`` stages on
-    each rank; ``num_microbatches`` or ``microbatch_size`` says how a batch is cut."""
+    """How a batch passes through the stages. ``style`` is a name in ``SCHEDULES``, with ``chunks`` stages on
+    each rank;
+    ``num_microbatches`` or ``microbatch_size`` determines how to cut a batch.
+    """
 
     style: str = "1f1b"
     chunks: int = 1
@@ -52,8 +54,10 @@ class Schedule:
 
 @dataclass
 class Executed:
-    """``loss`` is the mean over all micro-batches and ranks, on every rank; ``outputs`` those of this rank's
-    micro-batches, where the last stage is."""
+    """The result of a pass. ``loss`` is the mean over all micro-batches and ranks, on every rank; ``outputs``
+    are those
+    of this rank's micro-batches, on ranks with the last stage.
+    """
 
     loss: torch.Tensor | None
     outputs: list[Any] | None
@@ -62,7 +66,7 @@ class Executed:
 class Pipeline:
     """Runs batches through the stages of a model; all ranks of the mesh make the same calls.
 
-    Ranks along ``pp``, ``sp`` and ``tp`` are given the same batch, those along ``dp`` each its own.
+    Ranks along ``pp``, ``sp`` and ``tp`` get the same batch, ranks along ``dp`` each their own.
     """
 
     def __init__(
@@ -73,8 +77,10 @@ class Pipeline:
         schedule: Schedule,
         own_part: Callable[[Any], Any] | None = None,
     ) -> None:
-        """``mesh``: None where one process trains alone; ``own_part`` makes this rank's part of a batch of
-        whole sequences, and raises ConfigError where it cannot."""
+        """``mesh``: None if one process trains alone; ``own_part`` returns this rank's part of a batch of
+        whole
+        sequences, and raises ConfigError if it cannot be cut.
+        """
         self._own_part = own_part
         self._mesh, self._schedule = mesh, schedule
         self._axis = mesh.axis("pp") if mesh is not None else None
@@ -100,24 +106,28 @@ class Pipeline:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> Executed:
-        """Cut a batch, run it through all stages, forward and backward (forward alone where gradients are not
-        enabled); gradients are exchanged in the last backward pass of each stage.
+        """Cut a batch and run it through all stages, forward and backward (only forward if gradients are
+        disabled).
+        Gradients are exchanged in the last backward pass of each stage.
 
-        ``criterion(output, micro_batch)`` returns the mean loss of a micro-batch. It counts as any other or,
-        with ``count(micro_batch)``, by the number that returns (of tokens, say).
+        ``criterion(output, micro_batch)`` returns the mean loss of a micro-batch. All micro-batches have the
+        same
+        weight or, with ``count(micro_batch)``, weights in proportion to its result (for example tokens).
 
         Raises:
-            ConfigError: on all ranks, and nothing was done: a batch cannot be cut so, or ranks of one
-                pipeline have batches of other shapes.
-            StateError: another rank has failed; the message says which one and why. What this rank itself
-                raises is let through. Neither can go on: start again from the last checkpoint.
+            ConfigError: on all ranks, with nothing done: a batch cannot be cut this way, or the batches of
+                one
+                pipeline's ranks differ in shape or content.
+            StateError: another rank has failed; the message says which one and why. This rank's own errors
+                are
+                raised unchanged. Neither rank can continue: restart from the last checkpoint.
         """
         with self._told():
             refusal, batches, order, seed = self._agree(batch, lacks_loss=criterion is None)
         if batch is ENDED and (refusal is None or self._everyone is None):
             raise StopIteration
         if refusal is not None:
-            raise refusal  # on all ranks, before anything was done: they may go on with another batch
+            raise refusal  # on all ranks, before anything was done: they may continue with another batch
         assert order is not None
         with self._told():
             if self._axis is not None:
@@ -132,7 +142,7 @@ class Pipeline:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """Tell the other ranks of what is raised within the block."""
+        """Report an error raised inside the block to the other ranks."""
         try:
             yield
         except BaseException as error:
@@ -144,8 +154,10 @@ class Pipeline:
     def _agree(
         self, batch: Any, *, lacks_loss: bool
     ) -> tuple[GeminiError | None, list[Any], Order | None, int | None]:
-        """Return why all ranks refuse their batches, else how this one's is cut and goes through the stages,
-        and what seed these have in common; all ranks of the mesh together."""
+        """Agree with all ranks of the mesh on a pass. Return the error if any rank refuses its batch, else
+        the
+        micro-batches, the order, and a seed that the stages of a pipeline share.
+        """
         self._engine.begin("the beginning of a pass through the pipeline")
         plan, batches, content = self._schedule, [], 0
         order: Order | None = None
@@ -179,13 +191,12 @@ class Pipeline:
             self._engine.follow(str([each[3] for each in every]))
             self._shared.take_over([each[6 : 6 + len(changes)] for each in every])
             refusal = _different([(*each[:3], each[5]) for each in every], refusal)
-            if self._axis is not None:  # ranks along dp, and along sp, draw for themselves
+            if self._axis is not None:  # each rank along dp and along sp has its own seed
                 seed = next(each[-1] for each in every if (each[0], each[4]) == (place, self._sequence_place))
         return refusal, batches, order, seed
 
     def _weigh(self, batches: Sequence[Any], count: Count | None) -> list[float]:
-        """Return by what the loss of each micro-batch counts in this rank's: gradients are the mean over
-        dp."""
+        """Return the weights of the micro-batches' losses on this rank; gradients are averaged over dp."""
         if count is None:
             return [1 / len(batches)] * len(batches)
         counts = torch.tensor([float(count(batch)) for batch in batches], dtype=torch.float64, device="cpu")
@@ -198,7 +209,7 @@ class Pipeline:
         return [float(number) * copies / float(total) for number in counts]
 
     def _mean(self, losses: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-        # The mean over no tokens is NaN.
+        # An empty micro-batch has the loss NaN.
         own = sum(float(loss) * weight for loss, weight in zip(losses, weights, strict=False) if weight)
         mean = torch.tensor([own], dtype=torch.float64, device="cpu")
         if self._losses is not None:
@@ -207,7 +218,10 @@ class Pipeline:
         return (mean[0] / copies).float()
 
     def _failed(self, error: BaseException) -> BaseException:
-        """Tell the other ranks of an error; return what to raise here: it, or what it came of elsewhere."""
+        """Report an error to the other ranks. Return the error to raise here: it, or the one on another rank
+        that
+        caused it.
+        """
         if self._everyone is None:
             return error
         where = f"{self._engine.place} (rank {dist.get_rank()})"
@@ -222,16 +236,17 @@ class Pipeline:
         return StateError(f"{cause}. It was noticed in {where}")
 
     def leave(self, why: str) -> None:
-        """Tell the ranks that wait for this one that it makes no more calls, and ``why``."""
+        """Tell the ranks that wait for this one that it makes no further calls, and ``why``."""
         if self._mesh is not None:
             self._mesh.leave(why)
         self._engine.leave(why)
 
 
 def _different(every: Sequence[Sequence[int]], own: GeminiError | None) -> GeminiError | None:
-    """Return what to raise where ranks were given batches that do not go together, or this one refuses its
-    ``own``; each said its place along dp, how many micro-batches it has, and digests of their shapes and
-    contents."""
+    """Return the error if ranks' batches do not match, or this rank refuses its batch (``own``). ``every``
+    has, for
+    each rank, its index along dp, the number of its micro-batches, and digests of their shapes and contents.
+    """
     counts = [said[1] for said in every]
     if ended := [rank for rank, count in enumerate(counts) if count == _ENDED]:
         if len(ended) == len(counts):
@@ -269,8 +284,10 @@ def _different(every: Sequence[Sequence[int]], own: GeminiError | None) -> Gemin
 
 
 class _Cause:
-    """What the first rank that failed said: it outlives that rank's process. Each pipeline of a program has
-    its own; ranks make them in the same order."""
+    """The message of the first rank that failed; it outlives that rank's process. Each pipeline of a program
+    has its
+    own; ranks create pipelines in the same order.
+    """
 
     def __init__(self) -> None:
         self._store: Any = None
@@ -283,10 +300,10 @@ class _Cause:
             self._store = dist.PrefixStore("gemini-pipeline", store)  # type: ignore[attr-defined]
 
     def tell(self, why: str) -> str:
-        """Say why this rank failed; return what the first one said."""
+        """Store why this rank failed, if it is the first; return the message of the first."""
         if self._store is None:
             return why
-        with suppress(RuntimeError):  # who keeps the store is gone
+        with suppress(RuntimeError):  # the process that keeps the store is gone
             first: bytes = self._store.compare_set(self._key, "", why)
             return first.decode(errors="replace")
         return why

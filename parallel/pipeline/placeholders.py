@@ -1,14 +1,18 @@
-"""Placeholders: FakeTensors that stand for what another stage has.
+"""Placeholders: FakeTensors that stand for values of another stage.
 
-A FakeTensor has a shape, a type and a device, and no numbers. What an operator computes of one is one too;
-what it computes of real tensors alone stays real. So whether a value depends on another stage is a fact about
-the value's class, whatever its numbers would be. Three things need more than torch's own mode:
+A FakeTensor has a shape, a type and a device, but no numbers. The result of an operator on one is a
+FakeTensor too;
+the result of an operator on real tensors only stays real. So the class of a value tells whether it depends on
+another
+stage. Three cases need more than torch's own mode:
 
-- A write of a placeholder into a real tensor (``out[:, 1:] = embed(ids)``) leaves the numbers of ``out`` as
-  they were. From then on its storage counts as a placeholder, until the pass ends.
-- An operator that draws random numbers for a placeholder draws as many as for the tensor, so that what is
-  drawn behind it is the same on all stages.
-- A decision on a placeholder raises a ConfigError that says where the model makes it.
+- Writing a placeholder into a real tensor (``out[:, 1:] = embed(ids)``) does not change the numbers of
+  ``out``. From
+  then on its storage counts as a placeholder, until the pass ends.
+- An operator that draws random numbers for a placeholder draws as many as for a real tensor, so that later
+  random
+  numbers are equal on all stages.
+- A decision on a placeholder raises a ConfigError with the line of the model's code.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from gemini.errors import ConfigError
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = (str(Path(inspect.getfile(ConfigError)).parent), str(Path(__file__).parents[1]))
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-# They read the shape, the type and the device of their tensor, and none of its numbers.
+# They use the shape, the type and the device of their tensor, but no numbers.
 _LIKE = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -59,8 +63,8 @@ _LIKE = frozenset(
         "new_full",
     )
 )
-_WATCHED, _FOLLOWED, _LOOKED = range(3)  # what was done when a block began
-# How many numbers they draw depends on the values that they are given.
+_WATCHED, _FOLLOWED, _LOOKED = range(3)  # what begin_block() has done
+# How many numbers they draw depends on the values of their arguments.
 _DRAWS_BY_VALUE = frozenset(
     getattr(torch.ops.aten, name) for name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
 )
@@ -71,12 +75,12 @@ class Placeholders(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        # Real tensors that a placeholder was written to, by their storage; kept, so that it is theirs.
+        # Real tensors that a placeholder was written to, by storage; kept, so that the key stays theirs.
         self._written: dict[int, torch.Tensor] = {}
-        self._first: dict[torch.device, torch.Tensor] = {}  # placeholders, by their device
+        self._first: dict[torch.device, torch.Tensor] = {}  # a placeholder for each device
         self._watch = _Watch(self)
-        self._follows, self._computes = False, False  # operators around the blocks; and within one of these
-        self._outer: TorchDispatchMode | None = None  # the program's mode around what is followed
+        self._follows, self._computes = False, False  # around blocks; and while in an operator
+        self._outer: TorchDispatchMode | None = None  # the program's mode around the followed operators
 
     def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a placeholder for ``tensor``, on ``device``."""
@@ -85,7 +89,7 @@ class Placeholders(FakeTensorMode):
             first = self._first[device] = _fake(
                 self, torch.empty(0, dtype=torch.float32, device="meta"), device
             )
-        # What FakeTensor(...) does, with the attributes of one that it has made: in a third of the time.
+        # The same as FakeTensor(...), with the attributes of an existing one: in a third of the time.
         shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         made: torch.Tensor = torch.Tensor._make_subclass(
             FakeTensor, shape, False, dispatch_device=True, device_for_backend_keys=first.device
@@ -95,19 +99,21 @@ class Placeholders(FakeTensorMode):
         return made
 
     def stands_for(self, value: Any) -> bool:
-        """Say whether ``value`` is a placeholder, or has one written to it."""
+        """Return whether ``value`` is a placeholder, or has one written to it."""
         if isinstance(value, FakeTensor):
             return True
         return bool(self._written) and isinstance(value, torch.Tensor) and _storage(value) in self._written
 
     @property
     def has_written(self) -> bool:
-        """Whether there are real tensors that a placeholder was written to."""
+        """each copy has its own"""
         return bool(self._written)
 
     def is_given(self, values: Iterable[Any]) -> bool:
-        """Say whether there is a placeholder, or what has one written to it, among the arguments of an
-        operator: this is asked for every one that runs around the blocks once there is such a tensor."""
+        """Return whether a placeholder, or a tensor with one written to it, is among the arguments of an
+        operator.
+        Called for every operator around the blocks once such a tensor exists.
+        """
         for value in values:
             if isinstance(value, torch.Tensor):
                 if self.stands_for(value):
@@ -118,8 +124,10 @@ class Placeholders(FakeTensorMode):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Follow writes of placeholders into real tensors within the block. Operators on real tensors alone
-        are looked at from the first such write on."""
+        """Follow writes of placeholders into real tensors inside the block. Operators on real tensors only
+        are
+        intercepted after the first such write.
+        """
         self._follows, self._outer = True, _get_current_dispatch_mode()
         if self._written:
             self._watch.begin(self._outer)
@@ -130,19 +138,23 @@ class Placeholders(FakeTensorMode):
             self._watch.end()
 
     def mark(self, tensor: torch.Tensor) -> None:
-        """Note that a placeholder was written to ``tensor``."""
+        """Record that a placeholder was written to ``tensor``."""
         if not isinstance(tensor, FakeTensor):
             self._written[_storage(tensor)] = tensor
             if self._follows:
                 self._watch.begin(self._outer)
 
     def forget_writes(self) -> None:
-        """Begin a pass, in which what was written to before is not used."""
+        """Begin a pass: earlier writes have no effect on it."""
         self._written.clear()
 
     def begin_block(self) -> int:
-        """A block of the stage begins, which has no placeholders and runs at its usual speed; return what
-        :meth:`end_block` takes. A program that has a mode of its own around it goes on being watched."""
+        """Stop intercepting operators during a block of the stage, which has no placeholders, so that it runs
+        at full
+        speed. Return the argument for :meth:`end_block`. If the program has entered its own mode around the
+        block,
+        interception continues.
+        """
         is_on, top = self._watch.is_on, _get_current_dispatch_mode()
         if not self._follows or not (top is self._outer or (is_on and top is self._watch)):
             return _WATCHED
@@ -153,7 +165,7 @@ class Placeholders(FakeTensorMode):
         return _LOOKED
 
     def end_block(self, before: int) -> None:
-        """Go on as before a block."""
+        """Restore the state before the block."""
         if before == _WATCHED:
             return
         self._follows = True
@@ -163,10 +175,10 @@ class Placeholders(FakeTensorMode):
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[object] = (), kwargs: Any = None
     ) -> object:
-        """Run an operator that is given a placeholder.
+        """Run an operator with a placeholder among its arguments.
 
         Raises:
-            ConfigError: its result decides how the model goes on, or a block writes it into a real tensor.
+            ConfigError: its result decides how the model continues, or a block writes it into a real tensor.
         """
         if self._follows and not self._computes and _is_operator(func):
             return self.compute(func, tuple(args), dict(kwargs or {}))
@@ -185,8 +197,10 @@ class Placeholders(FakeTensorMode):
             ) from error
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator around the blocks, of which an argument is a placeholder, or has one written to
-        it. Raises as :meth:`dispatch`."""
+        """Run an operator around the blocks with a placeholder, or a tensor that has one written to it, among
+        its
+        arguments. Raises as :meth:`dispatch`.
+        """
         self._computes = True
         try:
             return self._compute(func, args, kwargs)
@@ -214,7 +228,7 @@ class Placeholders(FakeTensorMode):
         return written[0] if len(returns) == 1 else tuple(written[: len(returns)])
 
     def _by_numbers(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return a call in which real masks are indices: how many elements they choose is known."""
+        """Replace real masks in a call by indices, so that the number of selected elements is known."""
         aten = torch.ops.aten
         if func is aten.masked_select.default and not self.stands_for(args[1]):
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
@@ -234,7 +248,7 @@ class Placeholders(FakeTensorMode):
         return _fake(self, value, value.device)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Draw the random numbers that ``func`` draws of the tensor itself."""
+        """Draw the random numbers that ``func`` would draw for real tensors."""
         if func.overloadpacket in _DRAWS_BY_VALUE:
             raise ConfigError(
                 f"{_name(func)} in {_place()} draws numbers by a value that another stage has, so stages "
@@ -252,7 +266,7 @@ class Placeholders(FakeTensorMode):
 
 
 class _Watch(TorchDispatchMode):
-    """Hands operators on placeholders, and on what one was written to, to their owner."""
+    """Passes operators on placeholders, and on tensors that one was written to, to their owner."""
 
     supports_higher_order_operators = True
 
@@ -262,8 +276,10 @@ class _Watch(TorchDispatchMode):
         self.is_on = False
 
     def begin(self, outer: TorchDispatchMode | None) -> None:
-        """Look at every operator from now on: within ``outer``, and around modes that a program has entered
-        since, as if this one had been entered before them."""
+        """Intercept every operator from now on. This mode goes directly inside ``outer``, below modes that
+        the program
+        has entered since.
+        """
         if self.is_on:
             return
         with _modes_above(outer):
@@ -271,7 +287,7 @@ class _Watch(TorchDispatchMode):
         self.is_on = True
 
     def end(self) -> None:
-        """Look at no operator any more."""
+        """Stop intercepting operators."""
         if not self.is_on:
             return
         self.is_on = False
@@ -291,8 +307,10 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def _modes_above(mode: TorchDispatchMode | None) -> Iterator[None]:
-    """Take the modes that were entered within ``mode`` off the stack for the block, all where it is not
-    there: within an operator that those around it have handed on, they are not."""
+    """Remove the modes inside ``mode`` from the stack for the block; all modes if ``mode`` is not on the
+    stack, as
+    inside an operator that the outer modes have passed on.
+    """
     above: list[TorchDispatchMode] = []
     while (top := _get_current_dispatch_mode()) is not None and top is not mode and not top.is_infra_mode():
         above.append(_pop_mode())
@@ -313,7 +331,7 @@ def _fake(mode: Placeholders, tensor: torch.Tensor, device: torch.device) -> tor
 
 
 def _real(value: torch.Tensor) -> torch.Tensor:
-    """Return memory for a placeholder."""
+    """Return an uninitialized tensor like a placeholder."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
@@ -338,7 +356,7 @@ def _name(func: Any) -> str:
 
 
 def _place() -> str:
-    """Return the line of the model's own code that is being run."""
+    """Return the line of the model's own code that is running."""
     frames = [
         each for each in traceback.extract_stack() if not each.filename.startswith((_TORCH, *_OURS, "<"))
     ]

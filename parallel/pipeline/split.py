@@ -1,4 +1,4 @@
-"""Leaving a rank its stages of a model: the whole model, with the rest absent, under its own names."""
+"""Split a model into stages: a rank keeps its stages, and stand-ins replace the rest. Names do not change."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ Split = str | Sequence[str]
 
 @dataclass(frozen=True)
 class StagedModel:
-    """What :func:`split` made of a model on this rank.
+    """A model after :func:`split`, on this rank.
 
-    ``ranges[stage]`` are the blocks of a stage. ``shared`` are parameters that several stages have (tied), by
-    the first of their names, with those stages ascending; ``aliases`` are all names of a parameter, by the
-    first, and ``names`` those of the whole model's state.
+    Attributes:
+        ranges: the blocks of each stage.
+        stages: the stages of this rank.
+        shared: the parameters that several stages have (tied), by first name, with these stages ascending.
+        aliases: all names of a parameter, by the first.
+        names: the names in the whole model's state dict.
     """
 
     module: nn.Module
@@ -50,9 +53,12 @@ class StagedModel:
         return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, aliases_in(model), names)
 
     def owner_of(self, names: Iterable[str]) -> int:
-        """Return the first stage that has a parameter or buffer, under any of its ``names``. All have buffers
-        of the modules around blocks; there it is the last, which runs all that writes to them: what is in
-        front of the blocks runs on every stage."""
+        """Return the stage that saves a parameter or buffer, under any of its ``names``: the first that has
+        it. All
+        stages have the buffers of modules around blocks; the last stage saves those, because only it runs all
+        code
+        that writes to them. Code before the blocks runs on every stage.
+        """
         last = len(self.ranges) - 1
         for stage, (start, stop) in enumerate(self.ranges if last else ()):
             if any(_is_within(name, self.units.of_stage(start, stop)) for name in names):
@@ -60,7 +66,7 @@ class StagedModel:
         return last
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return all names of what has this one, the first one first."""
+        """Return all names of the parameter or buffer with this name, the first one first."""
         return next((names for names in self.aliases.values() if name in names), (name,))
 
 
@@ -74,12 +80,13 @@ def choose_ranges(
     """Return the blocks ``[start, stop)`` of each stage.
 
     Args:
-        split: ``"bytes"`` of parameters, ``"layers"``, or the names of the blocks that stages begin with,
-            but the first.
-        costs: of each block, in any unit, instead of ``split``.
+        split: ``"bytes"`` balances parameter bytes, ``"layers"`` the number of blocks; or the names of the
+            first
+            blocks of all stages except the first.
+        costs: the cost of each block, in any unit, instead of ``split``.
 
     Raises:
-        ConfigError: there are fewer blocks than stages, or the names are no such blocks.
+        ConfigError: there are fewer blocks than stages, or the names do not match blocks.
     """
     count = len(units.blocks)
     if costs is not None and len(costs) != count:
@@ -106,14 +113,16 @@ def split(
     own: Iterable[int],
     outline: nn.Module | None = None,
 ) -> StagedModel:
-    """Leave ``model``, in place, the stages ``own``; what others have is given up, and what is on ``meta``
-    gets the first values that one process would draw.
+    """Keep the stages ``own`` of ``model``, in place. Other stages' parameters are freed, and parameters on
+    ``meta``
+    get the initial values that one process would draw.
 
-    ``outline`` is that of the whole model where its layers have been cut since (tensor parallelism): what is
-    absent must not take part in collectives.
+    ``outline`` is that of the whole model, if its layers were cut since (tensor parallelism): stand-ins must
+    not take
+    part in collectives.
 
     Raises:
-        ConfigError: the model leaves out layers at random.
+        ConfigError: the model skips layers at random, or a block refers to a module around the blocks.
     """
     family = family_of(model)
     _refuse_random_depth(model, units, family)
@@ -145,14 +154,16 @@ def split(
         _put(model, name, beside, outside, Absent)
     for config in (getattr(module, "config", None) for module in model.modules()):
         if getattr(config, "use_cache", False):
-            config.use_cache = False  # type: ignore[union-attr]  # keys of the stage alone; nothing is generated
+            config.use_cache = False  # the stage has only its own keys, and nothing is generated
     return StagedModel(model, units, tuple(ranges), tuple(stages), shared, aliases, names)
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """What stand-ins are made of: the ``outline`` of the whole model, the lists and dicts in attributes of
-    its modules, and those of each unit with their copies in the outline (``pairs``)."""
+    """The material for stand-ins: the ``outline`` of the whole model, the containers in attributes of its
+    modules, and
+    those of each unit with their copies in the outline (``pairs``).
+    """
 
     outline: nn.Module
     containers: dict[tuple[str, str], Any]
@@ -172,8 +183,10 @@ def _pairs_by_unit(
 
 
 def _refuse_random_depth(model: nn.Module, units: Units, family: Family) -> None:
-    """Raise ConfigError where a module around blocks leaves some out at random: each stage would draw for
-    itself whether the next one begins."""
+    """Raise ConfigError if a module around blocks skips some at random: each stage would draw for itself
+    whether the
+    next one begins.
+    """
     for name, chance in family.random_depth.items():
         if _holds_units(name, units.blocks):
             own = name or type(model).__name__
@@ -185,8 +198,10 @@ def _refuse_random_depth(model: nn.Module, units: Units, family: Family) -> None
 
 
 def _refuse_references(model: nn.Module, blocks: Iterable[str], around: Collection[str]) -> None:
-    """Raise ConfigError where a block holds a module around the blocks: each stage runs one of its own, and
-    what the model sets there is not what the block would find."""
+    """Raise ConfigError if a block holds a module around the blocks. Each stage runs its own copy of that
+    module, so
+    the block would not see what the model sets there.
+    """
     owners = {id(model.get_submodule(name)): name for name in around}
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -214,7 +229,7 @@ def _holds_units(name: str, units: Collection[str]) -> bool:
 
 
 def _is_within(name: str, units: Collection[str]) -> bool:
-    """Say whether a parameter, or a module, is one of ``units`` or lies in one."""
+    """Return whether a parameter or module is one of ``units`` or inside one."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in units for count in range(1, len(parts) + 1))
 
@@ -226,7 +241,9 @@ def _mirror(
     mirrored: list[tuple[nn.Module, nn.Module]],
     passage: Passage,
 ) -> nn.Module:
-    """Return a copy of the modules around units, which has the same units and everything else."""
+    """Return a copy of the modules around units; the units and everything else are shared with the
+    original.
+    """
     mirror = copy.copy(module)
     mirror._modules = dict(module._modules)
     mirror._parameters = dict(module._parameters)
@@ -254,8 +271,10 @@ def _replace_absent(
 
 
 def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage, beside: _Beside | None) -> None:
-    """Put before each block of the stage what gives it what was received. ``beside``: what stages behind it
-    make their stand-ins of, where there are any."""
+    """Wrap each block of the stage in a :class:`Present`. ``beside``: the material for stand-ins on later
+    stages,
+    None if there are none.
+    """
     for name in blocks:
         around, _, key = name.rpartition(".")
         owner = tree.get_submodule(around)
@@ -270,7 +289,7 @@ def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage, beside
 
 
 def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: type[Absent]) -> None:
-    """Replace a module, or a parameter of a module around blocks, with a stand-in."""
+    """Replace a module, or a parameter of a module around blocks, by a stand-in."""
     around, _, key = name.rpartition(".")
     owner = tree.get_submodule(around)
     if key in owner._modules:
@@ -280,13 +299,15 @@ def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: ty
     param = owner._parameters.pop(key)
     assert param is not None
     placeholder = passage.placeholders.like(param, torch.device("cpu"))
-    owner.__dict__[key] = placeholder  # no buffer: in no state dict
+    owner.__dict__[key] = placeholder  # not a buffer: it must be in no state dict
     passage.own_parameters.append((owner, key, placeholder))
 
 
 def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:
-    """Have the forward passes of ``mirrors`` see parameters of other stages behind their own: the type and
-    the device of the first one are asked for."""
+    """Make ``named_parameters()`` of ``mirrors`` list placeholders last during a pass: models read the dtype
+    and
+    the device of the first parameter.
+    """
 
     def named_parameters(here: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
         found = nn.Module.named_parameters(here, *args, **kwargs)
@@ -301,7 +322,7 @@ def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:
 
 
 def aliases_in(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return all names of each parameter, by the first of them."""
+    """Return all names of each parameter, by its first name."""
     found: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(param), []).append(name)
@@ -311,7 +332,7 @@ def aliases_in(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def _shared_parameters(
     aliases: dict[str, tuple[str, ...]], units: Units, ranges: Sequence[tuple[int, int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that several stages have, by the first of their names."""
+    """Return the parameters that several stages have, by first name, with these stages."""
     have = [units.of_stage(*blocks) for blocks in ranges]
     stages = {
         first: tuple(stage for stage, own in enumerate(have) if any(_is_within(name, own) for name in names))
@@ -321,10 +342,10 @@ def _shared_parameters(
 
 
 def _give_first_values(model: nn.Module, absent: Collection[str]) -> None:
-    """Initialize what is on ``meta`` in the order of one process, and keep nothing of what is ``absent``.
+    """Initialize parameters on ``meta`` in the order of one process, and free those of ``absent`` units.
 
     Raises:
-        ConfigError: nothing gives a weight its values.
+        ConfigError: no initialization gives a weight its values.
     """
     if not any(param.is_meta for param in model.parameters()):
         return
@@ -335,7 +356,8 @@ def _give_first_values(model: nn.Module, absent: Collection[str]) -> None:
         if name in absent:
             for param in owner.parameters():
                 if id(param) not in kept:
-                    # Modules around it may draw it again. Memory that nobody writes to takes no room.
+                    # Modules around it may draw it again. Memory that is never written takes no physical
+                    # memory.
                     param.data = torch.empty_like(param)
     if initialization.unset:
         raise ConfigError(

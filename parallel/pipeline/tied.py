@@ -1,5 +1,6 @@
-"""Weights that several stages have: one gradient, the sum of what each has made, and one owner; in stages
-that were built by hand each has a copy.
+"""Weights that several stages have: their gradients are summed over the stages, and one stage owns them.
+Stages that
+a program has built each have a copy.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ from gemini.runtime.storage.model_storage import slot_of
 
 
 class TiedWeights:
-    """The weights of a staged model that other ranks along ``axis`` have, too.
+    """The weights of a staged model that other ranks along ``axis`` have too. Collective over the axis.
 
-    All ranks of the axis make one. Each rank trains its own copy: they begin alike, get the same gradients,
-    bit for bit, and stay so.
+    Each rank trains its own copy. The copies start equal, get the same gradients bit for bit, and stay equal.
     """
 
     def __init__(self, staged: StagedModel, axis: Axis | None, rank_of: Sequence[int]) -> None:
         self._weights: list[tuple[nn.Parameter, Axis]] = []
-        self._kept: list[nn.Parameter] = []  # of several stages, on this rank or not
+        self._kept: list[nn.Parameter] = []  # those of several stages, on this rank or others
         self.owned_elsewhere: list[nn.Parameter] = []
-        self._seen: object = None  # the state in which gradients were left
-        self._summed: object = None  # by updates and gradients given up: for what they were summed
+        self._seen: object = None  # the gradient state after the last sum
+        self._summed: object = None  # the (step, times gradients were discarded) of the last sum
         if axis is None:
             return
         names = {name: param for name, param in staged.module.named_parameters(remove_duplicate=False)}
@@ -51,21 +51,27 @@ class TiedWeights:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Take over the values of the first rank that has a weight. Before the model is wrapped."""
+        """Broadcast the values of the first rank that has each weight. Call it before the model is
+        wrapped.
+        """
         for param, axis in self._weights:
             values = param.data.contiguous()
             axis.broadcast(values)
             param.data.copy_(values)
 
     def add_up_in(self, optimizer: LowLevelZeroOptimizer) -> None:
-        """Have an optimizer whose gradients are whole, or cut alike in all stages, add up those of copies."""
+        """Make an optimizer sum the gradients of copies. Its gradients must be whole, or sharded alike in all
+        stages.
+        """
         for param, axis in self._weights:
             if any(param is shard.param for shard in optimizer.sharded.shards):
                 optimizer.add_up_copies(param, axis)
 
     def watch(self, model: ManagedModel) -> None:
-        """Have gradients summed once backward passes are over, and not exchanged before: each stage has a
-        last backward pass of its own."""
+        """Sum gradients after backward passes are over, and do not exchange them before: each stage has its
+        own last
+        backward pass.
+        """
         sharding = model.manager.sharding
         for param in self._kept:
             if sharding is not None and param.requires_grad:
@@ -74,10 +80,11 @@ class TiedWeights:
             model.add_before_use(partial(self._add_up, model))
 
     def _add_up(self, model: ManagedModel) -> None:
-        """Give every copy the sum of the gradients of all, unless nothing has come to them since.
+        """Give every copy the sum of all copies' gradients, unless no gradient has changed since the last
+        sum.
 
         Raises:
-            StateError: something has, and the sum of before, which it was added to, would be summed again.
+            StateError: gradients were added to an earlier sum, which would be summed again.
         """
         state = model.gradient_state()
         if state == self._seen:
@@ -104,8 +111,10 @@ class TiedWeights:
 
 
 class SharedTrainability:
-    """Whether weights that several stages have need a gradient: a program that freezes one, or unfreezes it,
-    by one of its names does so on the stages that have that name."""
+    """Synchronizes ``requires_grad`` of weights that several stages have: a program that freezes or unfreezes
+    a weight
+    by one of its names does so only on stages with that name.
+    """
 
     def __init__(self, staged: StagedModel) -> None:
         names = dict(staged.module.named_parameters(remove_duplicate=False))
@@ -114,13 +123,14 @@ class SharedTrainability:
         self._known = [param is not None and param.requires_grad for param in self._params]
 
     def changes(self) -> list[int]:
-        """Return of each weight what has changed here since the last time: 1: it trains, 0: it is frozen; -1:
-        nothing."""
+        """Return the change of each weight on this rank since the last call: 1 unfrozen, 0 frozen, -1
+        unchanged.
+        """
         now = [param is not None and param.requires_grad for param in self._params]
         return [-1 if new == old else int(new) for new, old in zip(now, self._known, strict=True)]
 
     def take_over(self, every: Sequence[Sequence[int]]) -> None:
-        """Change the weights here as any rank has. One that is frozen somewhere is frozen."""
+        """Apply the changes of all ranks. A weight that any rank has frozen is frozen."""
         for index, (param, said) in enumerate(zip(self._params, zip(*every, strict=True), strict=True)):
             changed = [each for each in said if each >= 0]
             if param is not None and changed:
@@ -129,19 +139,23 @@ class SharedTrainability:
                     param.requires_grad_(self._known[index])
 
 
-# What was registered, while it lives: the order in which, and the ranks that share it.
+# Registered parameters, while they live: their order, and the ranks that share them.
 _registered: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _order = count()
 
 
 class SharedParameters:
-    """Parameters that some ranks along a pipeline share: they begin with the first one's values, and
-    :meth:`add_up` gives all of them the sum of their gradients, so that equal updates keep them alike.
+    """Parameters that some ranks along a pipeline share. They start with the first rank's values, and
+    :meth:`add_up`
+    gives all ranks the sum of their gradients, so equal updates keep them equal.
 
-    ``ranks`` are places along ``axis``; None: one process alone, where there is nothing to do. All of them
-    make the same calls in the same order; other ranks of the axis only make the object. Stages that
-    HybridParallelPlugin cuts need none: it knows tied weights. Of :class:`BuiltStages` it knows those that
-    are registered here, adds up their gradients itself and counts them once.
+    ``ranks`` are indices along ``axis``; None: one process, with nothing to do. All of these ranks make the
+    same calls
+    in the same order; other ranks of the axis only create the object. Stages that HybridParallelPlugin cuts
+    need none:
+    it knows tied weights. For :class:`BuiltStages` it uses the weights registered here: it sums their
+    gradients itself
+    and counts them once.
     """
 
     def __init__(self, axis: Axis | None, ranks: Sequence[int]) -> None:
@@ -156,7 +170,7 @@ class SharedParameters:
 
     @torch.no_grad()
     def register_parameter(self, param: nn.Parameter) -> None:
-        """Share ``param``: it gets the first rank's values."""
+        """Share ``param``: it gets the first rank's values. Collective over ``ranks``."""
         self._params.append(param)
         if self._axis is not None:
             values = param.detach().clone(memory_format=torch.contiguous_format)
@@ -171,8 +185,11 @@ class SharedParameters:
 
     @torch.no_grad()
     def add_up(self, *_: object) -> None:
-        """Give every copy the sum of the gradients, if there is one; after the last backward pass, before
-        ``step()``. As a hook: ``optimizer.register_step_pre_hook(shared.add_up)``."""
+        """Give every copy the sum of the gradients, if any rank has one. Call it after the last backward
+        pass, before
+        ``step()``, or as a hook: ``optimizer.register_step_pre_hook(shared.add_up)``. Collective over
+        ``ranks``.
+        """
         if self._axis is None:
             return
         for param in self._params:
@@ -188,7 +205,9 @@ class SharedParameters:
 
 
 def shared_in(model: nn.Module) -> list[tuple[tuple[int, ...], str]]:
-    """Return the parameters of ``model`` that ranks along a pipeline share, in the order in which they were
-    registered: which ranks, and the first of its names."""
+    """Return the shared parameters of ``model`` in the order of registration: the ranks that share each, and
+    its
+    first name.
+    """
     known = [(*_registered[param], name) for name, param in model.named_parameters() if param in _registered]
     return [(members, name) for _, members, name in sorted(known)]

@@ -1,4 +1,4 @@
-"""Units: what a model is cut between, and which parts of it run before and behind."""
+"""Units: the blocks at which a model can be cut, and the modules that run before and behind them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,16 @@ _WAY_OUT = "say which modules run one after another with blocks=['layer1', 'laye
 
 @dataclass(frozen=True)
 class Units:
-    """A model by names of its modules and parameters.
+    """The units of a model, by names of modules and parameters.
 
-    ``blocks`` are called one after another, once each. What runs before them and behind them are ``front``
-    and ``behind``: submodules with weights, and parameters that a module around the blocks holds itself;
-    ``between`` are such by how many blocks run before them (an encoder's last norm, a decoder's embedding).
+    Attributes:
+        blocks: modules that run one after another, once each.
+        front, behind: modules with weights, and parameters of modules around the blocks, that run before or
+            behind all blocks.
+        between: such modules and parameters that run between blocks, with the number of blocks before them
+            (an
+            encoder's last norm, a decoder's embedding).
+
     Everything else has no weights and runs in every stage.
     """
 
@@ -33,11 +38,11 @@ class Units:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """What is no block."""
+        """All units that are no blocks."""
         return (*self.front, *(name for name, _ in self.between), *self.behind)
 
     def of_stage(self, start: int, stop: int) -> frozenset[str]:
-        """Return the names of what the stage of blocks ``[start, stop)`` has."""
+        """Return the names of the units in the stage of blocks ``[start, stop)``."""
         names = set(self.blocks[start:stop])
         if start == 0:
             names |= set(self.front)
@@ -53,15 +58,18 @@ def find_units(
     behind: Collection[str] = (),
     before: Collection[str] = (),
 ) -> Units:
-    """Return the units of ``model``: members of its longest list of modules (of an encoder's, then of a
-    decoder's), unless ``blocks`` names others.
+    """Return the units of ``model``. Its blocks are the members of its longest list of modules (of an
+    encoder's, then
+    a decoder's), unless ``blocks`` names others.
 
-    What runs before the blocks, and what behind, follows from where a module's ``forward`` calls it; where
-    that does not say it, from the order in which modules are registered. ``behind`` names what runs behind
-    all blocks after all, ``before`` what runs before those of the module that it is in.
+    Whether a module runs before or behind the blocks is determined from where ``forward`` calls it, or else
+    from the
+    order of registration. ``behind`` names exceptions that run behind all blocks, ``before`` those that run
+    before the
+    blocks in the same module.
 
     Raises:
-        ConfigError: there is no such list, or more than one; a name is of nothing.
+        ConfigError: there is no such list, or more than one; or a name does not exist.
     """
     chosen = tuple(blocks) if blocks is not None else _rows_of(model)
     known = {name for name, _ in model.named_modules()} | {name for name, _ in model.named_parameters()}
@@ -88,7 +96,7 @@ def find_units(
 
 
 def _refuse_repeated(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise ConfigError where a block is also another member of its list: it runs more than once."""
+    """Raise ConfigError if a block occurs more than once in its list: it runs more than once."""
     for name in blocks:
         owner, _, key = name.rpartition(".")
         row = model.get_submodule(owner)._modules
@@ -102,17 +110,19 @@ def _refuse_repeated(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _parent(name: str, depth: int) -> str:
-    """Return the name of the module around ``name`` that is ``depth`` levels below the model."""
+    """attributes of each copy itself"""
     return ".".join(name.split(".")[:depth])
 
 
 def _blocks_in(prefix: str, blocks: Sequence[str]) -> list[int]:
-    """Return which blocks have names that begin with ``prefix``."""
+    """Return the indices of the blocks with names that begin with ``prefix``."""
     return [index for index, block in enumerate(blocks) if block.startswith(prefix)]
 
 
 def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collection[str]) -> dict[str, int]:
-    """Return what with weights a module around the blocks has beside them: after how many blocks it runs."""
+    """Return the units beside blocks in a module around them, each with the number of blocks that run before
+    it.
+    """
     owner, prefix = model.get_submodule(name), f"{name}." if name else ""
     own = _blocks_in(prefix, blocks)
     count = own[0]
@@ -130,8 +140,10 @@ def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collecti
 
 
 def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
-    """Say of submodules whether the ``forward`` of ``owner`` calls them before the one place where it runs
-    ``row``, in which all its blocks are; False: behind. Of what it calls elsewhere, or nowhere, nothing."""
+    """Return for submodules whether the ``forward`` of ``owner`` calls them before (True) or behind (False)
+    the only
+    place where it runs ``row``, the submodule with all its blocks. Other submodules are left out.
+    """
     calls: dict[str, list[_Call]] = {}
     for call in _calls_of(type(owner), "forward", row):
         calls.setdefault(call.name, []).append(call)
@@ -144,15 +156,17 @@ def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the submodule ``name``, from line to line: of ``forward``, of the method that is called
-    there, and so on."""
+    """A call of the submodule ``name``. Its position is a list of line numbers: in ``forward``, in the method
+    called
+    there, and so on.
+    """
 
     name: str
     first: tuple[int, ...]
     last: tuple[int, ...]
 
     def is_before(self, other: _Call) -> bool:
-        """Whether it is over before the other one begins. Lines do not tell what of one line is first."""
+        """Return whether it ends before ``other`` begins. Calls on one line are unordered."""
         shared = min(len(self.last), len(other.first))
         return self.last[:shared] < other.first[:shared]
 
@@ -160,8 +174,10 @@ class _Call:
 def _calls_of(
     kind: type, method: str, row: str, within: tuple[int, ...] = (), seen: tuple[str, ...] = ()
 ) -> Iterator[_Call]:
-    """Yield the calls of submodules in a method of ``kind`` and in those that it calls. A loop over ``row``,
-    or with a call of it, is one call of it."""
+    """Yield the calls of submodules in a method of ``kind`` and in the methods that it calls. A loop over
+    ``row``, or
+    one that calls it, counts as one call.
+    """
     try:
         source = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, method))))
     except (OSError, TypeError, SyntaxError):
@@ -203,20 +219,23 @@ def _of(owner: str, node: ast.AST) -> str | None:
 
 
 def _rows_of(model: nn.Module) -> tuple[str, ...]:
-    """Return the blocks of ``model``: its longest list or, where transformers says that it has an encoder and
-    a decoder, and the model has both, the longest of each."""
+    """Return the blocks of ``model``: its longest list. For an encoder-decoder model of transformers with
+    both halves,
+    the longest list of each.
+    """
     if not family_of(model).two_sequences:
         return _longest_list(model)
     halves = [_half_of(model, way) for way in ("get_encoder", "get_decoder")]
-    if "" in halves or halves[0] == halves[1]:  # one of the two alone, which has the configuration of both
+    if "" in halves or halves[0] == halves[1]:  # only one half, with the configuration of both
         return _longest_list(model)
     lists = [(half, _longest_list(model.get_submodule(half))) for half in halves]
     return tuple(f"{half}.{block}" for half, blocks in lists for block in blocks)
 
 
 def _half_of(model: nn.Module, way: str) -> str:
-    """Return the name of the module that a method of ``model`` returns; '': there is none, or it is the
-    model."""
+    """Return the name of the module that a method of ``model`` returns; "" if there is none, or it is the
+    model.
+    """
     try:
         half = getattr(model, way)()
     except (AttributeError, NotImplementedError):
@@ -250,7 +269,7 @@ def _longest_list(model: nn.Module) -> tuple[str, ...]:
 
 
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the lists of modules that lie in no other one, and the names of their members."""
+    """Yield the lists of modules that are in no other list, and the names of their members."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         members = [f"{prefix}.{key}".lstrip(".") for key, _ in module.named_children()]
         if sum(bool(child.state_dict()) for child in module.children()) > 1:
@@ -261,8 +280,10 @@ def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def block_bytes(model: nn.Module, units: Units) -> list[float]:
-    """Return the bytes of the parameters of each block; those of what is beside it belong to the one before
-    or, of the front, to the first."""
+    """Return the parameter bytes of each block. Bytes of other units are added to the block before them,
+    those of the
+    front to the first.
+    """
     params = dict(model.named_parameters(remove_duplicate=False))
 
     def nbytes(unit: str) -> float:
