@@ -1,5 +1,6 @@
-"""One stage of a pipeline, as it runs: the whole model's forward pass, with all other stages absent. A stage
-that is run to look at it has not been run then: what the pass left on modules is undone.
+"""Stage: runs the whole model's forward pass with all other stages absent.
+
+A stage can also run only to find its inputs; all changes to modules are undone then.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from gemini.parallel.pipeline.containers import (
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.system.device import current_device
 
-_LARGEST_BYTES = 2**23  # larger tensors are taken for tables, which forward passes only read
+_LARGEST_BYTES = 2**23  # larger tensors are assumed to be tables, which forward passes only read
 _COLLECTIONS = (list, dict, set, deque, OrderedDict)
 
 
 @contextmanager
 def unchanged(modules: Sequence[nn.Module], beside: Sequence[object] = ()) -> Iterator[None]:
-    """Undo what happens within the block to the buffers and attributes of ``modules``: new ones in their
-    places, writes into tensors of up to 8 MiB, lists, dicts and sets, also those ``beside`` them. Parameters
-    are not looked at.
+    """Undo changes to the buffers and attributes of ``modules`` that happen inside the block: replaced
+    values, writes
+    into tensors of up to 8 MiB, and changes of lists, dicts and sets, also of those in ``beside``. Parameters
+    are not
+    checked.
 
     Raises:
         ConfigError: a larger tensor was written to.
@@ -48,7 +51,7 @@ def unchanged(modules: Sequence[nn.Module], beside: Sequence[object] = ()) -> It
     try:
         yield
     finally:
-        for tensor, content in small:  # all: batch norm leaves the version as it is
+        for tensor, content in small:  # all of them: batch norm does not change the version
             tensor.data.copy_(content)
         for module, attributes, buffers in states:
             _put_back(module.__dict__, attributes)
@@ -67,12 +70,12 @@ def unchanged(modules: Sequence[nn.Module], beside: Sequence[object] = ()) -> It
 def _is_state(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter) or value.requires_grad:
         return False
-    # Where elements share memory, as in what stands for a tensor, there is nothing to be written.
+    # Expanded tensors, such as placeholders, cannot be written to.
     return not value.is_meta and not value.is_inference() and 0 not in value.stride()
 
 
 def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Have ``now`` hold what it held before, and touch nothing else."""
+    """Restore the items of ``now``; unchanged ones are not touched."""
     for key in [key for key in now if key not in before]:
         del now[key]
     for key, value in before.items():
@@ -81,7 +84,7 @@ def _put_back(now: dict[Any, Any], before: dict[Any, Any]) -> None:
 
 
 def _fill(collection: Any, members: Any) -> None:
-    """Have a list, dict or set hold ``members`` again, the very same objects."""
+    """Restore the members of a list, dict or set: the same objects."""
     if isinstance(collection, (list, deque)):
         collection.clear()
         collection.extend(members)
@@ -100,36 +103,40 @@ def _name_of(tensor: torch.Tensor, states: Sequence[tuple[nn.Module, dict[str, A
     raise AssertionError("a tensor of no module")
 
 
-# What torch says of a tensor without memory.
+# Parts of torch's messages about tensors without memory.
 _SIGNS_OF_PLACEHOLDERS = ("tensor subclasses", "FakeTensor", "doesn't have storage", "data is not allocated")
-_OWN = ("_modules", "_parameters", "_buffers", "_compiled_call_impl", "named_parameters")  # of a copy
+# Attributes that each copy keeps for itself.
+_OWN = ("_modules", "_parameters", "_buffers", "_compiled_call_impl", "named_parameters")
 
 
 @dataclass
 class Stage:
-    """One stage of this rank: ``tree`` is the model as it runs, with all other stages absent."""
+    """One stage of this rank. ``tree`` is the model with all other stages absent; ``mirrored`` has pairs of
+    the copies
+    of modules around the blocks and their originals.
+    """
 
     index: int
     tree: nn.Module
     passage: Passage
     mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
-    # By name, of buffers around blocks: which stage of this rank writes to them.
+    # The stage of this rank that writes to a buffer around the blocks, by the buffer's name.
     writers: dict[str, int] = field(default_factory=dict)
     of_rank: list[Stage] = field(default_factory=list)  # all stages of this rank
-    outside: Passage | None = None  # that of stand-ins in the model itself, which a criterion may look at
+    outside: Passage | None = None  # for stand-ins in the model itself, which a criterion may read
     _is_looked_at: bool = False
-    _followed: dict[int, dict[str, Any]] = field(default_factory=dict)  # by place in ``mirrored``
+    _followed: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index in ``mirrored``
 
     @property
     def is_training(self) -> bool:
-        """Whether the model trains, or is evaluated."""
+        """Whether the model trains."""
         return (self.mirrored[0][1] if self.mirrored else self.tree).training
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
-        """Return what the stage is sent. ``args`` and ``kwargs`` are those of the whole model.
+        """Return the inputs of the stage. ``args`` and ``kwargs`` are those of the whole model.
 
         Raises:
-            ConfigError: the model decides on what another stage has before it gets to its first block.
+            ConfigError: the model decides on a value of another stage before its first block.
         """
         begin, before = self._reach_first_block(args, kwargs)
         places: dict[int, int] = {}
@@ -146,7 +153,7 @@ class Stage:
     def _reach_first_block(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[FirstBlock, dict[Path, torch.Tensor]]:
-        """Return what the first block is called with, and which placeholders there were before the pass."""
+        """Return the arguments of the first block, and the placeholders that existed before the pass."""
         with self._without_a_trace(), self.passage.begun(None, (args, kwargs)):
             self._follow()
             self.passage.set_training(self.is_training)
@@ -170,9 +177,17 @@ class Stage:
         kwargs: dict[str, Any],
         draws: Draws | None = None,
     ) -> Any:
-        """Run the forward pass of this stage: from what it has ``received``, as it ``takes`` it, to a tuple
-        of what it ``gives`` the next stage, or to what the model returns. ``args`` and ``kwargs`` are those
-        of the whole model; ``draws`` says of what random numbers come."""
+        """Run the forward pass of this stage.
+
+        Args:
+            received: the received tensors; ``takes`` says where they belong.
+            gives: the inputs of the next stage.
+            args, kwargs: the arguments of the whole model.
+            draws: the seeds of random numbers.
+
+        Returns:
+            A tuple of the tensors for the next stage; for the last stage, the model's output.
+        """
         self._follow()
         self.passage.set_training(self.is_training)
         before = self._versions_around()
@@ -187,7 +202,7 @@ class Stage:
         return outputs
 
     def _versions_around(self) -> dict[str, tuple[int, int]]:
-        """Return what shows whether buffers of the modules around blocks were written to, or replaced."""
+        """Return the identity and version of buffers of the modules around blocks, to detect writes."""
         return {
             f"{place}.{name}": (id(buffer), buffer._version)
             for place, (here, _) in enumerate(self.mirrored)
@@ -196,8 +211,10 @@ class Stage:
         }
 
     def _note_writes(self, before: dict[str, tuple[int, int]]) -> None:
-        """Raise ConfigError where two stages of this rank write to one buffer around the blocks, or one to
-        what another rank's stage writes of it."""
+        """Raise ConfigError if two stages of this rank write to the same buffer around the blocks, or one
+        writes a
+        placeholder into a buffer.
+        """
         stands_for = self.passage.placeholders.stands_for
         for here, _ in self.mirrored:
             for name, buffer in here._buffers.items():
@@ -215,10 +232,10 @@ class Stage:
                 )
 
     def judge(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the loss, which ``call`` makes of what :meth:`run` has returned.
+        """Return the loss that ``call`` computes from the result of :meth:`run`.
 
         Raises:
-            ConfigError: it is made of what another stage has.
+            ConfigError: it depends on a value of another stage.
         """
         shown = nullcontext() if self.outside is None else self.outside.judged()
         with self.passage.watched(), shown, _named():
@@ -237,8 +254,10 @@ class Stage:
 
     @contextmanager
     def _without_a_trace(self) -> Iterator[None]:
-        """Undo what a run within the block changes: random numbers, and statistics, counters and the like in
-        buffers and attributes of the stage's modules. Raises ConfigError as :func:`unchanged`."""
+        """Undo all changes of a run inside the block: random generators, and statistics and counters in
+        buffers and
+        attributes of the stage's modules. Raises ConfigError as :func:`unchanged`.
+        """
         devices = [device] if (device := current_device()).type == "cuda" else []
         followed = {place: dict(seen) for place, seen in self._followed.items()}
         self._is_looked_at = True
@@ -260,8 +279,10 @@ class Stage:
                 self._followed, self._is_looked_at = followed, False
 
     def _follow(self) -> None:
-        """Have copies be as what they are copies of: trained or evaluated, and whatever was set there since
-        the last time. What a copy's own forward pass sets stays, and is told by the rank's last stage."""
+        """Copy attributes that were set on the originals since the last time to the copies of modules, such
+        as the
+        training mode. Attributes that a copy's own forward pass has set are kept.
+        """
         for place, (here, there) in enumerate(self.mirrored):
             seen = self._followed.setdefault(place, {})
             for key, value in there.__dict__.items():
@@ -272,8 +293,10 @@ class Stage:
                 here.__dict__[key] = value.__func__.__get__(here) if is_method else value
 
     def _count_on(self) -> None:
-        """Have the model know the attributes that the forward pass of the rank's last stage has set: a
-        program and its criterion may read them, and set them again."""
+        """Copy the attributes that the forward pass of the rank's last stage has set back to the model, and
+        to the
+        other stages: the program and its criterion may read and set them.
+        """
         if self._is_looked_at or not self.of_rank or self.of_rank[-1] is not self:
             return
         for place, (here, there) in enumerate(self.mirrored):
@@ -287,7 +310,7 @@ class Stage:
 
 @contextmanager
 def _named() -> Iterator[None]:
-    """Say where the model looks into the memory of a placeholder, as numpy() and extensions do."""
+    """Raise ConfigError if the model reads the memory of a placeholder, as numpy() and extensions do."""
     try:
         yield
     except (RuntimeError, TypeError) as error:
