@@ -1,5 +1,6 @@
-"""Experts of a whole model divided among ranks: those of :class:`Experts`, and modules with a row for each
-expert that are called with tokens, choices and weights, as transformers has them. Model code stays as it is.
+"""Divide the experts of a whole model among ranks: those of :class:`Experts`, and modules of transformers
+with one row
+of parameters per expert, called with tokens, choices and weights. Model code does not change.
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ from gemini.system.mixing import mix_in
 
 
 class CalledByChoice(nn.Module):
-    """Experts called as ``experts(tokens, chosen, weights)``, of which this rank has some.
+    """Experts called as ``experts(tokens, chosen, weights)``, with some of them on this rank.
 
-    The module computes with its own forward pass, in the implementation that its model chooses: each token
-    that arrives is one with a single choice, of weight 1.
+    The module computes with its own forward pass, in the implementation that its model chooses. A token that
+    arrives is
+    passed to it as a token with a single choice, of weight 1.
     """
 
     ranks: ExpertRanks
-    num_experts: int  # of this rank
+    num_experts: int  # on this rank
 
     def note_ranks(self, ranks: ExpertRanks) -> None:
-        """Take part in the exchange from now on: parameters have this rank's experts."""
+        """Take part in the exchange from now on: parameters have only this rank's experts."""
         self.num_experts = len(ranks.own(self.num_experts))
         self.ranks = ranks
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum over the choices of each token, in their order."""
+        """Return, for each token, the weighted sum over its choices, in their order."""
         width, num_choices = hidden_states.shape[-1], top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
         order = chosen.argsort(stable=True)
@@ -55,7 +57,7 @@ class CalledByChoice(nn.Module):
         numbers = torch.arange(len(counts), dtype=torch.int64, device=rows.device)
         chosen = numbers.repeat_interleave(counts, output_size=num_rows)
         idle = numbers[counts == 0]
-        if len(idle):  # a row that is left out: ranks run the same operators, and its gradients are zeros
+        if len(idle):  # discarded rows: all ranks run the same operators; zero gradients
             rows, chosen = (
                 torch.cat([rows, rows.new_zeros(len(idle), rows.shape[1])]),
                 torch.cat([chosen, idle]),
@@ -65,7 +67,8 @@ class CalledByChoice(nn.Module):
 
 
 def divided_experts(model: nn.Module) -> DividedExperts | None:
-    """Return the parameters of ``model`` that hold this rank's experts alone; None where each rank has all.
+    """Return the parameters of ``model`` that hold only this rank's experts; None if each rank has all
+    experts.
 
     Raises:
         ConfigError: layers are divided among different numbers of ranks.
@@ -90,18 +93,19 @@ def divided_experts(model: nn.Module) -> DividedExperts | None:
 
 
 def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: int = 1) -> ExpertRanks | None:
-    """Return the ranks that are to divide the experts of ``model``, which is whole; None where each is to
-    have all. Nothing is changed.
+    """Return the ranks to divide the experts of the whole ``model``; None if each rank will have all. Changes
+    nothing.
 
     Args:
-        data: the ranks of data parallelism, None for this process alone. All of them call this.
-        size: how many neighbours among them divide the experts. Where a layer has fewer experts, as many
+        data: the ranks of data parallelism, None for one process. Collective over them.
+        size: the number of neighbouring ranks that divide the experts. If a layer has fewer experts, that
+            many
             ranks divide those of all layers.
-        apart: how many of ``data`` in a row have parts of the same sequences.
+        apart: the number of consecutive ranks of ``data`` with parts of the same sequences.
 
     Raises:
-        ConfigError: the model has no experts, or some that cannot be divided, or not among so many ranks; the
-            message says among how many.
+        ConfigError: the model has no experts, some that cannot be divided, or not among so many ranks (the
+            message says among how many).
     """
     if (found := divided_experts(model)) is not None:
         _refuse_lists([module for module in model.modules() if isinstance(module, Experts)])
@@ -113,9 +117,12 @@ def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: in
 
 
 def divide_experts(model: nn.Module, ranks: ExpertRanks) -> DividedExperts | None:
-    """Leave of the experts of ``model``, or of a part of one, in place, this rank's own; return their
-    parameters, None where the part has none. Parameters keep their identity; values are those of the first
-    rank. All ranks of data parallelism call this; see :func:`expert_ranks_of`."""
+    """Keep only this rank's experts in ``model``, or in a part of one, in place. Return their parameters,
+    None if the
+    part has no experts. Parameters keep their identity; values come from the first rank. Collective over the
+    ranks
+    of data parallelism; see :func:`expert_ranks_of`.
+    """
     for layer in model.modules():
         if isinstance(layer, MoeLayer):
             layer.note_data_ranks(ranks.data)

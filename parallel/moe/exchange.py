@@ -1,4 +1,4 @@
-"""The exchange of tokens: each goes to the ranks of its experts, and the results come back."""
+"""The exchange of tokens: tokens are sent to the ranks of their experts, and the results come back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemini.parallel.mesh import Axis
 
 
 class _RowExchange(torch.autograd.Function):
-    """Rows to other ranks; in backward, their gradients to where they came from."""
+    """Sends rows to other ranks; backward sends their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -30,20 +30,22 @@ class _RowExchange(torch.autograd.Function):
 def through_experts(
     axis: Axis, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Return what experts on the ranks of ``axis`` make of ``rows``, in the order of the rows. All ranks call
-    it, those without rows too.
+    """Return the results of the experts on the ranks of ``axis`` for ``rows``, in the order of the rows.
+    Collective, also
+    on ranks without rows.
 
     Args:
         rows: sorted by expert.
-        counts: how many rows each of all experts has.
-        compute: makes results of rows that are sorted by this rank's experts, and of how many each has.
+        counts: the number of rows for each expert of all ranks.
+        compute: takes rows sorted by this rank's experts and the number of rows for each; returns the
+            results.
     """
     to_ranks = counts.view(axis.size, -1)
     one_each = [1] * axis.size
     from_ranks = axis.exchange_rows(to_ranks.contiguous(), one_each, one_each)
     sent, received = to_ranks.sum(1).tolist(), from_ranks.sum(1).tolist()
     arrived = _exchanged(rows, axis, sent, received)
-    # By rank, and of each by expert: an expert takes its rows together, in the order of the ranks.
+    # Rows arrive by rank, and by expert within each. An expert takes its rows together, in rank order.
     numbers = torch.arange(to_ranks.shape[1], dtype=torch.int64, device=counts.device)
     owners = numbers.repeat(axis.size).repeat_interleave(from_ranks.flatten(), output_size=len(arrived))
     order = owners.argsort(stable=True)

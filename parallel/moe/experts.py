@@ -1,8 +1,10 @@
-"""Experts: the feed-forward networks of a layer, their weights and the seeds of these.
+"""Experts: the feed-forward networks of a layer, their weights, and the seeds of these.
 
-Feed-forward experts are parameters with a row for each expert, which are multiplied in groups and which the
-runtime finds. Experts of other classes are modules in a list. Where ranks divide them, each has its own
-alone, with the weights that they would have in one process.
+Feed-forward experts are parameters with one row per expert, which are multiplied in groups and which the
+runtime
+recognizes. Experts of other classes are modules in a list. If ranks divide the experts, each has only its
+own, with the
+initial weights that they would have in one process.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ _GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torc
 
 
 class MoeEnv:
-    """Where experts are and how their weights begin, by the launch and :func:`moe_set_seed`; read-only."""
+    """Where experts are, set by the launch, and the seed of their weights, set by :func:`moe_set_seed`;
+    read-only.
+    """
 
     def __init__(self) -> None:
         self._seed: int | None = None
-        self._num_layers = 0  # made since moe_set_seed()
+        self._num_layers = 0  # layers made since moe_set_seed()
 
     @property
     def model_parallel_size(self) -> int:
@@ -49,12 +53,14 @@ class MoeEnv:
 
     @property
     def data_ranks(self) -> Axis | None:
-        """Return the ranks of data parallelism; None for this process alone, or before the launch."""
+        """Return the ranks of data parallelism; None for one process, or before the launch."""
         return global_context.mesh.axis("dp") if global_context.is_launched else None
 
     def ranks_of(self, num_experts: int) -> ExpertRanks | None:
-        """Return the ranks that divide a layer of ``num_experts``; None where each has all. All ranks call
-        it. Raises ConfigError where they cannot."""
+        """Return the ranks that divide a layer of ``num_experts``; None if each has all. Collective. Raises
+        ConfigError
+        if they cannot divide it.
+        """
         if self.model_parallel_size == 1:
             return None
         return ExpertRanks.of(self.data_ranks, self.model_parallel_size, [num_experts])
@@ -65,22 +71,23 @@ class MoeEnv:
         return self._seed
 
     def next_layer(self) -> tuple[int, int]:
-        """Return the seed and the number of the next layer's experts."""
+        """Return the seed and the index of the next layer's experts."""
         if self._seed is None:
             return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu")), 0
         self._num_layers += 1
         return self._seed, self._num_layers - 1
 
 
-# A program's layers ask for their seed without being handed it.
+# Global: a program's layers read their seed here without being passed it.
 moe_env = MoeEnv()
 
 
 def moe_set_seed(seed: int) -> None:
-    """Have the weights of experts made from now on depend on ``seed``, their layer and their number alone.
+    """Make the weights of experts created from now on depend only on ``seed``, their layer and their index.
 
-    Layers are counted from here on. Without a seed, each layer draws one from torch's generator. Dropout in
-    experts that ranks divide depends on the rank, too.
+    Layers are counted from this call. Without a seed, each layer draws one from torch's generator. Dropout in
+    experts
+    that ranks divide also depends on the rank.
     """
     moe_env._seed, moe_env._num_layers = seed, 0
 
@@ -93,8 +100,10 @@ def expert_seed(seed: int, layer: int, expert: int) -> int:
 
 @contextmanager
 def stream_of(ranks: ExpertRanks | None, device: torch.device) -> Iterator[None]:
-    """Draw from a stream of this rank's own inside, such as dropout of its experts; without ``ranks`` from
-    torch's. It depends on torch's generator, so a block that runs again draws the same."""
+    """Use a random stream of this rank inside the block, for example for dropout of its experts; without
+    ``ranks``
+    use torch's. The stream depends on torch's generator, so a recomputed block draws the same numbers.
+    """
     if ranks is None:
         yield
         return
@@ -115,7 +124,7 @@ class VanillaFFN(nn.Module):
         self.activation, self.dropout = activation, nn.Dropout(drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layers make of tokens."""
+        """Apply the layers to tokens."""
         hidden = self.dropout(self.activation(self.up(x)))
         return self.dropout(self.down(hidden))  # type: ignore[no-any-return]
 
@@ -128,14 +137,16 @@ def moe_mlp_args(
 
 
 def new_parameter(*shape: int) -> nn.Parameter:
-    """Return a parameter without values, of torch's default device and type."""
+    """Return an uninitialized parameter of torch's default device and dtype."""
     where, kind = torch.get_default_device(), torch.get_default_dtype()
     return nn.Parameter(torch.empty(shape, device=where, dtype=kind))
 
 
 class ExpertArray(nn.Module):
-    """``num_experts`` networks as :class:`VanillaFFN`, in parameters with a row for each. ``first``: the
-    number of the first one in its layer."""
+    """``num_experts`` networks like :class:`VanillaFFN`, in parameters with one row per network. ``first`` is
+    the index
+    of the first one in its layer.
+    """
 
     def __init__(
         self,
@@ -149,7 +160,7 @@ class ExpertArray(nn.Module):
         layer: int,
         first: int = 0,
     ) -> None:
-        """``seed``, ``layer``: what the weights depend on."""
+        """The initial weights depend on ``seed`` and ``layer``."""
         super().__init__()
         self.num_experts, self.first = num_experts, first
         self.up = new_parameter(num_experts, d_ff, d_model)
@@ -161,7 +172,7 @@ class ExpertArray(nn.Module):
         self.reset_parameters()
 
     def note_own(self, own: range) -> None:
-        """Say which experts of the layer there are from now on."""
+        """Set which experts of the layer the parameters hold from now on."""
         self.num_experts, self.first = len(own), own.start
 
     @torch.no_grad()
@@ -178,7 +189,9 @@ class ExpertArray(nn.Module):
                     array[expert].copy_(row.uniform_(-bound, bound, generator=generator))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return what the experts make of tokens that are sorted by expert; ``counts``: how many each has."""
+        """Return the experts' results for tokens that are sorted by expert; ``counts`` is the number for
+        each.
+        """
         arrays = (tokens, self.up, self.up_bias, self.down, self.down_bias)
         kind = _autocast_type(tokens)
         with no_autocast(tokens):
@@ -197,13 +210,15 @@ class ExpertArray(nn.Module):
 class Experts(nn.Module):
     """The experts of a layer, all of class ``expert``, made with ``**expert_args``.
 
-    :class:`VanillaFFN` becomes an :class:`ExpertArray`. Other classes become a list; built on ``meta``, a
-    list gets its weights later, from torch's generator. Layers may share one object. ``expert_cls`` is
-    another name of ``expert``. ``layer_number``: None: how many ``Experts`` were made since
-    :func:`moe_set_seed`.
+    :class:`VanillaFFN` becomes an :class:`ExpertArray`. Other classes become a list; a list built on ``meta``
+    gets its
+    weights later, from torch's generator. Layers may share one object. ``expert_cls`` is another name of
+    ``expert``.
+    ``layer_number=None`` takes the number of ``Experts`` made since :func:`moe_set_seed`.
 
-    Where the launch says so, ``parallel=dict(moe=dict(size=2))``, ranks divide the experts: ``ranks`` says
-    which, and this rank makes its own alone. A list has them by their numbers then.
+    With ``parallel=dict(moe=dict(size=2))`` in the launch, ranks divide the experts: ``ranks`` are these
+    ranks, and
+    this rank makes only its own experts. A list then becomes a dict by expert index.
 
     Raises:
         ConfigError: no class or no number of experts is given, or ranks cannot divide so many.
@@ -243,20 +258,24 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(made) if self.ranks is None else nn.ModuleDict(dict(named))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return what the experts make of tokens that are sorted by expert; ``counts``: how many each has."""
+        """Return the experts' results for tokens that are sorted by expert; ``counts`` is the number for
+        each.
+        """
         if self.ranks is None:
             return self._computed(tokens, counts)
         return through_experts(self.ranks.sharing, tokens, counts, self._computed_alike)
 
     def note_ranks(self, ranks: ExpertRanks) -> None:
-        """Take part in the exchange from now on: parameters have this rank's experts."""
+        """Take part in the exchange from now on: parameters have only this rank's experts."""
         if self.array is not None:
             self.array.note_own(ranks.own(self.num_experts))
         self.ranks = ranks
 
     def _computed_alike(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return the same with the operators that other ranks run, however few tokens there are: without any,
-        those of a row that is left out, and gradients of zeros."""
+        """Compute with the same operators as other ranks, however few tokens there are. Without any, compute
+        with a row
+        to discard, which gives gradients of zeros.
+        """
         if len(tokens):
             return self._computed(tokens, counts)
         rows, counts = tokens.new_zeros(1, tokens.shape[1]), counts.clone()
@@ -264,21 +283,21 @@ class Experts(nn.Module):
         return self._computed(torch.cat([tokens, rows]), counts)[:0]
 
     def _computed(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return what this rank's experts make of tokens that are sorted by them."""
+        """Return the results of this rank's experts for tokens that are sorted by expert."""
         draws = self.training and (self.array is None or self.array.dropout.p > 0)
         with stream_of(self.ranks if draws else None, tokens.device):
             if self.array is not None:
                 return self.array(tokens, counts)  # type: ignore[no-any-return]
             assert self.experts is not None
             experts = self.experts.values() if isinstance(self.experts, nn.ModuleDict) else self.experts
-            # With gradients, experts without tokens run as well: their gradients are zeros.
+            # With gradients, experts without tokens run too: their gradients must be zeros, not None.
             pairs = zip(experts, tokens.split(_sizes(counts, len(tokens))), strict=True)
             runs = torch.is_grad_enabled() or not len(tokens)
             return torch.cat([expert(part) for expert, part in pairs if runs or len(part)])
 
 
 def _autocast_type(tokens: Tensor) -> torch.dtype | None:
-    """Return the type that autocast asks for; None outside of it."""
+    """Return the dtype of autocast; None outside autocast."""
     kind = tokens.device.type
     if tokens.is_meta:
         return None
@@ -286,7 +305,10 @@ def _autocast_type(tokens: Tensor) -> torch.dtype | None:
 
 
 def _can_group(tokens: Tensor, weight: Tensor) -> bool:
-    """Say whether torch multiplies these in groups: rows of whole 16 bytes, both ways."""
+    """Return whether torch can multiply these in groups: the dtype is supported, and rows are multiples of 16
+    bytes in
+    both layouts.
+    """
     if _grouped_mm is None or tokens.dtype != weight.dtype or not len(tokens):
         return False
     is_aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
@@ -294,7 +316,7 @@ def _can_group(tokens: Tensor, weight: Tensor) -> bool:
 
 
 def _grouped(tokens: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each token with the matrix of its expert, all at once."""
+    """Multiply each token by the matrix of its expert, in one call."""
     assert _grouped_mm is not None
     ends = counts.cumsum(0, dtype=torch.int32)
     rows = torch.arange(len(counts), dtype=torch.int64, device=counts.device)
@@ -303,14 +325,14 @@ def _grouped(tokens: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Te
 
 
 def _one_by_one(tokens: Tensor, weight: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """Multiply the tokens of each expert with its matrix."""
-    # unbind: the backward pass of weight[e] makes a tensor of the whole parameter for each expert.
+    """Multiply the tokens of each expert by its matrix, expert by expert."""
+    # unbind: the backward of weight[e] would allocate a tensor of the whole parameter for each expert.
     parts = zip(tokens.split(_sizes(counts, len(tokens))), weight.unbind(), bias.unbind(), strict=True)
     return torch.cat([functional.linear(part, matrix, added) for part, matrix, added in parts])
 
 
 def _sizes(counts: Tensor, num_tokens: int) -> list[int]:
-    """Return how many tokens each expert has; without data, the same number."""
+    """Return the number of tokens for each expert; on meta, equal numbers."""
     if not counts.is_meta:
         return [int(size) for size in counts.tolist()]
     share, rest = divmod(num_tokens, len(counts))

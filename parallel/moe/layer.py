@@ -1,4 +1,6 @@
-"""Layers of experts: the gate, the router and the experts in one, and Widenet, a model made of them."""
+"""Layers of experts: MoeLayer combines a gate, a router and experts; Widenet is a model made of such
+layers.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,26 @@ from gemini.parallel.moe.router import NormalNoiseGenerator, Routing, Top2Router
 
 
 class MoeLayer(RoutedLayer):
-    """Sends each token to a few experts and adds their results, each times its weight.
+    """Sends each token to a few experts and sums their weighted results.
 
-    The layer has the gate, which makes logits in fp32. Router and experts may be shared with other layers. A
-    dropped choice adds zero.
+    The layer owns the gate, which computes logits in fp32. Router and experts may be shared with other
+    layers. A dropped
+    choice adds zero.
 
     Args:
-        router: a :class:`TopKRouter` or a module that routes as one.
+        router: a :class:`TopKRouter`, or a module with its interface.
         experts: :class:`Experts`, as many as ``num_experts``.
-        aux_weight: 0: the losses of the router go to the record of the model, for ``MoeLoss``. Otherwise the
-            layer adds the gradient of its balance loss times this in backward, and reports no loss.
-        balance_over: whose choices the balance loss counts: those of this "rank", or those of the "group" of
-            ranks of data parallelism, with which it is the loss of one process; all ranks run the layer then.
-        has_bias: whether the choice has a bias, which ``BiasBalance`` moves.
+        aux_weight: 0 reports the router's losses to the record of the model, for ``MoeLoss``. Otherwise
+            backward
+            adds the gradient of ``aux_weight`` times the balance loss, and no loss is reported.
+        balance_over: the choices that the balance loss counts: those of this "rank", or those of the "group"
+            of
+            ranks of data parallelism. "group" gives the loss of one process; then all ranks must run the
+            layer.
+        has_bias: whether choices have a bias, which ``BiasBalance`` adjusts.
 
     Raises:
-        ConfigError: the experts are not as many as ``num_experts``, or there is no such ``balance_over``.
+        ConfigError: the number of experts is not ``num_experts``, or ``balance_over`` is unknown.
     """
 
     def __init__(
@@ -64,14 +70,16 @@ class MoeLayer(RoutedLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the gate's weights, small: all experts begin with about the same number of tokens."""
+        """Draw small weights for the gate, so that all experts begin with about the same number of tokens."""
         std = math.sqrt(0.1 / self.gate.shape[1])
         nn.init.trunc_normal_(self.gate, std=std, a=-2 * std, b=2 * std)
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """Return one like ``x``, [..., dim_model]. ``token_mask``: [...], 0 for padding, which becomes 0."""
+        """Return a tensor like ``x``, [..., dim_model]. ``token_mask`` [...] is 0 for padding, and the output
+        is 0 there.
+        """
         tokens = x.reshape(-1, x.shape[-1])
         with no_autocast(x):
             logits = functional.linear(tokens.float(), self.gate.float())
@@ -88,7 +96,7 @@ class MoeLayer(RoutedLayer):
         return y.to(x.dtype).view(x.shape)
 
     def _combined(self, tokens: Tensor, routing: Routing) -> Tensor:
-        """Return the weighted sum over the choices of each token, in their order."""
+        """Return, for each token, the weighted sum over its choices, in their order."""
         num_tokens, num_choices = routing.experts.shape
         chosen = routing.experts.reshape(-1)
         order = chosen.argsort(stable=True)
@@ -106,12 +114,13 @@ class MoeLayer(RoutedLayer):
 
 class Widenet(nn.Module):
     """A vision transformer that is wide instead of deep: its blocks share one attention and one set of
-    experts, and differ in their norms and gates.
+    experts, and
+    differ in their norms and gates.
 
     Args:
-        capacity_factor: of a :class:`Top2Router` in training.
-        img_size, patch_size, in_chans: of square pictures, [batch, in_chans, img_size, img_size].
-        size: further sizes, as :class:`WidenetBody` has them.
+        capacity_factor: the factor of a :class:`Top2Router` in training.
+        img_size, patch_size, in_chans: sizes of square images, [batch, in_chans, img_size, img_size].
+        size: further sizes, see :class:`WidenetBody`.
     """
 
     def __init__(
@@ -134,7 +143,7 @@ class Widenet(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the positions."""
+        """Draw the position embeddings."""
         nn.init.normal_(self.position, std=0.02)
 
     def forward(self, pictures: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""The losses of routers: how they are collected in a pass, and how they reach the gradients.
+"""The losses of routers: their collection in a pass, and their way into the gradients.
 
-Each model has a :class:`RouterRecord` of its own. Its layers report to it while the model's forward pass
-runs. Recomputation runs in backward, outside of a pass, so it reports nothing twice.
+Each model has its own :class:`RouterRecord`. Its layers report to it during the model's forward pass.
+Recomputation
+runs in backward, outside of a pass, so nothing is reported twice.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ from gemini.parallel.moe.router import Routing
 class RoutedLayer(nn.Module):
     """A layer with a router that reports to the record of its model."""
 
-    expert_bias: Tensor | None  # [experts]; added to scores for the choice alone
-    data_ranks: Axis | None = None  # those of data parallelism, as far as somebody has said
+    expert_bias: Tensor | None  # [experts]; added to scores only to choose experts
+    data_ranks: Axis | None = None  # ranks of data parallelism, if known
 
     def __init__(self) -> None:
         super().__init__()
-        # A bound method, not the record: a layer that runs again in backward must hold nothing that changes.
+        # A bound method, not the record: a layer that is recomputed must hold nothing that changes.
         self.report: Callable[[RoutedLayer, Routing], None] | None = None
 
     def note_data_ranks(self, ranks: Axis | None) -> None:
-        """Say which ranks of data parallelism there are, None for this process alone."""
+        """Set the ranks of data parallelism, None for one process."""
         self.data_ranks = ranks
 
 
 class RouterRecord:
-    """What the routers of a model report.
+    """The reports of a model's routers.
 
     Attributes:
-        balance: the balance loss of each layer, in the last pass in training.
+        balance: the balance loss of each layer, from the last training pass.
         z: the z losses.
-        counts: by layer, how many choices named each expert since :meth:`take_counts`.
+        counts: by layer, the number of choices of each expert since :meth:`take_counts`.
     """
 
     def __init__(self) -> None:
         self.balance: list[Tensor] = []
         self.z: list[Tensor] = []
         self.counts: dict[RoutedLayer, Tensor] = {}
-        self._depth = 0  # of running forward passes of the model
+        self._depth = 0  # nesting of running forward passes of the model
 
     @staticmethod
     def of(model: nn.Module) -> RouterRecord:
-        """Return the record of ``model``, made by the first call; that of a model is also its wrapper's.
+        """Return the record of ``model``; the first call makes it. A model and its wrapper share one record.
 
         Raises:
             ConfigError: the model has no layer with a router.
@@ -73,7 +74,7 @@ class RouterRecord:
         return record
 
     def add(self, layer: RoutedLayer, routing: Routing) -> None:
-        """Note what a layer in training reports; nothing outside of a forward pass of the model."""
+        """Record the report of a layer in training; ignored outside of a forward pass of the model."""
         if not self._depth:
             return
         self.balance.append(routing.balance_loss)
@@ -83,7 +84,7 @@ class RouterRecord:
             self.counts[layer] = routing.counts if before is None else before + routing.counts
 
     def take_counts(self) -> dict[RoutedLayer, Tensor]:
-        """Return the counts and begin at 0."""
+        """Return the counts and reset them to 0."""
         counts, self.counts = self.counts, {}
         return counts
 
@@ -97,14 +98,14 @@ class RouterRecord:
 
 
 class MoeLoss(nn.Module):
-    """A loss plus the losses of the model's routers in the pass before it.
+    """A loss plus the losses of the model's routers in the preceding pass.
 
-    ``initialize`` tells it the model; other programs call :meth:`bind`. In evaluation it is the loss alone.
+    ``initialize`` binds it to the model; other programs call :meth:`bind`. In evaluation it is only the loss.
 
     Args:
-        aux_weight: factor of the sum of the layers' balance losses.
-        loss_fn: the class of the loss; further arguments are its own.
-        z_weight: factor of the sum of the layers' z losses.
+        aux_weight: the factor of the sum of the layers' balance losses.
+        loss_fn: the class of the loss; further arguments are passed to it.
+        z_weight: the factor of the sum of the layers' z losses.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class MoeLoss(nn.Module):
         self.record: RouterRecord | None = None
 
     def bind(self, model: nn.Module) -> MoeLoss:
-        """Take the losses of this model from now on; return self. Call it before the first pass.
+        """Use the losses of this model from now on; return self. Call it before the first pass.
 
         Raises:
             ConfigError: the model has no layer with a router.
@@ -135,7 +136,7 @@ class MoeLoss(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the whole loss. Raises ConfigError before :meth:`bind`."""
+        """Return the total loss. Raises ConfigError before :meth:`bind`."""
         if self.record is None:
             raise ConfigError(
                 "MoeLoss does not know the model of its routers; call criterion.bind(model) before the first "
@@ -165,22 +166,25 @@ class _Attached(torch.autograd.Function):
 
 
 def attach(y: Tensor, loss: Tensor, *, scale: float | Callable[[], float] = 1.0) -> Tensor:
-    """Return ``y``; its backward pass also computes the gradient of ``loss``.
+    """Return ``y``; its backward also computes the gradient of ``loss``.
 
-    This trains routers where no criterion sees their losses, such as in a stage of a pipeline. ``scale``: the
-    factor of the loss; a callable is asked in backward, for example for the scale of fp16.
+    This trains routers if no criterion gets their losses, for example in a stage of a pipeline. ``scale`` is
+    the factor
+    of the loss; a callable is called in backward, for example for the loss scale of fp16.
     """
     return _Attached.apply(y, loss, scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class BiasBalance:
-    """Balances experts without a loss: moves the biases of layers after each step of an optimizer.
+    """Balances experts without a loss: adjusts the biases of layers after each optimizer step.
 
-    A bias moves by ``rate * sign(mean count - count)``, by the choices of all passes since the step before,
-    on all ranks of data parallelism. Layers have one if they are made with ``MoeLayer(has_bias=True)``.
+    A bias changes by ``rate * sign(mean count - count)``, with the choices of all passes since the previous
+    step on all
+    ranks of data parallelism. Layers made with ``MoeLayer(has_bias=True)`` have a bias.
 
     Raises:
-        ConfigError: no layer has a bias, or there are several processes and no layer knows which.
+        ConfigError: no layer has a bias, or there are several processes and a layer does not know its data
+            ranks.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, rate: float = 1e-3) -> None:
@@ -204,7 +208,7 @@ class BiasBalance:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Move the biases and begin to count at 0. The optimizer's step calls this."""
+        """Adjust the biases and reset the counts. The optimizer's step calls this."""
         counts = self._record.take_counts()
         for layer in self._layers:
             if layer.expert_bias is None:

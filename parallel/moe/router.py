@@ -1,7 +1,8 @@
-"""Routers: which experts compute each token, which tokens are dropped, and the weights of the results.
+"""Routers: choose the experts for each token, the tokens to drop, and the weights of the results.
 
-A router has no weights and no state. A layer gives it the logits of its gate, so that several layers may
-share one router. All computation is in fp32.
+A router has no weights and no state. A layer passes it the logits of its gate, so several layers may share
+one router.
+All computation is in fp32.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ Noise = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of one pass go.
+    """The routing of the tokens of one pass.
 
     Attributes:
         experts: [tokens, k]; the first choice of each token comes first.
-        weights: [tokens, k], fp32; 0 where a choice is dropped.
-        kept: [tokens, k]; None: nothing is dropped or padding.
-        counts: [experts]; how many choices name each expert, dropped ones included and padding left out.
+        weights: [tokens, k], fp32; 0 for a dropped choice.
+        kept: [tokens, k]; None if nothing is dropped or padding.
+        counts: [experts]; the number of choices of each expert, including dropped ones but not padding.
         mean_scores: [experts]; the mean probability of each expert over the tokens.
         balance_loss: num_experts * sum(share of choices * mean probability); 1 when balanced.
         z_loss: mean of logsumexp(logits)**2.
@@ -45,10 +46,11 @@ class Routing:
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many choices an expert takes: k * factor * tokens / experts, at least ``minimum``.
+    """The number of choices that an expert accepts: k * factor * tokens / experts, at least ``minimum``.
 
     ``rounding``: "up", or "even", which rounds down and then up to an even number. ``eval_factor``: the
-    factor outside of training; None: the same.
+    factor outside
+    of training; None: the same.
     """
 
     factor: float
@@ -65,7 +67,7 @@ class Capacity:
             )
 
     def of(self, num_tokens: int, num_choices: int, num_experts: int, *, training: bool) -> int:
-        """Return how many choices each expert takes."""
+        """Return the number of choices that each expert accepts."""
         factor = self.factor if training or self.eval_factor is None else self.eval_factor
         wanted = num_choices * factor * num_tokens / num_experts
         if self.rounding == "up":
@@ -75,7 +77,7 @@ class Capacity:
 
 
 class NormalNoiseGenerator:
-    """Adds normal noise to logits, with the standard deviation ``std``; None: 1 / num_experts."""
+    """Adds normal noise with the standard deviation ``std`` to logits; None means 1 / num_experts."""
 
     def __init__(self, num_experts: int, *, std: float | None = None) -> None:
         self.std = 1 / num_experts if std is None else std
@@ -86,7 +88,7 @@ class NormalNoiseGenerator:
 
 
 class UniformNoiseGenerator:
-    """Multiplies logits by factors that are uniform in [1 - eps, 1 + eps]."""
+    """Multiplies logits by factors uniform in [1 - eps, 1 + eps]."""
 
     def __init__(self, eps: float = 1e-2) -> None:
         self.eps = eps
@@ -97,19 +99,22 @@ class UniformNoiseGenerator:
 
 
 class TopKRouter(nn.Module):
-    """Sends each token to the ``num_choices`` experts with the largest scores, of equal ones to the lower.
+    """Sends each token to the ``num_choices`` experts with the largest scores; among equal scores, to the
+    lower index.
 
     Args:
-        score: what makes probabilities of logits, "softmax" or "sigmoid".
-        weights: what the weights of a token are divided by: "none", by 1; "chosen", by the sum over its
-            choices; "kept", by the sum over the choices that are not dropped. None: "chosen", and "none" for
-            one choice: divided by itself, a single weight is 1 and the gate gets no gradient.
-        capacity: None: no choice is dropped.
-        drop: whose choices an expert with too many keeps: "position", all first choices before all second
-            ones, then earlier tokens before later ones; "random", as "position" outside of training;
-            "probability", the larger ones.
+        score: the function from logits to probabilities, "softmax" or "sigmoid".
+        weights: the divisor of a token's weights: "none", 1; "chosen", the sum over its choices; "kept", the
+            sum
+            over its choices that are not dropped. None: "chosen", but "none" for one choice: a single weight
+            divided by itself is 1, and the gate would get no gradient.
+        capacity: None drops no choice.
+        drop: which choices an expert with too many keeps. "position": all first choices before all second
+            ones,
+            then earlier tokens before later ones. "random": random ones in training, else as "position".
+            "probability": those with the largest probabilities.
         noisy_func: changes the logits in training.
-        weights_from: probabilities of "clean" or of "noisy" logits are the weights.
+        weights_from: whether weights are probabilities of the "clean" or of the "noisy" logits.
     """
 
     def __init__(
@@ -151,8 +156,8 @@ class TopKRouter(nn.Module):
 
         Args:
             logits: [tokens, experts].
-            bias: [experts], added to scores for the choice alone; weights do not have it.
-            token_mask: [tokens]; False for padding, which no expert computes. It takes no place of a token.
+            bias: [experts], added to scores only to choose experts; weights do not contain it.
+            token_mask: [tokens]; False for padding, which no expert computes and which uses no capacity.
 
         Raises:
             ConfigError: there are fewer experts than choices, or the mask has another shape.
@@ -198,18 +203,18 @@ class TopKRouter(nn.Module):
     def _kept(
         self, experts: Tensor, probabilities: Tensor, num_experts: int, mask: Tensor | None
     ) -> Tensor | None:
-        """Return which choices are computed; None: all are."""
+        """Return which choices are computed; None if all are."""
         everyone = None if mask is None else mask[:, None].expand_as(experts)
         if self.capacity is None:
             return everyone
         num_tokens = len(experts) if mask is None or mask.is_meta else int(mask.sum())
         limit = self.capacity.of(num_tokens, self.num_choices, num_experts, training=self.training)
-        if limit >= num_tokens:  # the choices of a token are different experts
+        if limit >= num_tokens:  # all fit: the choices of a token are different experts
             return everyone
         chosen = experts if everyone is None else torch.where(everyone, experts, num_experts)
         flat = chosen.T.reshape(-1)  # all first choices, then all second ones
         order = self._order(flat, probabilities)
-        order = order[flat[order].argsort(stable=True)]  # by expert, within each by rank
+        order = order[flat[order].argsort(stable=True)]  # sorted by expert, and by priority for each expert
         sizes = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
         starts = sizes.scatter_add(0, flat, torch.ones_like(flat)).cumsum(0).roll(1)
         starts[0] = 0
@@ -231,11 +236,13 @@ class TopKRouter(nn.Module):
 
 
 class Top1Router(TopKRouter):
-    """The documents' router with one choice. Its weight is the probability, of the noisy logits in training.
+    """The router of the documents with one choice. Its weight is the probability, in training that of the
+    noisy logits.
 
-    An expert takes floor(factor * tokens / experts) choices, rounded up to an even number, and
-    ``min_capacity`` at least. ``select_policy``: "first" drops later tokens, "random" any of them.
-    ``drop_tks=False`` drops none.
+    An expert accepts floor(factor * tokens / experts) choices, rounded up to an even number, and at least
+    ``min_capacity``. ``select_policy="first"`` drops later tokens, "random" drops random ones.
+    ``drop_tks=False`` drops
+    none.
     """
 
     def __init__(
@@ -261,11 +268,12 @@ class Top1Router(TopKRouter):
 
 
 class Top2Router(TopKRouter):
-    """The documents' router with two choices. Their weights are the probabilities, of the noisy logits in
-    training; where one choice is dropped, the weight of the other stays.
+    """The router of the documents with two choices. Their weights are the probabilities, in training those of
+    the noisy
+    logits. If one choice is dropped, the weight of the other does not change.
 
-    An expert takes floor(2 * factor * tokens / experts) choices, rounded up to an even number, and
-    ``min_capacity`` at least. Second choices come after all first ones. ``drop_tks=False`` drops none.
+    An expert accepts floor(2 * factor * tokens / experts) choices, rounded up to an even number, and at least
+    ``min_capacity``. Second choices come after all first ones. ``drop_tks=False`` drops none.
     """
 
     def __init__(
@@ -292,7 +300,7 @@ def balance_loss(counts: Tensor, mean_scores: Tensor) -> Tensor:
 
 
 def no_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which operators on ``tensor`` compute in the types of their operands."""
+    """Return a context in which operators on ``tensor`` compute in the dtypes of their operands."""
     return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
