@@ -1,4 +1,4 @@
-"""Sequence parallelism: each rank has a part of every sequence, and attention goes across them."""
+"""Sequence parallelism: each rank has a part of every sequence, and attention works across the parts."""
 
 from gemini.parallel.sequence.batch import Batch, Order, cut_batch
 from gemini.parallel.sequence.mean_loss import mean_of

@@ -1,4 +1,4 @@
-"""Attention across the parts of a sequence, instead of torch's function of that name."""
+"""Attention across the parts of a sequence, as a replacement for torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from gemini.parallel.tensor.cut_outline import OutlineAxis
 
 
 class _Join(torch.autograd.Function):
-    """All ranks go on with the whole, so each has its whole gradient. That of a part is its part of this,
-    times the number of ranks: data parallelism, of which they are ranks too, divides by it."""
+    """Gathers the whole sequence on all ranks. Each rank has the whole gradient then. The gradient of a part
+    is its part
+    of this, times the number of ranks: data parallelism averages over these ranks too and divides by their
+    number.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, order: Order) -> torch.Tensor:
@@ -38,12 +41,12 @@ class _Join(torch.autograd.Function):
 
 
 class SequenceAttention:
-    """What the attention of one model is replaced by; None as ``axis``: one rank has the whole sequence."""
+    """The replacement for the attention of one model. ``axis=None``: one rank has the whole sequence."""
 
     def __init__(self, axis: Axis | None, order: Order, method: str) -> None:
         self.axis, self.order, self.method = axis, order, method
         self._threads = threading.local()
-        # Of sequences, without what fills them up, by that of a part.
+        # By the length of a part: the length of the sequence, without padding.
         self._lengths: dict[int, int] = {}
 
     def __call__(
@@ -57,14 +60,14 @@ class SequenceAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Attend with this rank's queries to the keys and values of all ranks; arguments are those of
-        ``scaled_dot_product_attention``, masks as :class:`AttentionMask` has them.
+        """Attend with this rank's queries to the keys and values of all ranks. The arguments are those of
+        ``scaled_dot_product_attention``, with masks as for :class:`AttentionMask`.
 
-        On ``meta`` nobody is asked: what is returned has the shape of the output. Over an
-        :class:`OutlineAxis` it is computed there as a rank computes it.
+        On ``meta`` there is no communication: it returns a tensor of the output's shape. Over an
+        :class:`OutlineAxis` it computes on ``meta`` as a rank would.
 
         Raises:
-            ConfigError: the tensors are not (batch, heads, length, features), or the mask says too little.
+            ConfigError: the tensors are not (batch, heads, length, features), or the mask is too small.
         """
         if self._asks_nobody(query):
             return query.new_empty(*query.shape[:-1], value.size(-1))
@@ -99,11 +102,13 @@ class SequenceAttention:
         *,
         causal: bool,
     ) -> torch.Tensor:
-        """Attend as a call does to tensors of 4 dimensions, with scores as ``scoring`` says. Heads of keys
-        may be fewer than those of queries.
+        """Attend with tensors of 4 dimensions, with scores as in ``scoring``. There may be fewer key heads
+        than query
+        heads.
 
         Raises:
-            ConfigError: the mask says too little; sinks are not one for each head; or a ring is to drop
+            ConfigError: the mask is too small, there is not one sink for each head, or ring attention is to
+                drop
                 weights.
         """
         if self._asks_nobody(query):
@@ -133,7 +138,7 @@ class SequenceAttention:
 
     @contextmanager
     def in_place_of_torch(self) -> Iterator[None]:
-        """Take every call of torch's function in this thread, until the end."""
+        """Replace torch's attention function in this thread inside the block."""
         if self.axis is None or getattr(self._threads, "taken", False):
             yield
             return
@@ -144,32 +149,32 @@ class SequenceAttention:
         finally:
             self._threads.taken = False
 
-    # -- a sequence that is cut inside of the model ------------------------------------------------
+    # -- a sequence that is cut inside the model -----------------------------------------------------
 
     def begin(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of hidden states (batch, length, features), of any length."""
+        """Return this rank's part of hidden states (batch, length, features) of any length."""
         part = self.part_of(whole)
         self.has_cut(whole.size(1))
         return part
 
     def has_cut(self, length: int) -> None:
-        """Note the length of sequences that are cut: nobody attends to what fills them up."""
+        """Record the length of sequences before padding: attention hides the padding."""
         self._lengths[self.order.padded(length) // self.order.size] = length
 
     def end(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states that all ranks go on with."""
+        """Gather the hidden states on all ranks, without padding."""
         assert self.axis is not None
         whole: torch.Tensor = _Join.apply(part, self.axis, self.order)  # type: ignore[no-untyped-call]
         return whole[:, : self.length_of(part.size(1))]
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor (batch, length, ...); what is missing is filled up."""
+        """Return this rank's part of a tensor (batch, length, ...), padded with zeros if necessary."""
         assert self.axis is not None
         missing = self.order.padded(whole.size(1)) - whole.size(1)
         return self.order.part(filled(whole, missing, 0) if missing else whole, self.axis.rank, 1)
 
     def length_of(self, length: int) -> int:
-        """Return that of the sequence of which parts have ``length``, as it was when it was cut."""
+        """Return the length of the sequence before padding, if parts have ``length``."""
         return self._lengths.get(length, self.order.size * length)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> SequenceAttention:
@@ -177,7 +182,7 @@ class SequenceAttention:
 
 
 class _Taken(TorchFunctionMode):
-    """Hands calls of torch's attention to another function."""
+    """Redirects calls of torch's attention to another function."""
 
     def __init__(self, attention: SequenceAttention) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Modules of models that call torch's attention by themselves: while they compute, it is another function."""
+"""Modules of models that call torch's attention directly: the function is replaced while they compute."""
 
 from __future__ import annotations
 
@@ -15,20 +15,24 @@ from gemini.parallel.tensor.layers import Attention as CutHeads
 
 
 class AttendingModule(nn.Module):
-    """A module whose calls of ``scaled_dot_product_attention`` are taken. Not a hook of the model, so that a
-    block that is recomputed in backward, when the model's own call is over, attends as in forward."""
+    """A module with its calls of ``scaled_dot_product_attention`` redirected. Not a hook of the model, so
+    that a block that
+    is recomputed in backward, outside the model's call, attends as in forward.
+    """
 
     sequence_attention: SequenceAttention
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the original module returns, with attention across the ranks."""
+        """Run the original module with attention across the ranks."""
         with self.sequence_attention.in_place_of_torch():
             return super().forward(*args, **kwargs)
 
 
 class AttendingHeads(AttendingModule, nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` across parts of a sequence; without weights of attention, which no rank has.
-    One that was cut by its heads stays so."""
+    """``nn.MultiheadAttention`` across parts of a sequence. It returns no attention weights, because no rank
+    has them. A
+    module that was cut by heads stays cut.
+    """
 
     def forward(
         self,
@@ -41,10 +45,11 @@ class AttendingHeads(AttendingModule, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[torch.Tensor, None]:
-        """Return the output as torch's does, and None.
+        """Return the output as torch's module does, and None.
 
-        Masks: ``is_causal`` alone, with whatever ``attn_mask``; ``key_padding_mask`` of this rank's keys or
-        of all; ``attn_mask`` of this rank's queries, or all, by all keys.
+        Masks: with ``is_causal``, ``attn_mask`` is ignored; ``key_padding_mask`` covers this rank's keys or
+        all keys;
+        ``attn_mask`` covers this rank's queries, or all queries, and all keys.
         """
         if query.dim() != 3:
             raise ConfigError("attention between parts of a sequence takes batches; this query has none")
@@ -75,7 +80,7 @@ class AttendingHeads(AttendingModule, nn.MultiheadAttention):
 
 
 def _joined(mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
-    """Return what is added to scores (batch, heads, rows, keys); True in the masks: is not to be seen."""
+    """Return the bias for scores (batch, heads, rows, keys). True in boolean masks means hidden."""
     if mask is not None:
         mask = _added(mask, q.dtype)
         if mask.dim() == 3:
@@ -93,7 +98,7 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def refuse_torch_attention(model: nn.Module) -> None:
-    """Raise ConfigError where an ``nn.MultiheadAttention`` of ``model`` has what is not replaced."""
+    """Raise ConfigError if an ``nn.MultiheadAttention`` of ``model`` has unsupported options."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue
@@ -104,11 +109,11 @@ def refuse_torch_attention(model: nn.Module) -> None:
 
 
 def replace_torch_attention(model: nn.Module, attention: SequenceAttention) -> None:
-    """Have all modules of ``model`` call ``attention``."""
+    """Make all modules of ``model`` use ``attention``."""
     for module in list(model.modules()):
         if isinstance(module, nn.MultiheadAttention):
             _become(module, AttendingHeads, attention)
-            module._qkv_same_embed_dim = False  # torch's kernel for whole layers must not take the weights
+            module._qkv_same_embed_dim = False  # torch's fused kernel must not use the weights
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
         elif not type(module).__module__.startswith("torch.nn.modules"):
@@ -119,7 +124,7 @@ def replace_torch_attention(model: nn.Module, attention: SequenceAttention) -> N
 def _class_of(kind: type[AttendingModule], was: type[nn.Module]) -> type[nn.Module]:
     bases: tuple[type[nn.Module], ...] = (kind, was)
     if issubclass(was, nn.MultiheadAttention) and not issubclass(was, CutHeads):
-        # A subclass that calls its base goes on doing so.
+        # A subclass that calls its base must keep doing so.
         bases = (kind,) if was is nn.MultiheadAttention else (was, kind)
     return type(was.__name__, bases, {"__module__": was.__module__})
 

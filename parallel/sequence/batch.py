@@ -1,4 +1,4 @@
-"""Cutting batches of whole sequences into each rank's part, and which tokens those are."""
+"""Cut batches of whole sequences into each rank's part, and compute the positions of its tokens."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from gemini.parallel.sequence.mean_loss import IGNORED
 class Order:
     """A sequence cut over ``size`` ranks into equal parts.
 
-    In order of the ranks or, with ``zigzag``, in twice as many stretches, of which a rank has one from the
-    front and its mirror image from the back: under a causal mask all ranks then have as much to do.
+    Without ``zigzag`` the parts are in rank order. With it, the sequence has twice as many stretches, and a
+    rank gets one
+    from the front and its mirror image from the back, which balances the work under a causal mask.
     """
 
     size: int
@@ -26,19 +27,19 @@ class Order:
 
     @property
     def num_stretches(self) -> int:
-        """In how many equal stretches the sequence is cut."""
+        """The number of equal stretches of the sequence."""
         return 2 * self.size if self.zigzag else self.size
 
     def padded(self, length: int) -> int:
-        """Return the next length, from ``length`` on, that can be cut."""
+        """Return the smallest length >= ``length`` that can be cut."""
         return -(-length // self.num_stretches) * self.num_stretches
 
     def stretches(self, rank: int) -> tuple[int, ...]:
-        """Return which stretches ``rank`` has."""
+        """Return the indices of the stretches of ``rank``."""
         return (rank, 2 * self.size - 1 - rank) if self.zigzag else (rank,)
 
     def part(self, whole: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
-        """Return what ``rank`` has of a tensor of the whole sequence.
+        """Return the part of ``rank`` of a tensor of the whole sequence.
 
         Raises:
             ConfigError: its length cannot be cut.
@@ -53,21 +54,21 @@ class Order:
         return found[0].contiguous() if len(found) == 1 else torch.cat(found, dim)
 
     def whole(self, parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """Return the tensor of which the ranks, in order, have these ``parts``."""
+        """Return the whole tensor from the ``parts`` of all ranks, in rank order."""
         if not self.zigzag:
             return torch.cat(list(parts), dim)
         halves = [part.chunk(2, dim) for part in parts]
         return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim)
 
     def positions(self, length: int, rank: int, device: torch.device | None = None) -> torch.Tensor:
-        """Return where in the sequence the ``length`` tokens of ``rank`` are, as int64."""
+        """Return the positions in the sequence of the ``length`` tokens of ``rank``, as int64."""
         stretch = length // (2 if self.zigzag else 1)
         starts = [index * stretch for index in self.stretches(rank)]
         return torch.cat([torch.arange(start, start + stretch, device=device) for start in starts])
 
 
 class Batch(NamedTuple):
-    """A rank's part of a batch: tokens, what each is to predict, where each is, each (batch, length, ...)."""
+    """A rank's part of a batch: tokens, the label of each, the position of each, all (batch, length, ...)."""
 
     inputs: torch.Tensor
     labels: torch.Tensor | None
@@ -84,14 +85,14 @@ def cut_batch(
     shifts_labels: bool = True,
     padding: float = 0,
 ) -> Batch:
-    """Return the part of whole sequences (batch, length, ...) that ``rank`` has.
+    """Return the part of whole sequences (batch, length, ...) for ``rank``.
 
     Args:
-        labels: token by token, those to ignore -100. With ``shifts_labels`` each token's is that of the one
-            behind it, as a language model predicts it; they are shifted before they are cut.
-        positions: those of the tokens, (batch or 1, length); by default 0, 1, 2, ...
-        padding: what fills up ``inputs`` where the ranks do not divide the length: labels there are -100,
-            positions go on.
+        labels: one per token, -100 to ignore it. With ``shifts_labels`` each token gets the label of the next
+            one, as a language model predicts it; labels are shifted before they are cut.
+        positions: those of the tokens, (batch or 1, length); default 0, 1, 2, ...
+        padding: pads ``inputs`` if the ranks do not divide the length. Labels there are -100, and positions
+            continue.
 
     Raises:
         ConfigError: lengths differ.
@@ -118,10 +119,12 @@ def cut_batch(
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return for each token of whole sequences (batch, length) the label of the next one."""
+    """Return for each token of whole sequences (batch, length) the label of the next token; -100 for the
+    last.
+    """
     return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 
 def filled(x: torch.Tensor, missing: int, value: float) -> torch.Tensor:
-    """Return ``x`` (batch, length, ...) with ``missing`` tokens behind it."""
+    """Return ``x`` (batch, length, ...) with ``missing`` tokens of ``value`` appended."""
     return torch.cat([x, x.new_full((x.size(0), missing, *x.shape[2:]), value)], 1)

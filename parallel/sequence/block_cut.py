@@ -1,4 +1,4 @@
-"""Cutting the sequence inside of a model: before its first block, and together again behind its last."""
+"""Cut the sequence inside a model: before its first block, and gather it behind its last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the one list of blocks of a class that ``model`` has.
+    """Return the blocks of ``model``, its only list of modules of one class.
 
     Raises:
         ConfigError: there is none, or more than one.
@@ -35,7 +35,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def cut_at_blocks(blocks: list[nn.Module], attention: SequenceAttention) -> None:
-    """Give ``blocks`` parts of the sequence (batch, length, features) that they are called with."""
+    """Make ``blocks`` compute with parts of the sequence (batch, length, features) that they are called
+    with.
+    """
     if attention.axis is None:
         return
     blocks[0].register_forward_pre_hook(partial(_begin, attention), with_kwargs=True)
@@ -64,7 +66,9 @@ def _go_on(
 
 
 def _cut_positions(attention: SequenceAttention, kwargs: dict[str, Any], length: int) -> dict[str, Any]:
-    """Cut what a block is told of the places of its tokens: (batch or 1, length, ...), or several of them."""
+    """Cut the keywords with positions in a block's call: tensors (batch or 1, length, ...), or tuples of
+    them.
+    """
 
     def cut(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,4 +1,6 @@
-"""Models of transformers: their attention goes through a registry, in which ours gets a name."""
+"""Sequence parallelism for models of transformers: their attention is looked up in a registry, where ours
+gets a name.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _UNKNOWN = ("position_bias",)  # arguments of attention that change its scores
 
 
 def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
-    """Raise ConfigError where parts of a sequence would go through ``model`` as if they were whole ones."""
+    """Raise ConfigError if ``model`` would treat parts of a sequence as whole sequences."""
     name, family = type(model).__name__, family_of(model)
     if family.two_sequences:
         raise ConfigError(
@@ -55,7 +57,7 @@ def _takes_router_loss(model: Any) -> str:
 
 
 def _refuse_parts_of_batches(name: str, family: Family) -> None:
-    """Raise ConfigError where a model makes something of whole sequences around its blocks."""
+    """Raise ConfigError if a model computes something from whole sequences outside of its blocks."""
     way_out = "give whole batches to all ranks and cut='blocks'"
     if family.loss is Loss.WHOLE_SEQUENCE:
         raise ConfigError(f"{name} takes its loss of a whole sequence, and each rank has a part; {way_out}")
@@ -75,8 +77,10 @@ def _refuse_parts_of_batches(name: str, family: Family) -> None:
 
 
 def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: bool) -> None:
-    """Have ``model`` call ``attention``; with ``cuts_blocks`` its masks are of whole sequences as they are.
-    Other models that share its configuration are left alone."""
+    """Make ``model`` use ``attention``; with ``cuts_blocks`` its masks are those of whole sequences. Other
+    models that
+    share its configuration are not changed.
+    """
     family = family_of(model)
     modeling = importlib.import_module("transformers.modeling_utils")
     masking = importlib.import_module("transformers.masking_utils")
@@ -84,7 +88,7 @@ def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: 
     modeling.ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, attention))
     mask = masking.sdpa_mask if cuts_blocks else partial(_mask, attention, masking.sdpa_mask)
     masking.ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-    configs: dict[int, Any] = {}  # copies, by the identity of what they are copies of
+    configs: dict[int, Any] = {}  # copies, by the id of the original
     memo: dict[int, Any] = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -110,8 +114,10 @@ def _attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend across the ranks, with the arguments of transformers' ``sdpa_attention_forward``, and the soft
-    cap (``softcap``) and sinks (``s_aux``, one for each query head) of its other attention functions."""
+    """Attend across the ranks. Takes the arguments of transformers' ``sdpa_attention_forward``, and the soft
+    cap
+    (``softcap``) and sinks (``s_aux``, one for each query head) of its other attention functions.
+    """
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ConfigError(
@@ -143,8 +149,10 @@ def _mask(
     attention_mask: torch.Tensor | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """Return the mask of the whole sequence, of which this rank has ``q_length`` tokens, from the arguments
-    of transformers' ``sdpa_mask``. All ranks call this."""
+    """Return the mask of the whole sequence, with ``q_length`` tokens of it on this rank, from the arguments
+    of
+    transformers' ``sdpa_mask``. Collective.
+    """
     axis, order = attention.axis, attention.order
     if int(q_offset) or int(kv_offset):
         raise ConfigError("a sequence over several ranks is for training; generate with a model of its own")
@@ -163,7 +171,7 @@ def _mask(
     if local is None and options.get("allow_is_bidirectional_skip"):
         return None if padding is None or bool(padding.all()) else padding[:, None, None, :]
     if local is None and options.get("allow_is_causal_skip") and (padding is None or _is_at_the_end(padding)):
-        return None  # who looks back does not see it
+        return None  # padding at the end: a causal query never sees it
     rows = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     stretch = q_length * order.size // order.num_stretches
     return torch.cat(
@@ -173,8 +181,10 @@ def _mask(
 
 
 def _is_at_the_end(padding: torch.Tensor) -> bool:
-    """Say whether nothing that counts is behind what does not; ``padding``: (batch, length), True counts. On
-    ``meta``, where there are no values, it is so."""
+    """Return whether all padding is at the end; ``padding``: (batch, length), True for tokens that count. On
+    ``meta``,
+    which has no values, it is assumed.
+    """
     return padding.is_meta or bool((padding[:, 1:] <= padding[:, :-1]).all())
 
 
@@ -184,7 +194,7 @@ def _completed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a forward pass is called with, for one on parts."""
+    """Return the arguments for a forward pass on parts."""
     if asked is not None:
         asked(args, kwargs)
     return (args, kwargs) if complete is None else complete(args, kwargs)
@@ -193,8 +203,10 @@ def _completed(
 def _refuse_router_loss(
     model: Any, configs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise ConfigError where a forward pass takes a loss of routers: its call and its configuration may ask
-    for one at any time."""
+    """Raise ConfigError if a forward pass computes a router loss: its call and its configuration may request
+    one at any
+    time.
+    """
     given = dict(zip(_parameters(model), args, strict=False)) | kwargs
     asked = given.get("output_router_logits")
     if asked or (asked is None and any(getattr(each, "output_router_logits", False) for each in configs)):
@@ -208,8 +220,10 @@ def _complete(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a forward pass what the model would make of the length of its input: positions, and the mask of
-    documents that positions which begin again tell apart."""
+    """Add the arguments that the model would compute from the length of its input: positions, and the mask of
+    documents
+    if positions restart within a sequence. Collective.
+    """
     names = _parameters(model)
     given = dict(zip(names, args, strict=False)) | kwargs
     tokens = given.get("input_ids")
@@ -233,7 +247,7 @@ def _complete(
                 "layers with windows; give whole batches to all ranks and cut='blocks', or one document a row"
             )
     if attention.order.zigzag and given.get("attention_mask") is None:
-        # Without one transformers would take the jump between two stretches for the border of documents.
+        # Without a mask transformers would take the jump between two stretches for a document border.
         given["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device)
     return (), given
 
@@ -241,8 +255,10 @@ def _complete(
 def _positions(
     attention: SequenceAttention, family: Family, tokens: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return those of this rank's ``tokens``, (batch or 1, length), as the model makes them of a whole
-    sequence. All ranks call this."""
+    """Return the positions of this rank's ``tokens``, (batch or 1, length), as the model computes them for a
+    whole
+    sequence. Collective.
+    """
     axis, order = attention.axis, attention.order
     assert axis is not None
     if family.positions is Positions.COUNTED_IN_MASK and mask is not None:
@@ -252,8 +268,10 @@ def _positions(
 
 
 def _mask_of_documents(attention: SequenceAttention, positions: torch.Tensor) -> torch.Tensor | None:
-    """Return what tokens of the documents that lie side by side in a sequence may see, (batch, 1, rows here,
-    keys); None for one document, as on ``meta``. All ranks call this."""
+    """Return the mask (batch, 1, rows here, keys) of documents side by side in a sequence; None for one
+    document, and on
+    ``meta``. Collective.
+    """
     axis, order = attention.axis, attention.order
     assert axis is not None
     every = order.whole(axis.all_gather(positions), 1)
@@ -267,5 +285,5 @@ def _mask_of_documents(attention: SequenceAttention, positions: torch.Tensor) ->
 
 
 def _parameters(model: nn.Module) -> list[str]:
-    """Return the names of what the model's forward takes."""
+    """Return the names of the parameters of the model's forward."""
     return list(inspect.signature(model.forward).parameters)

@@ -1,7 +1,8 @@
-"""Models of transformers inside other modules: PEFT's, a value head, one of the user's own.
+"""Models of transformers inside other modules: PEFT's, a value head, or a user's own.
 
-What parts of sequences need is decided by the class of a model: its masks, its positions, its loss. A module
-around it has another class and passes on what it is called with, so the model inside is asked.
+The class of a model decides what it needs for parts of sequences: masks, positions and loss. A wrapper has
+another
+class and passes its arguments on, so the inner model is examined.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Complete = Callable[[tuple[Any, ...], dict[str, Any]], Call]
 
 
 def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: bool) -> None:
-    """Raise ConfigError where what is around ``inner`` computes with neighbouring tokens, or adds some."""
+    """Raise ConfigError if modules around ``inner`` compute with neighbouring tokens, or add tokens."""
     if model is inner:
         return
     name, own = type(model).__name__, {id(part) for part in inner.modules()}
@@ -38,26 +39,30 @@ def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: boo
 
 
 class _Completed(nn.Module):
-    """A model whose forward pass is given what it would make of whole sequences, whoever calls it: PEFT calls
-    ``forward`` itself, without hooks."""
+    """A model with a forward pass that completes its arguments, for every caller: PEFT calls ``forward``
+    directly,
+    without hooks.
+    """
 
     sequence_completes: Complete
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model does."""
+        """Run the model with completed arguments."""
         args, kwargs = self.sequence_completes(args, kwargs)
         return super().forward(*args, **kwargs)
 
 
 def complete_calls(model: nn.Module, complete: Complete) -> None:
-    """Have ``complete(args, kwargs)`` say with what the forward pass of ``model`` is called."""
+    """Make ``complete(args, kwargs)`` transform the arguments of the forward pass of ``model``."""
     mix_in(model, _Completed)
     cast(_Completed, model).sequence_completes = complete
 
 
 def require_loss_of(inner: Any, model: nn.Module) -> None:
-    """Have ``model``, which is around ``inner``, refuse labels that ``inner`` takes no loss of: labels of a
-    part have been shifted before they were cut, and what is around would shift them again."""
+    """Make ``model``, which wraps ``inner``, refuse labels if ``inner`` does not compute their loss. Labels
+    of a part were
+    shifted before they were cut, and the wrapper would shift them again.
+    """
     watch = _LossWatch(inner.loss_function)
     inner.loss_function = watch
     model.register_forward_pre_hook(watch.begin, with_kwargs=True)
@@ -65,7 +70,7 @@ def require_loss_of(inner: Any, model: nn.Module) -> None:
 
 
 class _LossWatch:
-    """The loss function of a model of transformers, and whether it was called."""
+    """The loss function of a model of transformers; records whether it was called."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self._loss = loss
@@ -76,11 +81,11 @@ class _LossWatch:
         return self._loss(*args, **kwargs)
 
     def begin(self, _model: nn.Module, _args: tuple[Any, ...], _kwargs: Mapping[str, Any]) -> None:
-        """Forget the pass before."""
+        """Forget the previous pass."""
         self._was_called = False
 
     def end(self, model: nn.Module, _args: tuple[Any, ...], kwargs: Mapping[str, Any], _out: Any) -> None:
-        """Raise ConfigError where labels were given, and the loss is somebody else's."""
+        """Raise ConfigError if labels were given but another loss function was used."""
         if kwargs.get("labels") is not None and not self._was_called:
             raise ConfigError(
                 f"{type(model).__name__} takes a loss of its own of labels that SequenceParallel.cut has "

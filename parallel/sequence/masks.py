@@ -1,4 +1,4 @@
-"""Masks of attention between parts of a sequence: made whole, or rows of them."""
+"""Attention masks between parts of a sequence: assembled for all queries, or for this rank's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ _ROWS, _KEYS = 2, 3  # dimensions of a mask: batch, heads, rows (queries), keys
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What the queries of a rank may see of all keys, as ``scaled_dot_product_attention`` takes it: True, or
-    what is added to scores.
+    """The mask of a rank's queries over all keys, as ``scaled_dot_product_attention`` takes it: boolean (True
+    means
+    visible), or a bias for scores.
 
-    ``mask`` broadcasts to (batch, heads, rows, keys). Its rows are those of all queries, of this rank's, or
-    one for all; its keys all keys or, with one row, this rank's. "All" may be with what fills up the last
-    parts, which nobody sees. ``here``: how many queries and keys this rank has; ``whole``: of how many they
-    are, without what fills up.
+    ``mask`` broadcasts to (batch, heads, rows, keys). Its rows are those of all queries, of this rank's
+    queries, or one
+    for all; its keys are all keys or, with one row, this rank's keys. "All" may include the padding of the
+    last parts,
+    which is hidden.
+
+    Attributes:
+        here: the numbers of queries and keys on this rank.
+        whole: the numbers of queries and keys in the sequence, without padding.
     """
 
     mask: torch.Tensor | None
@@ -52,18 +58,20 @@ class AttentionMask:
         )
 
     def of_all_queries(self, heads: slice) -> torch.Tensor | None:
-        """Return the mask of all queries and keys, for some ``heads``. All ranks call this."""
+        """Return the mask of all queries and keys, for some ``heads``. Collective."""
         mask = self._of_all_keys()
         if mask is not None and mask.size(_ROWS) == self.here[0]:
             mask = self._gathered(mask, _ROWS)
         return mask if mask is None or mask.size(1) == 1 else mask[:, heads]
 
     def of_own_queries(self, device: torch.device) -> torch.Tensor | None:
-        """Return the mask of this rank's queries, or one row for all, and all keys, with those that fill up
-        the last parts hidden. All ranks call this."""
+        """Return the mask of this rank's queries, or one row for all, over all keys, with padding keys
+        hidden.
+        Collective.
+        """
         mask = self._of_all_keys()
         rows, keys = (filled - whole for filled, whole in zip(self._filled(), self.whole, strict=True))
-        if keys and mask is None and not self.causal:  # who looks back does not see them
+        if keys and mask is None and not self.causal:  # causal queries never see them
             mask = torch.ones(1, 1, 1, self.whole[1], dtype=torch.bool, device=device)
         if mask is None:
             return None
@@ -86,7 +94,7 @@ class AttentionMask:
         return mask
 
     def _filled(self) -> tuple[int, int]:
-        """Return how many queries and keys all ranks have, with what fills up."""
+        """Return the numbers of queries and keys on all ranks, including padding."""
         return self.axis.size * self.here[0], self.axis.size * self.here[1]
 
     def _gathered(self, mask: torch.Tensor, dim: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The mean loss over the tokens of all ranks; each rank has some of them."""
+"""The mean loss over the tokens of all ranks, if each rank has some of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
 
-IGNORED = -100  # a label that does not count, as torch has it
+IGNORED = -100  # the label to ignore, as in torch
 
 
 class _Mean(torch.autograd.Function):
@@ -34,24 +34,29 @@ class _Mean(torch.autograd.Function):
 
 
 def mean_of(total: torch.Tensor, count: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """Return the sum of all ranks' ``total`` over that of their ``count``, the same on all; NaN, with a
-    gradient of zero, where nothing counts. Its gradient is right where gradients of the ranks of ``axis``
-    are averaged."""
+    """Return the sum of all ranks' ``total`` over the sum of their ``count``, the same on all; NaN, with a
+    gradient of
+    zero, if nothing counts. The gradient is correct if gradients are averaged over the ranks of ``axis``.
+    Collective.
+    """
     found: torch.Tensor = _Mean.apply(total, count, axis)  # type: ignore[no-untyped-call]
     return found
 
 
 def mean_loss(loss: torch.Tensor, labels: torch.Tensor, axis: Axis | None, ignore_index: int) -> torch.Tensor:
-    """Return the mean over all ranks of ``loss``, the mean over this rank's ``labels`` that count; it may be
-    NaN where none does."""
+    """Return the mean loss over all ranks. ``loss`` is the mean over this rank's ``labels`` that count; it
+    may be NaN if
+    none does. Collective.
+    """
     count = (labels != ignore_index).sum()
     total = torch.where(count > 0, loss, 0.0) * count
     return mean_of(total, count, axis)
 
 
 def take_loss_over_ranks(model: Any, axis: Axis | None) -> None:
-    """Make a causal language model of transformers, whose loss is a function that it has, return the mean
-    over all ranks."""
+    """Make a causal language model of transformers with a replaceable loss function return the mean over all
+    ranks.
+    """
     model.loss_function = partial(_causal_loss, model.loss_function, axis)
 
 
@@ -67,7 +72,8 @@ def _causal_loss(
     **others: Any,
 ) -> torch.Tensor:
     """Return the loss of a causal language model, from the arguments of transformers' loss function;
-    ``num_items_in_batch`` counts the items of all ranks."""
+    ``num_items_in_batch`` counts the items of all ranks.
+    """
     if shift_labels is None:
         raise ConfigError(
             "the labels are of a part of a sequence and the model would shift them inside of it; cut batches "

@@ -1,4 +1,4 @@
-"""A model on ``meta`` that attends as one rank of several: without the others, without values."""
+"""A model on ``meta`` that attends as one of several ranks, without the other ranks and without values."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from gemini.parallel.tensor.cut_outline import OutlineAxis
 
 
 class SequenceOutline:
-    """``model``, on ``meta``, with the attention of the first of ``size`` ranks, each of which has a part of
-    every sequence. No rank has more heads than the first.
+    """``model``, on ``meta``, with the attention of the first of ``size`` ranks, which each have a part of
+    every
+    sequence. No rank has more heads than the first.
 
-    ``fills_up``: whether a batch that was cut was filled up, so that its masks hide something.
+    ``fills_up``: whether a cut batch was padded, so that its masks hide something.
 
     Raises:
-        ConfigError: the model cannot work on parts, as :func:`parallelize_sequence` says.
+        ConfigError: the model cannot work on parts, see :func:`parallelize_sequence`.
     """
 
     def __init__(self, model: nn.Module, size: int, method: str) -> None:
@@ -28,7 +29,7 @@ class SequenceOutline:
         self.fills_up = False
 
     def axis(self, *names: str) -> Axis | None:
-        """Return the ranks along ``sp``, as far as they are asked for."""
+        """Return the stand-in for the ranks along ``sp``, if ``names`` contain it; else None."""
         return self._messages if "sp" in names else None
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -39,14 +40,18 @@ class SequenceOutline:
         return own
 
     def take_message_bytes(self) -> int:
-        """Return the most bytes of messages that attention has had under way at once, sent and arriving,
-        since this was called last; those of backward, which is not run, included."""
+        """Return the largest number of message bytes that attention had in flight at once, sent and received,
+        since the
+        last call. Includes the messages of backward, which does not run.
+        """
         most, self._messages.most_bytes = self._messages.most_bytes, 0
         return most
 
 
 class _Messages(OutlineAxis):
-    """Notes how large messages are. In backward the gradients of those of forward go the way back."""
+    """Records the sizes of messages. In backward, gradients of the messages of forward are sent the opposite
+    way.
+    """
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
@@ -60,7 +65,7 @@ class _Messages(OutlineAxis):
         return got
 
     def pass_on(self, tensor: torch.Tensor) -> Arrival:
-        # In backward it goes round again, and its gradient behind it, in fp32 or wider.
+        # In backward it goes round again, followed by its gradient in fp32 or wider.
         gradient_bytes = tensor.numel() * max(tensor.itemsize, 4)
         self._note(2 * (tensor.nbytes + gradient_bytes))
         return super().pass_on(tensor)

@@ -1,4 +1,4 @@
-"""Giving each rank a part of the sequence, in a model that is not changed otherwise."""
+"""parallelize_sequence: give each rank a part of the sequence, without other changes to the model."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ METHODS = ("ulysses", "ring")
 
 
 class SequenceParallel:
-    """Ranks that have a part of each sequence: the axis ``sp`` of a mesh.
+    """Ranks that each have a part of every sequence: the axis ``sp`` of a mesh.
 
-    They are ranks of data parallelism too, with equal weights and gradients that are averaged:
+    They are also ranks of data parallelism, with equal weights and averaged gradients:
     ``GeminiDDP(model, process_group=mesh.group("dp", "sp"))``.
     """
 
     def __init__(self, mesh: HasAxes, method: str = "ulysses", *, zigzag: bool | None = None) -> None:
-        """``method``: ``"ulysses"``, by all-to-alls of heads, or ``"ring"``, in which keys and values go
-        round. ``zigzag``: of the ring, whether each rank has a stretch from the front and one from the back,
-        which balances a causal mask; by default it does. All ranks call this.
+        """Collective.
+
+        Args:
+            method: ``"ulysses"``, with all-to-alls of heads, or ``"ring"``, in which keys and values go
+                round.
+            zigzag: for the ring, whether each rank has a stretch from the front and one from the back, which
+                balances a causal mask; default True.
 
         Raises:
-            ConfigError: the method is another one, or ``zigzag`` is not for it.
+            ConfigError: the method is unknown, or ``zigzag`` is not for it.
         """
         if method not in METHODS:
             raise ConfigError(f"method is {method!r}; it may be {' or '.join(METHODS)}")
@@ -47,22 +51,24 @@ class SequenceParallel:
         zigzag = method == "ring" if zigzag is None else zigzag
         self.order = Order(1 if self.axis is None else self.axis.size, zigzag and self.axis is not None)
         self.attention = SequenceAttention(self.axis, self.order, method)
-        self.averaging: Axis | None = mesh.axis("dp", "sp")  # whose gradients are averaged
+        self.averaging: Axis | None = mesh.axis("dp", "sp")  # the axis over which gradients are averaged
         self.takes_whole_batches = False
-        self.shifts_labels = False  # True: a model of transformers that predicts the next token
+        self.shifts_labels = False  # True: a transformers model that predicts the next token
         self.looks_back_only = True
         self.refuses_labels = False
-        self._hides_filled = True  # False: by masks of batches, which models of transformers take
+        self._hides_filled = True  # False: masks of batches hide padding, in models of transformers
 
     @property
     def rank(self) -> int:
-        """Which part of the sequence is this process's."""
+        """The index of this process's part of the sequence."""
         return 0 if self.axis is None else self.axis.rank
 
     @contextmanager
     def attending(self) -> Iterator[None]:
-        """Within this, ``scaled_dot_product_attention`` of queries, keys and values that are parts attends to
-        the whole sequence, in this thread. Recomputing in backward must be within it too."""
+        """Inside the block, ``scaled_dot_product_attention`` of queries, keys and values that are parts
+        attends to the
+        whole sequence, in this thread. Recomputation in backward must be inside it too.
+        """
         with self.attention.in_place_of_torch():
             yield
 
@@ -75,8 +81,10 @@ class SequenceParallel:
         shifts_labels: bool = True,
         padding: float = 0,
     ) -> Batch:
-        """Return this rank's part of whole sequences, which all ranks of the axis have. A model of your own
-        attends to sequences of the length that was cut last, of those with parts of one length."""
+        """Return this rank's part of whole sequences, which all ranks of the axis have. If several lengths
+        give parts
+        of the same length, a model of your own attends as for the length that was cut last.
+        """
         if self._hides_filled:
             self.attention.has_cut(inputs.size(1))
         return cut_batch(
@@ -92,13 +100,17 @@ class SequenceParallel:
     def mean_loss(
         self, loss: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = IGNORED
     ) -> torch.Tensor:
-        """Return the mean over the tokens of all ranks, data parallel ones too, of ``loss``: the mean over
-        those of ``labels`` here that count. Its gradient is right where those of all ranks are averaged."""
+        """Return the mean loss over the tokens of all ranks, including data parallel ones. ``loss`` is the
+        mean over
+        this rank's ``labels`` that count. The gradient is correct if gradients are averaged over all ranks.
+        """
         return mean_loss(loss, labels, self.averaging, ignore_index)
 
     def attend_in(self, model: nn.Module, *, cuts_blocks: bool = False) -> None:
-        """Have the attention of ``model`` go across the ranks; on ``meta`` it asks nobody, and has the shapes
-        of a part."""
+        """Make the attention of ``model`` work across the ranks; on ``meta`` it returns the shapes of a part
+        without
+        communication.
+        """
         inner = find_pretrained(model)
         if inner is not None:
             self._hides_filled = False
@@ -107,21 +119,26 @@ class SequenceParallel:
             replace_torch_attention(model, self.attention)
 
     def join(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return the whole of which each rank has a ``part``, padding included; no gradient goes through."""
+        """Return the whole tensor from the ranks' parts, including padding, without a gradient.
+        Collective.
+        """
         if self.axis is None:
             return part.detach()
         return self.order.whole(self.axis.all_gather(part.detach()), dim)
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of a batch of whole sequences, by the names that a model of transformers
-        has for it; what is not of their length stays whole.
+        """Return this rank's part of a batch of whole sequences, by the keywords of a model of transformers.
+        Values
+        without the sequence's length stay whole.
 
-        Labels of a causal model of transformers are shifted first, and are there as ``shift_labels`` too, so
-        that the model does not shift them again. Those of a model of your own stay at their tokens, as
-        without ``sp``. What is filled up does not count: no label, no key.
+        Labels of a causal model of transformers are shifted first, and also passed as ``shift_labels``, so
+        that the
+        model does not shift them again. Labels of a model of your own stay at their tokens, as without
+        ``sp``.
+        Padding does not count, neither as labels nor as keys.
 
         Raises:
-            ConfigError: the model takes whole batches; there are no tokens; a mask cannot be filled up.
+            ConfigError: the model takes whole batches, there are no tokens, or a mask cannot be padded.
         """
         if self.takes_whole_batches:
             raise ConfigError("the model was given cut='blocks': all ranks of sp give it the whole batch")
@@ -163,7 +180,7 @@ class SequenceParallel:
 
 
 def refuse_unfit_model(model: nn.Module, *, cuts_blocks: bool = False) -> None:
-    """Raise ConfigError where parts of a sequence would go through ``model`` as if they were whole ones."""
+    """Raise ConfigError if ``model`` would treat parts of a sequence as whole sequences."""
     inner = find_pretrained(model)
     if inner is not None:
         refuse_unfit(inner, cuts_blocks=cuts_blocks)
@@ -181,21 +198,24 @@ def parallelize_sequence(
     cut: str = "batch",
     takes_loss: bool = True,
 ) -> SequenceParallel:
-    """Make ``model`` attend across the ranks of the axis ``sp`` of ``mesh``, each of which has a part of
-    every sequence; return what cuts batches and takes losses. Nothing but its attention changes.
+    """Make ``model`` attend across the ranks of the axis ``sp`` of ``mesh``, which each have a part of every
+    sequence.
+    Return the object that cuts batches and averages losses. Only the attention changes.
 
-    Call it before the model is wrapped, and after :func:`gemini.parallel.parallelize` where it is cut too.
+    Call it before the model is wrapped, and after :func:`gemini.parallel.parallelize` if that is used too.
 
     Args:
-        method, zigzag: as :class:`SequenceParallel` takes them.
-        cut: ``"batch"``: each rank gives the model its part of the batch. ``"blocks"``: all give it the whole
-            batch, which is cut before the first block and put together behind the last: for models that make
-            their sequence by themselves (images), or look at one place of it (classifiers).
-        takes_loss: the loss that a causal model of transformers returns is the mean over the tokens of all
-            ranks; without, that over its tokens here, for :meth:`SequenceParallel.mean_loss`.
+        method, zigzag: see :class:`SequenceParallel`.
+        cut: ``"batch"``: each rank passes its part of the batch to the model. ``"blocks"``: all pass the
+            whole
+            batch, and the sequence is cut before the first block and gathered behind the last. Use it for
+            models that make their sequence themselves (images), or read one position of it (classifiers).
+        takes_loss: a causal model of transformers returns the mean loss over the tokens of all ranks. False:
+            the
+            mean over this rank's tokens, for :meth:`SequenceParallel.mean_loss`.
 
     Raises:
-        ConfigError: the model cannot work on parts, here or on another rank. Nothing was changed.
+        ConfigError: the model cannot work on parts, here or on another rank; nothing was changed.
     """
     if cut not in ("batch", "blocks"):
         raise ConfigError(f"cut is {cut!r}; it may be batch or blocks")

@@ -1,5 +1,6 @@
-"""Ring attention: each rank keeps its queries, and keys and values go from rank to rank. What a rank computes
-with some keys is added to what it has, with a log-sum-exp of each query.
+"""Ring attention: each rank keeps its queries, and keys and values are passed from rank to rank. Partial
+results are
+merged by the log-sum-exp of each query's scores.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from gemini.parallel.sequence.masks import AttentionMask
 from gemini.parallel.sequence.scores import Scoring
 
 # Shapes: query (batch, heads, rows, features), key and value (batch, heads, keys, features), lse (batch,
-# heads, rows). What is computed step by step is fp32, or fp64 where the inputs are.
+# heads,
+# rows). Intermediate results are fp32, or fp64 if the inputs are.
 
-_TILE_ROWS = 256  # scores of so many queries are in memory at once
-_FLASH = "_scaled_dot_product_flash_attention_for_cpu"  # torch's own kernel, which has no public name
+_TILE_ROWS = 256  # number of queries with scores in memory at once
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"  # torch's own kernel; it has no public name
 
 
 def attend_block(
@@ -31,9 +33,12 @@ def attend_block(
     scoring: Scoring,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention of the queries to these keys alone, and the logarithm of the sum of the
-    exponentials of their scores: -inf, beside zeros, for a query that sees none of them. ``mask`` is boolean
-    or added; ``causal``: query i sees keys 0 to i. Sinks are no keys of a block: they come in at the end."""
+    """Return the attention of the queries to these keys only, and the log-sum-exp of their scores; zeros and
+    -inf for a
+    query that sees none of them. ``mask`` is boolean or a bias; ``causal``: query i sees keys 0 to i. Sinks
+    are not
+    included: they are added at the end.
+    """
     if mask is None and scoring.softcap is None and _has_kernel(q, v):
         out, lse = getattr(torch.ops.aten, _FLASH)(q, k, v, 0.0, causal, scale=scoring.scale)
         return out.to(lse.dtype), lse
@@ -57,8 +62,10 @@ def block_gradients(
     scoring: Scoring,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return what these keys add to the gradients of query, key and value. ``out`` and ``lse`` are those of
-    attention to all keys, ``grad`` is the gradient of ``out``, of its type."""
+    """Return these keys' contribution to the gradients of query, key and value. ``out`` and ``lse`` are those
+    of attention
+    to all keys; ``grad`` is the gradient of ``out``, with its dtype.
+    """
     if mask is None and scoring.softcap is None and _has_kernel(q, v):
         backward: Any = getattr(torch.ops.aten, f"{_FLASH}_backward")
         grads = backward(grad, q, k, v, out, lse, 0.0, causal, scale=scoring.scale)
@@ -83,7 +90,7 @@ def block_gradients(
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention to the keys of two blocks, of what it is to each."""
+    """Return the attention to the keys of two blocks from the attention to each, and its log-sum-exp."""
     both = torch.logaddexp(lse, other_lse)
     return _share(lse, both) * out + _share(other_lse, both) * other, both
 
@@ -93,7 +100,7 @@ def _share(lse: torch.Tensor, both: torch.Tensor) -> torch.Tensor:
 
 
 def _has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
-    # What is planned on meta is what the CPU would do.
+    # A plan on meta computes as the CPU would.
     on_cpu = q.device.type in ("cpu", "meta")
     return on_cpu and q.size(-1) == v.size(-1) and hasattr(torch.ops.aten, _FLASH)
 
@@ -103,13 +110,13 @@ def _tiles(q: torch.Tensor) -> list[slice]:
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, rows: slice) -> torch.Tensor:
-    """Return the scores of some rows (batch, heads, rows, keys), seen or not."""
+    """Return the scores of some rows (batch, heads, rows, keys) before masking."""
     kind = torch.promote_types(q.dtype, torch.float32)
     return scoring.capped((q[:, :, rows].to(kind) * scoring.scale) @ k.to(kind).mT)
 
 
 def _hidden(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, rows: slice) -> torch.Tensor:
-    """Return the scores of some rows with -inf for what is not seen."""
+    """Return the scores of some rows with -inf for hidden keys."""
     if mask is not None:
         here = mask if mask.size(2) == 1 else mask[:, :, rows]
         scores = scores.masked_fill(~here, -torch.inf) if here.dtype == torch.bool else scores + here
@@ -121,13 +128,13 @@ def _hidden(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, rows:
 
 
 def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return the exponentials, those of rows that see nothing as zeros."""
+    """Return exp(scores - lse); zeros for rows that see nothing."""
     return (scores - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
 
 
 @dataclass(frozen=True)
 class _Visit:
-    """Keys and values of the rank ``source``, here; the next ones are on their way."""
+    """Keys and values of the rank ``source``, on this rank; the next ones are in flight."""
 
     source: int
     keys: torch.Tensor
@@ -136,7 +143,7 @@ class _Visit:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Which rows of this rank see which keys of a visitor; ``diagonal``: row i the keys 0 to i of these."""
+    """The rows of this rank that see the keys of a visit; ``diagonal``: row i sees keys 0 to i of these."""
 
     rows: slice
     keys: slice
@@ -144,16 +151,16 @@ class _Seen:
 
 
 class _Ring:
-    """What a pass forward and the one backward have in common; ``mask``: of this rank's queries."""
+    """The state shared by forward and backward; ``mask`` is for this rank's queries."""
 
     def __init__(self, mask: AttentionMask, scoring: Scoring, device: torch.device) -> None:
         self.axis, self.order = mask.axis, mask.order
-        self.scoring = replace(scoring, sinks=None)  # autograd's, who must see them as an argument
+        self.scoring = replace(scoring, sinks=None)  # autograd must get the sinks as an argument
         self._causal, (self._rows, self._keys) = mask.causal, mask.here
         self._mask = mask.of_own_queries(device)
 
     def visits(self, keys: torch.Tensor, values: torch.Tensor) -> Iterator[_Visit]:
-        """Yield keys and values of all ranks, this one's first. All ranks are at it together."""
+        """Yield keys and values of all ranks, this rank's first. Collective."""
         flat = torch.cat([keys.reshape(-1), values.reshape(-1)])
         for step in range(self.axis.size):
             arrival: Arrival | None = None
@@ -165,20 +172,20 @@ class _Ring:
                 flat = arrival.wait()
 
     def seen(self, source: int) -> _Seen | None:
-        """Return what is seen of the keys of ``source``, None: nothing."""
+        """Return which keys of ``source`` are visible to which rows; None if none are."""
         every = _Seen(slice(0, self._rows), slice(0, self._keys))
         if not self._causal:
             return every
         if source == self.axis.rank:
-            return _Seen(every.rows, every.keys, diagonal=True)  # parts are in order of their positions
+            return _Seen(every.rows, every.keys, diagonal=True)  # parts are ordered by position
         if not self.order.zigzag:
             return every if source < self.axis.rank else None
-        if source < self.axis.rank:  # its stretch at the front
+        if source < self.axis.rank:  # its stretch at the front is visible
             return _Seen(every.rows, slice(0, self._keys // 2))
-        return _Seen(slice(self._rows // 2, self._rows), every.keys)  # by the stretch at the back
+        return _Seen(slice(self._rows // 2, self._rows), every.keys)  # only to the stretch at the back
 
     def mask_of(self, source: int, seen: _Seen) -> torch.Tensor | None:
-        """Return the mask of what is seen of ``source``."""
+        """Return the mask for the visible keys of ``source``."""
         if self._mask is None:
             return None
         mask = self._mask
@@ -204,7 +211,7 @@ class _Attention(torch.autograd.Function):
             mask, rows = ring.mask_of(visit.source, seen), seen.rows
             more = attend_block(q[:, :, rows], keys, values, mask, ring.scoring, seen.diagonal)
             out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *more)
-        share = None  # of the sinks in each softmax
+        share = None  # the share of the sinks in each softmax
         if sinks is not None:
             of_keys, own = lse, sinks.to(kind).unsqueeze(1)
             lse = torch.logaddexp(of_keys, own)
@@ -225,7 +232,8 @@ class _Attention(torch.autograd.Function):
         of_q = torch.zeros_like(q, dtype=lse.dtype)
         arrival: Arrival | None = None
         for visit in ring.visits(k, v):
-            # Gradients of the visitors travel behind them, and are complete when they come home.
+            # Gradients of keys and values travel behind them, and are complete when they are back on their
+            # rank.
             of_k, of_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
             seen = ring.seen(visit.source)
             if seen is not None:
@@ -251,7 +259,7 @@ class _Attention(torch.autograd.Function):
         assert arrival is not None
         of_k, of_v = arrival.wait().split([k.numel(), v.numel()])
         of_sinks = None
-        if share is not None:  # the value of a sink is zero, so what is left is what it takes from the keys
+        if share is not None:  # a sink's value is zero: its gradient is from the weight it takes
             mean = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
             of_sinks = -(share * mean).sum((0, 2)).to(ctx.sinks_type)
         of_keys = of_k.view(k.shape).to(k.dtype), of_v.view(v.shape).to(v.dtype)
@@ -266,9 +274,12 @@ def ring_attention(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
-    all ranks: as torch's ``scaled_dot_product_attention``, to rounding. Sinks join each softmax
-    once, after the last keys. The dropout of ``scoring`` is left out. No rank has more than two ranks' keys
-    and values at a time; backward sends them round again, with their gradients behind them.
+    all ranks:
+    the same as torch's ``scaled_dot_product_attention``, up to rounding. Sinks join each softmax once, after
+    the last
+    keys. The dropout of ``scoring`` is ignored. No rank holds more than two ranks' keys and values at a time;
+    backward
+    sends them round again, followed by their gradients. Collective.
 
     Raises:
         ConfigError: the mask has a gradient, or is causal between sequences of different lengths.
@@ -295,5 +306,5 @@ def _repeated(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _summed(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the sum over the query heads that share a key head."""
+    """Sum over the query heads that share a key head."""
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2)

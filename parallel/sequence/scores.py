@@ -1,4 +1,6 @@
-"""How attention turns the products of queries and keys into weights: scale, soft cap, sinks, dropout."""
+"""Scoring: how attention computes weights from the products of queries and keys: scale, soft cap, sinks,
+dropout.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from gemini.errors import ConfigError
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a model says about its scores, the products of queries and keys.
+    """A model's options for scores, the products of queries and keys.
 
-    scale: scores are multiplied by it first.
-    softcap: then ``softcap * tanh(scores / softcap)`` takes their place, before any mask (Gemma 2).
-    sinks: (heads of queries,), one more score in each softmax, of a key whose value is zero (GPT-OSS).
-    dropout: the probability that a weight is dropped.
+    Attributes:
+        scale: the first factor of scores.
+        softcap: then scores become ``softcap * tanh(scores / softcap)``, before any mask (Gemma 2).
+        sinks: (heads of queries,), one more score in each softmax, for a key with the value zero (GPT-OSS).
+        dropout: the probability of dropping a weight.
     """
 
     scale: float
@@ -31,7 +34,7 @@ class Scoring:
         return self.softcap is None and self.sinks is None
 
     def of_heads(self, heads: slice) -> Scoring:
-        """Return the scoring of some query heads."""
+        """Return the scoring for some query heads."""
         return self if self.sinks is None else replace(self, sinks=self.sinks[heads])
 
     def require_heads(self, heads: int) -> None:
@@ -43,7 +46,7 @@ class Scoring:
             )
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scaled scores within the soft cap."""
+        """Apply the soft cap to scaled scores."""
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
 
@@ -56,12 +59,15 @@ def attend_by_scores(
     *,
     causal: bool,
 ) -> torch.Tensor:
-    """Return attention of whole sequences, as transformers' eager functions compute it. Scores of all rows
-    are in memory at once. A row that sees nothing is zeros, as ``scaled_dot_product_attention`` returns it;
-    eager functions return the mean of all values there.
+    """Return attention of whole sequences as transformers' eager functions compute it. Scores of all rows are
+    in memory
+    at once. A row that sees nothing is zeros, as in ``scaled_dot_product_attention``; eager functions return
+    the mean
+    of all values there.
 
-    Shapes: ``q`` (batch, heads, rows, features), ``k`` and ``v`` (batch, key heads, keys, features).
-    ``mask`` is boolean (True is seen) or added; ``causal``: row i sees keys 0 to i.
+    Shapes: ``q`` (batch, heads, rows, features), ``k`` and ``v`` (batch, key heads, keys, features). ``mask``
+    is boolean
+    (True means visible) or a bias; ``causal``: row i sees keys 0 to i.
     """
     group = q.size(1) // max(k.size(1), 1)
     if group > 1:

@@ -1,4 +1,6 @@
-"""Ulysses: an all-to-all gives each rank some heads of the whole sequence, another one takes them back."""
+"""Ulysses attention: an all-to-all gives each rank some heads of the whole sequence, and another one returns
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from gemini.parallel.sequence.scores import Scoring, attend_by_scores
 
 @dataclass(frozen=True)
 class Heads:
-    """``queries`` heads over ``size`` ranks, as evenly as they go; ``keys`` heads of keys and values, each
-    for as many neighbouring queries. A rank has the key heads that its queries need, so several may have the
-    same one; ranks beyond the number of heads have none."""
+    """How heads are divided: ``queries`` heads over ``size`` ranks, as evenly as possible, and ``keys`` heads
+    of keys and
+    values, each for the same number of neighbouring query heads. A rank has the key heads that its queries
+    need, so
+    several ranks may have the same one. Ranks beyond the number of query heads have none.
+    """
 
     queries: int
     keys: int
@@ -36,7 +41,7 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
+        """The number of query heads that share a key head."""
         return self.queries // self.keys
 
     def of_queries(self, rank: int) -> slice:
@@ -53,8 +58,10 @@ class Heads:
         return slice(mine.start // self.group, (mine.stop - 1) // self.group + 1)
 
     def matching(self, keys: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return this rank's ``keys`` (batch, its key heads, ...), or values, so that each is for as many
-        neighbouring query heads: as they are, or one for each query head."""
+        """Return this rank's ``keys`` (batch, its key heads, ...), or values, in a form in which each is for
+        the same number of
+        neighbouring query heads: unchanged, or repeated for each query head.
+        """
         mine, theirs = self.of_queries(rank), self.of_keys(rank)
         whole_groups = mine.start % self.group == 0 and mine.stop % self.group == 0
         if whole_groups or theirs.stop - theirs.start <= 1:
@@ -64,25 +71,25 @@ class Heads:
 
 
 def count(heads: slice) -> int:
-    """Return how many heads there are."""
+    """Return the number of heads."""
     found: int = heads.stop - heads.start
     return found
 
 
-# Shapes: (batch, heads, length, features). What goes to a rank at once is one message: query, key and value.
+# Shapes: (batch, heads, length, features). All tensors for a rank form one message: query, key and value.
 
-_DIM = 2  # of the sequence
+_DIM = 2  # the sequence
 
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What goes where: of the first tensor query heads, of those behind it (keys, values) key heads."""
+    """The exchange of heads: the first tensor has query heads, the others (keys, values) have key heads."""
 
     axis: Axis
     heads: Heads
 
     def to_heads(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's heads of the whole sequence, of tensors with all heads of its part."""
+        """Return this rank's heads of the whole sequence, from tensors with all heads of its part."""
         parts = [
             torch.cat([x[:, self._share(i, rank)].reshape(-1) for i, x in enumerate(local)])
             for rank in range(self.axis.size)
@@ -92,8 +99,10 @@ class _Exchange:
         return [torch.cat(pieces, _DIM) for pieces in zip(*got, strict=True)]
 
     def to_sequence(self, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return all heads of this rank's part of the sequence, of tensors with its heads of the whole one.
-        What several ranks have of a key head is added up."""
+        """Return all heads of this rank's part of the sequence, from tensors with its heads of the whole
+        sequence. Key
+        heads that several ranks have are summed.
+        """
         size = self.axis.size
         pieces = [x.chunk(size, _DIM) for x in whole]
         parts = [torch.cat([x[rank].reshape(-1) for x in pieces]) for rank in range(size)]
@@ -113,7 +122,7 @@ class _Exchange:
     def _swap(
         self, parts: list[torch.Tensor], shapes: list[list[tuple[int, ...]]]
     ) -> list[list[torch.Tensor]]:
-        """Return, by rank, the tensors of ``shapes`` that it sent here in one message."""
+        """Send one message to each rank; return, by rank, the received tensors with these ``shapes``."""
         sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         got = self.axis.all_to_all(parts, [(sum(of_rank),) for of_rank in sizes])
         return [
@@ -122,7 +131,7 @@ class _Exchange:
         ]
 
     def _added_up(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return all key heads, of what each rank has sent of its own."""
+        """Combine the ranks' key heads to all key heads; heads that several ranks have are summed."""
         if sum(part.size(1) for part in found) == self.heads.keys:
             return torch.cat(list(found), 1)
         first = found[0]
@@ -164,10 +173,13 @@ def ulysses_attention(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
-    all ranks: torch's ``scaled_dot_product_attention`` of some heads on each rank, or scores written out
-    where that function has no soft cap or sinks. Gradients come back the same way: four all-to-alls together.
-    A sink has its gradient on the rank with its head. Heads of keys may be fewer than those of queries, and
-    than ranks."""
+    all ranks.
+    Each rank computes some heads, by torch's ``scaled_dot_product_attention`` or, for a soft cap or sinks, by
+    explicit
+    scores. Forward and backward together need four all-to-alls. A sink has its gradient on the rank with its
+    head. There
+    may be fewer key heads than query heads, and fewer than ranks. Collective.
+    """
     axis = mask.axis
     exchange = _Exchange(axis, Heads(query.size(1), key.size(1), axis.size))
     q, k, v = _ToHeads.apply(exchange, query, key, value)  # type: ignore[no-untyped-call]
@@ -179,11 +191,11 @@ def ulysses_attention(
         k, v = (exchange.heads.matching(x, axis.rank) for x in (k, v))
         out = attend_by_scores(q, k, v, allowed, scoring.of_heads(mine), causal=mask.causal)
     elif q.size(1) == 0:
-        out = q @ (k.mT @ v)  # nothing, in the shape of the rest: backward calls the other ranks
+        out = q @ (k.mT @ v)  # an empty result that depends on all inputs: backward calls the other ranks
     else:
         k, v = (exchange.heads.matching(x, axis.rank) for x in (k, v))
         group = q.size(1) // k.size(1)
-        if group > 1 and allowed is not None:  # under a mask torch's fast kernels take equal heads alone
+        if group > 1 and allowed is not None:  # with a mask torch's fast kernels need equal numbers of heads
             k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
         out = functional.scaled_dot_product_attention(
             q, k, v, allowed, scoring.dropout, mask.causal, scale=scoring.scale, enable_gqa=group > 1
