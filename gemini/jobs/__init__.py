@@ -1,1 +1,1 @@
-"""Ready-made programs over the runtime, a folder each."""
+"""Ready-made programs over the runtime, one folder each."""

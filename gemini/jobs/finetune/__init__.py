@@ -1,1 +1,1 @@
-"""A checkpoint of Hugging Face, fine-tuned under byte budgets (``gemini finetune``)."""
+"""Fine-tunes a Hugging Face checkpoint under byte budgets (``gemini finetune``)."""

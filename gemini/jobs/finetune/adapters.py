@@ -1,4 +1,4 @@
-"""The adapters of a run: PEFT's config of them, and whether the model has what they are to be on."""
+"""The adapters of a run: their PEFT config, and checks that the model has the layers that they are put on."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gemini.integrations.transformers_loading import keep_types, meta_model_of, 
 from gemini.jobs.finetune.config import ALL_LINEAR, NO_TARGETS, FineTuneConfig, names_of
 from gemini.system.config import did_you_mean
 
-_MOST_PARTS = 3  # of a name that is guessed
+_MOST_PARTS = 3  # longer dotted names are compared with full names only
 
 _LAYERS, _ARRAYS = "--lora-targets", "--lora-target-parameters"
-_WAYS_OUT = {  # what an option names, and what to do where the model has it not
+_WAYS_OUT = {  # what an option names, and the remedy if the model does not have it
     _LAYERS: ("layer", f"name some that it has, or {ALL_LINEAR}"),
     _ARRAYS: ("parameter", "name one that it has, such as mlp.experts.down_proj in a mixture"),
 }
 
 
 def adapter_of(config: FineTuneConfig) -> Any:
-    """Return the PEFT config of the adapters to train; None: all weights train.
+    """Return the PEFT config of the adapters to train; None if all weights train.
 
     Raises:
         ConfigError: peft is not installed.
@@ -49,7 +49,7 @@ def adapter_of(config: FineTuneConfig) -> Any:
 
 
 def require_peft() -> Any:
-    """Return the package peft. Raises ConfigError where it is not installed."""
+    """Import and return the package peft. Raises ConfigError if it is not installed."""
     try:
         import peft
     except ImportError as error:
@@ -60,10 +60,10 @@ def require_peft() -> Any:
 
 
 def adapted(config: FineTuneConfig) -> nn.Module:
-    """Return the model on ``meta``, with its adapters: no weight is read.
+    """Return the model on ``meta`` with its adapters. No weight is read.
 
     Raises:
-        ConfigError: it has not all that adapters are to be on.
+        ConfigError: a layer or array named for the adapters is missing.
     """
     model = meta_model_of(Path(config.model), "AutoModelForCausalLM")
     keep_types(model)
@@ -81,15 +81,17 @@ def adapted(config: FineTuneConfig) -> nn.Module:
 
 
 def adapts_experts(module: nn.Module) -> bool:
-    """Say whether PEFT has put adapters on arrays of experts in ``module``. For some mixtures it takes all
-    linear layers to mean the experts as well, since they were layers once."""
+    """Return whether PEFT has put adapters on arrays of experts in ``module``. For some mixtures, PEFT
+    includes the experts in "all linear layers", because they were layers in earlier versions."""
     return any(getattr(each, "num_experts", 1) > 1 for each in module.modules() if hasattr(each, "lora_A"))
 
 
 def _refuse_unknown(option: str, names: Iterable[str], known: list[str], others: list[str]) -> None:
-    """Raise ConfigError for the first of ``names`` that is the end of none that is ``known``, as PEFT looks
-    for them: it leaves out what it does not find as long as it finds something. ``others`` are the names for
-    the other one of both options."""
+    """Raise ConfigError for the first of ``names`` that is not the end of any ``known`` name.
+
+    PEFT matches names in the same way, but silently ignores missing ones as long as it finds any. ``others``:
+    the names that the other of the two options takes.
+    """
     (what, way_out), other = _WAYS_OUT[option], _ARRAYS if option == _LAYERS else _LAYERS
     for name in names:
         if _is_end(name, known):
@@ -111,12 +113,12 @@ def _is_end(name: str, known: Iterable[str]) -> bool:
 
 
 def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.Module], nn.Module]:
-    """Return what quantizes the weights of a model on ``meta`` and puts adapters on it, as loading it from
-    ``directory`` would.
+    """Return a function that quantizes the weights of a model on ``meta`` and puts adapters on it, as loading
+    from ``directory`` would.
 
     Args:
-        adapter: a config of PEFT; None: no adapters.
-        quantization: a config of transformers; None: the weights stay as they are.
+        adapter: a PEFT config; None: no adapters.
+        quantization: a transformers config; None: the weights are not quantized.
     """
     outline = None
     if quantization is not None:
@@ -137,7 +139,7 @@ def adapting(adapter: Any, quantization: Any, directory: Path) -> Callable[[nn.M
 
 @contextmanager
 def adapter_errors(config: FineTuneConfig) -> Iterator[None]:
-    """Raise a ConfigError for what PEFT raises where it cannot put adapters on what the options name."""
+    """Convert PEFT's errors about adapter targets to ConfigError."""
     try:
         yield
     except AdapterError as error:

@@ -1,4 +1,5 @@
-"""What a Hugging Face directory says before anything is loaded: its config, its tokenizer, its limits."""
+"""Reads the config, the tokenizer and the limits of a Hugging Face directory, before any weights are
+loaded."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from gemini.system.files import open_regular, read_regular
 from gemini.system.input_files import InputDirectory, errors_of
 
 DEFAULT_SEQ = 1024
-_BLOCK = 2**20  # bytes that are read at a time
-# Of a file of weights, for a fingerprint.
+_BLOCK = 2**20  # bytes to read at a time
+# Samples of each weights file for a fingerprint.
 _SAMPLES = 64
 _SAMPLE_BYTES = 2**12
 _WEIGHTS = (".safetensors", ".bin")
@@ -34,10 +35,10 @@ _TOKENIZERS = (
 
 
 class ModelDirectory:
-    """The model that a run starts from, as far as its files tell without its weights.
+    """The initial model of a run, as described by its files without the weights.
 
     Raises:
-        ConfigError: transformers is not installed, or the directory is none of a causal language model.
+        ConfigError: transformers is not installed, or the directory does not have a causal language model.
     """
 
     def __init__(self, config: FineTuneConfig) -> None:
@@ -71,14 +72,14 @@ class ModelDirectory:
             )
         with errors_of(f"transformers cannot read the config of {self.path}"):
             text = self.config.get_text_config()
-            # How many tokens have embeddings.
+            # Number of tokens with an embedding.
             self.vocabulary = int(text.vocab_size)
             found = getattr(text, "max_position_embeddings", None)
-        # How many tokens a sequence may have; None: any number.
+        # Maximum length of a sequence; None: no limit.
         self.limit = found if type(found) is int and found > 0 else None
 
     def seq(self) -> int:
-        """Return the length of a row. Raise ConfigError for one over the model's limit."""
+        """Return the length of a row. Raise ConfigError if it is above the model's limit."""
         limit, asked = self.limit, self._options.seq
         if asked is None:
             return min(DEFAULT_SEQ, limit or DEFAULT_SEQ)
@@ -90,8 +91,8 @@ class ModelDirectory:
         return asked
 
     def fingerprint(self) -> str:
-        """Return a hash of the config and of sizes and samples of the weights' files: equal for a copy at any
-        path, another one for other weights of the same shapes. Raises OSError."""
+        """Return a hash of the config, and of sizes and samples of the weights' files. It is equal for a copy
+        at any path, and differs for other weights of the same shapes. Raises OSError."""
         digest = hashlib.sha256(read_regular(self.path / CONFIG, MAX_CONFIG_BYTES))
         for name in self._weights:
             with os.fdopen(open_regular(self.path / name), "rb") as file:
@@ -116,7 +117,7 @@ class ModelDirectory:
         """Return the tokenizer of the directory, or of ``--tokenizer``.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no tokenizer.
         """
         chosen = self._options.tokenizer
         path = self.path if chosen is None else Path(chosen)
@@ -130,14 +131,14 @@ class ModelDirectory:
         return self._read("tokenizer", self._transformers.AutoTokenizer, path)
 
     def encoder(self, tokenizer: Any) -> Encoder:
-        """Return what makes tokens of documents, as the options say."""
+        """Return the encoder of documents for the options of the run."""
         return Encoder(
             tokenizer, loss_on=self._options.loss_on, vocabulary=self.vocabulary, model=str(self.path)
         )
 
     def layout(self) -> str:
-        """Return how documents become rows. Raise ConfigError where the model cannot be told where one "
-        "ends."""
+        """Return the layout of documents in rows. Raise ConfigError if the layout needs position_ids and the
+        model does not take them."""
         if self._options.objective == DPO:
             return PAIRS
         if not self._options.packing:
@@ -154,6 +155,6 @@ class ModelDirectory:
         return self._options.documents
 
     def _read(self, what: str, owner: Any, path: Path) -> Any:
-        # None would ask on standard input whether to run what the directory has of its own.
+        # With trust_remote_code=None, transformers would ask on standard input whether to run own code.
         with errors_of(f"transformers cannot read the {what} of {path}"):
             return owner.from_pretrained(path, local_files_only=True, trust_remote_code=False)

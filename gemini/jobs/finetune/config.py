@@ -1,6 +1,5 @@
-"""Everything one run of ``gemini finetune`` is told, in one frozen value; and recipes, its options in a TOML
-or YAML file.
-"""
+"""FineTuneConfig: all options of one run of ``gemini finetune``, frozen; and recipes, TOML or YAML files with
+these options."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ from gemini.system.input_files import read_document
 
 SCHEDULES = ("cosine", "linear", "constant")
 TILED_LOSS: dict[str, bool | str] = {"no": False, "auto": "auto", "yes": True}  # as gemini.manage() has it
-PARTS = ("tp", "pp", "sp")  # what a copy of the model is cut by, over ranks
-ALL_LINEAR, NO_TARGETS = "all-linear", "none"  # of --lora-targets
+PARTS = ("tp", "pp", "sp")  # kinds of parallelism that cut a copy of the model
+ALL_LINEAR, NO_TARGETS = "all-linear", "none"  # special values of --lora-targets
 NO, NF4, INT8 = "no", "nf4", "int8"
 QUANTIZE = (NO, NF4, INT8)
-# Learning rates that are usual for each; --lr wins.
+# Default learning rates.
 _FULL_LR, _LORA_LR, _DORA_LR = 1e-5, 2e-4, 1e-4
 _DPO_FULL_LR, _DPO_LORA_LR = 1e-6, 5e-6
 _OF_ADAPTERS = ("lora_alpha", "lora_dropout", "lora_targets", "lora_target_parameters")
-_RSLORA_ALPHA = 8  # at rank 16 a scale of 2, as LoRA has it by default
+_RSLORA_ALPHA = 8  # gives a scale of 2 at rank 16, which is LoRA's default scale
 _PATHS = ("model", "data", "eval_data", "tokenizer", "disk_dir")
-# What the numbers of a run depend on, beside its model and its tokens. How many steps there are may change.
+# Settings that the numbers of a run depend on, besides model and tokens. The number of steps may change.
 _IDENTITY = (
     *("seq", "packing", "batch", "accumulate", "lr", "schedule", "warmup", "weight_decay", "clip"),
     *(
@@ -58,12 +57,15 @@ _IDENTITY = (
 
 @dataclass(frozen=True)
 class FineTuneConfig(MemoryOptions):
-    """Options of ``gemini finetune`` and keys of its recipes; sizes are bytes, None leaves a budget to the
-    runtime. ``steps`` None: as many as ``epochs`` take; ``seq`` None: 1024, or as many as the model has
-    positions for; ``lora`` is the rank, 0 trains all weights; ``lr`` and ``lora_alpha`` None: what is usual
-    for the weights that train; ``show`` is how many documents are shown, and then nothing is trained.
+    """Options of ``gemini finetune`` and keys of its recipes. Sizes are in bytes; None lets the runtime
+    choose a budget. Raise ConfigError for a combination that cannot work.
 
-    Raise ConfigError for a combination that cannot work.
+    Attributes:
+        steps: None: the steps of ``epochs``.
+        seq: None: 1024, or the number of the model's positions if it is smaller.
+        lora: rank of the adapters; 0 trains all weights.
+        lr, lora_alpha: None: the default for the weights that train.
+        show: number of documents to show instead of training.
     """
 
     NOT_KEPT: ClassVar = (
@@ -75,7 +77,7 @@ class FineTuneConfig(MemoryOptions):
         "show",
         "nproc",
         *PARTS,
-    )  # when a run is resumed
+    )  # not stored for a resume
 
     model: str = ""
     data: str = ""
@@ -158,7 +160,7 @@ class FineTuneConfig(MemoryOptions):
         self.check_activations()
 
     def refuse_unread(self, given: Iterable[str]) -> None:
-        """Raise ConfigError for a field among those ``given`` that this run would not read."""
+        """Raise ConfigError if one of the fields in ``given`` has no effect on this run."""
         for name in given:
             if name in _OF_ADAPTERS and not self.lora:
                 raise ConfigError(
@@ -170,12 +172,12 @@ class FineTuneConfig(MemoryOptions):
 
     @property
     def recomputed_blocks(self) -> tuple[Names, ...]:
-        """The names in ``recompute``; groups are in parentheses."""
+        """The names in ``recompute``; groups are nested tuples."""
         return names_in(self.recompute)
 
     @property
     def learning_rate(self) -> float:
-        """The highest learning rate: ``lr``, or what is usual for the weights that train."""
+        """The highest learning rate: ``lr``, or the default for the weights that train."""
         if self.lr is not None:
             return self.lr
         if self.objective == DPO:
@@ -186,26 +188,27 @@ class FineTuneConfig(MemoryOptions):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the reference of DPO is computed before the first step: without adapters the model of later
-        steps does not hold it."""
+        """Whether DPO's reference is computed before the first step. Without adapters, the initial weights
+        are gone later."""
         return self.objective == DPO and not self.lora
 
     @property
     def alpha(self) -> int:
-        """The numerator of the adapters' scale. rsLoRA divides it by the root of the rank, so there it does
-        not grow with the rank."""
+        """The numerator of the adapters' scale. rsLoRA divides it by the square root of the rank, so its
+        default does not grow with the rank."""
         if self.lora_alpha is not None:
             return self.lora_alpha
         return _RSLORA_ALPHA if self.rslora else 2 * self.lora
 
     def managed_options(self) -> dict[str, Any]:
-        """Return the keywords of :func:`gemini.manage` that say the same."""
+        """Return the equivalent keywords of :func:`gemini.manage`."""
         return {**super().managed_options(), "tiled_loss": TILED_LOSS[self.tiled_loss]}
 
     def identity(self) -> dict[str, Any]:
-        """Return what the numbers of a run depend on; budgets, tiers, policy and device are not among it."""
+        """Return the settings that the numbers of a run depend on. Budgets, tiers, policy and device are not
+        among them."""
         own = {name: getattr(self, name) for name in _IDENTITY}
-        # What older runs do not have is None in others, too.
+        # Newer settings are None by default, so that runs of older versions, which lack them, compare equal.
         kinds = {name: getattr(self, name) or None for name in ("dora", "rslora")}
         kinds["lora_target_parameters"] = self.lora_target_parameters or None
         kinds["quantize"] = None if self.quantize == NO else self.quantize
@@ -213,7 +216,7 @@ class FineTuneConfig(MemoryOptions):
         return {**own, **self._resolved(), **kinds, "dpo_beta": beta}
 
     def options(self) -> dict[str, Any]:
-        """Return what a run has when it is resumed, unless it is told otherwise; paths are absolute."""
+        """Return the options that are stored for a resume. Paths are absolute."""
         given = {**asdict(self), **self._resolved()}
         for name in self.NOT_KEPT:
             del given[name]
@@ -223,7 +226,7 @@ class FineTuneConfig(MemoryOptions):
         return given
 
     def _resolved(self) -> dict[str, Any]:
-        """Return what None stands for, so that a run keeps it."""
+        """Return the values of defaults (None) that a stored run must keep."""
         return {"lr": self.learning_rate, "lora_alpha": self.alpha if self.lora else self.lora_alpha}
 
     def _check_numbers(self) -> None:
@@ -267,24 +270,25 @@ class FineTuneConfig(MemoryOptions):
 
     @property
     def part_sizes(self) -> dict[str, int]:
-        """Into how many parts a copy of the model is cut, by ``tp``, ``pp`` and ``sp``."""
+        """The number of parts of a copy of the model, by ``tp``, ``pp`` and ``sp``."""
         return {name: getattr(self, name) for name in PARTS}
 
     @property
     def num_parts(self) -> int:
-        """How many ranks share a copy of the model: each has a part of it, and they take the same rows."""
+        """Number of ranks that share a copy of the model. Each has a part of it, and they train on the same
+        rows."""
         return self.tp * self.pp * self.sp
 
     @property
     def num_ranks(self) -> int:
-        """How many processes train: ``nproc``, or as many as one copy of the model needs."""
+        """Number of processes: ``nproc``, or the number that one copy of the model needs."""
         return max(self.nproc, self.num_parts)
 
     def data_ranks(self, ranks: int) -> int:
-        """Return among how many of so many ranks the rows of a step are divided.
+        """Return how many groups among ``ranks`` ranks divide the rows of a step.
 
         Raises:
-            ConfigError: the ranks do not make whole copies of the model.
+            ConfigError: the ranks do not form whole copies of the model.
         """
         if ranks % self.num_parts:
             sizes = " x ".join(f"--{name} {getattr(self, name)}" for name in PARTS if getattr(self, name) > 1)
@@ -295,11 +299,11 @@ class FineTuneConfig(MemoryOptions):
         return ranks // self.num_parts
 
     def rows_of_rank(self, ranks: int) -> tuple[int, int]:
-        """Return how many rows a pass takes on each of so many data ranks, and how many passes a step:
-        together they take the rows that one process would.
+        """Return (rows per pass, passes per step) of each of ``ranks`` data ranks. Together they process the
+        rows that one process would.
 
         Raises:
-            ConfigError: the rows of a step cannot be shared out evenly.
+            ConfigError: the rows of a step do not divide evenly.
         """
         if self.accumulate % ranks == 0:
             return self.batch, self.accumulate // ranks
@@ -311,7 +315,7 @@ class FineTuneConfig(MemoryOptions):
         )
 
     def _check_held_out(self) -> None:
-        """Raise ConfigError where what is held out is said twice, or needed and not said."""
+        """Raise ConfigError if two options set the held-out data, or if it is needed and missing."""
         if self.eval_data is not None and self.eval_share:
             raise ConfigError(
                 "--eval-data names records that are held out, and --eval-share takes them from --data; give "
@@ -352,7 +356,8 @@ class FineTuneConfig(MemoryOptions):
             )
 
     def _check_targets(self) -> None:
-        """Raise ConfigError where adapters would be on nothing, or are of a kind that no array takes."""
+        """Raise ConfigError if there are no targets for the adapters, or their kind does not support
+        arrays."""
         if not self.lora_target_parameters:
             if names_of(self.lora_targets) in ([], [NO_TARGETS]):
                 raise ConfigError(
@@ -368,7 +373,7 @@ class FineTuneConfig(MemoryOptions):
                 )
 
     def _check_quantize(self) -> None:
-        """Raise ConfigError for what does not go with a base in 4 or 8 bits."""
+        """Raise ConfigError for options that are incompatible with a base in 4 or 8 bits."""
         if self.quantize == NO:
             return
         for wrong, why in (
@@ -387,7 +392,7 @@ class FineTuneConfig(MemoryOptions):
                 raise ConfigError(f"--quantize {self.quantize} {why}")
 
     def _check_parts(self) -> None:
-        """Raise ConfigError for what is done with whole copies of the model alone."""
+        """Raise ConfigError for options that need a whole copy of the model on each rank."""
         if self.num_parts == 1:
             return
         cut = ", ".join(f"--{name}" for name in PARTS if getattr(self, name) > 1)
@@ -408,7 +413,7 @@ class FineTuneConfig(MemoryOptions):
                 )
 
     def _check_preferences(self) -> None:
-        """Raise ConfigError for what does not go with preference pairs."""
+        """Raise ConfigError for options that are incompatible with preference pairs."""
         for name, usual in (("loss_on", ANSWERS), ("documents", AUTO), ("tiled_loss", "no")):
             if getattr(self, name) != usual:
                 raise ConfigError(
@@ -423,10 +428,10 @@ class FineTuneConfig(MemoryOptions):
 
 
 def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are ``given``, and those that the plan among them says.
+    """Return the options in ``given`` combined with the settings of the plan that they name.
 
     Raises:
-        ConfigError: it is no plan, or what is given contradicts it.
+        ConfigError: the plan is invalid, or ``given`` contradicts it.
     """
     if given.get("plan") is None:
         return dict(given)
@@ -442,7 +447,7 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
     if said.pop("activation_offload", False):
         said["activations"] = "offload"
     said |= {name: getattr(plan.layout, name) for name in PARTS}
-    # Each data rank takes the plan's batches; ours are those of all together.
+    # The plan counts the batches of one data rank, our options those of all data ranks.
     accumulate = plan.num_microbatches * plan.layout.dp
     said |= {"batch": plan.microbatch_size, "accumulate": accumulate, "nproc": plan.world_size}
     said |= {"recompute": text_of_names(plan.recomputed), "activation_checkpointing": False}
@@ -451,12 +456,12 @@ def with_plan(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_of(text: str) -> list[str]:
-    """Return the names in a text that has commas between them."""
+    """Return the names in a comma-separated text."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def option(name: str) -> str:
-    """Return the option that sets a field."""
+    """Return the command line option of a field."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -467,13 +472,13 @@ _PATH_OPTIONS = ("model", "data", "eval_data", "output", "tokenizer", "disk_dir"
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the options that the recipe at ``path`` gives, by the names of their fields.
+    """Return the options in the recipe at ``path``, by field name.
 
-    Paths in it are relative to the recipe's directory. Tables only group keys: ``[budgets]`` and the like
-    have no meaning of their own.
+    Paths in it are relative to the recipe's directory. Tables such as ``[budgets]`` only group keys and have
+    no meaning.
 
     Raises:
-        ConfigError: it cannot be read, or has a key or a value that is none of an option.
+        ConfigError: the recipe cannot be read, or a key or value is not valid for an option.
     """
     if path.suffix not in _KINDS and path.is_file():
         raise InputError(f"the recipe {path} is neither .toml nor .yaml; name it by what it is")
@@ -487,14 +492,14 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the recipe {path} holds no keys; write one 'name = value' per line")
     hints, own = get_type_hints(FineTuneConfig), list(FineTuneConfig.__annotations__)
     names = [each.name for each in fields(FineTuneConfig)]
-    # The job's own first, as its class has them.
+    # The job's own fields first, so that they come first in messages.
     names.sort(key=lambda name: own.index(name) if name in own else len(own))
     types = {name: hints[name] for name in names}
     return {name: _value(path, name, value, types) for name, value in _flat(path, document).items()}
 
 
 def _flat(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
-    """Return all keys, those of tables among them, as names of fields."""
+    """Return all keys, including those inside tables, as field names."""
     found: dict[str, Any] = {}
     for key, value in document.items():
         inner = _flat(path, value) if isinstance(value, dict) else {str(key).replace("-", "_"): value}
@@ -506,9 +511,9 @@ def _flat(path: Path, document: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _value(path: Path, name: str, value: Any, types: dict[str, Any]) -> Any:
-    """Return what a key gives its field. Raise ConfigError for what is none."""
+    """Return the value of a key for its field. Raise ConfigError if it is not valid."""
     if name not in types:
-        # Comparing takes time by the square of a name's length.
+        # Cut the name: comparing takes quadratic time in its length.
         near = difflib.get_close_matches(name[:100], types, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(types)}"
         raise ConfigError(f"{path} has the key {name!r:.200}, which is no option of gemini finetune; {hint}")

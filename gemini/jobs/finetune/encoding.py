@@ -1,4 +1,4 @@
-"""Documents as tokens, with marks on those that the loss counts."""
+"""Encodes documents as tokens, and marks the tokens that the loss counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemini.system.input_files import errors_of, seconds_in
 ANSWERS, ALL = "answers", "all"
 LOSS_ON = (ANSWERS, ALL)
 ASSISTANT = "assistant"
-# For a tokenizer without a template. It is exported with the model, so that chats look as in training.
+# For tokenizers without a template. Exported with the model, so that chats are formatted as in training.
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '### ' + message['role'] + '\\n' }}
@@ -28,14 +28,15 @@ PLAIN_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{ '### assistant\\n' }}{%- endif -%}
 """
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OF_JINJA = "<template>"  # what it compiles a text as
-_THOUGHT = "</think>"  # what stands before it is left out of messages that others follow
+_OF_JINJA = "<template>"  # file name of code that jinja compiles from a text
+_THOUGHT = "</think>"  # templates drop everything up to it from earlier messages
 _MOST_SECONDS = 10  # a conversation of a thousand messages takes some milliseconds
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a text, ``start:end``. ``is_cut``: a token that goes on after its end is none of it."""
+    """A part of a text, ``start:end``. With ``is_cut``, a token that extends beyond the end does not belong
+    to it."""
 
     start: int
     end: int
@@ -44,7 +45,7 @@ class Span:
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """The tokens of a document. ``learned``: marks those that the loss counts; None: it counts all."""
+    """The tokens of a document. ``learned`` marks those that the loss counts; None: it counts all."""
 
     document: Document
     ids: list[int]
@@ -52,11 +53,14 @@ class EncodedDocument:
 
 
 class Encoder:
-    """Makes tokens of documents as ``loss_on`` says: ``"answers"`` learns the completions and the messages of
-    the assistant, and all of a plain text; ``"all"`` learns every token.
+    """Encodes documents as tokens.
 
-    A tokenizer without a chat template gets ``PLAIN_TEMPLATE`` at the first conversation. ``vocabulary``: how
-    many tokens ``model`` has embeddings for.
+    A tokenizer without a chat template gets ``PLAIN_TEMPLATE`` at the first conversation.
+
+    Args:
+        loss_on: ``"answers"``: the loss counts completions, messages of the assistant, and plain texts as a
+            whole; ``"all"``: it counts every token.
+        vocabulary: number of tokens with an embedding in ``model``.
     """
 
     def __init__(self, tokenizer: Any, *, loss_on: str, vocabulary: int, model: str) -> None:
@@ -67,11 +71,11 @@ class Encoder:
 
     @property
     def uses_plain_template(self) -> bool:
-        """Return whether conversations took the template for tokenizers that have none."""
+        """Whether conversations use the template for tokenizers that have none."""
         return bool(self.tokenizer.chat_template == PLAIN_TEMPLATE)
 
     def use_plain_template(self) -> None:
-        """Have the tokenizer, which has no template, take the plain one."""
+        """Give the tokenizer, which has no template, the plain one."""
         self.tokenizer.chat_template = PLAIN_TEMPLATE
 
     def encode(self, document: Document) -> EncodedDocument:
@@ -79,7 +83,7 @@ class Encoder:
 
         Raises:
             InputError: the chat template or the tokenizer refuses it, or it has no answer to learn from.
-            ConfigError: it makes tokens that the model does not have, or cannot tell where they come from.
+            ConfigError: it has tokens without an embedding, or the tokenizer cannot map tokens to the text.
         """
         if document.messages is not None:
             encoded = self._conversation(document, document.messages)
@@ -91,8 +95,11 @@ class Encoder:
         return encoded
 
     def encode_pair(self, document: Document) -> tuple[EncodedDocument, EncodedDocument]:
-        """Return the tokens of a preference pair: with the chosen answer, and with the rejected one. The
-        answers begin at the same token: where the first of the two does. Raises as :meth:`encode`."""
+        """Return the tokens of a preference pair: with the chosen answer, and with the rejected one.
+
+        Both answers begin at the same token, that of the answer that begins first. Raises the errors of
+        :meth:`encode`.
+        """
         assert document.rejected is not None
         pair = self.encode(document), self.encode(document.rejected)
         start = min((each.learned or [True]).index(True) for each in pair)
@@ -151,15 +158,16 @@ class Encoder:
         return EncodedDocument(document, found["input_ids"], _inside(found["offset_mapping"], spans))
 
     def _is_marked(self, messages: list[dict[str, Any]]) -> bool:
-        """Say whether the template itself says which tokens are answers. It cannot leave out one of them."""
+        """Return whether the template itself marks answers. Marks are not used if some answer has weight 0,
+        because they cannot exclude single answers."""
         template = self.tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("default", "")
         return bool(_MARKS.search(template)) and all(message.get("weight", 1) for message in messages)
 
     def _spans(self, document: Document, messages: list[dict[str, Any]], text: str) -> list[Span]:
-        """Return where the answers are in ``text``: each begins where the template asks for an answer, and
-        ends with the message."""
+        """Return the spans of the answers in ``text``. An answer begins where the template's generation
+        prompt ends, and ends with its message."""
         places = [place for place, message in enumerate(messages) if message["role"] == ASSISTANT]
         starts = [self._start(document, messages, place, text) for place in places]
         limits = [*starts[1:], len(text)]
@@ -181,8 +189,8 @@ class Encoder:
     def _span(
         self, document: Document, messages: list[dict[str, Any]], text: str, start: int, limit: int
     ) -> Span:
-        """Return where the last of ``messages`` is in ``text``, between ``start`` and ``limit``. Templates
-        render some messages otherwise where others follow: those are searched for."""
+        """Return the span of the last of ``messages`` in ``text``, between ``start`` and ``limit``. Some
+        templates render a message differently if others follow it; its content is then searched for."""
         ended = self._text(document, messages)
         content = messages[-1]["content"].rpartition(_THOUGHT)[2].strip()
         found, shared = text.find(content, start, limit), min(_common(ended, text), limit)
@@ -197,7 +205,7 @@ class Encoder:
         return Span(start, found + len(content) + len(close))
 
     def _marked(self, document: Document, messages: list[dict[str, Any]]) -> EncodedDocument:
-        """Return the tokens of a conversation, the answers as the template marks them."""
+        """Return the tokens of a conversation, with the template's own marks of answers."""
         with _template_errors(document):
             found = self.tokenizer.apply_chat_template(
                 messages, tools=document.tools, return_dict=True, return_assistant_tokens_mask=True
@@ -266,7 +274,7 @@ def _template_errors(document: Document) -> Iterator[None]:
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: list[Span]) -> list[bool]:
-    """Return which tokens overlap a span; spans are in order."""
+    """Return which tokens overlap a span; spans must be in order."""
     learned, at = [False] * len(offsets), 0
     for token, (start, end) in enumerate(offsets):
         while at < len(spans) and start >= spans[at].end:
@@ -279,7 +287,7 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: list[Span]) -> list[bool]
 
 
 def _common(one: Any, other: Any) -> int:
-    """Return how long the beginning is that two texts or lists of tokens share."""
+    """Return the length of the common prefix of two texts or lists of tokens."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high

@@ -1,4 +1,5 @@
-"""A checkpoint under training: loaded straight into chunks, exported for transformers."""
+"""PretrainedEngine: trains a checkpoint that is loaded directly into chunks, and exports it for
+transformers."""
 
 from __future__ import annotations
 
@@ -33,13 +34,16 @@ from gemini.system.input_files import InputDirectory, errors_of
 
 
 class PretrainedEngine(TuningEngine):
-    """The model of ``config`` with its optimizer, whole or in chunks that ranks share (ZeRO 3); with adapters
-    only those train. ``rank``: this process among those that share the model. ``documents_apart``: rows have
-    several documents, and each is to see itself alone.
+    """The model of ``config`` with its optimizer, whole or in chunks that ranks share (ZeRO 3). With
+    adapters, only these train.
+
+    Args:
+        rank: this process among those that share the model.
+        documents_apart: rows contain several documents, and attention must not cross documents.
 
     Raises:
-        OutOfBudgetError: it cannot fit the budgets; said before weights are read.
-        ConfigError: an option cannot be.
+        OutOfBudgetError: the model cannot fit the budgets; raised before weights are read.
+        ConfigError: an option is invalid.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class PretrainedEngine(TuningEngine):
                 recompute_layers(self.module)
             recompute_blocks(self.module, config.recomputed_blocks)
             if config.plan is not None:
-                # Ranks divide the data alone, so all are the first one along pp.
+                # Ranks only divide the data here, so each of them is rank 0 along pp.
                 handle.compare_with(ParallelPlan.load(config.plan).predicted.of_rank(0))
         except BaseException as error:
             handle.leave(type(error), error)
@@ -84,9 +88,9 @@ class PretrainedEngine(TuningEngine):
         attention = getattr(self.module.config, "_attn_implementation", None) or ""
         self._is_unmasked = "flash" in attention
         self._use_cache = getattr(self.module.config, "use_cache", None)
-        self.module.config.use_cache = False  # of keys and values, which only generation needs
+        self.module.config.use_cache = False  # only generation needs cached keys and values
         self.module.train()
-        torch.manual_seed(config.seed + self.rank.index)  # dropout of each rank is its own
+        torch.manual_seed(config.seed + self.rank.index)  # dropout must differ between ranks
         if documents_apart:
             try:
                 refuse_mixed_documents(self.module, lambda batch: self._outputs(batch).logits)
@@ -96,12 +100,12 @@ class PretrainedEngine(TuningEngine):
 
     @property
     def num_parameters(self) -> tuple[int, int]:
-        """Return how many parameters there are, and how many of them train."""
+        """The number of parameters, and how many of them train."""
         params = list(self.module.parameters())
         return sum(map(_numel, params)), sum(p.numel() for p in params if p.requires_grad)
 
     def train(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """Train a step; see :class:`TuningEngine`."""
+        """Train one step; see :class:`TuningEngine`."""
         shares = [batch.weight for batch in batches]
         learned, tokens = self.sum_over_ranks(sum(shares), sum(batch.num_tokens for batch in batches))
 
@@ -128,7 +132,7 @@ class PretrainedEngine(TuningEngine):
         return loss
 
     def _preference_loss(self, batch: Batch) -> Tensor:
-        """Return DPO's loss."""
+        """Return DPO's loss of a batch of pairs."""
         reference = self.reference(batch) if batch.reference is None else batch.reference
         answers = self._answers(batch)
         loss, rewards = preference_loss(answers, reference.to(answers.device), self._beta)
@@ -136,8 +140,11 @@ class PretrainedEngine(TuningEngine):
         return loss
 
     def reference(self, batch: Batch) -> Tensor:
-        """Return the log probability of each answer of pairs by the reference, float32 ``[batch]``: by the
-        model without its adapters; where there are none, by its weights of this moment. Dropout is off."""
+        """Return the reference's log probability of each answer of pairs, float32 ``[batch]``.
+
+        The reference is the model without its adapters; without adapters, the model with its current weights.
+        Dropout is off.
+        """
         trains = self.module.training
         self.module.eval()
         try:
@@ -153,13 +160,13 @@ class PretrainedEngine(TuningEngine):
     def _outputs(self, batch: Batch) -> Any:
         inputs = {name: value.to(self.device) for name, value in batch.inputs.items()}
         if "position_ids" in inputs and self._is_unmasked:
-            # Such an attention finds the ends of documents in one row only.
+            # Attention without a mask detects the ends of documents only if the batch is a single row.
             inputs = {name: value.reshape(1, -1) for name, value in inputs.items()}
         return self.module(**inputs)
 
     def evaluate(self, batches: Sequence[Callable[[], Batch]]) -> float:
-        """Return the mean loss over all tokens of ``batches``; no weight and no random state changes. Ranks
-        share the batches, and each runs as many passes as the others."""
+        """Return the mean loss over all tokens of ``batches``, without changing weights or random state.
+        Ranks divide the batches, and each runs the same number of passes."""
         total, tokens = 0.0, 0
         index, count = self.rank.index, self.rank.count
         self.module.eval()
@@ -178,7 +185,7 @@ class PretrainedEngine(TuningEngine):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What a learning-rate scheduler drives."""
+        """The optimizer that a learning-rate scheduler drives."""
         return self._managed.optimizer
 
     def stats(self) -> dict[str, Any]:
@@ -223,8 +230,8 @@ class PretrainedEngine(TuningEngine):
         tokenizer.save_pretrained(made)
 
     def _gathered(self, model: Any, *, only_adapters: bool) -> dict[str, Tensor]:
-        """Return the weights on the first rank, in a file of the DISK tier if there is one. All ranks read
-        them together, one after the other."""
+        """Return the weights on the first rank, in a file on the DISK tier if there is one. Collective: all
+        ranks read them together, one after another."""
         trained = {id(param) for param in model.parameters() if param.requires_grad}
         state = {
             name: value
@@ -234,7 +241,7 @@ class PretrainedEngine(TuningEngine):
         place: Place = IN_MEMORY
         if not self.rank.index and self._disk_dir is not None:
             place = MappedTensors(self._disk_dir, sum(each.nbytes for each in state.values()), len(state))
-        copies: dict[int, Tensor] = {}  # tied weights stay one
+        copies: dict[int, Tensor] = {}  # by id, so that tied weights stay tied
         for value in state.values():
             if id(value) not in copies:
                 whole = value.detach().clone().cpu()
@@ -246,7 +253,7 @@ class PretrainedEngine(TuningEngine):
         return {name: copies[id(value)] for name, value in state.items()}
 
     def _read_adapters(self, kept: Path) -> None:
-        """Have the values of adapters that :meth:`keep` has written."""
+        """Load the adapters that :meth:`keep` has written."""
         import peft
 
         with errors_of(f"PEFT cannot read the adapters of {kept}"):
@@ -258,12 +265,12 @@ class PretrainedEngine(TuningEngine):
 
 
 def is_quantized(config: FineTuneConfig) -> bool:
-    """Say whether the directory of the model has quantized weights. Raises InputError."""
+    """Return whether the directory of the model has quantized weights. Raises InputError."""
     return stored_quantization(Path(config.model)) is not None
 
 
 def stored_quantization(directory: Path) -> Any:
-    """Return how the weights of a directory are quantized, as its config says; None: they are not. Raises
+    """Return the quantization config of a directory's weights; None if they are not quantized. Raises
     InputError."""
     if not (directory / CONFIG).is_file():
         return None
@@ -271,7 +278,7 @@ def stored_quantization(directory: Path) -> Any:
 
 
 def refuse_quantized(config: FineTuneConfig) -> None:
-    """Raise ConfigError for what is not done with weights that are quantized already."""
+    """Raise ConfigError for options that are incompatible with weights that are already quantized."""
     if not config.lora and is_quantized(config):
         raise ConfigError(
             f"the weights of {config.model} are quantized and do not train; add --lora 16 to train adapters "
@@ -295,7 +302,7 @@ def refuse_quantized(config: FineTuneConfig) -> None:
 
 
 def quantization_of(config: FineTuneConfig) -> Any:
-    """Return what transformers is to quantize the base to; None: it stays as it is. Raises as
+    """Return the transformers config to which the base is quantized; None if it is not. Raises the errors of
     :func:`quantization_named`."""
     if config.quantize == NO:
         return None
@@ -305,7 +312,7 @@ def quantization_of(config: FineTuneConfig) -> Any:
 
 
 def quantization_named(name: str, compute_dtype: torch.dtype) -> Any:
-    """Return the config of transformers for weights in ``name``, nf4 or int8, which compute in that type.
+    """Return the transformers config for weights in ``name`` (nf4 or int8) that compute in ``compute_dtype``.
 
     Raises:
         ConfigError: the package that quantizes is not installed.
@@ -333,11 +340,13 @@ def quantization_named(name: str, compute_dtype: torch.dtype) -> Any:
 
 
 def checked_early(config: FineTuneConfig, *, ranks: int) -> nn.Module:
-    """Return the model on ``meta`` with its adapters, after what shows without weights was checked: packages,
-    what adapters are on, and, in one process on the CPU, whether the budgets can hold it. It takes seconds.
+    """Return the model on ``meta`` with its adapters, after the checks that need no weights. Takes seconds.
+
+    It checks packages, the targets of adapters and, for one process on the CPU, whether the budgets are
+    sufficient.
 
     Raises:
-        OutOfBudgetError, ConfigError: as :class:`PretrainedEngine`.
+        OutOfBudgetError, ConfigError: as in :class:`PretrainedEngine`.
     """
     quantization_of(config)
     module = adapted(config)
@@ -351,7 +360,8 @@ def checked_early(config: FineTuneConfig, *, ranks: int) -> nn.Module:
 
 
 def _rule(config: FineTuneConfig) -> str | None:
-    """Return the rule to announce: it has states in fp32; smaller ones may fit where those do not."""
+    """Return the optimizer rule to announce to the runtime. It assumes states in fp32, so it is None for
+    compact states, which may fit where fp32 states do not."""
     return "adam" if config.state_dtype == "fp32" else None
 
 
@@ -370,6 +380,7 @@ def _loaded(config: FineTuneConfig) -> Any:
 
 
 def _numel(param: nn.Parameter) -> int:
-    """Return the elements of a parameter; of one of bitsandbytes in 4 bits, those it was quantized from."""
+    """Return the number of elements of a parameter; for a 4-bit parameter of bitsandbytes, the number before
+    quantization."""
     state = getattr(param, "quant_state", None)
     return param.numel() if state is None else math.prod(state.shape)

@@ -1,4 +1,4 @@
-"""Evaluation during a run: the rows that no step learns from, and the weights that do best on them."""
+"""Evaluation during a run: the held-out rows, and the weights with the lowest loss on them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gemini.errors import CheckpointError
 from gemini.jobs.finetune.samples import Batch, Samples
 from gemini.system.files import io_errors
 
-BEST = "best"  # the directory in that of a run
+BEST = "best"  # directory inside the directory of a run
 _STEP = "step-"
 
 
 class HeldOut:
-    """Rows of ``samples`` to evaluate on after every ``every`` steps (0: never in between), and at the end of
-    ``steps``. ``batch`` is how many rows a pass takes."""
+    """The held-out ``rows`` of ``samples``. They are evaluated after every ``every`` steps (0: never) and
+    after the last of ``steps``. ``batch``: number of rows in a pass."""
 
     def __init__(
         self, samples: Samples, rows: npt.NDArray[np.int64], *, every: int, steps: int, batch: int
@@ -35,22 +35,22 @@ class HeldOut:
         self._batch = batch
 
     def is_due(self, done: int) -> bool:
-        """Return whether to evaluate when ``done`` steps are done."""
+        """Return whether to evaluate after ``done`` steps."""
         every = self._every
         return self.num_rows > 0 and (done == self._steps or (every > 0 and done > 0 and done % every == 0))
 
     def batches(self) -> list[Callable[[], Batch]]:
-        """Return what makes each batch of all rows."""
+        """Return a function for each batch of rows that makes it."""
         rows = self._rows.tolist()
         parts = [rows[first : first + self._batch] for first in range(0, self.num_rows, self._batch)]
         return [partial(self._samples.rows, part) for part in parts]
 
 
 class BestWeights:
-    """The weights with the lowest loss so far, each exported to a directory in ``directory``.
+    """The weights with the lowest loss so far, each exported to its own directory inside ``directory``.
 
-    ``step`` counts from 1; None: nothing was evaluated yet. Of equal losses the first counts. The weights
-    that the newest checkpoint names stay until the next one is whole, because a resumed run starts from it.
+    ``step`` counts from 1; None: nothing was evaluated yet. Of equal losses, the first wins. The weights that
+    the newest checkpoint names stay until the next checkpoint is complete, because a resumed run needs them.
     Only a process that ``owns`` the directory removes anything there.
     """
 
@@ -68,7 +68,7 @@ class BestWeights:
         return self._of(self.step)
 
     def offer(self, step: int, loss: float, export: Callable[[Path], None]) -> None:
-        """Keep the weights, which ``export`` writes, if ``loss`` is the lowest. Raises IoError."""
+        """Keep the current weights if ``loss`` is the lowest; ``export`` writes them. Raises IoError."""
         self.evaluated = step
         if not loss < self.loss:
             return
@@ -79,15 +79,15 @@ class BestWeights:
         self._remove_others()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint says of it."""
+        """Return the state for a checkpoint."""
         loss = None if self.step is None else self.loss
         return {"step": self.step, "loss": loss, "evaluated": self.evaluated}
 
     def restore(self, state: Any) -> None:
-        """Go on as a checkpoint says. None: its run kept no best weights.
+        """Restore the state of a checkpoint. None: that run kept no best weights.
 
         Raises:
-            CheckpointError: it says nothing that can be, or the weights are gone.
+            CheckpointError: the state is invalid, or the weights are gone.
         """
         if state is None:
             return
@@ -101,7 +101,8 @@ class BestWeights:
         self._remove_others()
 
     def saved(self) -> None:
-        """Remove what no run needs any more, after a checkpoint with :meth:`state` is whole."""
+        """Remove weights that are no longer needed. Call it after a checkpoint with :meth:`state` is
+        complete."""
         self._saved = self.step
         self._remove_others()
 
@@ -119,7 +120,7 @@ class BestWeights:
 
 
 def _checked(state: Any) -> tuple[int | None, float, int]:
-    """Return step, loss and last evaluated step of what a checkpoint says. Raises CheckpointError."""
+    """Return step, loss and last evaluated step from a checkpoint's state. Raises CheckpointError."""
     found = state if isinstance(state, Mapping) else {}
     step, loss, evaluated = (found.get(name) for name in ("step", "loss", "evaluated"))
     if type(evaluated) is int and evaluated >= 0:

@@ -1,4 +1,5 @@
-"""The job: fine-tune a checkpoint under budgets, resumable, exported, summed up; or show its tokens."""
+"""The job of ``gemini finetune``: fine-tunes a checkpoint under budgets, resumable, with export and summary;
+or shows its tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from gemini.system.device import repeatable_operators, resolve_device
 
 @dataclass(frozen=True)
 class FineTuneResult:
-    """What a run came to: ``exit_code`` is 0, or 128 + signal (stopped and saved)."""
+    """The result of a run. ``exit_code``: 0, or 128 + signal (stopped and saved)."""
 
     summary: Summary
     losses: tuple[float, ...]
@@ -49,14 +50,20 @@ def run(
     reading: ReadingDisplay | None = None,
     rank: Rank | None = None,
 ) -> FineTuneResult:
-    """Train as ``config`` says, export the model and return the result.
+    """Train with ``config``, export the model and return the result.
 
-    The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint, the second at once.
-    ``show`` makes the display of so many steps; ``forecast`` returns lines on a run with rows of so many
-    tokens, which are shown before the model is loaded. ``reading`` shows how far reading the data has come.
-    ``rank``: this process among those that train together; the first of them shows and writes what there is.
-    Raises a GeminiError before anything is trained where ``config`` cannot work; after a failure in the
-    middle the last complete checkpoint is as it was.
+    The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint; the second ends it at
+    once.
+
+    Raises a GeminiError before anything is trained if ``config`` cannot work. After a later failure, the last
+    complete checkpoint is unchanged.
+
+    Args:
+        show: takes the number of steps and returns the display.
+        forecast: takes the config and the length of rows, and returns lines to show before the model is
+            loaded.
+        reading: shows the progress of reading the data.
+        rank: this process among those that train together. Only the first rank shows and writes anything.
     """
     rank = Rank() if rank is None else rank
     is_lead = rank.index == 0
@@ -103,17 +110,17 @@ def run(
 
 
 class _FollowersDisplay(SilentDisplay):
-    """Shows nothing: the first rank does."""
+    """Shows nothing, because the first rank does."""
 
     def stopping(self) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
-_NONE, _IN_PARTS, _WHOLE = "none", "in parts", "whole"  # which checkpoint a run goes on from
+_NONE, _IN_PARTS, _WHOLE = "none", "in parts", "whole"  # kind of the checkpoint to resume
 
 
 def _found(config: FineTuneConfig, directory: RunDirectory) -> str:
-    """Return which checkpoint the run goes on from; refuse at once what would be refused later."""
+    """Return the kind of the checkpoint to resume, after all checks that need only the directory."""
     refuse_quantized(config)
     directory.refuse_unmakeable()
     directory.refuse_foreign_model(Path(config.model))
@@ -134,31 +141,31 @@ def _is_complete(directory: Path) -> bool:
 
 
 def _extra_of(directory: Path) -> Mapping[str, Any]:
-    """Return what the newest checkpoint says of its run. Raises CheckpointError."""
+    """Return the ``extra`` data of the newest checkpoint. Raises CheckpointError."""
     if parts_checkpoint.is_complete(directory):
         return parts_checkpoint.extra_of(directory)
     return extra_of(directory)
 
 
 def _on_ranks(config: FineTuneConfig, ranks: int) -> str:
-    """Return what to say of a run over several ranks."""
+    """Return the note about a run over several ranks."""
     cut = [f"{name} {size}" for name, size in config.part_sizes.items() if size > 1]
     how = f" ({', '.join([*cut, f'dp {config.data_ranks(ranks)}'])})" if cut else ""
     return f"trained on {ranks} ranks{how}; bytes and budgets are those of one"
 
 
 def _refuse_another(config: FineTuneConfig, directory: RunDirectory, known: Mapping[str, Any]) -> None:
-    """Raise ConfigError where the run that is there is another one, or is past its end."""
+    """Raise ConfigError if the existing run has another identity, or is past its end."""
     directory.check_resume(known)
     if config.steps is not None:
         refuse_past(directory.path, directory.saved_step(), config.steps)
 
 
 def preview(config: FineTuneConfig) -> Iterator[str]:
-    """Yield lines on the first ``config.show`` documents.
+    """Yield lines about the first ``config.show`` documents.
 
     Raises:
-        ConfigError: model, tokenizer or data will not do.
+        ConfigError: model, tokenizer or data cannot be used.
     """
     model = ModelDirectory(config)
     seq, tokenizer = model.seq(), model.tokenizer()

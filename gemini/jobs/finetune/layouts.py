@@ -1,4 +1,5 @@
-"""The ranks that a run goes over: what its plan and its options say, and whether the model can be cut so."""
+"""The layout of a run's ranks, from its plan and its options, and checks whether the model can be cut for
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import LayoutChoices, refuse_uncuttable
 from gemini.parallel.plan import ParallelPlan
 
-# What speaks of chunks, and its usual value: below ZeRO 3 there are none.
+# Options about chunks with their defaults. Below ZeRO 3 there are no chunks.
 _OF_CHUNKS = {
     "device_bytes": None,
     "host_bytes": None,
@@ -27,18 +28,18 @@ _OF_CHUNKS = {
 
 
 def plan_of(config: FineTuneConfig) -> ParallelPlan | None:
-    """Return the plan that ``config`` names. Raises ConfigError."""
+    """Return the plan that ``config`` names, or None. Raises ConfigError."""
     return None if config.plan is None else ParallelPlan.load(config.plan)
 
 
 def trains_parts(config: FineTuneConfig) -> bool:
-    """Say whether ranks do not simply share whole models in chunks: they have parts, or a plan says a lower
-    ZeRO stage."""
+    """Return whether ranks have parts of the model, or a plan has a ZeRO stage below 3. Otherwise ranks share
+    whole models in chunks."""
     return config.num_parts > 1 or _lower_stage(config) is not None
 
 
 def refuse_unread(config: FineTuneConfig) -> None:
-    """Raise ConfigError for an option that the ranks of ``config`` would not read."""
+    """Raise ConfigError for an option that has no effect with the layout of ``config``."""
     if (stage := _lower_stage(config)) is not None:
         for name, usual in _OF_CHUNKS.items():
             if getattr(config, name) != usual:
@@ -54,7 +55,7 @@ def refuse_unread(config: FineTuneConfig) -> None:
 
 
 def _lower_stage(config: FineTuneConfig) -> int | None:
-    """Return the ZeRO stage of a plan that has no chunks; None where ranks have chunks."""
+    """Return the plan's ZeRO stage if it is below 3 (no chunks); otherwise None."""
     plan = plan_of(config)
     if plan is None or plan.world_size == 1 or plan.zero_stage == 3:
         return None
@@ -62,7 +63,7 @@ def _lower_stage(config: FineTuneConfig) -> int | None:
 
 
 def refuse_unfit_parts(config: FineTuneConfig, model: nn.Module) -> None:
-    """Raise ConfigError where ``model``, whole and on ``meta``, does not go over the ranks of ``config``."""
+    """Raise ConfigError if ``model``, whole and on ``meta``, cannot be cut for the ranks of ``config``."""
     sizes = {name: getattr(config, name) for name in PARTS}
     choices = LayoutChoices(Layout(**sizes))
     if (plan := plan_of(config)) is not None:
@@ -79,8 +80,8 @@ def refuse_unfit_parts(config: FineTuneConfig, model: nn.Module) -> None:
 
 
 def _refuse_packed_windows(config: FineTuneConfig, model: nn.Module) -> None:
-    """Raise ConfigError where ranks would have parts of rows in which documents are to be told apart, and
-    layers of ``model`` look back over a window: a mask of documents has no windows there."""
+    """Raise ConfigError if rows are cut over sp, contain several documents, and layers of ``model`` have
+    attention windows: the mask of documents does not support windows."""
     if config.sp == 1 or not config.packing or config.documents == JOINED:
         return
     if family_of(model).has_windows:

@@ -1,8 +1,8 @@
-"""Checkpoints of a model that ranks have in parts: files of whole tensors, which any layout reads.
+"""Checkpoints of a model that ranks have in parts: files with whole tensors, which any layout can read.
 
 ``DIR/step-<N>`` has the booster's files in ``model/`` and ``optimizer/``, ``scheduler.json``, and
-``run.json``, the last one written. It is written as ``step-<N>.partial``: a checkpoint is complete or not
-there. The two newest stay.
+``run.json``, which is written last. The directory is written as ``step-<N>.partial`` and then renamed, so a
+checkpoint is complete or absent. The two newest are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gemini.system.files import KEY, Format, parse_json, read_regular
 _FORMAT = Format("gemini-finetune-parts", 1)
 _RECORD = "run.json"
 _NAME = re.compile(r"step-(\d{8,12})(\.partial)?")
-_MAX_BYTES = 2**28  # of the states of all ranks' random generators
+_MAX_BYTES = 2**28  # limit for run.json, which has the random states of all ranks
 _KEPT = 2
 
 
@@ -39,12 +39,14 @@ def save(
     *,
     sizes: Mapping[str, int],
 ) -> None:
-    """Make the checkpoint of a ``step`` in ``directory``. All ranks call this, and ``write`` the files of the
-    model to the directory that it is given. ``sizes``: into how many parts a copy of the model is cut, and by
-    what.
+    """Write the checkpoint of a ``step`` in ``directory``. Collective.
+
+    Args:
+        write: writes the files of the model to the directory that it gets; all ranks call it.
+        sizes: number of parts of a copy of the model, by kind of parallelism.
 
     Raises:
-        IoError: it cannot be written; CheckpointError on the other ranks.
+        IoError: it cannot be written. The other ranks raise CheckpointError.
     """
     target = directory / f"step-{step:08d}"
     made = target.with_name(f"{target.name}.partial")
@@ -63,7 +65,9 @@ def save(
             write_text(made / _RECORD, json.dumps(record), "save a checkpoint")
             put_in_place(made, target)
             for _, older in _found(directory)[_KEPT:]:
-                leftover = older.with_name(f"{older.name}.partial")  # half removed it is no checkpoint
+                leftover = older.with_name(
+                    f"{older.name}.partial"
+                )  # a half-removed one must not look complete
                 rename(older, leftover)
                 shutil.rmtree(leftover)
 
@@ -76,12 +80,13 @@ def save(
 def load(
     directory: Path, rank: Rank, read: Callable[[Path], None], *, sizes: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Have ``read`` read the newest checkpoint in ``directory``; return its ``extra``. Ranks that have the
-    same parts as those that saved it draw the random numbers that those would have drawn. For other parts
-    these do not do: ranks along tp must draw the same ones. All ranks call this.
+    """Let ``read`` read the newest checkpoint in ``directory``, and return its ``extra`` data. Collective.
+
+    Random states are restored only if ranks have the same parts as when it was saved. With other parts they
+    cannot be: ranks along tp must draw the same numbers.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     found, record = rank.together(lambda: _newest(directory))
     states = record["rng"]
@@ -96,7 +101,7 @@ def load(
 
 
 def is_complete(directory: Path) -> bool:
-    """Say whether ``directory`` holds such a checkpoint that can be loaded."""
+    """Return whether ``directory`` has a checkpoint of this kind that can be loaded."""
     try:
         _newest(directory)
     except CheckpointError:
@@ -105,12 +110,13 @@ def is_complete(directory: Path) -> bool:
 
 
 def lies_in(path: Path) -> bool:
-    """Say whether ``path`` is such a checkpoint, whole or damaged, or a directory of some."""
+    """Return whether ``path`` is a checkpoint of this kind, complete or damaged, or a directory of such
+    checkpoints."""
     return bool(_found(path)) or any(own == path for _, own in _found(path.parent))
 
 
 def extra_of(directory: Path) -> dict[str, Any]:
-    """Return the ``extra`` of the newest checkpoint. Raises CheckpointError."""
+    """Return the ``extra`` data of the newest checkpoint. Raises CheckpointError."""
     found, record = _newest(directory)
     extra = plain_data.decode(record["extra"])
     if not isinstance(extra, dict):
@@ -119,7 +125,7 @@ def extra_of(directory: Path) -> dict[str, Any]:
 
 
 def _newest(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint, and what is written down of it. Raises CheckpointError."""
+    """Return the newest checkpoint and its record. Raises CheckpointError."""
     found = _found(directory)
     if not found:
         raise CheckpointError(f"{directory} holds no complete checkpoint of a model in parts")
@@ -136,7 +142,8 @@ def _newest(directory: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _found(directory: Path, *, partial: bool = False) -> list[tuple[int, Path]]:
-    """Return the checkpoints by step, the newest first; or those that are being written."""
+    """Return (step, path) of the complete checkpoints, newest first; with ``partial``, of the unfinished
+    ones."""
     if not directory.is_dir():
         return []
     named = [(_NAME.fullmatch(path.name), path) for path in directory.iterdir() if not path.is_symlink()]

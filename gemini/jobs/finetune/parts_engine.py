@@ -1,6 +1,5 @@
-"""A checkpoint under training, each rank with its part: layers cut over ``--tp``, stages over ``--pp``,
-sequences over ``--sp``, and what a plan says. A booster trains it; files hold the whole model.
-"""
+"""PartsEngine: trains a checkpoint with a part on each rank: layers cut over ``--tp``, stages over ``--pp``,
+sequences over ``--sp``, or as a plan says. A booster trains it; its files have the whole model."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ from gemini.system.input_files import errors_of
 
 
 class PartsEngine(TuningEngine):
-    """The model of ``config`` with its optimizer, of which this ``rank`` has a part; with adapters only those
-    train. ``documents_apart``: rows have several documents, and each is to see itself alone.
+    """This ``rank``'s part of the model of ``config``, with its optimizer. With adapters, only these train.
 
-    Each rank maps the whole model from its files, and keeps its part.
+    Each rank maps the whole model from its files, and keeps its part. ``documents_apart``: rows contain
+    several documents, and attention must not cross documents.
 
     Raises:
         OutOfBudgetError: the part cannot fit the budgets.
-        ConfigError: an option cannot be, or the model does not go over the ranks.
+        ConfigError: an option is invalid, or the model cannot be cut for the ranks.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class PartsEngine(TuningEngine):
         self._use_cache = getattr(self._whole.config, "use_cache", None)
         with adapter_errors(config):
             module = _plain(config)
-        module.config.use_cache = False  # of keys and values, which only generation needs
+        module.config.use_cache = False  # only generation needs cached keys and values
         if documents_apart:
             logits_of = partial(_logits, module)
             rank.together(lambda: None if rank.index else refuse_mixed_documents(module, logits_of))
@@ -79,35 +78,35 @@ class PartsEngine(TuningEngine):
         self._plugin = HybridParallelPlugin(**_plugin_options(config, self._rows, self._passes))
         self._booster = Booster(plugin=self._plugin)
         self._model, self._optimizer, *_ = self._booster.boost(module, adam)
-        # Dropout of each rank is its own, but ranks along tp draw what is whole together.
+        # Dropout must differ between ranks, except along tp: these draw equal numbers for whole tensors.
         torch.manual_seed(config.seed + rank.index // config.tp)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """What a learning-rate scheduler drives."""
+        """The optimizer that a learning-rate scheduler drives."""
         optimizer: torch.optim.Optimizer = self._optimizer
         return optimizer
 
     @property
     def num_parameters(self) -> tuple[int, int]:
-        """Return how many parameters the whole model has, and how many of them train."""
+        """The number of parameters of the whole model, and how many of them train."""
         params = list(self._whole.parameters())
         return sum(p.numel() for p in params), sum(p.numel() for p in params if p.requires_grad)
 
     # -- steps -----------------------------------------------------------------------------------
 
     def train(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """Train a step; see :class:`TuningEngine`. The batches are the micro-batches of one pass."""
+        """Train one step; see :class:`TuningEngine`. The batches are the micro-batches of one pass."""
         loss = self._run([batch.inputs for batch in batches], self._optimizer)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        # Ranks that share a copy have seen the same ones.
+        # Ranks that share a copy of the model counted the same tokens.
         (tokens,) = self.sum_over_ranks(sum(batch.num_tokens for batch in batches))
         return loss, round(tokens) // self._config.num_parts
 
     def evaluate(self, batches: Sequence[Callable[[], Batch]]) -> float:
-        """Return the mean loss over all tokens of ``batches``, filled up with rows that teach nothing: a
-        pass takes as many micro-batches as in training."""
+        """Return the mean loss over all tokens of ``batches``. They are filled up with rows without labels,
+        because a pass needs as many micro-batches as in training."""
         total, tokens = 0.0, 0
         together, place = self._passes * self._num_data, self._place_in_data()
         self._model.eval()
@@ -129,7 +128,7 @@ class PartsEngine(TuningEngine):
         return self._plugin.data_ranks.number
 
     def _run(self, batches: Sequence[Mapping[str, Tensor]], optimizer: Any) -> float:
-        """Run micro-batches through all stages, with an ``optimizer`` backward too; return the mean loss
+        """Run micro-batches through all stages; with an ``optimizer``, run backward too. Return the mean loss
         over the learned tokens of all ranks."""
         batch = {name: torch.cat([each[name] for each in batches]) for name in batches[0]}
         done = self._booster.execute_pipeline(
@@ -138,18 +137,19 @@ class PartsEngine(TuningEngine):
         return float(done["loss"])
 
     def _count(self, batch: Mapping[str, Tensor]) -> float:
-        """Return how many labels of a micro-batch count. Those of parts of sequences are shifted already."""
+        """Return the number of labels of a micro-batch that count. Labels of cut sequences are already
+        shifted."""
         labels = batch["labels"] if self._config.sp > 1 else batch["labels"][:, 1:]
         return float((labels != IGNORED).sum())
 
     def reference(self, batch: Batch) -> Tensor:
-        """Raise StateError: preferences are refused before there is an engine."""
+        """Raise StateError: DPO with parts was refused before the engine was built."""
         raise StateError("a model in parts has no reference")
 
     # -- what it holds ---------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Return the runtime's counters; below ZeRO 3 the bytes of this rank's part in plain memory."""
+        """Return the runtime's counters; below ZeRO 3, the bytes of this rank's part in plain memory."""
         if isinstance(self._model, GeminiDDP):
             return dict(self._model.stats())
         params = {id(param): param.nbytes for param in self._model.parameters()}
@@ -171,11 +171,11 @@ class PartsEngine(TuningEngine):
         }
 
     def timeline(self) -> list[dict[str, Any]]:
-        """Return the last complete step, moment by moment; nothing below ZeRO 3."""
+        """Return the last complete step, moment by moment; empty below ZeRO 3."""
         return list(self._model.timeline()) if isinstance(self._model, GeminiDDP) else []
 
     def close(self) -> None:
-        """Release what this rank has."""
+        """Release this rank's resources."""
         if isinstance(self._model, GeminiDDP):
             self._model.close()
         else:
@@ -209,7 +209,7 @@ class PartsEngine(TuningEngine):
         tokenizer.save_pretrained(made)
 
     def _write_merged(self, made: Path, tokenizer: Any, kept: Path | None) -> None:
-        """Write what ``gemini merge`` makes of the base and the adapters."""
+        """Write the model that ``gemini merge`` makes from the base and the adapters."""
         adapters = temporary_of(made) if kept is None else kept
         if kept is None:
             with self._written(adapters) as unnamed:
@@ -219,8 +219,8 @@ class PartsEngine(TuningEngine):
         )
 
     def _gathered(self) -> dict[str, Tensor]:
-        """Return what was trained, whole and in the types of the exported model, on the first rank, in a file
-        of the DISK tier if there is one. All ranks call this."""
+        """Return the trained tensors, whole and in the types of the exported model, on the first rank; in a
+        file on the DISK tier if there is one. Collective."""
         trained = dict(self._whole.named_parameters(remove_duplicate=False))
         outline = self._whole.state_dict(keep_vars=True)
         wanted = {
@@ -259,8 +259,8 @@ def _logits(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _filled(inputs: Mapping[str, Tensor], rows: int, *, learned: bool = True) -> dict[str, Tensor]:
-    """Return as many ``rows``, of which further ones teach nothing, nor the given ones where they are not
-    ``learned``."""
+    """Return the inputs filled up to ``rows`` rows. Added rows have no labels; if not ``learned``, none of
+    the rows have."""
     missing = rows - len(inputs["labels"])
     found = {name: torch.cat([each, each[:1].expand(missing, -1)]) for name, each in inputs.items()}
     found["labels"][rows - missing if learned else 0 :] = IGNORED
@@ -268,13 +268,13 @@ def _filled(inputs: Mapping[str, Tensor], rows: int, *, learned: bool = True) ->
 
 
 def _outline(config: FineTuneConfig) -> Any:
-    """Return the whole model on ``meta``, with its adapters, in the type in which it is exported."""
+    """Return the whole model on ``meta`` with its adapters, in the type in which it is exported."""
     model = adapted(dataclasses.replace(config, model=str(Path(config.model).absolute())))
     return model.to(torch.bfloat16) if config.precision == "bf16" else model
 
 
 def _plain(config: FineTuneConfig) -> Any:
-    """Return the whole model with its weights, in the types of its files, from which they are mapped."""
+    """Return the whole model with its weights mapped from its files, in the types of the files."""
     import transformers
 
     directory = Path(config.model).absolute()  # adapters keep it as the name of their model
@@ -288,7 +288,7 @@ def _plain(config: FineTuneConfig) -> Any:
 
 
 def _plugin_options(config: FineTuneConfig, rows: int, passes: int) -> dict[str, Any]:
-    """Return the keywords of HybridParallelPlugin that say the same as ``config``."""
+    """Return the keywords of HybridParallelPlugin that correspond to ``config``."""
     plan = plan_of(config)
     given = {name: value for name, value in config.managed_options().items() if value is not None}
     if config.tp > 1:

@@ -1,7 +1,7 @@
-"""Direct preference optimization (DPO): the records that it learns from, and its loss.
+"""Direct preference optimization (DPO): its records and its loss.
 
-A pair is a prompt with an answer that was chosen and one that was rejected. The loss falls as the model
-prefers the chosen one more than the reference does, which is the model that the run starts from.
+A pair is a prompt with a chosen answer and a rejected answer. The loss falls if the model prefers the chosen
+answer more than the reference does. The reference is the initial model of the run.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Rewards:
-    """What a batch of pairs came to: sums over ``pairs`` of the rewards, and how often the chosen answer had
-    the higher one."""
+    """Sums over ``pairs`` preference pairs: their rewards, and how often the chosen answer had the higher
+    one."""
 
     chosen: float = 0.0
     rejected: float = 0.0
@@ -43,7 +43,7 @@ class Rewards:
         )
 
     def means(self) -> dict[str, float]:
-        """Return means by the names that TRL gives them."""
+        """Return means by TRL's names."""
         if not self.pairs:
             return {}
         return {
@@ -55,7 +55,7 @@ class Rewards:
 
 
 def answer_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return for each row the logarithm of the probability of its answer: the tokens with a label."""
+    """Return the log probability of each row's answer, which is the tokens with a label."""
     wanted = labels[:, 1:].to(logits.device)
     losses = functional.cross_entropy(
         logits[:, :-1].float().flatten(0, 1), wanted.flatten(), ignore_index=_IGNORED, reduction="none"
@@ -64,8 +64,8 @@ def answer_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def preference_loss(answers: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Rewards]:
-    """Return the mean loss over pairs, and their rewards. Both arguments are log probabilities of answers: of
-    the chosen ones first, then of the rejected ones, in the same order."""
+    """Return the mean loss over pairs, and their rewards. Both arguments are log probabilities of answers:
+    first the chosen answers, then the rejected ones in the same order."""
     chosen, rejected = (beta * (answers - reference)).chunk(2)
     loss = -functional.logsigmoid(chosen - rejected).mean()
     with torch.no_grad():
@@ -75,8 +75,9 @@ def preference_loss(answers: Tensor, reference: Tensor, beta: float) -> tuple[Te
 
 
 def split_prompt(place: str, value: Mapping[str, Any], prompt: Any) -> tuple[Any, Any, Any]:
-    """Return prompt, chosen and rejected answer of a record: all texts, or all lists of messages. ``prompt``:
-    what the record has for one, None: the beginning that both answers share.
+    """Return prompt, chosen and rejected answer of a record: all texts, or all lists of messages.
+
+    ``prompt``: the record's prompt; None: it is the common beginning of both answers.
 
     Raises:
         InputError: they are neither.
@@ -107,11 +108,11 @@ def split_prompt(place: str, value: Mapping[str, Any], prompt: Any) -> tuple[Any
 
 
 def _answer(value: Any) -> Any:
-    """Return an answer as text or a list of messages; one message may stand alone."""
+    """Return an answer as text or a list of messages. A single message becomes a list."""
     return [value] if isinstance(value, dict) else value
 
 
 def _begins_with_question(messages: Messages) -> bool:
-    """Say whether an answer repeats the prompt, as in UltraFeedback."""
+    """Return whether an answer repeats the prompt, as in UltraFeedback."""
     first = messages[0] if messages else None
     return isinstance(first, dict) and first.get("role", first.get("from")) not in ("assistant", "gpt")

@@ -1,7 +1,7 @@
-"""Files of records, read one after the other: JSON lines and lists, CSV, parquet, Arrow and plain text.
+"""Reads files of records one record at a time: JSON lines and lists, CSV, parquet, Arrow and plain text.
 
-At most one record of a file is in memory, and a record has at most :data:`MAX_RECORD_BYTES`. Whatever is
-wrong is an :class:`InputError` of one line that names the file and the line in it.
+At most one record of a file is in memory (a few rows of a columnar file), and a record has at most
+:data:`MAX_RECORD_BYTES`. Every problem is a one-line :class:`InputError` that names the file and the line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gemini.system.parsing import SyntaxProblem, parse_record
 MAX_RECORD_BYTES = 2**26
 _CHUNK = 2**20
 _LINES = (".jsonl", ".ndjson")  # a record in each line
-_LIST = ".json"  # a list of records, or one after the other
+_LIST = ".json"  # a list of records, or records one after another
 _TABLES = {".csv": ",", ".tsv": "\t"}
 _COLUMNS = (".parquet", ".arrow")
 _RECORDS = (*_LINES, _LIST, *_TABLES, *_COLUMNS)
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _ROWS_AT_ONCE = 64
 _WILDCARDS = "*?["
-# What stands beside the records in a copy of a data set from a hub.
+# Files that are no records in a copy of a hub's data set.
 _ABOUT = ("readme", "license", "dataset_info", "dataset_dict", "state.json", "dataset_infos", "croissant")
 _KINDS_OF_BYTES = {
     b"PAR1": "parquet; name it .parquet",
@@ -52,7 +52,7 @@ _NEEDED = "line {} of {}"
 
 @dataclass(frozen=True)
 class Record:
-    """A value of a file of records, or the text of a whole file; ``place`` names it in messages."""
+    """A value in a file of records, or the text of a whole file. ``place`` names it in messages."""
 
     place: str
     value: Any
@@ -61,7 +61,8 @@ class Record:
 
 @dataclass(frozen=True)
 class DataFiles:
-    """The files that ``option`` names, and those of its directory that only describe the data."""
+    """The data files that ``option`` names. ``left_out``: files of its directory that only describe the
+    data."""
 
     files: tuple[Path, ...]
     left_out: tuple[Path, ...] = ()
@@ -69,8 +70,8 @@ class DataFiles:
 
 
 def find_data(data: str, option: str = "--data") -> DataFiles:
-    """Return what ``option`` names: a file, a pattern of names (``train-*.parquet``), or a directory with all
-    below it but hidden files, in an order that does not depend on the file system.
+    """Return the files that ``option`` names: a file, a pattern of names (``train-*.parquet``), or a
+    directory with everything below it except hidden files. The order does not depend on the file system.
 
     Raises:
         InputError: there are none, or one is a link out of the directory.
@@ -119,11 +120,13 @@ class _Source:
 def read_records(
     path: Path, *, as_lines: bool = False, is_text: bool = False, option: str = "--data"
 ) -> Iterator[Record]:
-    """Yield the records of a file that ``option`` names, in their order. A file of another ending is one
-    text; with ``as_lines`` it is JSON lines, and with ``is_text`` nobody asks whether it looks like them.
+    """Yield the records of a file that ``option`` names, in order.
+
+    A file with an unknown ending is one text. With ``as_lines`` it is read as JSON lines. With ``is_text`` it
+    is not refused if it looks like JSON.
 
     Raises:
-        InputError: it cannot be read, or changes while it is read.
+        InputError: the file cannot be read, or changes while it is read.
         ConfigError: the package that reads it is not installed.
     """
     suffix = _suffix(path)
@@ -165,7 +168,7 @@ def _changed(source: _Source, place: str) -> InputError:
 
 
 def _version(file: BinaryIO, path: Path) -> tuple[int, ...]:
-    """Return what differs between two states of a file, whether it is written to or replaced."""
+    """Return a key that changes if the file is written to or replaced."""
     found: list[int] = []
     for stat in (os.fstat(file.fileno()), path.stat()):
         found += (stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -191,7 +194,7 @@ def _is_about(path: Path) -> bool:
 
 
 def _lines_of(path: Path, file: BinaryIO, first: int = 1) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a file with their numbers; a line is held to the size of a record."""
+    """Yield the lines of a file with their numbers. A line may have at most the size of a record."""
     for number in itertools.count(first):
         line = file.readline(MAX_RECORD_BYTES + 1)
         if not line:
@@ -245,11 +248,11 @@ def _json_list(source: _Source, file: BinaryIO) -> Iterator[Record]:
             "convert it, or leave it out"
         ) from error
     finally:
-        text.detach()  # or it closes the file that its owner still asks for changes
+        text.detach()  # otherwise it would close the file, which the caller still checks for changes
 
 
 class _JsonReader:
-    """Values of a JSON list, or one after the other; one at a time is in memory."""
+    """Reads the values of a JSON list, or values one after another. One value is in memory at a time."""
 
     def __init__(self, text: io.TextIOWrapper, path: Path) -> None:
         self.line = 1
@@ -261,7 +264,7 @@ class _JsonReader:
         self._decoder = json.JSONDecoder()
 
     def values(self) -> Iterator[tuple[int, Any]]:
-        """Yield each value with the line that it begins in. Raises SyntaxProblem where there is none."""
+        """Yield (first line, value) for each value. Raises SyntaxProblem."""
         is_list = self._next() == "["
         self._at += is_list
         for number in itertools.count():
@@ -283,7 +286,7 @@ class _JsonReader:
             yield self._value()
 
     def _next(self) -> str:
-        """Return the next character that is not blank, and stay before it; "" at the end."""
+        """Skip blanks, and return the next character without consuming it; "" at the end."""
         while True:
             blanks = _BLANKS.match(self._buffer, self._at)
             assert blanks is not None
@@ -293,7 +296,7 @@ class _JsonReader:
                 return self._buffer[self._at : self._at + 1]
 
     def _fill(self) -> bool:
-        # As much again as there is: a record that takes many reads is parsed a few times only.
+        # Double the buffer: a record that needs many reads is then parsed only a few times.
         more = self._text.read(max(_CHUNK, len(self._buffer) - self._at))
         self._buffer, self._at = self._buffer[self._at :] + more, 0
         self._ended = not more
@@ -331,7 +334,7 @@ class _JsonReader:
 
 
 def _table(source: _Source, file: BinaryIO) -> Iterator[Record]:
-    """Yield the rows of a CSV file, by the names in its first line."""
+    """Yield the rows of a CSV file as dicts with the names of its first line."""
     lines = _TableLines(source.path, file)
     delimiter = _TABLES[_suffix(source.path)]
     if delimiter == "," and "," not in lines.header and ";" in lines.header:
@@ -362,7 +365,8 @@ def _table(source: _Source, file: BinaryIO) -> Iterator[Record]:
 
 
 class _TableLines:
-    """The lines of a table, for a reader that takes as many as a row has: at most the size of a record."""
+    """The lines of a table, for a reader that takes several lines per row. A row may have at most the size of
+    a record."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.begun = 1
@@ -374,7 +378,7 @@ class _TableLines:
         self._is_first = True
 
     def begin_row(self) -> int:
-        """Return the number of the line that the next row begins in."""
+        """Return the number of the line in which the next row begins."""
         self.begun, self._size = self._last + 1, 0
         return self.begun
 
@@ -387,13 +391,13 @@ class _TableLines:
             return self.header
         self._last, line = next(self._lines)
         self._size += len(line)
-        if self._size > MAX_RECORD_BYTES:  # a quote that does not end
+        if self._size > MAX_RECORD_BYTES:  # probably an unclosed quote
             raise _too_large(_NEEDED.format(self.begun, self._path))
         return line
 
 
 def _columns(source: _Source, file: BinaryIO) -> Iterator[Record]:
-    """Yield the rows of a file of columns, a few at a time."""
+    """Yield the rows of a columnar file (parquet or Arrow), reading a few at a time."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -463,7 +467,7 @@ def _text_of_no_records(source: _Source, file: BinaryIO) -> Iterator[Record]:
 
 
 def _first_value(text: str) -> dict[str, Any] | None:
-    """Return the object that a text begins with; None where it is none."""
+    """Return the JSON object at the beginning of a text; None if there is none."""
     try:
         value = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))[0]
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Kinds of records: which one a record is of by its keys, and the document that it becomes."""
+"""Recognizes the kind of a record by its keys, and converts it to a document."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NOUNS = {
     MESSAGES: ("conversation", "conversations"),
     PREFERENCE: ("preference pair", "preference pairs"),
 }
-# Records that other kinds are likely to be, by the keys that tell them, and the option that reads them.
+# Guesses for records of unknown kinds: keys, what the record seems to be, and the option that reads it.
 _LIKELY: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("input_ids",), "tokens already", "give the text that they were made of"),
     (("question", "answer"), "questions with answers", "--data-keys prompt=question,completion=answer"),
@@ -62,11 +62,13 @@ _PREFERENCE = (
 
 @dataclass(frozen=True)
 class Document:
-    """What is learned from a record: a ``text``, a ``prompt`` with its ``completion``, or ``messages``.
+    """The learned content of a record: a ``text``, a ``prompt`` with its ``completion``, or ``messages``.
 
-    ``num_prompt``: how many of the messages are a prompt that is given; 0: each answer is learned.
-    ``rejected``: of a preference pair, the same prompt with the answer that was not chosen.
-    ``place`` names the record in messages to the user, and ``kind`` is one of ``DATA_FORMATS``.
+    Attributes:
+        place: names the record in messages to the user.
+        kind: one of ``DATA_FORMATS``.
+        num_prompt: number of messages that form a given prompt; 0: every answer is learned.
+        rejected: for a preference pair, the same prompt with the rejected answer.
     """
 
     place: str
@@ -81,8 +83,7 @@ class Document:
 
 
 def parse_keys(text: str) -> dict[str, str]:
-    """Return the keys of records by the names that ``--data-keys`` gives them: ``prompt=question`` is
-    ``{"question": "prompt"}``. Raises ConfigError."""
+    """Parse ``--data-keys``: ``prompt=question`` gives ``{"question": "prompt"}``. Raises ConfigError."""
     found: dict[str, str] = {}
     for part in filter(None, text.split(",")):
         name, is_there, key = (word.strip() for word in part.partition("="))
@@ -97,11 +98,12 @@ def parse_keys(text: str) -> dict[str, str]:
 
 
 class Documents:
-    """The documents of all files: preference ``pairs``, or anything else. As they are read, ``counts`` says
-    how many of each kind there were.
+    """Reads the documents of all files; with ``pairs``, all must be preference pairs. ``counts`` has the
+    number of documents of each kind that were read.
 
-    Raises, while they are read:
-        InputError: a file cannot be read, or a record is of no kind, or of another than ``data_format``.
+    Raises during iteration:
+        InputError: a file cannot be read, or a record has an unknown kind, or a kind other than
+            ``data_format``.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class Documents:
                 yield document
 
     def describe(self) -> str:
-        """Return what was read, as in ``200 conversations (messages), train.jsonl``."""
+        """Return a description of the data, such as ``200 conversations (messages), train.jsonl``."""
         found = [f"{count:,} {_NOUNS[kind][count != 1]} ({kind})" for kind, count in self.counts.items()]
         files = self._data.files
         names = [files[0].name if len(files) == 1 else f"{len(files):,} files"]
@@ -154,10 +156,10 @@ def as_document(
     *,
     pairs: bool = False,
 ) -> Document:
-    """Return the document that a record is; only with ``pairs`` a preference pair.
+    """Convert a record to a document. Preference pairs are permitted only with ``pairs``.
 
     Raises:
-        InputError: it is of no kind that can be trained, of several, or not of ``data_format``.
+        InputError: the record matches no kind, several kinds, or not ``data_format``.
     """
     place, value = record.place, record.value
     if not isinstance(value, dict):
@@ -187,7 +189,7 @@ def as_document(
     _refuse_judged(place, value)
     kinds = [kind for kind, is_of in _RECOGNIZED.items() if is_of(value)]
     if PREFERENCE in kinds:
-        kinds = [PREFERENCE]  # its prompt may be that of any other
+        kinds = [PREFERENCE]  # the prompt of a pair may look like another kind
     if not kinds:
         raise _unknown(place, value)
     if len(kinds) > 1:
@@ -365,7 +367,7 @@ def _of_preference(place: str, value: Mapping[str, Any]) -> Document:
 
 
 def _prompt_of(place: str, value: Mapping[str, Any]) -> Any:
-    """Return the prompt of a preference pair: text or messages; None where its answers begin with it."""
+    """Return the prompt of a preference pair: text or messages; None if the answers begin with it."""
     if "prompt" in value:
         return value["prompt"]
     if "instruction" in value:
@@ -383,7 +385,7 @@ def _prompt_of(place: str, value: Mapping[str, Any]) -> Any:
 
 
 def _spoken(place: str, key: str, value: Any) -> list[dict[str, Any]]:
-    """Return messages of either kind as those with a role and a content."""
+    """Return ShareGPT or role-and-content messages in the latter form."""
     return _sharegpt(place, key, value) if _first_has(value, "from") else _messages(place, key, value)
 
 
@@ -425,7 +427,7 @@ _READERS: dict[str, Callable[[str, Mapping[str, Any]], Document]] = {
 
 
 def _with_system(value: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages, after the system prompt that the record has beside them."""
+    """Return the messages, with the record's separate system prompt in front."""
     system = value.get("system")
     if not isinstance(system, str) or not system.strip() or messages[0]["role"] == "system":
         return messages
@@ -461,12 +463,12 @@ def _turns(place: str, key: str, value: Any) -> list[dict[str, Any]]:
             raise InputError(
                 f"{place} has the message {turn!r:.100}; each needs a role and a content, both text"
             )
-    # Columns have a key for all rows where one row has it.
+    # Columnar files have a key in every row if any row has it.
     return [{name: each for name, each in turn.items() if each is not None} for turn in value]
 
 
 def _content(place: str, content: Any) -> str | None:
-    """Return the text of a message, which may be in parts."""
+    """Return the text of a message; a list of parts is joined."""
     if content is None or isinstance(content, str):
         return content
     parts = []

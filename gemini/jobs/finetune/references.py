@@ -1,7 +1,8 @@
-"""The reference of DPO where all weights train: what the model says of each answer before its first step.
+"""The reference of DPO if all weights train: the initial model's log probability of each answer, computed
+before the first step.
 
-It is computed once, and kept in the run's directory as it comes, so that neither a resumed run nor one that
-was stopped on the way computes it again.
+It is computed once, and stored in the run's directory as it is produced, so that resumed and interrupted runs
+do not compute it again.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from gemini.system.durable import replacing
 from gemini.system.files import append_whole, io_errors, parse_json, read_regular
 
 REFERENCES = "references.jsonl"  # in the directory of a run
-_MAX_BYTES = 2**32  # of ten million pairs and more
-_OF = "reference"  # the key of the first line
-_SET, _ROWS, _CHOSEN, _REJECTED = "set", "rows", "chosen", "rejected"  # those of the others
+_MAX_BYTES = 2**32  # enough for ten million pairs
+_OF = "reference"  # key of the first line
+_SET, _ROWS, _CHOSEN, _REJECTED = "set", "rows", "chosen", "rejected"  # keys of the other lines
 _READING, _WRITING = "read the reference", "keep the reference"
 
 
 class Referring(Protocol):
-    """A model that can say what it thinks of answers."""
+    """A model that can compute log probabilities of answers."""
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the log probabilities of the answers of a batch, the chosen ones first."""
@@ -42,8 +43,8 @@ class Referring(Protocol):
 
 @dataclass(frozen=True)
 class PairSet:
-    """Pairs of ``samples`` that a run learns from or evaluates on, by their ``rows``, in the order in which
-    passes take them. A set may be in parts, which have its name."""
+    """Pairs of ``samples``, by their ``rows`` in the order of passes. Parts of a set have the name of the
+    set."""
 
     name: str
     samples: Samples
@@ -51,13 +52,13 @@ class PairSet:
 
 
 class References:
-    """Log probabilities of the answers of ``sets`` by the weights that a run starts from.
+    """Log probabilities of the answers of ``sets`` under the initial weights.
 
-    ``directory``: that of the run, where :data:`REFERENCES` holds a line for ``digest``, which says of what
-    data and weights they are, and one for each pass of ``batch`` pairs. What cannot be used of it is computed
-    again. Which pairs share a pass depends on their places in ``rows`` alone, not on what is known: numbers
-    may differ by rounding where a pass has other pairs. ``rank``: this process among those that share the
-    passes; the first of them reads and writes.
+    They are stored in :data:`REFERENCES` in ``directory``: a line with ``digest``, which identifies the data
+    and weights, and a line for each pass of ``batch`` pairs. Unusable lines are computed again. The pairs of
+    a pass depend only on their places in ``rows``, not on which values are known: a pass with other pairs may
+    give other rounding errors. ``rank``: this process among those that share the passes; the first rank reads
+    and writes the file.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class References:
         self._sets = sets
         self._batch = batch
         self._rank = rank
-        # float32 [pairs, 2] of each set: the chosen answer, the rejected one; nan where it is not known
+        # float32 [pairs, 2] of each set: the chosen answer, the rejected one; nan if not known
         self._values = {each.name: np.full((each.samples.num_rows, 2), np.nan, np.float32) for each in sets}
 
     def complete(self, model: Referring, display: Display, stop: StopRequest) -> bool:
-        """Have the samples carry what ``model``, with its first weights, says of their answers; compute what
-        is not known yet. Return False where ``stop`` was requested before all is.
+        """Compute the missing log probabilities with ``model``, which still has its initial weights, and
+        attach all of them to the samples. Return False if ``stop`` was requested before the end.
 
         Raises:
-            ConfigError: the model gives no number for a pair.
+            ConfigError: a log probability is not finite.
             IoError: the file cannot be read or written.
         """
         known = self._rank.agree(lambda: "" if self._rank.index else "\n".join(self._kept()))
@@ -104,7 +105,8 @@ class References:
         return True
 
     def _compute(self, model: Referring, passes: Sequence[PairSet]) -> None:
-        """Run a pass on each rank; ranks without one repeat the first, because all of them must run one."""
+        """Run a pass on each rank. Ranks without a pass repeat the first one, because all ranks must run
+        one."""
         own = passes[self._rank.index if self._rank.index < len(passes) else 0]
         found = model.reference(own.samples.rows(own.rows.tolist())).tolist()
         lines = self._rank.collect(lambda: _line(own, found))[: len(passes)]
@@ -112,14 +114,14 @@ class References:
         self._take(lines)
 
     def _keep(self, lines: Sequence[str]) -> str:
-        """Append what passes have come to; of all ranks the first does. Return nothing to say."""
+        """Append the results of passes to the file, on the first rank. Returns "" for :meth:`Rank.agree`."""
         if not self._rank.index:
             with io_errors(_WRITING, self._path):
                 append_whole(self._path, "".join(f"{line}\n" for line in lines).encode("ascii"))
         return ""
 
     def _passes(self) -> Iterator[PairSet]:
-        """Yield what is not known yet, in parts of a pass."""
+        """Yield the missing pairs, one part per pass."""
         for each in self._sets:
             values = self._values[each.name]
             for first in range(0, len(each.rows), self._batch):
@@ -129,8 +131,8 @@ class References:
                     yield PairSet(each.name, each.samples, rows)
 
     def _kept(self) -> list[str]:
-        """Return the lines of the file that can be used, and remove the others: of another model or other
-        data, and what a kill has left."""
+        """Return the usable lines of the file, and remove all others: lines for another model or other data,
+        and half-written ones."""
         data = b""
         with io_errors(_READING, self._path):
             if self._path.is_symlink() or self._path.exists():
@@ -149,7 +151,7 @@ class References:
         return good
 
     def _is_good(self, record: Any) -> bool:
-        """Say whether this is what a pass has come to."""
+        """Return whether a record is a valid result of a pass."""
         if not isinstance(record, dict) or record.keys() != {_SET, _ROWS, _CHOSEN, _REJECTED}:
             return False
         values = self._values.get(str(record[_SET]))
@@ -170,14 +172,14 @@ class References:
 
 
 def remove_references(directory: Path) -> None:
-    """Remove what an older run has left in its directory. Raises IoError."""
+    """Remove the file of an older run from its directory. Raises IoError."""
     path = directory / REFERENCES
     with io_errors("remove the reference of an older run", path):
         path.unlink(missing_ok=True)
 
 
 def _line(pairs: PairSet, found: list[float]) -> str:
-    """Return the line of a pass; ``found`` has the chosen answers first."""
+    """Return the line of a pass. ``found``: the chosen answers first."""
     rows = pairs.rows.tolist()
     for number, value in zip([*rows, *rows], found, strict=True):
         if not math.isfinite(value):

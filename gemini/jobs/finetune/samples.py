@@ -1,7 +1,7 @@
-"""The rows that each step learns from: documents as tokens in a file, cut, joined or filled up to rows.
+"""The rows that each step learns from: tokens of documents in a file, cut, joined or padded to rows.
 
-Which rows a step has is a pure function of ``(tokens, seed, step)``, so a resumed run sees exactly the rows
-that an uninterrupted one would have seen.
+The rows of a step are a pure function of ``(tokens, seed, step)``, so a resumed run sees exactly the rows of
+an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,21 +26,27 @@ from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.record_kinds import AUTO, TEXT
 from gemini.system.files import io_errors
 
-IGNORED = -100  # a label that no loss looks at
+IGNORED = -100  # label that the loss ignores
 WHOLE, CUT, JOINED = "whole", "cut", "joined"
 DOCUMENTS = (AUTO, WHOLE, CUT, JOINED)
 PADDED = "padded"  # without packing
-PAIRS = "pairs"  # of preferences: a row with the chosen answer, one with the rejected answer
+PAIRS = "pairs"  # preferences: a row with the chosen answer, and a row with the rejected answer
 _PACKED_AT_ONCE = 1000
-Piece = tuple[int, int]  # where its tokens begin, and how many there are
+Piece = tuple[int, int]  # (start of its tokens, number of tokens)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for a model: ``inputs`` are its arguments, int64 ``[batch, seq]``; ``num_tokens`` of them are not
-    there to fill a row up. ``num_pairs``: of preferences; the chosen answers are in the first half of the
-    rows, and the rejected ones, in the same order, in the second. ``reference``: the log probability of each
-    answer by the reference, float32 ``[batch]``, where it was computed beforehand."""
+    """Rows for a model.
+
+    Attributes:
+        inputs: the model's arguments, int64 ``[batch, seq]``.
+        num_tokens: number of tokens that are not padding.
+        num_pairs: number of preference pairs. The first half of the rows has the chosen answers, the second
+            half the rejected ones in the same order.
+        reference: the reference's log probability of each answer, float32 ``[batch]``, if it was computed
+            before.
+    """
 
     inputs: dict[str, Tensor]
     num_tokens: int
@@ -49,32 +55,33 @@ class Batch:
 
     @property
     def num_learned(self) -> int:
-        """Return how many tokens a loss is made of: all with a label but the first of each row."""
+        """Number of tokens in the loss: all with a label, except the first token of each row."""
         return int((self.inputs["labels"][:, 1:] != IGNORED).sum())
 
     @property
     def weight(self) -> int:
-        """Return how many things its loss is the mean of: pairs, or tokens."""
+        """Number of items over which its loss is the mean: pairs, or tokens."""
         return self.num_pairs or self.num_learned
 
 
 class Samples:
-    """Rows of ``seq`` tokens, made of documents in one of four layouts:
+    """Rows of ``seq`` tokens, made from documents in one of five layouts:
 
-    - ``"whole"``: a row takes as many whole documents as fit; one that is longer than a row loses its end.
-    - ``"cut"``: all documents are put together and cut into rows. In both, attention stops at documents.
-    - ``"joined"``: the same, and attention goes across documents.
-    - ``"padded"``: each document is a row of its own, cut or filled up.
-    - ``"pairs"``: the same, and documents come in pairs. A number is that of a pair.
+    - ``"whole"``: a row has as many whole documents as fit; a document longer than a row loses its end.
+    - ``"cut"``: all documents are concatenated and cut into rows. As in ``"whole"``, attention does not cross
+    documents.
+    - ``"joined"``: as ``"cut"``, but attention crosses documents.
+    - ``"padded"``: each document is a row of its own, truncated or padded.
+    - ``"pairs"``: as ``"padded"``, but documents come in pairs, and row numbers are those of pairs.
 
-    ``"auto"`` is ``"cut"`` where the first document is a plain text, and else ``"whole"``. Rows without a
-    token to learn are left out.
+    ``"auto"`` is ``"cut"`` if the first document is a plain text, otherwise ``"whole"``. Rows without a token
+    to learn are dropped.
 
-    Tokens are in a file without a name in ``directory`` (None: the system's place for temporary files), which
-    goes with the process: 4 bytes a token there, about 28 bytes a document in memory.
+    Tokens are in an unnamed file in ``directory`` (None: the system's temporary directory), which ends with
+    the process. It takes 4 bytes per token, and memory takes about 28 bytes per document.
 
     Raises:
-        ConfigError: there is not one row.
+        ConfigError: there is not a single row.
         IoError: the file cannot be written.
     """
 
@@ -92,7 +99,7 @@ class Samples:
         self._pad = pad
         self._rows = _Rows()
         self.num_tokens = self.num_learned = self.num_cut = self.num_lost = 0
-        self.lengths = array("i")  # of the documents
+        self.lengths = array("i")  # tokens of each document
         digest = hashlib.sha256()
         place = str(directory or tempfile.gettempdir())
         with io_errors("set the tokens aside", place):
@@ -134,12 +141,13 @@ class Samples:
         self._reference: npt.NDArray[np.float32] | None = None
 
     def stored(self, first: int, count: int) -> npt.NDArray[np.int32]:
-        """Return ``count`` tokens of all documents from ``first`` on, those that no loss counts inverted."""
+        """Return ``count`` tokens of the concatenated documents from ``first`` on. Tokens that the loss
+        ignores are stored inverted (``~token``)."""
         return self._tokens[first : first + count]
 
     def refer_to(self, values: npt.NDArray[np.float32]) -> None:
-        """Have batches carry the log probabilities of the reference: float32 ``[pairs, 2]``, of the chosen
-        answer and the rejected one."""
+        """Attach the reference's log probabilities to all batches: float32 ``[pairs, 2]``, chosen and
+        rejected answer."""
         self._reference = values
 
     def rows(self, numbers: Iterable[int]) -> Batch:
@@ -173,9 +181,9 @@ class Samples:
             labels[row] = np.where(stored < 0, IGNORED, stored)
             positions[row] = np.arange(length)
             if self.layout in (WHOLE, CUT):
-                labels[filled] = IGNORED  # it would be predicted from another document
+                labels[filled] = IGNORED  # the token before it belongs to another document
             filled += length
-        positions[filled:] = np.arange(self.seq - filled)  # what fills the row up is a document of its own
+        positions[filled:] = np.arange(self.seq - filled)  # the padding is a separate document
         return ids, labels, positions, filled
 
 
@@ -190,7 +198,7 @@ def _chosen(layout: str, first: EncodedDocument) -> str:
 
 
 class _Rows:
-    """Which pieces each row is made of: 12 bytes a piece, and 8 a row."""
+    """The pieces of each row: 12 bytes per piece, and 8 per row."""
 
     def __init__(self) -> None:
         self._starts, self._lengths, self._ends = array("q"), array("i"), array("q", [0])
@@ -203,7 +211,7 @@ class _Rows:
         return list(zip(self._starts[row], self._lengths[row], strict=True))
 
     def append(self, pieces: Iterable[Piece]) -> None:
-        """Add a row."""
+        """Append a row."""
         for start, length in pieces:
             self._starts.append(start)
             self._lengths.append(length)
@@ -211,7 +219,7 @@ class _Rows:
 
 
 class _Layouter(ABC):
-    """Makes rows of documents. ``num_cut`` documents lost their end, ``num_lost`` had nothing left to
+    """Arranges documents in rows. ``num_cut`` documents lost their end; ``num_lost`` had nothing left to
     learn."""
 
     def __init__(self, rows: _Rows, seq: int) -> None:
@@ -221,16 +229,16 @@ class _Layouter(ABC):
 
     @abstractmethod
     def add(self, start: int, learned: npt.NDArray[np.bool_]) -> None:
-        """Take a document, with its tokens at ``start`` and on."""
+        """Add a document with its first token at ``start``."""
 
-    def finish(self) -> None:  # noqa: B027 - not every layout holds something back
-        """Make the last rows."""
+    def finish(self) -> None:  # noqa: B027 - not every layout has pending documents
+        """Make the rows of pending documents."""
 
     def _kept(self, start: int, learned: npt.NDArray[np.bool_]) -> Piece | None:
-        """Return the beginning of a document that fits into a row; None where it teaches nothing."""
+        """Return the beginning of a document that fits in a row; None if it has nothing to learn."""
         kept = learned[: self._seq]
         self.num_cut += len(kept) < len(learned)
-        if not kept[1:].any():  # nothing precedes the first
+        if not kept[1:].any():  # the first token cannot be predicted
             self.num_lost += len(learned) > 0
             return None
         return start, len(kept)
@@ -290,7 +298,7 @@ class _Cut(_Layouter):
         at = 0
         while at < len(learned):
             length = min(self._seq - self._filled, len(learned) - at)
-            # The first token of a row has nothing before it; else only one of a joined document has.
+            # The first token of a row has no predecessor, nor has the first of a document unless joined.
             skipped = not (self._is_joined and self._filled)
             self._teaches |= bool(learned[at + skipped : at + length].any())
             self._row.append((start + at, length))
@@ -319,8 +327,8 @@ _LAYOUTERS: dict[str, type[_Layouter]] = {
 
 
 def best_fit(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:
-    """Yield rows of at most ``room`` tokens: the longest piece first, each into the row that it fills best,
-    the oldest of equal ones."""
+    """Yield rows of at most ``room`` tokens. Pieces are placed longest first, each into the row with the
+    least sufficient space, the oldest among equal rows."""
     rows: list[list[Piece]] = []
     spaces: list[int] = []  # of rows that are not full, each once and in order
     with_space: dict[int, deque[int]] = defaultdict(deque)
@@ -344,7 +352,7 @@ def best_fit(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:
 
 
 class Order:
-    """Which rows are learned from and which are held out; each epoch shuffles the former again."""
+    """Divides rows into learned and held-out ones. Each epoch shuffles the learned rows again."""
 
     def __init__(self, num_rows: int, *, eval_share: float, seed: int) -> None:
         self._seed = seed
@@ -361,7 +369,7 @@ class Order:
         self._order = self.learned
 
     def __getitem__(self, index: int) -> int:
-        """Return the row that is the ``index``-th to be learned from, over all epochs."""
+        """Return the row that is learned at position ``index``, counted over all epochs."""
         epoch, place = divmod(index, len(self.learned))
         if epoch != self._epoch:
             self._epoch = epoch

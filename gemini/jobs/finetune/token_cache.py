@@ -1,8 +1,9 @@
-"""The tokens of a run's data, kept in its directory: a run that is resumed need not make them again.
+"""Caches the tokens of a run's data in its directory, so that a resumed run need not encode the data again.
 
-They are used where nothing that they depend on differs: the files of the data by name, size and time of
-change, the tokenizer with its template, the options, and the versions of the packages. The file has a line of
-JSON, the length of each document (int32), and the tokens (int32), those that no loss counts inverted.
+The cache is valid if nothing that the tokens depend on has changed: the data files by name, size and
+modification time, the tokenizer with its template, the options, and the package versions. The file has a line
+of JSON, the length of each document (int32), and the tokens (int32); those that the loss ignores are
+inverted.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ from gemini.system.durable import replacing
 from gemini.system.files import open_regular, parse_json
 
 TOKENS, EVAL_TOKENS = "tokens.bin", "eval_tokens.bin"  # in the directory of a run
-_MAX_LINE = 2**24  # of a data set in very many files
-_BLOCK = 2**22  # tokens that are copied at a time
+_MAX_LINE = 2**24  # limit for the first line
+_BLOCK = 2**22  # tokens to copy at a time
 _KEY, _COUNTS, _FINGERPRINT, _PLAIN = "key", "counts", "fingerprint", "plain_template"
 _NUM_DOCUMENTS, _NUM_TOKENS = "documents", "tokens"
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What the file of a run holds: ``counts`` of its documents by kind, the first one's first;
-    ``fingerprint`` as :class:`Samples` has it; whether documents took the plain chat template."""
+    """The contents of a cache file.
+
+    Attributes:
+        counts: number of documents by kind; the first document's kind comes first.
+        fingerprint: as in :class:`Samples`.
+        plain_template: whether documents used the plain chat template.
+        begin: offset of the data behind the first line.
+    """
 
     path: Path
     counts: Mapping[str, int]
@@ -43,10 +50,10 @@ class KeptTokens:
     plain_template: bool
     num_documents: int
     num_tokens: int
-    begin: int  # of what follows the line
+    begin: int
 
     def __iter__(self) -> Iterator[EncodedDocument]:
-        """Yield the documents, without their texts. Raises OSError and ValueError for a file that changed."""
+        """Yield the documents without their texts. Raises OSError or ValueError if the file has changed."""
         document = Document("", next(iter(self.counts), ""))
         with os.fdopen(open_regular(self.path), "rb") as file, self.path.open("rb") as more:
             file.seek(self.begin)
@@ -65,8 +72,8 @@ def _numbers(file: IO[bytes], count: int) -> npt.NDArray[np.int32]:
 
 
 def key_of(files: DataFiles, tokenizer: Path, options: Mapping[str, Any]) -> str:
-    """Return what the tokens of ``files`` depend on; ``tokenizer``: the directory that has it. Raises
-    OSError."""
+    """Return the cache key of ``files``: it changes with everything that the tokens depend on. ``tokenizer``:
+    the directory of the tokenizer. Raises OSError."""
     import tokenizers  # type: ignore[import-not-found, unused-ignore]
     import transformers
 
@@ -81,7 +88,7 @@ def key_of(files: DataFiles, tokenizer: Path, options: Mapping[str, Any]) -> str
 
 
 def _digest(directory: Path) -> str:
-    """Return a hash of the files beside weights."""
+    """Return a hash of the tokenizer files in a model directory."""
     digest = hashlib.sha256()
     for path in sorted(directory.iterdir()):
         if path.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken") and path.is_file():
@@ -91,7 +98,7 @@ def _digest(directory: Path) -> str:
 
 
 def kept_tokens(path: Path, key: str) -> KeptTokens | None:
-    """Return what was kept at ``path`` for the same ``key``; None: nothing that can be used."""
+    """Return the tokens cached at ``path`` for the same ``key``; None if there is no usable file."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             line = file.readline(_MAX_LINE)
@@ -115,7 +122,7 @@ def kept_tokens(path: Path, key: str) -> KeptTokens | None:
 def keep_tokens(
     path: Path, key: str, samples: Samples, counts: Mapping[str, int], *, plain_template: bool
 ) -> None:
-    """Write the tokens of ``samples`` to ``path``, for their reader alone. Raises IoError."""
+    """Write the tokens of ``samples`` to ``path``, readable only by the user. Raises IoError."""
     told = {
         _KEY: key,
         _COUNTS: dict(counts),

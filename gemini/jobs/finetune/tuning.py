@@ -1,4 +1,4 @@
-"""How a job trains, evaluates and exports a model of transformers, whatever ranks share it."""
+"""TuningEngine: trains, evaluates and exports a transformers model, regardless of how ranks share it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from gemini.jobs.finetune.samples import Batch
 from gemini.system.durable import put_in_place, temporary_of
 from gemini.system.files import io_errors
 
-SHARD = "2GB"  # of what is exported, and so of what is in memory at once
+SHARD = "2GB"  # size of an exported file, which limits the memory of an export
 BETAS = (0.9, 0.999)
-_BLOCK = 2**20  # bytes of a file that is copied
-_PROBED = 4  # tokens of a document that shows whether others see it
+_BLOCK = 2**20  # bytes to copy at a time
+_PROBED = 4  # tokens of each document in probe()
 
 
 class TuningEngine(ABC):
-    """A model under training and its optimizer. ``rank``: this process among those that train it; all of them
-    make the same calls. Checkpoints say which weights were ``best``.
+    """A model under training with its optimizer.
 
-    ``rewards`` are those of the pairs of the last step, of all ranks.
+    Attributes:
+        rank: this process among those that train the model. All of them make the same calls.
+        best: the weights with the lowest held-out loss; checkpoints include their state. None: they are not
+            kept.
+        rewards: rewards of the last step's pairs, over all ranks.
     """
 
     def __init__(self, best: BestWeights | None, rank: Rank) -> None:
@@ -43,26 +46,26 @@ class TuningEngine(ABC):
     @property
     @abstractmethod
     def optimizer(self) -> torch.optim.Optimizer:
-        """What a learning-rate scheduler drives."""
+        """The optimizer that a learning-rate scheduler drives."""
 
     @property
     @abstractmethod
     def num_parameters(self) -> tuple[int, int]:
-        """Return how many parameters there are, and how many of them train."""
+        """The number of parameters, and how many of them train."""
 
     @abstractmethod
     def train(self, batches: Sequence[Batch]) -> tuple[float, int]:
-        """Train a step on the batches of this rank, in which every learned token of all ranks counts the
-        same; return the mean loss over these, and how many tokens all have seen."""
+        """Train one step on this rank's batches. Every learned token of all ranks has equal weight. Return
+        the mean loss over these tokens, and the number of tokens of all ranks."""
 
     @abstractmethod
     def evaluate(self, batches: Sequence[Callable[[], Batch]]) -> float:
-        """Return the mean loss over all tokens of ``batches``; no weight and no random state changes. All
-        ranks are given all batches, and share them."""
+        """Return the mean loss over all tokens of ``batches``, without changing weights or random state. All
+        ranks get all batches, and divide them."""
 
     @abstractmethod
     def reference(self, batch: Batch) -> Tensor:
-        """Return the log probability of each answer of pairs by the reference, float32 ``[batch]``."""
+        """Return the reference's log probability of each answer of pairs, float32 ``[batch]``."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
@@ -74,20 +77,20 @@ class TuningEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; the engine cannot be used afterwards."""
+        """Release all resources; the engine cannot be used afterwards."""
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     @abstractmethod
     def _save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        """Write a checkpoint into ``directory``, complete or not at all."""
+        """Write a checkpoint into ``directory``, atomically."""
 
     @abstractmethod
     def _load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        """Restore a checkpoint, return its ``extra``. Raise CheckpointError if it is another."""
+        """Restore a checkpoint, and return its ``extra`` data. Raise CheckpointError if it does not match."""
 
     def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        """Stream everything to ``directory``, with what is known of the best weights."""
+        """Write a checkpoint to ``directory``, with the state of the best weights."""
         if self.best is None:
             self._save(directory, scheduler, extra)
         else:
@@ -95,7 +98,7 @@ class TuningEngine(ABC):
             self.best.saved()
 
     def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        """Stream everything back."""
+        """Restore the checkpoint in ``directory``, and return its ``extra`` data."""
         extra = self._load(directory, scheduler)
         if self.best is not None:
             self.best.restore(extra.get(BEST))
@@ -105,25 +108,30 @@ class TuningEngine(ABC):
 
     @abstractmethod
     def _write_trained(self, made: Path, tokenizer: Any) -> None:
-        """Write the model, or its adapters where those train, to a directory to make. The first rank
-        writes."""
+        """Write the model, or its adapters if only these train, to a new directory. Collective; the first
+        rank writes."""
 
     @abstractmethod
     def _write_merged(self, made: Path, tokenizer: Any, kept: Path | None) -> None:
-        """Write the model with its adapters merged in, or with those that were ``kept``."""
+        """Write the model with its adapters merged in; ``kept``: the directory of other adapters to merge
+        instead."""
 
     def keep(self, target: Path, tokenizer: Any) -> None:
-        """Write what :meth:`export` needs to return to these weights; the run goes on."""
+        """Write the current weights for a later :meth:`export`. Training can continue."""
         with self._written(target) as made:
             self._write_trained(made, tokenizer)
 
     def export(
         self, target: Path, tokenizer: Any, *, merge: bool, card: str, kept: Path | None = None
     ) -> None:
-        """Write a directory that transformers loads to ``target``, whole or not at all: the model, or its
-        adapters, with a model card. With ``merge`` adapters become part of the weights, and nothing can be
-        trained after. ``kept``: what :meth:`keep` has written of other weights, which take the place of
-        these."""
+        """Write a directory for transformers to ``target``, atomically: the model, or its adapters, with a
+        model card.
+
+        Args:
+            merge: merge the adapters into the weights; the engine cannot train afterwards.
+            card: text of the model card.
+            kept: a directory that :meth:`keep` wrote; its weights are exported instead of the current ones.
+        """
         with self._written(target) as made:
             if merge:
                 self._write_merged(made, tokenizer, kept)
@@ -137,7 +145,8 @@ class TuningEngine(ABC):
 
     @contextmanager
     def _written(self, target: Path) -> Iterator[Path]:
-        """Yield the name of a directory to make, which becomes ``target``. Only the first rank makes it."""
+        """Yield the path of a directory to make, which is renamed to ``target`` at the end. Only the first
+        rank makes it."""
         made = temporary_of(target)
         with io_errors("write the trained model", target):
             if not self.rank.index:
@@ -145,10 +154,10 @@ class TuningEngine(ABC):
             yield made
             if not self.rank.index:
                 put_in_place(made, target)
-            self.rank.agree(lambda: "")  # it is there for all
+            self.rank.agree(lambda: "")  # no rank continues before the directory exists
 
     def sum_over_ranks(self, *values: float) -> list[float]:
-        """Return the sums of what all ranks give here."""
+        """Return the sum of each value over all ranks. Collective."""
         if self.rank.is_alone:
             return list(values)
         said = [json.loads(text) for text in self.rank.collect(lambda: json.dumps(values))]
@@ -156,8 +165,11 @@ class TuningEngine(ABC):
 
 
 def refuse_mixed_documents(model: nn.Module, logits_of: Callable[[Batch], Tensor]) -> None:
-    """Raise ConfigError where a document sees the one that is packed before it: masks are made by each
-    model's own code, and layers without attention have none. It takes one pass over 16 tokens."""
+    """Raise ConfigError if a document sees the document that is packed before it.
+
+    Masks are made by each model's own code, and layers without attention have none. The check takes one pass
+    over 16 tokens.
+    """
     batch = probe()
     trains = model.training
     model.eval()
@@ -177,7 +189,7 @@ def refuse_mixed_documents(model: nn.Module, logits_of: Callable[[Batch], Tensor
 
 
 def probe() -> Batch:
-    """Return two rows of two documents each; the second documents are the same."""
+    """Return two rows of two documents each. The second documents are equal."""
     first = torch.arange(_PROBED)
     rows = torch.stack([torch.cat([first + shift, first]) for shift in (0, _PROBED)])
     positions = first.repeat(2, 2)

@@ -1,4 +1,4 @@
-"""What ``gemini finetune`` trains, for the loop of :mod:`gemini.jobs.run.training`."""
+"""The work of ``gemini finetune`` for the loop of :mod:`gemini.jobs.run.training`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from gemini.jobs.run.trackers import parse_trackers
 from gemini.jobs.run.training import RunOptions, StopRequest, shaped_factor
 from gemini.system.files import io_errors
 
-_TOLD_EVERY = 32  # documents
+_TOLD_EVERY = 32  # documents between two progress messages
 LAYOUTS = {
     WHOLE: "whole documents, as many as fit",
     CUT: "documents are cut where a row ends",
@@ -51,10 +51,10 @@ LAYOUTS = {
 
 
 class FineTuneWork:
-    """A model on tokens of its tokenizer; at the end it is exported to ``target``.
+    """Trains a model on tokens of its tokenizer, and exports it to ``target`` at the end.
 
     Raises:
-        ConfigError: model, tokenizer or data will not do; nothing was loaded.
+        ConfigError: model, tokenizer or data cannot be used; nothing was loaded.
     """
 
     command = "gemini finetune"
@@ -71,16 +71,21 @@ class FineTuneWork:
         refuse: Callable[[Mapping[str, Any]], None] = lambda _: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``rank``: this process among those that train together. ``in_parts``: the run goes on from a
-        checkpoint that any number of ranks reads, each its part. ``refuse``: raises for another
-        run than that which goes on; it gets what is known of the identity before data is read. ``tell`` gets
-        lines on how far reading has come."""
+        """Read the data and check the options.
+
+        Args:
+            rank: this process among those that train together.
+            in_parts: resume from a checkpoint that any number of ranks can read in parts.
+            refuse: raises if the run to resume is another one. It gets the part of the identity that is known
+                before data is read.
+            tell: called with lines about the progress of reading.
+        """
         self.config = config
         self.target = target
         self._rank = Rank() if rank is None else rank
         copies = config.data_ranks(self._rank.count)
         self._batch_rows, self._passes = config.rows_of_rank(copies)
-        # Of the grid of ranks tp is innermost, then sp, then the data, then pp.
+        # In the grid of ranks, tp is innermost, then sp, then data, then pp.
         self._data_place = self._rank.index // (config.tp * config.sp) % copies
         model = ModelDirectory(config)
         outline = checked_early(config, ranks=self._rank.count)
@@ -100,9 +105,11 @@ class FineTuneWork:
         self._encoder = model.encoder(self._tokenizer)
         self._is_dpo = config.objective == DPO
         self._tell = tell
-        self._new_tokens: list[Callable[..., None]] = []  # write what was made for a run that goes on
+        self._new_tokens: list[
+            Callable[..., None]
+        ] = []  # write new token caches, once the run's directory exists
         self._rewards = Rewards()
-        self._reference = ""  # names the weights and pairs of the reference, where one is kept
+        self._reference = ""  # digest of the reference's weights and pairs, if a reference is stored
         self._documents, self.samples = self._samples(files, layout, scratch)
         self._order = Order(self.samples.num_rows, eval_share=config.eval_share, seed=config.seed)
         owns = self._rank.index == 0
@@ -139,8 +146,8 @@ class FineTuneWork:
         )
 
     def _samples(self, files: DataFiles, layout: str, scratch: Path | None) -> tuple[Documents, Samples]:
-        """Return the documents of ``files`` and their rows. Where a run may go on with one that is there, it
-        takes the tokens of that one, if nothing has changed."""
+        """Return the documents of ``files`` and their rows. If the run may resume, its cached tokens are used
+        if they are still valid."""
         config = self.config
         documents = Documents(
             files, data_format=config.data_format, keys=config.data_keys, pairs=self._is_dpo
@@ -158,7 +165,7 @@ class FineTuneWork:
             key = key_of(files, Path(config.tokenizer or config.model), self._options_of_tokens())
         kept = kept_tokens(path, key) if config.resume != "no" else None
         if kept is not None:
-            with suppress(ValueError, OSError):  # it was damaged meanwhile
+            with suppress(ValueError, OSError):  # the cache was damaged in the meantime
                 samples = make(kept)
                 if samples.fingerprint == kept.fingerprint:
                     documents.counts.update(kept.counts)
@@ -174,7 +181,7 @@ class FineTuneWork:
         return {"model": self._fingerprint, **{name: getattr(self.config, name) for name in names}}
 
     def _keep_tokens(self, display: Display) -> None:
-        """Write what was made of the data for a run that goes on with this one."""
+        """Write the token caches for a later resume."""
         try:
             for keep in self._new_tokens:
                 keep(plain_template=self._encoder.uses_plain_template)
@@ -185,8 +192,8 @@ class FineTuneWork:
         self._new_tokens.clear()
 
     def _make_references(self, model: ModelDirectory, held: npt.NDArray[np.int64]) -> References:
-        """Return the reference of the pairs that the run learns from, in the order of its steps, so that a
-        run of more steps has the same passes first; and of those in ``held``."""
+        """Return the reference for the learned pairs and for the pairs in ``held``. Learned pairs are in the
+        order of steps, so that a run with more steps begins with the same passes."""
         count = min(self.options.steps * self._rows_per_step, len(self._order.learned))
         learned = np.asarray([self._order[row] for row in range(count)], dtype=np.int64)
         sets = [PairSet("data", self.samples, learned)]
@@ -206,13 +213,13 @@ class FineTuneWork:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Step and loss of the weights that did best on what is held out, if they are kept."""
+        """(step, loss) of the weights with the lowest held-out loss, if they are kept."""
         if self._best is None or self._best.step is None:
             return None
         return self._best.step, self._best.loss
 
     def _find_eval_data(self, data: DataFiles) -> DataFiles | None:
-        """Return the files of ``--eval-data``. Raise ConfigError for one that is among those of ``data``."""
+        """Return the files of ``--eval-data``. Raise ConfigError if one of them is also in ``data``."""
         if self.config.eval_data is None:
             return None
         files = find_data(self.config.eval_data, "--eval-data")
@@ -226,14 +233,14 @@ class FineTuneWork:
         return files
 
     def _read_eval_data(self, files: DataFiles | None, scratch: Path | None) -> Samples | None:
-        """Return the rows of ``files``, laid out as those of the data are."""
+        """Return the rows of ``files``, in the same layout as the training data."""
         if files is None:
             return None
         self._eval_documents, samples = self._samples(files, self.samples.layout, scratch)
         return samples
 
     def _encoded(self, documents: Documents) -> Iterator[EncodedDocument]:
-        """Yield the tokens of each document, and tell how far that is."""
+        """Yield the tokens of each document, and report progress."""
         encoded: Iterable[EncodedDocument] = map(self._encoder.encode, documents)
         if self._is_dpo:
             encoded = itertools.chain.from_iterable(map(self._encoder.encode_pair, documents))
@@ -246,7 +253,7 @@ class FineTuneWork:
             yield each
 
     def describe(self) -> list[str]:
-        """Return lines on what trains, the data, the rows that they make, and the steps."""
+        """Return lines about the trained weights, the data, its rows, and the steps."""
         noun = "pair" if self._is_dpo else "row"
         samples, held = self.samples, len(self._order.held_out)
         lines = [
@@ -277,7 +284,7 @@ class FineTuneWork:
         return lines
 
     def _trained(self) -> str:
-        """Return a line on the weights that train, and how fast."""
+        """Return a line about the trained weights and the learning rate."""
         config = self.config
         what, said = "all weights", ""
         if config.lora:
@@ -296,7 +303,7 @@ class FineTuneWork:
         return f"training: {what}{said}; learning rate {config.learning_rate:g}{default}"
 
     def identity(self) -> dict[str, Any]:
-        """Return what the numbers depend on."""
+        """Return the settings that the numbers depend on."""
         own = {**self.config.identity(), "seq": self.seq}
         evaluated = None if self._eval_samples is None else self._eval_samples.fingerprint
         return {
@@ -308,7 +315,7 @@ class FineTuneWork:
         }
 
     def _check_parts(self, outline: nn.Module) -> None:
-        """Raise ConfigError where the model, whole and on ``meta``, cannot be cut as asked."""
+        """Raise ConfigError if the model, whole and on ``meta``, cannot be cut as requested."""
         if self._adapts_experts:
             raise ConfigError(
                 "adapters on arrays of experts are not cut over ranks; name other layers by --lora-targets, "
@@ -327,7 +334,7 @@ class FineTuneWork:
         return engine
 
     def prepare(self, engine: TuningEngine, display: Display, stop: StopRequest) -> bool:
-        """Compute the reference of DPO where the model of later steps does not hold it; keep the tokens."""
+        """Write the token caches, and compute DPO's reference if the model of later steps cannot."""
         if not self._rank.index:
             self._keep_tokens(display)
         if self._references is not None:
@@ -337,25 +344,25 @@ class FineTuneWork:
         return True
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the scheduler of the learning rate."""
+        """Return the learning rate scheduler."""
         steps = self.options.steps
         warmup = round(self.config.warmup * steps)
         factor = partial(shaped_factor, steps=steps, warmup=warmup, shape=self.config.schedule)
         return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
     def step(self, engine: TuningEngine, step: int) -> tuple[float, int]:
-        """Train on the rows of a step; every token counts the same, on each rank."""
+        """Train on the rows of a step. Every token has equal weight, on every rank."""
         loss, tokens = engine.train([self._batch(step, micro) for micro in range(self._passes)])
         self._rewards = engine.rewards
         return loss, tokens
 
     def values(self) -> dict[str, float]:
-        """Return the rewards of the pairs of the last step."""
+        """Return the rewards of the last step's pairs."""
         return self._rewards.means()
 
     def evaluate(self, engine: TuningEngine, step: int) -> float | None:
-        """Return the loss on what is held out, after every ``eval_every`` steps and at the end; keep the
-        weights if it is the lowest and they are asked for."""
+        """Return the held-out loss if it is due: after every ``eval_every`` steps and at the end. Keep the
+        weights if it is the lowest and ``--keep-best`` is set."""
         if not self._held_out.is_due(step + 1):
             return None
         loss = engine.evaluate(self._held_out.batches())
@@ -364,12 +371,12 @@ class FineTuneWork:
         return loss
 
     def check_history(self, horizons: list[int], devices: list[str]) -> None:
-        """Go on with any."""
+        """Accept any history."""
 
     def finish(self, engine: TuningEngine) -> None:
-        """Export what was trained."""
+        """Export the trained model or adapters."""
         is_adapter = bool(self.config.lora) and not self.config.merge
-        card = ""  # of other ranks nothing is kept
+        card = ""  # only the first rank writes the card
         if not self._rank.index:
             card = tuned_card(self.target.parent, is_adapter=is_adapter, best=self.best)
         is_last = self.best is None or self.best[0] == self.options.steps
@@ -384,8 +391,8 @@ class FineTuneWork:
 
 
 def filler(tokenizer: Any, vocabulary: int) -> int:
-    """Return the token that fills rows up, one that the model has an embedding for: many tokenizers got their
-    pad token after the model was trained. No loss and no attention looks at it."""
+    """Return the padding token, which must have an embedding: many tokenizers got their pad token after the
+    model was trained. Neither loss nor attention uses it."""
     for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if token is not None and token < vocabulary:
             return int(token)

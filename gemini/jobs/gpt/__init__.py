@@ -1,1 +1,1 @@
-"""A GPT on bytes of text, trained under byte budgets (``gemini train``)."""
+"""Trains a GPT on bytes of text under byte budgets (``gemini train``)."""

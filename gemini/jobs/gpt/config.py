@@ -1,4 +1,4 @@
-"""Everything one training run is told, in one frozen value."""
+"""TrainConfig: all options of one run of ``gemini train``, frozen."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class TrainConfig(MemoryOptions):
-    """Options of ``gemini train``.
+    """Options of ``gemini train``. Raise ConfigError for a combination that cannot work."""
 
-    Raise ConfigError for a combination that cannot work.
-    """
-
-    NOT_KEPT: ClassVar = ("checkpoint", "resume", "overwrite", "verify")  # when a run is resumed
+    NOT_KEPT: ClassVar = ("checkpoint", "resume", "overwrite", "verify")  # not stored for a resume
 
     data: str | None = None
     layers: int = 4
@@ -63,7 +60,7 @@ class TrainConfig(MemoryOptions):
         self._check_checkpointing()
 
     def gpt(self) -> GPTConfig:
-        """Return the model this run trains."""
+        """Return the config of the model that this run trains."""
         return GPTConfig(
             vocab=VOCAB,
             layers=self.layers,
@@ -74,13 +71,16 @@ class TrainConfig(MemoryOptions):
         )
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return what the numbers of a run depend on; budgets, tiers and policy are not among it (law 1).
-        Nor is the device, which law 1 says nothing of: a run may go on elsewhere, with other last digits."""
+        """Return the settings that the numbers of a run depend on.
+
+        Budgets, tiers and policy are not among them (law 1). The device is not either, because a run may
+        continue on another device, although the last digits then differ.
+        """
         names = ("layers", "hidden", "heads", "seq", "batch", "lr", "precision", "seed", "accumulate", "clip")
         return {name: getattr(self, name) for name in names}
 
     def options(self) -> dict[str, Any]:
-        """Return what a run has when it is resumed, unless it is told otherwise; paths are absolute."""
+        """Return the options that are stored for a resume. Paths are absolute."""
         given = asdict(self)
         for name in self.NOT_KEPT:
             del given[name]
@@ -91,7 +91,7 @@ class TrainConfig(MemoryOptions):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return how many bytes of text one optimizer step learns from."""
+        """Number of bytes of text in one optimizer step."""
         return self.batch * self.seq * self.accumulate
 
     def _check_checkpointing(self) -> None:

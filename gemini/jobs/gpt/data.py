@@ -1,7 +1,7 @@
-"""Bytes of real text as training data: bounded memory, random access by batch number.
+"""Bytes of real text as training data, with bounded memory and random access by batch number.
 
-Batch ``i`` of a seed is a pure function of ``(corpus, seed, i)``, so a resumed run sees exactly the batches
-an uninterrupted one would have seen, without replaying anything.
+Batch ``i`` is a pure function of ``(corpus, seed, i)``, so a resumed run sees exactly the batches of an
+uninterrupted one, without replaying anything.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _PROBE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Piece:
-    """One file of a corpus: where it is, its name within the corpus and how many bytes of it are used."""
+    """One file of a corpus: its path, its name within the corpus, and the number of its bytes that are
+    used."""
 
     path: Path
     name: str
@@ -38,11 +39,11 @@ class Piece:
 
 
 class ByteCorpus:
-    """Read-only bytes of one file, of a directory's text files, or of Python's own library (``None``).
+    """Read-only bytes of one file, of a directory's text files, or of Python's standard library (``None``).
 
-    A directory is read recursively in sorted order; hidden, empty and binary files (a NUL in the first
-    4 KiB) are left out. No file stays open and nothing is cached: memory does not grow with the corpus.
-    Raise ConfigError if there is nothing to read.
+    A directory is read recursively in sorted order; hidden, empty and binary files (a NUL in the first 4 KiB)
+    are skipped. No file stays open and nothing is cached, so memory does not grow with the corpus. Raise
+    ConfigError if there is nothing to read.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
@@ -56,23 +57,24 @@ class ByteCorpus:
 
     @property
     def num_files(self) -> int:
-        """Return how many files the corpus is made of."""
+        """Number of files in the corpus."""
         return len(self._pieces)
 
     @property
     def nbytes(self) -> int:
-        """Return the size of the corpus in bytes, which is also its number of tokens."""
+        """Size of the corpus in bytes, which is also its number of tokens."""
         return self._ends[-1]
 
     def fingerprint(self) -> str:
-        """Return a hash of the files' names and sizes: equal for the same corpus, at any path."""
+        """Return a hash of the files' names and sizes. It is equal for the same corpus at any path."""
         digest = hashlib.sha256()
         for piece in self._pieces:
             digest.update(f"{piece.name}\0{piece.nbytes}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:16]
 
     def read(self, position: int, nbytes: int) -> bytes:
-        """Return ``nbytes`` bytes from ``position``, across files. Raise IoError if a file shrank or left."""
+        """Return ``nbytes`` bytes from ``position``, across files. Raise IoError if a file shrank or is
+        gone."""
         if position < 0 or nbytes < 0 or position + nbytes > self.nbytes:
             raise ConfigError(
                 f"bytes {position} to {position + nbytes} are outside a corpus of {self.nbytes}"
@@ -88,14 +90,15 @@ class ByteCorpus:
         return b"".join(parts)
 
     def batch(self, index: int, *, batch: int, seq: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of batch ``index``: int64 ``[batch, seq]``, targets one byte later."""
+        """Return inputs and targets of batch ``index``: int64 ``[batch, seq]``, targets shifted by one
+        byte."""
         rows = [self.read(start, seq + 1) for start in self.positions(index, batch=batch, seq=seq, seed=seed)]
         tokens = torch.from_numpy(np.frombuffer(b"".join(rows), dtype=np.uint8).astype(np.int64))
         tokens = tokens.view(batch, seq + 1)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def positions(self, index: int, *, batch: int, seq: int, seed: int) -> list[int]:
-        """Return where the rows of batch ``index`` start. Raise ConfigError if the corpus is too short."""
+        """Return the start of each row of batch ``index``. Raise ConfigError if the corpus is too short."""
         num_starts = self.nbytes - seq
         if num_starts < 1:
             raise ConfigError(
@@ -114,7 +117,7 @@ def _pieces_of(path: Path) -> list[Piece]:
             return list(_directory_pieces(path))
         if path.is_file():
             nbytes = path.stat().st_size
-            _read_exactly(path, 0, min(nbytes, 1))  # an unreadable file is refused now, not at step 1
+            _read_exactly(path, 0, min(nbytes, 1))  # refuse an unreadable file now, not at step 1
             return [Piece(path, path.name, nbytes)] if nbytes else []
     except OSError as error:
         raise ConfigError(f"cannot read --data {path}: {why_unread(error)}") from error
@@ -133,7 +136,7 @@ def _directory_pieces(root: Path) -> Iterator[Piece]:
 
 
 def _stdlib_pieces() -> list[Piece]:
-    """Return the standard library's sources in sorted order, at most 32 MiB of them."""
+    """Return the source files of the standard library in sorted order, at most 32 MiB."""
     root = Path(sysconfig.get_paths()["stdlib"])
     pieces: list[Piece] = []
     room = _STDLIB_CAP_BYTES
@@ -146,7 +149,7 @@ def _stdlib_pieces() -> list[Piece]:
 
 
 def _walk(root: Path, *, skipped: frozenset[str]) -> Iterator[Path]:
-    """Yield regular files under ``root`` in an order that does not depend on the file system."""
+    """Yield the regular files under ``root`` in an order that does not depend on the file system."""
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         for name in sorted(files):
@@ -156,7 +159,7 @@ def _walk(root: Path, *, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _refuse(error: OSError) -> None:
-    """Stop at a folder that cannot be listed, which ``os.walk`` would leave out silently."""
+    """Raise for a folder that cannot be listed; ``os.walk`` would skip it silently."""
     raise error
 
 

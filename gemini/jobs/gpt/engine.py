@@ -1,7 +1,7 @@
-"""What carries out a training step: the tiered runtime, or plain torch to compare it with.
+"""The engines that run training steps: the tiered runtime, and plain torch to compare it with.
 
-Both run the same model, loss and Adam from the same seed. The plain one is the yardstick of law 1: fp32 as
-anyone would write it, bf16 as the short loop with bf16 weights and fp32 masters.
+Both run the same model, loss and Adam from the same seed. The plain engine is the reference of law 1:
+ordinary fp32, or a short loop with bf16 weights and fp32 masters.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ WEIGHT_DECAY = 0.01
 
 
 class Engine(Protocol):
-    """A model under training, used by one thread."""
+    """A model under training. One thread uses it."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return what a learning-rate scheduler drives."""
+        """The optimizer that a learning-rate scheduler drives."""
 
     @property
     def device(self) -> torch.device:
-        """Return where the inputs must be."""
+        """The device on which the inputs must be."""
 
     def run_step(self, step: Callable[[], float]) -> float:
-        """Call ``step``, a whole training step; once more if memory ran out and it was taken back."""
+        """Call ``step``, a whole training step; call it again if memory ran out and the step was undone."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits for int64 ``tokens`` ``[batch, seq]``."""
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss`` to what has accumulated."""
+        """Add the gradients of ``loss`` to the accumulated gradients."""
 
     def step(self) -> None:
-        """Clip, update every weight, and forget the gradients."""
+        """Clip, update every weight, and discard the gradients."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight in fp32 on the CPU, the masters where training is in 16 bits."""
+        """Yield every weight in fp32 on the CPU; with 16-bit training, the masters."""
 
 
 class TieredEngine(Engine, Tiered, Protocol):
-    """An engine that is both."""
+    """An engine with managed memory."""
 
 
 class ManagedEngine(ManagedTraining):
-    """Train under byte budgets with ``GeminiDDP``; the model is never whole in memory."""
+    """Trains under byte budgets with ``GeminiDDP``; the model is never whole in memory."""
 
     def __init__(self, config: TrainConfig) -> None:
         torch.manual_seed(config.seed)
@@ -83,7 +83,7 @@ class ManagedEngine(ManagedTraining):
 
 
 class PlainEngine:
-    """Train everything resident with the same optimizer class and no runtime at all."""
+    """Trains a fully resident model with the same optimizer class and without the runtime."""
 
     def __init__(self, config: TrainConfig) -> None:
         torch.manual_seed(config.seed)
@@ -112,7 +112,7 @@ class PlainEngine:
         loss.backward()
 
     def step(self) -> None:
-        """Clip by global norm, update, and copy the masters to 16 bits where there are any."""
+        """Clip by global norm, update, and copy the masters, if there are any, to the 16-bit weights."""
         if self._masters is not None:
             for master, weight in zip(self._masters, self._module.parameters(), strict=True):
                 master.grad = None if weight.grad is None else weight.grad.float()
@@ -123,7 +123,7 @@ class PlainEngine:
         self._module.zero_grad()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights the optimizer updates."""
+        """Yield the weights that the optimizer updates."""
         names = (name for name, _ in self._module.named_parameters())
         for name, weight in zip(names, self._updated(), strict=True):
             yield name, weight.detach().cpu()

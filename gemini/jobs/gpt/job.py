@@ -1,4 +1,5 @@
-"""The main job: train a GPT on bytes under budgets, resumable, verified, summed up."""
+"""The main job of ``gemini train``: trains a GPT on bytes under budgets; resumable, with verification and a
+summary."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from gemini.system.device import ran_out_of_memory, repeatable_operators, resolv
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to: ``exit_code`` is 0, 1 (verify: different) or 128 + signal (stopped and saved)."""
+    """The result of a run. ``exit_code``: 0, 1 (verify found differences) or 128 + signal (stopped and
+    saved)."""
 
     summary: Summary
     losses: tuple[float, ...]
@@ -42,23 +44,26 @@ def run(
     engine_factory: EngineFactory = ManagedEngine,
     is_complete: Callable[[Path], bool] = checkpoint.is_complete,
 ) -> TrainResult:
-    """Train as ``config`` says and return the result.
+    """Train with ``config`` and return the result.
 
-    The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint, the second at once.
-    Raises a GeminiError before anything is trained where ``config`` cannot work; after a failure in the
-    middle the last complete checkpoint is as it was.
+    The first SIGINT, SIGTERM or SIGUSR1 ends the run after its step with a checkpoint; the second ends it at
+    once.
+
+    Raises a GeminiError before anything is trained if ``config`` cannot work. After a later failure, the last
+    complete checkpoint is unchanged.
     """
     require_trackers(config.report_to)
     shown = SilentDisplay() if display is None else display
     corpus = ByteCorpus(config.data)
     corpus.positions(
         0, batch=1, seq=config.seq, seed=config.seed
-    )  # refuses a short corpus before any memory is taken
+    )  # refuses a short corpus before memory is allocated
     directory = None
     if config.checkpoint is not None:
         directory = RunDirectory(config.checkpoint, is_complete)
         directory.refuse_unmakeable()
-    # Until all is written: what comes before is a request to stop, which may be too late for anything else.
+    # The handlers stay until everything is written: a late signal must not interrupt the writing.
+
     with (
         StopRequest(shown.stopping) as stop,
         repeatable_operators(resolve_device(config.device)),
@@ -117,7 +122,7 @@ def _verify(
     display: Display,
     stop: StopRequest,
 ) -> Verdict | None:
-    """Repeat the run unmanaged and compare; None if it was stopped before the end."""
+    """Repeat the run unmanaged and compare. Return None if a stop was requested before the end."""
     gc.collect()
     display.note("verifying: the same seed again, unmanaged (everything in memory, no budget)")
     engine = PlainEngine(config)
@@ -133,7 +138,7 @@ def _verify(
 
 
 def _unverified_note(config: TrainConfig, *, stopped: bool) -> str:
-    """Say why nothing was compared, and what to do."""
+    """Return the reason why nothing was compared, and a remedy."""
     if not stopped:
         return (
             f"not verified: {config.device} has too little memory to train unmanaged; verify a smaller model"
@@ -146,6 +151,6 @@ def _unverified_note(config: TrainConfig, *, stopped: bool) -> str:
 
 
 def _scratch(config: TrainConfig) -> Path | None:
-    """Return where to set weights aside: the run's own disk, for the default may be memory."""
+    """Return a directory for the weight file: the run's own disk, because the default may be in memory."""
     chosen = config.disk_dir or config.checkpoint
     return None if chosen is None else Path(chosen)

@@ -1,8 +1,8 @@
 """A decoder-only GPT: pre-LN blocks, learned positions, GELU MLP, embedding tied to the head.
 
-Every module that owns parameters initializes all of them in ``reset_parameters`` and nowhere else, and
-owns no child that does: building under ``init_on("meta")`` and calling ``reset_parameters`` module by module
-in ``modules()`` order draws the same random numbers as building at once.
+Every module that owns parameters initializes them only in ``reset_parameters``, and has no child that owns
+parameters. Therefore building under ``init_on("meta")`` and calling ``reset_parameters`` module by module in
+``modules()`` order draws the same random numbers as building directly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MLP_RATIO = 4
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Describe a GPT; ``seq`` is the longest sequence in tokens. Raise ConfigError where it cannot work."""
+    """The sizes of a GPT. ``seq`` is the longest sequence in tokens. Raise ConfigError for impossible
+    sizes."""
 
     vocab: int = 256
     layers: int = 4
@@ -54,10 +55,10 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 class Embedding(nn.Embedding):
-    """A table of vectors with the small initialization a tied head needs."""
+    """An embedding with the small initialization that a tied head needs."""
 
     def reset_parameters(self) -> None:
-        """Fill the table from the global generator."""
+        """Draw the table from the global generator."""
         nn.init.normal_(self.weight, std=_INIT_STD)
 
 
@@ -65,7 +66,7 @@ class Linear(nn.Linear):
     """``x @ weight.t() + bias`` with a chosen initial standard deviation."""
 
     def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
-        self.std = std  # nn.Linear draws the weight
+        self.std = std  # must precede nn.Linear.__init__, which calls reset_parameters()
         super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
@@ -101,7 +102,7 @@ class Mlp(nn.Module):
         self.down = Linear(_MLP_RATIO * config.hidden, config.hidden, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform every position of ``x`` on its own."""
+        """Transform every position of ``x`` separately."""
         projected: Tensor = self.down(F.gelu(self.up(x)))
         return projected
 
@@ -124,7 +125,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next token; parameters come from torch's global generator."""
+    """Predicts the next token. Parameters are drawn from torch's global generator."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -136,7 +137,7 @@ class GPT(nn.Module):
 
     @property
     def _tp_plan(self) -> dict[str, Any]:
-        """How layers are cut over ranks, as models of transformers say it (gemini.parallel.parallelize)."""
+        """The tensor-parallel plan of the layers, in transformers' format (gemini.parallel.parallelize)."""
         from gemini.parallel.tensor import Column
 
         return {
@@ -151,7 +152,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             if self.config.checkpoint_activations and torch.is_grad_enabled():
-                # No dropout anywhere: stashing the RNG state would only cost time.
+                # There is no dropout, so saving the RNG state would only cost time.
                 x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x)
@@ -159,10 +160,11 @@ class GPT(nn.Module):
 
 
 def language_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy in nats, computed in fp32 whatever the logits' dtype."""
+    """Return the mean cross entropy in nats, computed in fp32 regardless of the logits' dtype."""
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _residual_std(config: GPTConfig) -> float:
-    """Shrink what is added to the residual stream, so that depth does not blow it up."""
+    """Return the initial standard deviation of layers that add to the residual stream. It shrinks with the
+    depth, so that the stream does not grow with it."""
     return _INIT_STD / math.sqrt(2 * config.layers)

@@ -1,6 +1,5 @@
-"""What ``gemini train`` trains: a GPT on bytes, for the loop of :mod:`gemini.jobs.run.training`; and a little
-of it, recorded for ``gemini trace``.
-"""
+"""The work of ``gemini train`` for the loop of :mod:`gemini.jobs.run.training`: a GPT on bytes. Also records
+a few steps of it for ``gemini trace``."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ EngineFactory = Callable[[TrainConfig], TieredEngine]
 
 
 class GPTWork:
-    """A GPT as ``config`` says, on ``corpus``; its final weights are set aside in ``weights`` where those are
-    wanted."""
+    """Trains the GPT of ``config`` on ``corpus``. If ``weights`` is given, the final weights are written to
+    it."""
 
     command = "gemini train"
 
@@ -55,7 +54,7 @@ class GPTWork:
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return what the numbers depend on."""
+        """Return the settings that the numbers depend on."""
         return {**self._config.identity(), "corpus": self._corpus.fingerprint()}
 
     def engine(self) -> TieredEngine:
@@ -63,11 +62,11 @@ class GPTWork:
         return self._engine_factory(self._config)
 
     def prepare(self, engine: TieredEngine, display: Display, stop: StopRequest) -> bool:
-        """Need nothing before the first step."""
+        """Return True: there is no work before the first step."""
         return True
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the scheduler of the learning rate."""
+        """Return the learning rate scheduler."""
         return lr_schedule(optimizer, steps=self._config.steps)
 
     def step(self, engine: TieredEngine, step: int) -> tuple[float, int]:
@@ -75,16 +74,16 @@ class GPTWork:
         return train_step(engine, self._corpus, self._config, step), self._config.tokens_per_step
 
     def values(self) -> dict[str, float]:
-        """Return nothing else."""
+        """Return no further values."""
         return {}
 
     def evaluate(self, engine: TieredEngine, step: int) -> float | None:
-        """Hold nothing out."""
+        """Return None: nothing is held out."""
         return None
 
     def check_history(self, horizons: list[int], devices: list[str]) -> None:
-        """Refuse to verify a run that changed on the way: no one run has its learning rates and last
-        digits."""
+        """Raise ConfigError for ``--verify`` if the number of steps or the device changed on resume: a single
+        run cannot repeat these numbers."""
         if not self._config.verify:
             return
         if len(horizons) > 1:
@@ -99,13 +98,13 @@ class GPTWork:
             )
 
     def finish(self, engine: TieredEngine) -> None:
-        """Set the final weights aside."""
+        """Write the final weights to the weight file."""
         if self._weights is not None:
             self._weights.write(engine.weights())
 
 
 def train_step(engine: Engine, corpus: ByteCorpus, config: TrainConfig, step: int) -> float:
-    """Run optimizer step ``step`` (from 0) over its micro-batches and return the mean loss in nats."""
+    """Run optimizer step ``step`` (from 0) over its micro-batches. Return the mean loss in nats."""
     return engine.run_step(lambda: _train_step(engine, corpus, config, step))
 
 
@@ -114,7 +113,7 @@ def _train_step(engine: Engine, corpus: ByteCorpus, config: TrainConfig, step: i
     for micro in range(config.accumulate):
         index = step * config.accumulate + micro
         inputs, targets = corpus.batch(index, batch=config.batch, seq=config.seq, seed=config.seed)
-        # No name for the logits: autograd does not need them, and they may be the largest activation.
+        # Keep no reference to the logits: autograd does not need them, and they may be the largest tensor.
         loss = language_loss(engine.forward(inputs.to(engine.device)), targets.to(engine.device))
         loss = loss / config.accumulate
         engine.backward(loss)
@@ -126,13 +125,13 @@ def _train_step(engine: Engine, corpus: ByteCorpus, config: TrainConfig, step: i
 def record_training(
     config: TrainConfig, *, warmup: int, display: Display, keep: Callable[[TimelineRecorder], None]
 ) -> int:
-    """Train as ``config`` says, record what comes after ``warmup`` steps, and give the recording to ``keep``.
+    """Train with ``config``, record all steps after ``warmup``, and pass the recorder to ``keep``.
 
-    Return 0, or 128 + signal where SIGINT or SIGTERM ended it after its step; a second one ends it at once
-    with KeyboardInterrupt. Whatever ends it, what was recorded so far is kept.
+    Return 0, or 128 + signal if SIGINT or SIGTERM ended it after a step. A second signal raises
+    KeyboardInterrupt at once. The steps recorded until then are always kept.
 
     Raises:
-        ConfigError: it ended before anything was recorded.
+        ConfigError: it ended before recording began.
     """
     corpus = ByteCorpus(config.data)
     corpus.positions(0, batch=1, seq=config.seq, seed=config.seed)  # refuses a short corpus at once

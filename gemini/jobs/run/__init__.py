@@ -1,1 +1,1 @@
-"""What every job of training has: loop, directory, display, signals, summary."""
+"""The common parts of all training jobs: loop, directory, display, signals and summary."""

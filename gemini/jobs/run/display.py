@@ -1,4 +1,4 @@
-"""Progress for people: a live panel on a terminal, a plain line now and then elsewhere."""
+"""Shows the progress of a run to people: a live panel on a terminal, occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STOPPING = "stopping after this step; once more stops at once and loses what is 
 _RECENT_STEPS = 20
 _PLAIN_LINES = 20
 _BAR_WIDTH = 32
-SECONDS_OF_A_LINE = 30.0  # while data is read
+SECONDS_OF_A_LINE = 30.0  # interval of lines while data is read
 _TIER_STYLES = {"device": "green", "host": "cyan", "disk": "magenta"}
 
 
 class Display(Protocol):
-    """What a run tells while it goes on; a context manager around the whole run."""
+    """Receives the progress of a run. A context manager around the whole run."""
 
     def __enter__(self) -> Display:
         """Take the screen."""
@@ -44,23 +44,23 @@ class Display(Protocol):
         """Give the screen back."""
 
     def note(self, text: str) -> None:
-        """Say something that stays on the screen."""
+        """Show a message that stays on the screen."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show that ``done`` of ``total`` are through, before the first step."""
+        """Show that ``done`` of ``total`` are finished, before the first step."""
 
     def step(self, report: StepReport) -> None:
         """Show a finished training step."""
 
     def stopping(self) -> None:
-        """Say that the run ends after this step; safe within a signal handler."""
+        """Announce that the run ends after this step. Safe within a signal handler."""
 
     def verifying(self, step: int) -> None:
         """Show that the unmanaged run has finished ``step`` (from 1)."""
 
 
 class SilentDisplay:
-    """Show nothing but the answer to Ctrl-C."""
+    """Shows only the answer to Ctrl-C."""
 
     def __enter__(self) -> SilentDisplay:
         return self
@@ -74,32 +74,33 @@ class SilentDisplay:
         return
 
     def note(self, text: str) -> None:
-        """Drop ``text``."""
+        """Do nothing."""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Drop it."""
+        """Do nothing."""
 
     def step(self, report: StepReport) -> None:
-        """Drop ``report``."""
+        """Do nothing."""
 
     def stopping(self) -> None:
-        """Write one line, past every buffer: the handler may have interrupted a write to the same stream."""
-        if sys.stderr is not None:  # else descriptor 2 may be any file
+        """Write one line directly to descriptor 2: the handler may have interrupted a buffered write to the
+        same stream."""
+        if sys.stderr is not None:  # otherwise descriptor 2 may be some other file
             with suppress(OSError):
                 os.write(2, f"{STOPPING}\n".encode("ascii"))
 
     def verifying(self, step: int) -> None:
-        """Drop ``step``."""
+        """Do nothing."""
 
 
 class LineDisplay(SilentDisplay):
-    """Write about twenty lines per run, for logs and pipes."""
+    """Writes about twenty lines per run, for logs and pipes."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
         self._steps = steps
         self._every = max(1, steps // _PLAIN_LINES)
-        self._twentieths = 0  # that are through before the first step
+        self._twentieths = 0  # finished twentieths of the work before the first step
 
     def note(self, text: str) -> None:
         """Write ``text`` as a line."""
@@ -135,7 +136,7 @@ class LineDisplay(SilentDisplay):
 
 
 class LiveDisplay:
-    """Redraw one panel in place: progress, loss, speed and the fill of every tier."""
+    """Redraws one panel in place: progress, loss, speed and the fill of every tier."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._steps = steps
@@ -163,7 +164,7 @@ class LiveDisplay:
         self._live.console.print(text, highlight=False, markup=False)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Show the line at the next refresh."""
+        """Show the progress at the next refresh."""
         self._doing = f"{what}: {done:,}/{total:,}"
 
     def step(self, report: StepReport) -> None:
@@ -172,7 +173,7 @@ class LiveDisplay:
         self._report = report
 
     def stopping(self) -> None:
-        """Show the line at the next refresh."""
+        """Show the message at the next refresh."""
         self._stopping = True
 
     def verifying(self, step: int) -> None:
@@ -180,7 +181,7 @@ class LiveDisplay:
         self._verified = step
 
     def render(self) -> RenderableType:
-        """Return the panel as it should look now."""
+        """Return the current panel."""
         report = self._report
         parts: list[RenderableType] = []
         if report is None:
@@ -207,9 +208,10 @@ class LiveDisplay:
 
 
 class ReadingDisplay:
-    """Shows how far reading the data has come, before there is a display of steps: on a terminal in one line
-    that changes, elsewhere in a line every :data:`SECONDS_OF_A_LINE`, so in none where reading is short. A
-    context manager; ``quiet``: show nothing.
+    """Shows the progress of reading the data, before steps are displayed. A context manager.
+
+    On a terminal it updates one line. Elsewhere it prints a line every :data:`SECONDS_OF_A_LINE`, so none if
+    reading is short. ``quiet``: show nothing.
     """
 
     def __init__(
@@ -237,7 +239,7 @@ class ReadingDisplay:
             self._status.stop()
 
     def show(self, text: str) -> None:
-        """Show ``text``, which says how far it is."""
+        """Show ``text``, the current progress."""
         if self._is_live:
             self._status.update(Text(text, style="dim"))
         elif not self._quiet and self._clock() >= self._due:
@@ -253,19 +255,19 @@ def make_display(console: Console, *, steps: int, quiet: bool) -> Display:
 
 
 def loss_text(report: StepReport) -> str:
-    """Return the loss of a step, with that on what is held out where it is known."""
+    """Return the loss of a step as text, with the held-out loss if it is known."""
     held_out = "" if report.eval_loss is None else f" (held out {report.eval_loss:.4f})"
     return f"{report.loss:.4f}{held_out}"
 
 
 def fill_text(use: TierUse) -> str:
-    """Return ``12.0 MiB/24.0 MiB``, or only the first where there is no limit."""
+    """Return ``12.0 MiB/24.0 MiB``, or only the first part if there is no limit."""
     limit = "" if use.budget_bytes is None else f"/{format_bytes(use.budget_bytes)}"
     return format_bytes(use.nbytes) + limit
 
 
 def duration_text(seconds: float) -> str:
-    """Return ``42s``, ``3m07s`` or ``2h05m``."""
+    """Return a duration as ``42s``, ``3m07s`` or ``2h05m``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,6 +1,4 @@
-"""A model under training whose memory is managed, as the loop of a job drives it, in the memory that the
-job's options give it.
-"""
+"""A model with managed memory as the training loop of a job drives it, and the options for its memory."""
 
 from __future__ import annotations
 
@@ -22,14 +20,12 @@ from gemini.timeline import TimelineRecorder
 
 
 class Tiered(Protocol):
-    """A model under training whose memory is managed: it can be measured, saved and restored.
-
-    Its maker closes it.
-    """
+    """A model with managed memory under training. It can be measured, saved and restored. The caller that
+    makes it closes it."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return what a learning-rate scheduler drives."""
+        """The optimizer that a learning-rate scheduler drives."""
 
     def stats(self) -> dict[str, Any]:
         """Return the runtime's counters, see ``GeminiDDP.stats``."""
@@ -38,17 +34,18 @@ class Tiered(Protocol):
         """Return bytes per tier at every moment of the last complete step."""
 
     def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        """Write a checkpoint into ``directory``, complete or not at all."""
+        """Write a checkpoint into ``directory``, atomically."""
 
     def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        """Restore a checkpoint bit for bit, return its ``extra``. Raise CheckpointError if it is another."""
+        """Restore a checkpoint bit for bit, and return its ``extra``. Raise CheckpointError if it does not
+        match."""
 
     def close(self) -> None:
-        """Give everything back; the engine cannot be used afterwards."""
+        """Release all resources; the model cannot be used afterwards."""
 
 
 class ManagedTraining:
-    """What is the same for every managed model (a GeminiDDP, or a handle) with its optimizer."""
+    """The common part of all managed models (a GeminiDDP, or a handle) with their optimizer."""
 
     optimizer: GeminiOptimizer
 
@@ -58,7 +55,8 @@ class ManagedTraining:
         self.optimizer = optimizer
 
     def run_step(self, step: Callable[[], float]) -> float:
-        """Call ``step``; where memory runs out twice, unless ranks do it together."""
+        """Call ``step``; if memory runs out, call it a second time. Over several ranks it is never
+        repeated."""
         return step() if self._over_ranks else self._model.retry_step(step)
 
     def backward(self, loss: Tensor) -> None:
@@ -66,7 +64,7 @@ class ManagedTraining:
         self.optimizer.backward(loss)
 
     def step(self) -> None:
-        """Update every chunk where it lives; gives the gradients back too."""
+        """Update every chunk on the tier where it is, and release the gradients."""
         self.optimizer.step()
 
     def stats(self) -> dict[str, Any]:
@@ -78,7 +76,7 @@ class ManagedTraining:
         return list(self._model.timeline())
 
     def record_timeline(self) -> TimelineRecorder:
-        """Return what records steps while it is entered."""
+        """Return a context manager that records steps."""
         return self._model.record_timeline()
 
     def save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
@@ -86,7 +84,7 @@ class ManagedTraining:
         checkpoint.save(directory, self._model, self.optimizer, scheduler=scheduler, extra=dict(extra))
 
     def load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        """Stream everything back."""
+        """Stream the state back from ``directory``, and return the checkpoint's ``extra``."""
         return dict(checkpoint.load(directory, self._model, self.optimizer, scheduler=scheduler))
 
     def close(self) -> None:
@@ -101,8 +99,8 @@ ACTIVATIONS = ("keep", "offload", "plan")
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Options of every job; sizes are bytes, None leaves a budget to the runtime. ``device`` is what
-    ``GeminiDDP`` takes for one."""
+    """Memory options of every job. Sizes are in bytes; None lets the runtime choose a budget. ``device`` is
+    an argument for ``GeminiDDP``."""
 
     device: str = "cpu"
     device_bytes: int | None = None
@@ -116,11 +114,11 @@ class MemoryOptions:
 
     @property
     def device_kind(self) -> str:
-        """Return the kind of device, ``cpu`` or ``cuda``: the numbers of one kind are the same."""
+        """The kind of device, ``cpu`` or ``cuda``. Devices of one kind compute the same numbers."""
         return self.device.partition(":")[0]
 
     def managed_options(self) -> dict[str, Any]:
-        """Return the keywords of ``GeminiDDP`` that say the same."""
+        """Return the equivalent keywords of ``GeminiDDP``."""
         return {
             "device": self.device,
             "placement_policy": self.policy,
@@ -135,7 +133,7 @@ class MemoryOptions:
         }
 
     def check_activations(self) -> None:
-        """Raise ConfigError where ``--activations`` does not go with the other options."""
+        """Raise ConfigError if ``--activations`` is incompatible with the other options."""
         if self.activations not in ACTIVATIONS:
             raise ConfigError(
                 f"--activations is {self.activations!r}; it must be one of {', '.join(ACTIVATIONS)}"
@@ -157,7 +155,7 @@ class MemoryOptions:
 
 
 def make_disk_directory(path: str) -> None:
-    """Make the directory of the DISK tier where there is none. Raise ConfigError where that cannot be."""
+    """Create the directory of the DISK tier if it does not exist. Raise ConfigError if that fails."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,6 +1,5 @@
-"""Model cards (README.md beside weights): the base, the data, the recipe and the losses, as the files of a
-run record them. What no file records is not in a card.
-"""
+"""Writes model cards (README.md beside weights) with the base, the data, the recipe and the losses, as the
+files of a run record them. A card contains nothing that no file records."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from gemini.system.input_files import InputDirectory
 Row = tuple[str, str]
 _RUN, _METRICS, _ADAPTER = "run.json", "metrics.jsonl", "adapter_config.json"
 _SUMMARY = "summary.json"
-_MAX_BYTES = 2**24  # of a run's record or an adapter's config; both have some hundred
+_MAX_BYTES = 2**24  # limit for a run's record or an adapter's config; both have some hundred bytes
 _MAX_METRICS_BYTES = 2**30
 _SILENT = (
     "The files of the run record nothing else: what the model is for, what it cannot do, and under which "
@@ -25,8 +24,10 @@ _SILENT = (
 
 
 def tuned_card(run: Path, *, is_adapter: bool, best: tuple[int, float] | None = None) -> str:
-    """Return the card of what the run of ``gemini finetune`` in ``run`` has trained: adapters, or a model.
-    ``best``: the step that the weights are of, because its loss on what is held out was the lowest.
+    """Return the card of the model or adapters that the run of ``gemini finetune`` in directory ``run`` has
+    trained.
+
+    ``best``: (step, held-out loss) of the weights, if they are those of the step with the lowest loss.
 
     Raises:
         InputError: the files of the run cannot be read.
@@ -44,10 +45,10 @@ def tuned_card(run: Path, *, is_adapter: bool, best: tuple[int, float] | None = 
 
 def merged_card(base: Path, adapter: Path) -> str:
     """Return the card of the model in ``base`` with the adapters in ``adapter`` merged in. It has the recipe
-    where the adapters lie in a run of ``gemini finetune``.
+    if the adapters are in the directory of a run of ``gemini finetune``.
 
     Raises:
-        InputError: a file that says it cannot be read.
+        InputError: a file that the card needs cannot be read.
     """
     fields = InputDirectory(adapter).json(_ADAPTER, _MAX_BYTES)
     name = name_of(str(base))
@@ -74,8 +75,8 @@ def adapters_named(*, dora: bool, rslora: bool) -> str:
 
 
 def name_of(path: Any) -> str:
-    """Return how a card names a model or data: a name of the hub as it is, of a path the last part, which
-    tells nothing of somebody's machine."""
+    """Return the name of a model or data set for a card: a hub name unchanged, or the last part of a path,
+    which reveals nothing about the user's machine."""
     if not isinstance(path, str) or not path.strip("/ "):
         return "unknown"
     is_hub_name = path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).exists()
@@ -100,8 +101,8 @@ def _cell(text: str) -> str:
 
 
 def _is_run(directory: Path) -> bool:
-    """Say whether a directory is that of a run of ``gemini finetune``: other programs have files of the same
-    name."""
+    """Return whether a directory is that of a run of ``gemini finetune``; other programs write files with the
+    same name."""
     try:
         return {"model", "data", "lora"} <= _options_of(directory).keys()
     except InputError:
@@ -117,7 +118,7 @@ def _options_of(run: Path) -> Mapping[str, Any]:
 
 
 def _recipe(options: Mapping[str, Any]) -> list[Row]:
-    """Return what a run was told, as far as its numbers depend on it."""
+    """Return the options of a run that its numbers depend on."""
     rows = [("data", name_of(options.get("data")))]
     if options.get("eval_data"):
         rows.append(("held out", name_of(options["eval_data"])))
@@ -152,7 +153,7 @@ def _recipe(options: Mapping[str, Any]) -> list[Row]:
         "optimizer states": "state_dtype",
         "seed": "seed",
     }
-    if is_dpo:  # each answer is a row, and what is learned is no choice
+    if is_dpo:  # each answer is a row, and the learned tokens are fixed
         names = {text: key for text, key in names.items() if key not in ("packing", "loss_on")}
     return rows + [
         (text, _shown(options[key])) for text, key in names.items() if options.get(key) is not None
@@ -160,7 +161,7 @@ def _recipe(options: Mapping[str, Any]) -> list[Row]:
 
 
 def _losses(run: Path) -> list[Row]:
-    """Return the losses of a run's steps, first and last, and the last one on what is held out."""
+    """Return the losses of the first and the last step, and the last held-out loss."""
     directory = InputDirectory(run)
     if _METRICS not in directory:
         return []
@@ -187,7 +188,7 @@ def _losses(run: Path) -> list[Row]:
 
 
 def _best_of(run: Path) -> tuple[int, float] | None:
-    """Return step and loss of the weights that a run has exported, where they are not those of its end."""
+    """Return (step, held-out loss) of the exported weights, if they are not those of the run's end."""
     directory = InputDirectory(run)
     if _SUMMARY not in directory:
         return None

@@ -1,6 +1,5 @@
-"""What a run has come to: its numbers, a picture of who held how much memory on which tier in one step, the
-summary's file, and its tables for people.
-"""
+"""The outcome of a run: its numbers, the summary file and tables for people, and a picture of the memory on
+every tier during one step."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ _LINK_NAMES = {
 
 
 def summary_table(summary: Summary, title: str = "gemini train") -> Table:
-    """Return what the run did, one line per fact."""
+    """Return a table of the run, one line per fact."""
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column()
@@ -69,7 +68,7 @@ def summary_table(summary: Summary, title: str = "gemini train") -> Table:
     paths = {"checkpoint": summary.checkpoint, "picture": summary.picture, "model": summary.model}
     for name, value in paths.items():
         if value is not None:
-            table.add_row(name, Text(value))  # as it stands: brackets would be taken for markup
+            table.add_row(name, Text(value))  # Text, because rich reads brackets in a str as markup
     for note in summary.notes:
         table.add_row("note", Text(note))
     return table
@@ -88,7 +87,7 @@ def _add_memory_rows(table: Table, summary: Summary) -> None:
 
 
 def verdict_text(verdict: Verdict) -> str:
-    """Return one sentence that says whether both runs are identical."""
+    """Return one sentence that tells whether both runs are identical."""
     if verdict.identical:
         return (
             f"identical to the unmanaged run: {verdict.losses_compared} losses, "
@@ -119,7 +118,7 @@ def _peak_text(summary: Summary, name: str) -> str:
 
 
 def _losses_text(summary: Summary) -> str:
-    """Return the first and the last loss; those of steps before the run was resumed are named so."""
+    """Return the first and the last loss as text; a first loss from before the resume is marked."""
     step, earlier = summary.first_loss_step, ""
     if step is not None and step <= summary.first_step:
         earlier = f" (step {step}, before the run was resumed)"
@@ -152,10 +151,10 @@ def draw_timeline(
     timeline: Sequence[Mapping[str, Any]],
     budgets: Mapping[str, int | None],
 ) -> bool:
-    """Write ``timeline`` (see ``GeminiDDP.timeline``) as a PNG to ``path``, whole or not at all.
+    """Write ``timeline`` (see ``GeminiDDP.timeline``) as a PNG to ``path``, atomically.
 
-    ``budgets`` are bytes per tier, None without a limit. Return False, having written nothing, if matplotlib
-    is not installed or there is no complete step to draw. Raise IoError where the file cannot be written.
+    ``budgets`` are bytes per tier, None without a limit. Return False without writing if matplotlib is not
+    installed or there is no complete step. Raise IoError if the file cannot be written.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -165,7 +164,7 @@ def draw_timeline(
     if not timeline:
         return False
     figure = Figure(figsize=(11, 6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a screen, whatever backend the user has chosen
+    FigureCanvasAgg(figure)  # draws without a screen, regardless of the user's backend
     device, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_device(device, timeline, budgets.get("device"))
     _draw_below(below, timeline, budgets)
@@ -216,7 +215,7 @@ def _draw_below(axes: Axes, timeline: Sequence[Mapping[str, Any]], budgets: Mapp
         values, color = _mib(timeline, f"{name}_bytes"), _COLORS[name]
         budget = budgets.get(name)
         if budget == 0 and not any(values):
-            continue  # a tier that is not there
+            continue  # the tier is not used
         axes.plot(range(len(timeline)), values, drawstyle="steps-post", color=color, label=name.upper())
         # A limit far above the use (a whole disk) would flatten the line to the floor.
         if budget and budget / _MIB <= 4 * max(*values, 0.25):
@@ -244,7 +243,7 @@ def _mib(timeline: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def _plan_note(stats: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how far off a plan was, where one was run."""
+    """Yield the predicted and measured step time and memory, if the run used a plan."""
     predicted, measured = stats.get("predicted"), stats.get("measured")
     if predicted and measured:
         found = f"{measured['step_seconds']:.3g} s"
@@ -259,7 +258,7 @@ def _plan_note(stats: Mapping[str, Any]) -> Iterator[str]:
 def summarize(
     progress: Progress, num_parameters: int, directory: RunDirectory | None, *, interrupted: bool
 ) -> Summary:
-    """Put the numbers together and draw the picture next to the checkpoint."""
+    """Combine the numbers of a run, and draw the picture next to the checkpoint."""
     stats, tiers = progress.stats, tier_uses(progress.stats)
     budgets = {name: tiers[name].budget_bytes if name in tiers else 0 for name in TIERS}
     speed, stall_share = steady_speed(progress.reports)
@@ -302,10 +301,10 @@ def summarize(
 
 
 def written(summary: Summary, progress: Progress, directory: RunDirectory | None) -> Summary:
-    """Write the summary into the run's directory; return it, with a note where that failed."""
+    """Write the summary into the run's directory, and return it, with a note if writing failed."""
     if directory is None:
         return summary
-    if not progress.reports and directory.summary.exists():  # that of the steps that were trained
+    if not progress.reports and directory.summary.exists():  # keep the summary of the trained steps
         return summary
     try:
         directory.write_summary(summary.to_dict())

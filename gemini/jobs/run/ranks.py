@@ -1,4 +1,4 @@
-"""The ranks of a job: started on this machine and watched, and how each learns its place among them."""
+"""Starts the ranks of a job on this machine, watches them, and lets each rank find its place among them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from gemini.parallel.launch.here import (
 )
 from gemini.parallel.launch.torchrun import Node, Program, chosen_port, directory_of_ranks, run_ranks
 
-_ERRORS = "GEMINI_RANK_ERRORS"  # a directory in which a rank leaves what it has failed with
+_ERRORS = "GEMINI_RANK_ERRORS"  # names the directory in which a failed rank writes its error
 _RESUME = "The last complete checkpoint is as it was: the same command with --resume auto goes on from there"
-_ENDING_SECONDS = 3600  # in which a step ends and is saved; torchrun's own 30 s are too few
+_ENDING_SECONDS = 3600  # time to finish and save a step; torchrun's default of 30 s is too short
 
 
 def num_ranks() -> int:
-    """Return how many ranks torchrun, or :func:`run_on_ranks`, has started; 1 without either."""
+    """Return the number of ranks that torchrun or :func:`run_on_ranks` started; 1 without either."""
     ranks = os.environ.get("WORLD_SIZE", "")
     return int(ranks) if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1 else 1
 
 
 @contextmanager
 def place_among_ranks() -> Iterator[Rank]:
-    """Join the ranks that were started, if there are any, and yield this one's place."""
+    """Join the other ranks, if there are any, and yield this rank."""
     if num_ranks() == 1:
         yield Rank()
         return
@@ -57,17 +57,19 @@ def place_among_ranks() -> Iterator[Rank]:
 
 
 def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -> int:
-    """Run ``gemini ARGUMENTS`` on so many ranks of this machine, and return the exit code. Ctrl-C, SIGTERM
-    and SIGUSR1 reach all of them. Once a rank has failed the others are ended; ``way_out`` says what to do
-    then.
+    """Run ``gemini ARGUMENTS`` on ``ranks`` ranks of this machine, and return the exit code.
+
+    Ctrl-C, SIGTERM and SIGUSR1 reach all ranks. If a rank fails, the others are ended. ``way_out``: the
+    remedy for the error message.
 
     Raises:
-        GeminiError: what the first rank that failed has raised. StateError: one has ended in another way.
+        GeminiError: the error of the first rank that failed.
+        StateError: a rank ended in another way.
     """
     told: list[int] = []
 
     def tell(signum: int, frame: FrameType | None) -> None:
-        told.append(signum)  # torchrun forwards SIGTERM to the ranks, and not SIGUSR1
+        told.append(signum)  # torchrun forwards SIGTERM to the ranks, but not SIGUSR1
         signal.raise_signal(signal.SIGTERM)
 
     before = signal.signal(signal.SIGUSR1, tell)
@@ -88,8 +90,9 @@ def run_on_ranks(arguments: Sequence[str], ranks: int, way_out: str = _RESUME) -
 
 @contextmanager
 def errors_of_rank() -> Iterator[None]:
-    """On a rank of :func:`run_on_ranks`: leave what it fails with to the process that has started it, which
-    says it once, and end with code 2. The rank ends when that process does."""
+    """Context manager for a rank of :func:`run_on_ranks`. It writes the rank's error to a file for the
+    starting process, which reports it once, and ends the rank with code 2. It also ends the rank when the
+    starting process ends."""
     end_with_starter()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What one step and one whole run amount to: plain numbers for the display, the metrics and the summary."""
+"""The numbers of one step and of a whole run, for the display, the metrics and the summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
 @dataclass(frozen=True)
 class TierUse:
-    """Bytes of one tier: now, at most so far, and allowed (None: no limit)."""
+    """Bytes of one tier: now, peak, and limit (None: no limit)."""
 
     nbytes: int
     peak_bytes: int
@@ -24,9 +24,15 @@ class TierUse:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One finished step; ``step`` counts from 1, ``stall_seconds`` is its own waiting, not the sum.
-    ``eval_loss``: on what is held out, where it was asked after this step. ``grad_norm``: before clipping,
-    where that measured it. ``extra``: further values of what is trained, by their names."""
+    """One finished step.
+
+    Attributes:
+        step: number of the step, from 1.
+        stall_seconds: waiting time of this step alone.
+        eval_loss: held-out loss after this step, if it was evaluated.
+        grad_norm: norm before clipping, if clipping measured it.
+        extra: further values, by name.
+    """
 
     step: int
     loss: float
@@ -41,16 +47,16 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the speed of this step."""
+        """The speed of this step."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Return the part of this step that was spent waiting for transfers, from 0 to 1."""
+        """The share of this step that was spent waiting for transfers, from 0 to 1."""
         return min(1.0, self.stall_seconds / self.seconds) if self.seconds > 0 else 0.0
 
     def to_metrics(self) -> dict[str, Any]:
-        """Return the line of metrics.jsonl; the loss keeps every bit."""
+        """Return the record for metrics.jsonl; the loss is exact."""
         return {
             "step": self.step,
             "loss": self.loss,
@@ -67,11 +73,17 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run did and within which budgets; sizes are bytes, ``stall_share`` is from 0 to 1.
-    ``peak_non_model_bytes``: None where nothing was measured; ``eval_loss``: the last on what is held out;
-    ``model``: the directory with what was trained, for other libraries; ``best_step``: the step with the
-    lowest loss on what is held out, ``best_eval_loss``, where the weights of that step were asked for;
-    ``first_loss_step``: the step of ``first_loss``, from 1; of a resumed run it is one of the first run."""
+    """The results of a run. Sizes are in bytes; ``stall_share`` is from 0 to 1.
+
+    Attributes:
+        ratio: model data divided by the budgets of DEVICE and HOST; None without limits.
+        peak_non_model_bytes: None if it was not measured.
+        eval_loss: the last held-out loss.
+        best_step, best_eval_loss: the step with the lowest held-out loss, and that loss, if the run keeps its
+            weights.
+        model: directory of the exported model or adapters.
+        first_loss_step: the step of ``first_loss``, from 1. A resumed run has a step of the first run.
+    """
 
     parameters: int
     model_data_bytes: int
@@ -101,7 +113,7 @@ class Summary:
 
     @property
     def trained_steps(self) -> int:
-        """Return how many steps this process trained; 0 if a resumed run had none left."""
+        """Number of steps that this process trained; 0 if a resumed run had none left."""
         return self.last_step - self.first_step
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,7 +123,7 @@ class Summary:
 
 
 def tier_uses(stats: Mapping[str, Any]) -> dict[str, TierUse]:
-    """Return the use of every tier out of ``GeminiDDP.stats()``."""
+    """Return the use of every tier from ``GeminiDDP.stats()``."""
     return {
         name: TierUse(stats[name]["bytes"], stats[name]["peak_bytes"], stats[name]["budget_bytes"])
         for name in TIERS
@@ -120,7 +132,8 @@ def tier_uses(stats: Mapping[str, Any]) -> dict[str, TierUse]:
 
 
 def model_data_ratio(model_data_bytes: int, budgets: Mapping[str, int | None]) -> float | None:
-    """Return model data over what DEVICE and HOST may hold together; None where there is no limit."""
+    """Return model data divided by the budgets of DEVICE and HOST together; None if either has no limit or
+    both are 0."""
     fast = [budgets.get(name) for name in ("device", "host")]
     limits = [limit for limit in fast if limit is not None]
     if len(limits) < len(fast) or sum(limits) == 0:
@@ -129,7 +142,8 @@ def model_data_ratio(model_data_bytes: int, budgets: Mapping[str, int | None]) -
 
 
 def over_budget_note(timeline: Sequence[Mapping[str, Any]], budget_bytes: int | None) -> list[str]:
-    """Return what to say where activations left model data no room: the runtime manages only the latter."""
+    """Return a note if model data and activations together exceeded DEVICE's budget. The runtime limits only
+    model data."""
     used = max((int(entry["device_bytes"]) + int(entry["non_model_bytes"]) for entry in timeline), default=0)
     if budget_bytes is None or used <= budget_bytes:
         return []
@@ -142,7 +156,8 @@ def over_budget_note(timeline: Sequence[Mapping[str, Any]], budget_bytes: int | 
 
 
 def steady_speed(reports: Sequence[StepReport]) -> tuple[float, float]:
-    """Return tokens per second and stall share; the first step, which only records, counts if it is alone."""
+    """Return tokens per second and stall share. The first step only records, so it counts only if it is the
+    only one."""
     steady = reports[1:] or reports
     seconds = sum(report.seconds for report in steady)
     if seconds <= 0:

@@ -1,9 +1,9 @@
 """The directory of a run: its checkpoint, and metrics, summary and picture next to it.
 
-``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (what the numbers depend on, and the options),
-``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``, and ``DIR/tensorboard/``, which a new run
-removes. A job may have others (``best/``, ``references.jsonl``, ``tokens.bin``). Nothing else in DIR is
-touched. DIR and ``DIR/checkpoint`` may be links to another disk; no link to a file is followed.
+``DIR/checkpoint/`` (see gemini.checkpoint), ``DIR/run.json`` (the options, and all settings that the numbers
+depend on), ``DIR/metrics.jsonl``, ``DIR/summary.json``, ``DIR/memory.png``, and ``DIR/tensorboard/``, which a
+new run removes. A job may have others (``best/``, ``references.jsonl``, ``tokens.bin``). Nothing else in DIR
+is touched. DIR and ``DIR/checkpoint`` may be links to another disk; links to files are not followed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.system.durable import replacing, restore, temporary_of
 from gemini.system.files import DirectoryLock, append_whole, io_errors, read_regular
 
-RESUME = ("no", "auto", "yes")  # whether a run goes on with one that is there; auto: if there is one
+RESUME = ("no", "auto", "yes")  # whether to continue an existing run; auto: if there is one
 _RUN = "run.json"
-_TRACKERS = "trackers"  # the key in it with what trackers call the run
-_MAX_RUN_BYTES = 2**20  # it has some hundred
+_TRACKERS = "trackers"  # key in run.json of the names that trackers gave the run
+_MAX_RUN_BYTES = 2**20  # it has some hundred bytes
 _MAX_METRICS_BYTES = 2**30  # millions of steps
-# What a digest in the identity of a run stands for, and the options that say it.
+# The subject of each digest in the identity of a run, with the options that set it.
 _OF_DIGESTS = {
     "model": "the model (--model)",
     "tokens": "the data (--data, --data-keys or the tokenizer)",
@@ -38,18 +38,22 @@ _REPAIR = "repair it, or start over with --overwrite"
 
 
 def extra_of(directory: Path) -> Mapping[str, Any]:
-    """Return what the newest checkpoint of gemini.checkpoint says of its run. Raises CheckpointError."""
+    """Return the ``extra`` data of the newest checkpoint in a directory. Raises CheckpointError."""
     extra: Mapping[str, Any] = read_manifest(latest(directory))["extra"]
     return extra
 
 
 class RunDirectory:
-    """Owner of the files of one run; ``is_complete`` says whether a checkpoint directory can be loaded, and
-    ``extra_of`` returns what the newest one in it says of the run.
+    """Owns the files of one run.
 
-    ``option`` is what named the directory; one that ``exports`` has a ``model`` directory of its own. Where
-    a file cannot be read or written an IoError names it. No other process may train in the directory from the
-    first look at it on, until :meth:`release`.
+    From the first look at the directory until :meth:`release`, no other process may train in it. If a file
+    cannot be read or written, an IoError names it.
+
+    Args:
+        is_complete: whether a checkpoint directory can be loaded.
+        option: the command line option that names the directory, for messages.
+        exports: whether the run has ``model`` and ``best`` directories.
+        extra_of: returns the ``extra`` data of the newest checkpoint in a directory.
     """
 
     def __init__(
@@ -71,37 +75,37 @@ class RunDirectory:
 
     @property
     def checkpoint(self) -> Path:
-        """Return the directory that gemini.checkpoint writes and reads."""
+        """The directory that gemini.checkpoint writes and reads."""
         return self.path / "checkpoint"
 
     @property
     def metrics(self) -> Path:
-        """Return the file with one JSON object per step."""
+        """The file with one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary(self) -> Path:
-        """Return the file with the summary of the run."""
+        """The file with the summary of the run."""
         return self.path / "summary.json"
 
     @property
     def picture(self) -> Path:
-        """Return the picture of memory per tier over one step."""
+        """The picture of memory per tier over one step."""
         return self.path / "memory.png"
 
     @property
     def model(self) -> Path:
-        """Return the directory of a run that exports what it has trained."""
+        """The directory of the exported model or adapters."""
         return self.path / "model"
 
     @property
     def best(self) -> Path:
-        """Return the directory with the weights that did best on what is held out."""
+        """The directory with the weights that had the lowest held-out loss."""
         return self.path / "best"
 
     @property
     def tensorboard(self) -> Path:
-        """Return the directory with the curves of the run for TensorBoard."""
+        """The directory with the curves of the run for TensorBoard."""
         return self.path / "tensorboard"
 
     @property
@@ -109,8 +113,7 @@ class RunDirectory:
         return self.path / _RUN
 
     def refuse_unmakeable(self) -> None:
-        """Raise ConfigError where :attr:`path` is no directory that can be written to, and cannot become
-        one."""
+        """Raise ConfigError if :attr:`path` is not a writable directory and cannot become one."""
         there = self.path.absolute()
         while not os.path.exists(there) and there != there.parent:  # noqa: PTH110 - it never raises
             there = there.parent
@@ -123,8 +126,8 @@ class RunDirectory:
             )
 
     def refuse_foreign_model(self, source: Path) -> None:
-        """Raise ConfigError where :attr:`model` or :attr:`best`, which a run replaces, is what it starts
-        from, or is there and no run has made it."""
+        """Raise ConfigError if :attr:`model` or :attr:`best`, which a run replaces, contains ``source``, or
+        exists although no run made it."""
         for target in (self.model, self.best):
             if source.resolve().is_relative_to(target.resolve()):
                 raise ConfigError(
@@ -137,16 +140,16 @@ class RunDirectory:
                 )
 
     def holds_run(self) -> bool:
-        """Return whether there is a checkpoint to resume, or what is left of one."""
+        """Return whether there is a checkpoint to resume, complete or damaged."""
         self._hold()
         return self._has_checkpoint()
 
     def resumes(self, how: str, *, overwrite: bool) -> bool:
-        """Return whether a run goes on with the one that is here. ``how`` is one of :data:`RESUME`.
+        """Return whether to continue the existing run. ``how`` is one of :data:`RESUME`.
 
         Raises:
-            CheckpointError: it is to go on, and there is none.
-            ConfigError: it is to start, and there is one that nobody asked to ``overwrite``.
+            CheckpointError: ``how`` is "yes", and there is no run.
+            ConfigError: ``how`` is "no", there is a run, and ``overwrite`` is not set.
         """
         if how == "no":
             if not overwrite:
@@ -157,8 +160,7 @@ class RunDirectory:
         return self.holds_run()
 
     def refuse_older_run(self) -> None:
-        """Raise ConfigError if there is a checkpoint, complete or not: nobody asked to remove it; or if
-        another process trains here."""
+        """Raise ConfigError if there is a checkpoint, complete or not, or if another process trains here."""
         self._hold()
         if not self._has_checkpoint():
             return
@@ -170,16 +172,23 @@ class RunDirectory:
         )
 
     def start(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Make the directory, without any older run, for a run of this ``identity``, which has ``options``
-        when it is resumed. Raise ConfigError."""
+        """Create the directory for a new run, and remove an older run.
+
+        Args:
+            identity: the settings that the numbers depend on; a resumed run must have the same.
+            options: the options to use when the run is resumed.
+
+        Raises:
+            ConfigError: the directory cannot be written, or a file of the run is a directory.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._hold()
-            self._refuse_directories()  # before anything is removed
+            self._refuse_directories()  # must precede every removal
             self._remove_checkpoint()
             self._remove_temporaries()
             if self._exports:
-                restore(self.model)  # what a kill has set aside goes with it
+                restore(self.model)  # bring back a model that a killed export set aside, to remove it too
                 for exported in (self.model, self.best):
                     if exported.exists():
                         shutil.rmtree(exported)
@@ -206,12 +215,13 @@ class RunDirectory:
                 raise ConfigError(f"{file} is a directory; move it away, or choose another {self._option}")
 
     def _remove_temporaries(self) -> None:
-        """Remove what a kill has left half-written."""
+        """Remove half-written files of a killed run."""
         for file in (self._run, self.metrics, self.summary, self.picture):
             temporary_of(file).unlink(missing_ok=True)
 
     def _remove_checkpoint(self) -> None:
-        """Remove it; where it is a link to a directory, on another disk perhaps, what is in there."""
+        """Remove the checkpoint directory. If it is a link to a directory (perhaps on another disk), remove
+        only its contents."""
         if not self.checkpoint.is_symlink():
             if self.checkpoint.exists():
                 shutil.rmtree(self.checkpoint)
@@ -228,15 +238,15 @@ class RunDirectory:
                 entry.unlink()
 
     def saved_step(self) -> int:
-        """Return how many steps are done in the newest checkpoint. Raises CheckpointError."""
+        """Return the number of finished steps in the newest checkpoint. Raises CheckpointError."""
         step: Any = self._extra_of(self.checkpoint).get("step")
         if not _is_step(step) and step != 0:
             raise CheckpointError(f"{self.checkpoint} was not written by a run: it has no step; {_REPAIR}")
         return int(step)
 
     def check_resume(self, identity: Mapping[str, Any]) -> None:
-        """Raise CheckpointError if there is nothing complete to resume, ConfigError if it is another run, or
-        if another process trains here."""
+        """Raise CheckpointError if there is no complete checkpoint, ConfigError if it belongs to a run with
+        another identity, or if another process trains here."""
         self._hold()
         if not self._has_checkpoint():
             raise self._no_checkpoint()
@@ -250,13 +260,13 @@ class RunDirectory:
             raise ConfigError(self._another_run(saved, identity, others))
 
     def _another_run(self, saved: Mapping[str, Any], identity: Mapping[str, Any], others: list[str]) -> str:
-        """Return what to say of a run with ``others`` of its identity changed."""
+        """Return the message for a run with the keys ``others`` of its identity changed."""
         has = ", ".join(f"{name} = {saved.get(name)!r}" for name in others)
         asked = ", ".join(f"{name} = {identity[name]!r}" for name in others)
         return f"the run in {self.path} has {has}; this one {asked}; {self._way_back(others)}"
 
     def _way_back(self, others: Sequence[str]) -> str:
-        """Return what to do about a run with ``others`` of its identity changed."""
+        """Return the remedy for a run with the keys ``others`` of its identity changed."""
         if not all(name in _OF_DIGESTS or name == _REFERENCE for name in others):
             return (
                 "resume with the options of the first run (the device, budgets, tiers and policy may change)"
@@ -275,7 +285,7 @@ class RunDirectory:
             self._lock = None
 
     def _hold(self) -> None:
-        """Keep other processes from training here, if there is a directory yet."""
+        """Lock the directory against other training processes, if it exists."""
         if self._lock is not None or not self.path.is_dir():
             return
         with io_errors("open", self.path):
@@ -287,8 +297,11 @@ class RunDirectory:
                 ) from error
 
     def _has_checkpoint(self) -> bool:
-        """Return whether there is one, complete or not. What a run leaves that is killed before its first
-        save is whole is none. Behind a link nothing may mean that a disk is not mounted."""
+        """Return whether there is a checkpoint, complete or not.
+
+        The remains of a first save that was killed do not count. An empty directory behind a link counts if
+        there was a run, because its disk may not be mounted.
+        """
         with io_errors("look for an older run", self.checkpoint):
             if not self.checkpoint.exists():
                 return False
@@ -309,38 +322,39 @@ class RunDirectory:
         )
 
     def keep_options(self, options: Mapping[str, Any]) -> None:
-        """Have the run go on with ``options`` when it is resumed once more. What a kill has left in
-        part goes: a run that is at its end saves nothing more, which would remove it."""
+        """Store ``options`` for the next resume. Also remove partial files of a killed run, because a run
+        that is at its end saves nothing that would remove them."""
         with io_errors("remove what a killed run left", self.path):
             self._remove_temporaries()
         remove_unfinished(self.checkpoint)
         _write(self._run, json.dumps({**_read_run(self._run), "options": dict(options)}, indent=2) + "\n")
 
     def tracker_identities(self) -> dict[str, str]:
-        """Return what trackers call this run, by the trackers' names."""
+        """Return the name that each tracker gave this run, by tracker."""
         found = _read_run(self._run).get(_TRACKERS, {})
         if not isinstance(found, dict):
             return {}
         return {name: each for name, each in found.items() if isinstance(each, str)}
 
     def keep_tracker_identities(self, identities: Mapping[str, str]) -> None:
-        """Have the run found again by trackers when it is resumed."""
+        """Store the names that trackers gave this run, so that a resumed run continues there."""
         saved = _read_run(self._run)
         if saved.get(_TRACKERS, {}) != identities:
             _write(self._run, json.dumps({**saved, _TRACKERS: dict(identities)}, indent=2) + "\n")
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line, readable at once by who follows the file; a failed one is repeated with the next."""
+        """Append one line, which readers of the file see at once. If writing fails, the line is written with
+        the next one."""
         self._unwritten += (json.dumps(record) + "\n").encode("ascii")
         with io_errors("write metrics", self.metrics):
             append_whole(self.metrics, self._unwritten)
         self._unwritten = b""
 
     def read_metrics(self, before_step: int) -> list[dict[str, Any]]:
-        """Return the records of steps 1 to ``before_step`` and forget later ones, to be trained again.
+        """Return the records of steps 1 to ``before_step``, and delete later ones, which will be trained
+        again.
 
-        A last line that a killed run left unfinished is no record. Raise CheckpointError for any other that
-        is none.
+        An unfinished last line of a killed run is ignored. Raise CheckpointError for any other invalid line.
         """
         records: list[dict[str, Any]] = []
         self._check_metrics()
@@ -368,7 +382,7 @@ class RunDirectory:
         return records
 
     def add_to_metrics(self, step: int, found: Mapping[str, Any]) -> None:
-        """Add values to the record of ``step``, the last one, if there is one. Raises as
+        """Add values to the record of ``step``, if it is the last one. Raises the errors of
         :meth:`read_metrics`."""
         records = self.read_metrics(step)
         if records and records[-1]["step"] == step:
@@ -379,7 +393,8 @@ class RunDirectory:
         _write(self.metrics, "".join(json.dumps(record) + "\n" for record in records))
 
     def _check_metrics(self) -> None:
-        """Raise CheckpointError for what is no file: a FIFO keeps its reader, and a link leads elsewhere."""
+        """Raise CheckpointError if the metrics are not a regular file: a FIFO would block its reader, and
+        links are not followed."""
         with io_errors("read metrics", self.metrics):
             is_other = self.metrics.is_symlink() or (self.metrics.exists() and not self.metrics.is_file())
         if is_other:
@@ -395,46 +410,47 @@ class RunDirectory:
         )
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write the summary, whole or not at all."""
+        """Write the summary, atomically."""
         _write(self.summary, json.dumps(summary, indent=2) + "\n")
 
 
 class FollowedDirectory(RunDirectory):
-    """The directory of a run for a rank that does not own it: it reads checkpoints and writes nothing."""
+    """The directory of a run on a rank that does not own it. This rank reads checkpoints and writes
+    nothing."""
 
     def holds_run(self) -> bool:
-        """Leave it to the rank that owns the directory."""
+        """Return False: only the owning rank checks."""
         return False
 
     def saved_step(self) -> int:
-        """Return nothing: the rank that owns the directory says it."""
+        """Return 0: the owning rank reports the step."""
         return 0
 
     def check_resume(self, identity: Mapping[str, Any]) -> None:
-        """Leave it to the rank that owns the directory, as all that follows."""
+        """Do nothing: the owning rank checks. The methods below also do nothing, for the same reason."""
 
     def refuse_older_run(self) -> None:
-        """Refuse nothing."""
+        """Do nothing."""
 
     def start(self, identity: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Make nothing."""
+        """Do nothing."""
 
     def keep_options(self, options: Mapping[str, Any]) -> None:
-        """Write nothing."""
+        """Do nothing."""
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Write nothing."""
+        """Do nothing."""
 
     def read_metrics(self, before_step: int) -> list[dict[str, Any]]:
-        """Return nothing."""
+        """Return no records."""
         return []
 
 
 def saved_options(path: str | os.PathLike[str], kind: type[Any], command: str) -> dict[str, Any]:
-    """Return the options that the run in ``path`` last had; none where there is no run. ``kind``: the
-    dataclass they are of, which names in ``NOT_KEPT`` those that a run does not keep.
+    """Return the options with which the run in ``path`` last ran; empty if there is no run.
 
-    Raise CheckpointError or IoError where they cannot be read.
+    ``kind``: the dataclass of the options; its ``NOT_KEPT`` names options that a run does not store. Raise
+    CheckpointError or IoError if the options cannot be read.
     """
     file = Path(path) / _RUN
     with io_errors("look for an older run", file):
@@ -464,7 +480,7 @@ def _read_run(file: Path) -> dict[str, Any]:
 
 
 def is_a(value: object, kind: Any) -> bool:
-    """Return whether a value that was read can be that of an option of type ``kind``."""
+    """Return whether a value from a file is valid for an option of type ``kind``."""
     if isinstance(value, bool):
         return kind is bool
     if isinstance(value, str) and "\0" in value:

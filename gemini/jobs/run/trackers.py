@@ -1,6 +1,6 @@
 """Trackers: packages that draw the metrics of a run (TensorBoard, W&B, MLflow), each imported on use.
 
-Training does not depend on them. A tracker that fails is left out from then on, with one warning.
+Training does not depend on them. A tracker that fails is dropped with one warning.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from gemini.system.config import did_you_mean
 NONE = "none"
 _MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 TRACKERS = tuple(_MODULES)
-_INSTALLED_BY = {"tensorboard": "'gemini-runtime[tensorboard]'"}  # others: by their own name
+_INSTALLED_BY = {"tensorboard": "'gemini-runtime[tensorboard]'"}  # default: the package's own name
 _FLUSH_SECONDS = 10
 _EVAL_LOSS = "eval/loss"
 _PROJECT = "gemini"
-_MOST_PARAMETERS, _MOST_LETTERS = 100, 500  # that MLflow takes in one call, and in one value
+_MOST_PARAMETERS, _MOST_LETTERS = 100, 500  # MLflow's limits per call, and per value
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run. Step ``first_step`` + 1 is the next one. ``identity``: the name that
-    the tracker gave the run at its beginning, so that a resumed run continues its curves; None for a new one.
-    """
+    """The description of a run for a tracker. The next step is ``first_step`` + 1. ``identity``: the name
+    that the tracker gave the run when it began, so that a resumed run continues its curves; None for a new
+    run."""
 
     directory: Path
     options: Mapping[str, Any]
@@ -42,12 +42,13 @@ class TrackedRun:
 
     @property
     def name(self) -> str:
-        """The name of the run: that of its directory."""
+        """The name of the run's directory."""
         return self.directory.absolute().name
 
 
 class Tracker(Protocol):
-    """A run in one package. ``identity`` finds it again; ``place`` says where people look at it."""
+    """A run in one package. ``identity`` finds the run again later; ``place`` tells people where to look at
+    it."""
 
     identity: str | None
     place: str
@@ -60,7 +61,8 @@ class Tracker(Protocol):
 
 
 def parse_trackers(text: str) -> tuple[str, ...]:
-    """Return the names in ``tensorboard,wandb``, each once; ``none`` is no name. Raises ConfigError."""
+    """Parse names such as ``tensorboard,wandb``. Duplicates are removed, and ``none`` gives an empty tuple.
+    Raises ConfigError."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in (*TRACKERS, NONE):
@@ -74,7 +76,7 @@ def parse_trackers(text: str) -> tuple[str, ...]:
 
 
 def require_trackers(text: str) -> None:
-    """Raise ConfigError where a package that ``--report-to`` names cannot be imported."""
+    """Raise ConfigError if a package that ``--report-to`` names cannot be imported."""
     for name in parse_trackers(text):
         try:
             importlib.import_module(_MODULES[name])
@@ -86,7 +88,7 @@ def require_trackers(text: str) -> None:
 
 
 def metrics_of(report: StepReport) -> dict[str, float]:
-    """Return the values of a step by the names that trackers get."""
+    """Return the values of a step by their names in trackers. Values that are not finite are left out."""
     values: dict[str, float | None] = {
         "train/loss": report.loss,
         "train/learning_rate": report.lr,
@@ -103,7 +105,8 @@ def metrics_of(report: StepReport) -> dict[str, float]:
 
 
 class Trackers:
-    """The trackers of one run. ``warn`` is told once of each that fails; no error of theirs is raised."""
+    """The trackers of one run. If one fails, ``warn`` is called once and the tracker is dropped; none of
+    their errors is raised."""
 
     def __init__(self, names: Sequence[str], warn: Callable[[str], None]) -> None:
         self._names = names
@@ -111,8 +114,8 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
 
     def begin(self, run: TrackedRun, identities: Mapping[str, str]) -> dict[str, str]:
-        """Begin or continue ``run`` in each tracker and return what each calls it. ``identities``: the same
-        of an earlier part of the run."""
+        """Begin or continue ``run`` in each tracker. Return the identity that each tracker gives it.
+        ``identities``: those of an earlier part of the run."""
         for name in self._names:
             own = replace(run, identity=identities.get(name))
             self._attempt(name, partial(self._begin, name, own))
@@ -121,15 +124,15 @@ class Trackers:
 
     @property
     def places(self) -> list[str]:
-        """Where people look at the run, a line each."""
+        """Where people can look at the run, one line per tracker."""
         return [tracker.place for tracker in self._open.values()]
 
     def log(self, report: StepReport) -> None:
-        """Hand the values of a step to each tracker."""
+        """Pass the values of a step to each tracker."""
         self._log(metrics_of(report), report.step)
 
     def log_evaluation(self, loss: float, step: int) -> None:
-        """Hand the loss on what is held out to each tracker, where it came after the other values."""
+        """Pass a held-out loss that was computed after the other values of its step to each tracker."""
         self._log({_EVAL_LOSS: loss} if math.isfinite(loss) else {}, step)
 
     def _log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -146,8 +149,8 @@ class Trackers:
         self._open[name] = _MAKERS[name](run)
 
     def _attempt(self, name: str, action: Callable[[], None]) -> None:
-        """Run ``action``, and leave the tracker out where it fails: packages raise anything, and a server
-        that is away must not end days of training."""
+        """Run ``action``, and drop the tracker if it fails. Packages raise any exception, and an unreachable
+        server must not end days of training."""
         try:
             action()
         except Exception as error:
@@ -168,7 +171,7 @@ class _TensorBoard:
 
         directory = run.directory / "tensorboard"
         self.place = f"tensorboard --logdir {directory}"
-        # What an interrupted run has logged of steps that it lost is hidden.
+        # Hide values that an interrupted run logged for steps after its last checkpoint.
         purged = run.first_step + 1 if run.first_step else None
         self._writer: Any = SummaryWriter(str(directory), purge_step=purged, flush_secs=_FLUSH_SECONDS)
         rows = [f"| {name} | {_cell(value)} |" for name, value in sorted(run.options.items())]
@@ -184,8 +187,8 @@ class _TensorBoard:
 
 
 class _WandB:
-    """A run of W&B. Without a key, and where nothing else is said, it is kept in ``wandb/`` of the run's
-    directory for ``wandb sync``: W&B would ask for a key, and wait."""
+    """A run of W&B. If there is no API key and no WANDB_MODE, it runs offline in ``wandb/`` of the run's
+    directory, for ``wandb sync``: otherwise W&B would prompt for a key and block."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -216,7 +219,7 @@ class _WandB:
 
 
 class _MLflow:
-    """A run of MLflow, where ``MLFLOW_TRACKING_URI`` and ``MLFLOW_EXPERIMENT_NAME`` say."""
+    """A run of MLflow, at ``MLFLOW_TRACKING_URI`` in ``MLFLOW_EXPERIMENT_NAME``."""
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow
@@ -248,7 +251,7 @@ def _has_key(wandb: Any) -> bool:
         return True
     try:
         return bool(wandb.login(prompt=False))
-    except TypeError:  # of older versions
+    except TypeError:  # older versions have no ``prompt``
         return bool(wandb.api.api_key)
 
 

@@ -1,6 +1,7 @@
-"""The managed part of a run: step after step, with checkpoints, until the end or a request to stop, which
-Ctrl-C makes and the loop answers between two steps. The learning rate warms up, then follows a cosine down to
-a tenth.
+"""The training loop of a job: steps, evaluations and checkpoints, until the end or a request to stop.
+
+Ctrl-C requests a stop, and the loop stops between two steps. Also has the learning rate schedules; the
+default warms up, then follows a cosine down to a tenth.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ EngineT = TypeVar("EngineT", bound=Tiered)
 
 
 _FLOOR = 0.1
-_OWED = "evaluation_owed"  # the key in a checkpoint
+_OWED = "evaluation_owed"  # key in the extra data of a checkpoint
 _MAX_WARMUP_STEPS = 100
 
 
 def lr_factor(step: int, *, steps: int) -> float:
-    """Return what the base learning rate is multiplied with at 0-based ``step`` of ``steps``."""
+    """Return the factor for the base learning rate at 0-based ``step`` of ``steps``."""
     warmup = max(1, min(_MAX_WARMUP_STEPS, steps // 10))
     if step < warmup:
         return (step + 1) / warmup
@@ -45,8 +46,8 @@ def lr_factor(step: int, *, steps: int) -> float:
 
 
 def shaped_factor(step: int, *, steps: int, warmup: int, shape: str) -> float:
-    """Return the factor at 0-based ``step``: it rises over ``warmup`` steps, then falls to 0 as a
-    ``"cosine"`` or a line (``"linear"``), or stays (``"constant"``)."""
+    """Return the learning rate factor at 0-based ``step``. It rises over ``warmup`` steps, then falls to 0 as
+    a ``"cosine"`` or a line (``"linear"``), or stays (``"constant"``)."""
     if step < warmup:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
@@ -56,14 +57,13 @@ def shaped_factor(step: int, *, steps: int, warmup: int, shape: str) -> float:
 
 
 def lr_schedule(optimizer: torch.optim.Optimizer, *, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """Return a plain torch scheduler over ``optimizer``; step it once after every optimizer step."""
+    """Return a plain torch scheduler over ``optimizer``. Step it once after every optimizer step."""
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, steps=steps))
 
 
 def follow_schedule(scheduler: torch.optim.lr_scheduler.LambdaLR) -> tuple[float, float]:
-    """Give each group of the optimizer the rate that the functions of ``scheduler`` have for the step that
-    comes; a scheduler that was restored has those of its saved rates. Return the rates of the first group,
-    before and after."""
+    """Set the optimizer's rates for the next step from the functions of ``scheduler``, after a restore, which
+    sets the saved rates. Return the rates of the first group before and after."""
     groups = scheduler.optimizer.param_groups
     before = float(groups[0]["lr"])
     for group, highest, factor in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
@@ -75,15 +75,16 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """While entered: the first SIGINT, SIGTERM or SIGUSR1 is noted, the second raises KeyboardInterrupt at
-    once.
+    """Context manager for signals: the first SIGINT, SIGTERM or SIGUSR1 is recorded, the second raises
+    KeyboardInterrupt at once.
 
-    ``notify`` is called from the handler, so it must not write to a buffered stream. Outside the main thread,
-    where Python takes no handlers, signals stay as they are. The previous handlers come back on exit.
+    ``notify`` is called from the handler, so it must not write to a buffered stream. Python permits handlers
+    only in the main thread; in other threads, signals are not changed. The previous handlers are restored on
+    exit.
     """
 
     def __init__(self, notify: Callable[[], None], rank: Rank | None = None) -> None:
-        """``rank``: this process among those of the run, which end after the same step."""
+        """``rank``: this process among those of the run. All ranks stop after the same step."""
         self.signum: int | None = None
         self._heard: int | None = None
         self._rank = Rank() if rank is None else rank
@@ -92,7 +93,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Return whether a signal asked the run to end."""
+        """Whether a signal asked the run to end."""
         return self.signum is not None
 
     def __enter__(self) -> StopRequest:
@@ -111,8 +112,8 @@ class StopRequest:
         self._previous = {}
 
     def agree(self) -> None:
-        """Find out, together with all ranks, whether one of them was asked to end. All call it after a step;
-        only then does :attr:`requested` change over several ranks."""
+        """Find out whether any rank was asked to end. Collective: all ranks call it after a step. Over
+        several ranks only this call changes :attr:`requested`."""
         if not self._rank.is_alone:
             said = [int(text) for text in self._rank.collect(lambda: str(self._heard or 0))]
             self.signum = next((signum for signum in said if signum), None)
@@ -128,8 +129,8 @@ class StopRequest:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a run goes, whatever it trains. ``kept``: the options that it has when it is resumed;
-    ``trackers``: names of packages that get its metrics."""
+    """Options of a run, independent of the model. ``kept``: the options that are stored for a resume;
+    ``trackers``: names of the packages that get its metrics."""
 
     steps: int
     checkpoint_every: int
@@ -141,44 +142,46 @@ class RunOptions:
 
 
 class Work(Protocol[EngineT]):
-    """What a run trains, and on what. ``command`` is its name for messages."""
+    """The model and data that a run trains. ``command`` is its name for messages."""
 
     command: str
     options: RunOptions
 
     def identity(self) -> dict[str, Any]:
-        """Return what the numbers depend on, as plain data."""
+        """Return the settings that the numbers depend on, as plain data."""
 
     def engine(self) -> EngineT:
-        """Build what is trained; whoever calls closes it."""
+        """Build the engine. The caller closes it."""
 
     def prepare(self, engine: EngineT, display: Display, stop: StopRequest) -> bool:
-        """Do what is due before the first step, with the weights that the run starts from: one that is
-        resumed has not read its checkpoint yet. Return False where ``stop`` was requested before all is done;
-        the same command goes on then."""
+        """Do the work before the first step, with the initial weights: a resumed run has not read its
+        checkpoint yet. Return False if ``stop`` was requested before the work was finished; the same command
+        then continues it."""
 
     def schedule(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Return the scheduler of the learning rate, which is stepped after every step."""
+        """Return the learning rate scheduler, which is stepped after every step."""
 
     def step(self, engine: EngineT, step: int) -> tuple[float, int]:
-        """Run optimizer step ``step`` (from 0); return the mean loss in nats and how many tokens it saw."""
+        """Run optimizer step ``step`` (from 0). Return the mean loss in nats and the number of tokens."""
 
     def values(self) -> Mapping[str, float]:
-        """Return what else there is to say of the last step, by names."""
+        """Return further values of the last step, by name."""
 
     def evaluate(self, engine: EngineT, step: int) -> float | None:
-        """Return the loss on what is held out after 0-based ``step``; None where it is not due."""
+        """Return the held-out loss after 0-based ``step``; None if no evaluation is due."""
 
     def check_history(self, horizons: list[int], devices: list[str]) -> None:
-        """Raise ConfigError where a run that had other numbers of steps, or devices, cannot go on."""
+        """Raise ConfigError if a run that earlier had other numbers of steps, or other devices, cannot
+        continue."""
 
     def finish(self, engine: EngineT) -> None:
-        """Do what is due when all steps are done and saved."""
+        """Do the work after all steps are done and saved."""
 
 
 @dataclass
 class Progress:
-    """What a run has come to: losses by 0-based step, resumed ones included; reports of this process."""
+    """The progress of a run: losses by 0-based step, including those before a resume, and reports of this
+    process."""
 
     first_step: int = 0
     last_step: int = 0
@@ -190,7 +193,7 @@ class Progress:
 
 
 class Training(Generic[EngineT]):
-    """One managed run, from building the model to closing it; use once."""
+    """One managed run, from building the model to closing it. Use once."""
 
     def __init__(
         self, work: Work[EngineT], directory: RunDirectory | None, display: Display, stop: StopRequest
@@ -207,17 +210,17 @@ class Training(Generic[EngineT]):
         self._saved_step: int | None = None
         self._stall_seconds = 0.0
         self._told_of_metrics = False
-        self._owes_evaluation = False  # of the last step: the run was told to stop before
+        self._owes_evaluation = False  # the last step was not evaluated because of a stop request
         self._trackers = Trackers(work.options.trackers, self._note)
 
     def run(self) -> Progress:
-        """Train and save; finish the work unless it was to stop before."""
+        """Train and save. Call ``Work.finish`` unless a stop was requested."""
         self._check_directory()
         engine = self._work.engine()
         try:
             scheduler = self._work.schedule(engine.optimizer)
             if not self._options.resume and self._directory is not None:
-                # Not before the engine stands: a refused budget must not cost the run to be overwritten.
+                # Only after the engine was built: a refused budget must not delete the older run.
                 self._directory.start(self._identity, self._options.kept)
             if not self._work.prepare(engine, self._display, self._stop):
                 if self._options.resume and self._directory is not None:
@@ -236,7 +239,7 @@ class Training(Generic[EngineT]):
                 self._work.finish(engine)
             self._trackers.close(failed=False)
         finally:
-            self._trackers.close(failed=True)  # those that are open yet
+            self._trackers.close(failed=True)  # no tracker is open if the run succeeded
             engine.close()
         return self._progress
 
@@ -277,7 +280,7 @@ class Training(Generic[EngineT]):
                 self._save(engine, scheduler)
 
     def _record(self, report: StepReport) -> None:
-        """Write the metrics of a step; training does not end for want of them."""
+        """Write the metrics of a step. Training continues if that fails."""
         if self._directory is None:
             return
         try:
@@ -313,7 +316,8 @@ class Training(Generic[EngineT]):
         return replace(report, extra=extra)
 
     def _evaluated(self, engine: EngineT, report: StepReport) -> StepReport:
-        """Return the report with the loss on what is held out, where it is due; that is no time of a step."""
+        """Return the report with the held-out loss, if it is due. Evaluation does not count as time of the
+        step."""
         self._owes_evaluation = self._stop.requested
         loss = None if self._owes_evaluation else self._work.evaluate(engine, report.step - 1)
         if loss is None:
@@ -322,8 +326,8 @@ class Training(Generic[EngineT]):
         return replace(report, eval_loss=loss)
 
     def _make_up_evaluation(self, engine: EngineT) -> None:
-        """Evaluate after the step that a resumed run goes on from, where it was told to stop before it could:
-        metrics and best weights are then those of a run that was not."""
+        """Evaluate the step from which a resumed run continues, if a stop request prevented it. Metrics and
+        best weights are then the same as without the interruption."""
         step = self._progress.last_step
         if not self._owes_evaluation:
             return
@@ -375,8 +379,8 @@ class Training(Generic[EngineT]):
             self._follow_steps(scheduler, horizons[-1])
 
     def _follow_steps(self, scheduler: Any, before: int) -> None:
-        """Have the learning rate of the next step be that of the run of as many steps as there are now; the
-        checkpoint has that of a run of ``before``."""
+        """Set the learning rate of the next step for the new number of steps. The checkpoint has the rate for
+        a run of ``before`` steps."""
         old, new = follow_schedule(scheduler)
         self._note(
             f"the run had {before:,} steps and has {self._options.steps:,} now: from here on the learning "
@@ -385,18 +389,18 @@ class Training(Generic[EngineT]):
 
 
 def refuse_past(path: Path, step: int, steps: int) -> None:
-    """Raise ConfigError where the run in ``path`` has done more steps than it is to have."""
+    """Raise ConfigError if the run in ``path`` has already done more than ``steps`` steps."""
     if step > steps:
         raise ConfigError(f"{path} is at step {step}, past --steps {steps}; give more --steps")
 
 
 def nothing_left(step: int) -> str:
-    """Return what to say of a resumed run that had no steps left."""
+    """Return the message for a resumed run that has no steps left."""
     return f"nothing left to train: {step} steps are done"
 
 
 def _is_list_of(values: object, kind: type) -> TypeGuard[list[Any]]:
-    """Say whether these are some values of one kind, as a run has saved them."""
+    """Return whether ``values`` is a non-empty list of one type."""
     return isinstance(values, list) and values != [] and all(type(value) is kind for value in values)
 
 

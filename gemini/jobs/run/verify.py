@@ -1,4 +1,4 @@
-"""Law 1 on one run: the same seed unmanaged must give the same losses and the same weights, bit for bit."""
+"""Verifies a run: an unmanaged run with the same seed must give the same losses and weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAX_LISTED = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """One loss or weight that differs: its name, what both runs have, and how far they are apart."""
+    """One loss or weight that differs: its name, both values, and their distance."""
 
     name: str
     managed: str
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a comparison; ``differences`` holds the first ones, the counts hold all."""
+    """The outcome of a comparison. ``differences`` has only the first ones; the counts include all."""
 
     losses_compared: int
     losses_different: int
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Return whether every loss and every weight is the same."""
+        """Whether every loss and every weight is the same."""
         return self.losses_different == 0 and self.weights_different == 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,11 +52,11 @@ class Verdict:
 
 
 class WeightFile:
-    """Weights set aside in one flat fp32 file, so that two models need not be in memory together.
+    """Stores weights in one flat fp32 file, so that two models need not be in memory together.
 
-    The file has no name and is gone when this context manager, or the process, ends. ``directory`` None is
-    the system's place for temporary files; it must exist when :meth:`write` is called. Where the file fails
-    an IoError says so.
+    The file has no name, and ends with this context manager or the process. ``directory`` None means the
+    system's temporary directory; the directory must exist when :meth:`write` is called. Failures raise
+    IoError.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -78,9 +78,9 @@ class WeightFile:
             self._file.close()
 
     def write(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Write ``weights`` one after the other; extra memory is one weight."""
+        """Write ``weights`` one after another. Extra memory: one weight."""
         with io_errors("set the weights aside for --verify", self._place):
-            # Unbuffered: what a failed write left in a buffer would be written again by close().
+            # Unbuffered: close() would write the buffer of a failed write again.
             self._file = tempfile.TemporaryFile(dir=self._directory, buffering=0)  # noqa: SIM115 - closed in __exit__
         for name, weight in weights:
             self._write(weight.detach().float().contiguous().numpy().reshape(-1).view(np.uint8).data)
@@ -113,14 +113,14 @@ class WeightFile:
 
 
 class LossComparison:
-    """Compare losses as the unmanaged run produces them; ``managed`` maps 0-based steps to losses."""
+    """Compares losses while the unmanaged run produces them. ``managed`` maps 0-based steps to losses."""
 
     def __init__(self, managed: dict[int, float]) -> None:
         self._managed = managed
         self.different: list[Difference] = []
 
     def add(self, step: int, loss: float) -> None:
-        """Compare the loss of ``step``, if the managed run's is known."""
+        """Compare the loss of ``step``, if the managed run has one."""
         want = self._managed.get(step)
         if want is not None and want != loss:
             self.different.append(
@@ -131,7 +131,7 @@ class LossComparison:
 def compare_weights(
     managed: Iterable[tuple[str, Tensor]], unmanaged: Iterable[tuple[str, Tensor]]
 ) -> tuple[int, list[Difference]]:
-    """Return how many weights were compared and those that are not ``torch.equal``, missing ones included."""
+    """Return the number of compared weights, and those that are missing or not ``torch.equal``."""
     others = dict(unmanaged)
     different: list[Difference] = []
     count = 0
@@ -147,7 +147,7 @@ def compare_weights(
 
 
 def verdict(losses: LossComparison, num_losses: int, weights: tuple[int, Sequence[Difference]]) -> Verdict:
-    """Put both comparisons together."""
+    """Combine both comparisons."""
     num_weights, different = weights
     return Verdict(
         losses_compared=num_losses,
