@@ -1,4 +1,6 @@
-"""Checkpoints: everything a bit-exact resume needs, streamed chunk by chunk, complete or not there."""
+"""Checkpoints: everything that a bit-exact resume needs, streamed chunk by chunk, and either complete or
+absent.
+"""
 
 from gemini.checkpoint.async_saving import SaveHandle, save_async
 from gemini.checkpoint.contents import Scheduler

@@ -1,6 +1,6 @@
-"""Saving while training goes on: a thread writes what is copied to staging before it changes.
+"""Saving during training: values are copied to staging before they change, and a thread writes the copies.
 
-What the thread that trains does, and when, is in docs/notes/checkpoint.md.
+docs/notes/checkpoint.md describes the work of the training thread and its timing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gemini.system.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
-_MEETING_SECONDS = 10.0  # what a save that ends early waits for the other ranks to hear of it
+_MEETING_SECONDS = 10.0  # how long a save that ends early waits for the other ranks' threads
 BUFFER_BYTES = 4 * 2**20
 
 
@@ -61,23 +61,25 @@ def save_async(
     shard_bytes: int | str = SHARD_BYTES,
     staging_bytes: int | str = "64MiB",
 ) -> SaveHandle:
-    """Begin what :func:`gemini.checkpoint.save` does and return; training goes on while it is written.
+    """Start a :func:`gemini.checkpoint.save` and return; training continues while it is written.
 
-    The checkpoint is what the model is now. Each piece of it is copied to staging right before the
-    optimizer changes it; where staging is full, that update waits. A model that is wholly in host memory is
-    written from where it is. The checkpoint is complete once ``wait()`` of what is returned has returned;
-    the next save and ``model.close()`` wait, too. Writes to weights in place copy what is still to be saved
-    of them first, as updates do. Buffers and parameters that are not managed are written before this returns.
-    Over several ranks all of them call this, and ``wait()``.
+    The checkpoint has the values of this moment. Each piece is copied to staging right before the optimizer
+    changes it; if staging is full, that update waits. A model that is wholly in host memory is written
+    directly from there. The checkpoint is complete once ``wait()`` of the returned handle has returned; the
+    next save and ``model.close()`` wait, too. In-place writes to weights first copy the values still to be
+    saved, like updates. Buffers and unmanaged parameters are written before this function returns.
+    Collective: every rank must call it, and ``wait()``.
 
     Args:
-        staging_bytes: the most memory that copies take, on top of the budgets and of the 16 MiB that every
-            save writes through; in units of 4 MiB.
+        directory, model, optimizer, scheduler, extra, keep, shard_bytes: as for
+            :func:`gemini.checkpoint.save`.
+        staging_bytes: the most memory that copies take, beside the budgets and the 16 MiB through which every
+            save writes; in units of 4 MiB.
 
     Raises:
         ConfigError: ``staging_bytes`` is too small.
-        IoError, CheckpointError: as :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
-            that failed and that nobody waited for.
+        IoError, CheckpointError: as in :func:`gemini.checkpoint.save`, also for an earlier asynchronous save
+            that failed and that no ``wait()`` reported.
     """
     model, optimizer = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
@@ -103,13 +105,13 @@ def save_async(
 
 
 class _Ended(Exception):
-    """The save has failed or was dropped: nothing more is copied or written."""
+    """The save has failed or was dropped: copy and write nothing more."""
 
 
 class SaveHandle:
-    """A save under way. Its methods are for the thread that trains; another one writes.
+    """A running asynchronous save. Its methods are for the training thread; another thread writes.
 
-    A :class:`gemini.runtime.Snapshot` of its model.
+    Implements :class:`gemini.runtime.Snapshot` for its model.
     """
 
     def __init__(
@@ -133,39 +135,39 @@ class SaveHandle:
         self._names = model.storage.parameter_names()
         # Guarded by _changed:
         self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
-        # Whether the thread may read chunks where they are.
+        # Whether the writing thread may read chunks directly.
         chunks = manager.chunks
         self._in_place = manager.resident and chunks.stow is None and not chunks.device.has_own_memory
-        self._reading: int | None = None  # what it reads there now
+        self._reading: int | None = None  # the owner of the block that it is reading
         self._copying = False
-        self._filling: CopyBuffer | None = None  # while _copying, of the thread that trains alone
+        self._filling: CopyBuffer | None = None  # while _copying, only the training thread may use it
         self._copied: deque[CopyBuffer] = deque()
         self._free: list[CopyBuffer] = []
-        self._unmade = num_buffers  # of them, those that nobody needed yet
+        self._unmade = num_buffers  # buffers not allocated yet
         self._error: BaseException | None = None
         self._over = False
 
     def start(self) -> None:
-        """Begin to write. Raises ThreadError."""
+        """Start the writing thread. Raises ThreadError."""
         start_thread(self._thread, "saving a checkpoint")
         atexit.register(self._at_exit)
 
     # -- for users ---------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Say whether the checkpoint is complete, or has failed: :meth:`wait` returns at once."""
+        """Return whether the checkpoint is complete or has failed, so that :meth:`wait` returns at once."""
         return not self._thread.is_alive()
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Return the most memory that copies have taken."""
+        """The most memory that copies have taken, in bytes."""
         return (self._num_buffers - self._unmade) * BUFFER_BYTES
 
     def wait(self) -> Path:
-        """Write what is left and return the checkpoint's directory. Call it between steps.
+        """Write the rest and return the checkpoint's directory. Call it between steps.
 
         Raises:
-            IoError, CheckpointError: it could not be written; the earlier checkpoints are as they were.
+            IoError, CheckpointError: the checkpoint could not be written; earlier ones are unchanged.
         """
         self.before_write()
         self._thread.join()
@@ -176,7 +178,7 @@ class SaveHandle:
         return self._writer.final
 
     def drop(self) -> None:
-        """Give the save up, if it is not complete, and remove what was written of it."""
+        """Cancel the save if it is not complete, and remove its files."""
         if os.getpid() != self._pid:
             return
         self._end(CheckpointError("the save was dropped before it was complete"))
@@ -187,15 +189,16 @@ class SaveHandle:
     # -- for the runtime ---------------------------------------------------------------------------
 
     def wants(self, piece: StatePiece) -> bool:
-        """Whether something of ``piece`` is still to be saved."""
-        return id(piece) in self._left  # or it is being read where it is: then it is no GPU's
+        """Whether values of ``piece`` are still to be saved."""
+        # A piece that is being read in place does not count: without a GPU there are no updates on HOST.
+        return id(piece) in self._left
 
     def before_update(self, piece: StatePiece) -> None:
-        """Copy what is still to be saved of ``piece``, which is pinned; wait for staging if it is full."""
+        """Copy the unsaved values of ``piece``, which is pinned. Blocks while staging is full."""
         self._copy(piece)
 
     def before_write(self) -> None:
-        """Copy or write everything that is still to be saved."""
+        """Copy or write everything that is still unsaved."""
         if self._in_place:
             with self._changed:
                 self._changed.wait_for(lambda: not (self._left or self._reading) or self._over)
@@ -204,20 +207,20 @@ class SaveHandle:
             self._fetch_and_copy(block)
 
     def unsaved(self, tensors: TensorIds) -> frozenset[int]:
-        """Return those that are not wholly saved yet."""
+        """Return those of ``tensors`` that are not completely saved yet."""
         return frozenset(
             tensor for tensor in tensors if any(map(self._is_left, self._blocks_of.get(tensor, ())))
         )
 
     def before_change(self, tensors: TensorIds) -> None:
-        """Copy what is still to be saved of ``tensors``; wait for staging if it is full."""
+        """Copy the unsaved values of ``tensors``. Blocks while staging is full."""
         for tensor in tensors:
             for block in self._blocks_of.get(tensor, ()):
                 if self._is_left(block):
                     self._fetch_and_copy(block)
 
     def spoil(self, tensors: Iterable[int]) -> None:
-        """Give the save up: values of now are no longer those that it was to have."""
+        """Cancel the save: unsaved values of ``tensors`` have already changed."""
         name = self._names[min(tensors)]
         self._end(
             CheckpointError(
@@ -227,7 +230,7 @@ class SaveHandle:
         )
 
     def residence(self, resident: bool) -> bool:
-        """Leave chunks alone once they may leave DEVICE; return ``resident``."""
+        """Stop reading chunks in place if they may leave DEVICE from now on; return ``resident``."""
         if self._in_place and not resident:
             with self._changed:
                 self._in_place = False
@@ -235,11 +238,11 @@ class SaveHandle:
         return resident
 
     def step_ended(self) -> None:
-        """Copy something of what no update touches, as far as staging is free."""
+        """Copy values that no update touches, if staging has room."""
         self._steps_ended += 1
         if self._steps_ended < 2 or self._in_place:
             return
-        # After two steps every update that is to come soon has come, also those that were deferred.
+        # After two steps all updates have run once, deferred ones included: the rest is not updated soon.
         room = self._num_buffers * BUFFER_BYTES
         while self._left and not self._copied and room > 0:
             block = next(iter(self._left.values()))
@@ -247,7 +250,7 @@ class SaveHandle:
             room -= block.nbytes
 
     def close(self, *, finish: bool) -> None:
-        """Finish, and raise an error that nobody saw; or drop. Idempotent."""
+        """Finish and raise an error that was not reported yet, or drop. Idempotent."""
         if finish and not self._shown:
             self.wait()
         else:
@@ -256,7 +259,9 @@ class SaveHandle:
     # -- inside, on the thread that trains ---------------------------------------------------------
 
     def _is_left(self, block: Block) -> bool:
-        """Whether the block is neither copied nor written. What is being read where it is counts."""
+        """Return whether the block is neither copied nor written. A block that is being read in place counts
+        as left.
+        """
         return id(block.owner) in self._left or self._reading == id(block.owner)
 
     def _fetch_and_copy(self, block: Block) -> None:
@@ -274,7 +279,7 @@ class SaveHandle:
                     self._stage(extent)
         except _Ended:
             pass
-        except BaseException as error:  # of what was taken off the list, part may be missing
+        except BaseException as error:  # the block is off the list, but perhaps only copied in part
             self._end(CheckpointError(f"the save was given up: {error!r}"))
             raise
         finally:
@@ -298,7 +303,7 @@ class SaveHandle:
                     self._changed.notify_all()
 
     def _take_buffer(self) -> CopyBuffer:
-        """Return an empty buffer, once there is one."""
+        """Return an empty buffer; blocks until there is one."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._unmade or self._over)
             if self._over:
@@ -309,12 +314,12 @@ class SaveHandle:
         return CopyBuffer()
 
     def _settle(self) -> None:
-        """Forget everything that the save held, after the thread has ended."""
+        """Release everything that the save held, after the thread has ended."""
         atexit.unregister(self._at_exit)
         self._manager.let_go_of(self)
 
     def _at_exit(self) -> None:
-        """End with the interpreter: complete if nothing more of the model is needed, else dropped."""
+        """At interpreter exit: finish if the model is no longer needed, else drop the save."""
         if os.getpid() != self._pid:
             return
         if self._left and not self._in_place:
@@ -323,8 +328,9 @@ class SaveHandle:
         self._join_unless_others_hang()
 
     def _join_unless_others_hang(self) -> None:
-        """Wait for the thread; not for long where it has to meet those of other ranks, which may never come:
-        what they wait for may be this one."""
+        """Join the thread. With several ranks give up after a few seconds: the other ranks' threads may never
+        come, because they may be waiting for this rank.
+        """
         self._thread.join(None if self._writer.rank.is_alone else _MEETING_SECONDS)
 
     # -- inside, on the thread that writes ---------------------------------------------------------
@@ -336,7 +342,9 @@ class SaveHandle:
                 work()
         except BaseException as raised:
             error = raised
-            self._end(error)  # before the other ranks are met: until then the thread that trains could wait
+            self._end(
+                error
+            )  # before meeting the other ranks: the training thread may be waiting for a buffer
         try:
             # Finishes the checkpoint, or removes it.
             if error is None:
@@ -345,13 +353,15 @@ class SaveHandle:
                 self._context.__exit__(type(error), error, error.__traceback__)
         except BaseException as raised:
             with self._changed:
-                if self._error is error:  # what happened to it says more
+                if self._error is error:  # the error of __exit__ says more
                     self._error = raised
             error = raised
         self._end(error)
 
     def _next(self) -> partial[None] | None:
-        """Return what to do next, None: nothing is left. Waits for the thread that trains."""
+        """Return the next action, or None if nothing is left. Blocks until the training thread has something
+        to write.
+        """
         with self._changed:
             while not self._over:
                 if self._filling is not None and not self._copying:
@@ -383,7 +393,7 @@ class SaveHandle:
                 self._changed.notify_all()
 
     def _end(self, error: BaseException | None) -> None:
-        """Stop both threads; the first call says why."""
+        """Stop both threads. The error of the first call is kept."""
         with self._changed:
             if not self._over:
                 self._over, self._error = True, error
@@ -396,7 +406,7 @@ class SaveHandle:
 
 
 class CopyBuffer:
-    """Values on their way to files, one after the other, placed so that they need not be copied again."""
+    """Copied values on their way to files, placed so that they can be written without another copy."""
 
     def __init__(self) -> None:
         self._memory = direct_memory(BUFFER_BYTES)
@@ -404,7 +414,9 @@ class CopyBuffer:
         self._parts: list[tuple[Extent, int, torch.Tensor]] = []
 
     def add(self, extent: Extent, first: int, values: torch.Tensor) -> int:
-        """Copy as many of ``values``, element ``first`` on, as fit; return how many."""
+        """Copy as many of ``values``, from element ``first`` of the extent's tensor on, as fit. Return the
+        number.
+        """
         begin = self._used + (extent.file.offset(extent.tensor, first) - self._used) % MEMORY_ALIGN
         size = values.dtype.itemsize
         count = min(values.numel(), (BUFFER_BYTES - begin) // size)
@@ -416,7 +428,7 @@ class CopyBuffer:
         return max(count, 0)
 
     def write(self) -> None:
-        """Write everything to its file, and be empty again."""
+        """Write all values to their files and empty the buffer."""
         with settled(extent.file for extent, _first, _values in self._parts):
             for extent, first, values in self._parts:
                 extent.file.lend(extent.tensor, first, values)

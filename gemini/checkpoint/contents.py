@@ -1,9 +1,9 @@
-"""What a checkpoint holds: names of its files, what it says about the model it was made for; checked before
-it is sealed, and before anything of it is loaded.
+"""The contents of a checkpoint: names of its files and its description of the model. They are checked before
+a checkpoint is sealed, and before anything is loaded from it.
 
-Checksums need no key: an edited checkpoint can have them right and the rest wrong; and names of files lead
-out of the directory unless they are the format's own. What is wrong raises ValueError, or what Python raises
-for data of another kind (``making_sense_of`` of sealed_file.py).
+Checksums have no key, so an edited checkpoint can have right checksums and wrong contents. File names must be
+the format's own, because others could lead out of the directory. Checks raise ValueError, or Python's own
+error for data of another type (see ``making_sense_of`` in sealed_file.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPTIMIZER_INDEX = "optimizer.index.json"
 
 
 class Scheduler(Protocol):
-    """What a checkpoint needs of a learning-rate scheduler."""
+    """The methods of a learning-rate scheduler that a checkpoint uses."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -43,22 +43,22 @@ class Scheduler(Protocol):
 
 
 def weights_file(number: int, count: int) -> str:
-    """Return the name of a file with weights, as Hugging Face names it; ``number`` from 0."""
+    """Return the name of a file of weights, as in Hugging Face; ``number`` from 0."""
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def optimizer_file(rank: int, num_ranks: int, number: int) -> str:
-    """Return the name of a file with optimizer states that a rank holds; ``number`` from 0."""
+    """Return the name of a file with a rank's optimizer states; ``number`` from 0."""
     return f"optimizer-rank-{rank:05d}-of-{num_ranks:05d}-{number + 1:05d}.safetensors"
 
 
 def part_file(rank: int, num_ranks: int) -> str:
-    """Return the name of the file in which a rank says what it wrote."""
+    """Return the name of the file in which a rank describes its files."""
     return f"rank-{rank:05d}-of-{num_ranks:05d}.json"
 
 
 def part_of(rank: Rank) -> list[int] | None:
-    """Return which part of a model ranks save or load, and of how many; None: the whole model."""
+    """Return [index, count] of the part of a model that these ranks save or load; None for a whole model."""
     return None if rank.parts is None else [rank.parts.index, rank.parts.count]
 
 
@@ -68,14 +68,15 @@ def range_name(param: str, state: str, start: int, stop: int) -> str:
 
 
 def weight_dtype(slot: ManagedSlot) -> torch.dtype:
-    """Return the type in which a weight is saved: its fp32 master's, else its own but at least fp32; of
-    a quantized one bytes."""
+    """Return the dtype in which a weight is saved: at least fp32 for floats; uint8 for the bytes of a
+    quantized weight.
+    """
     own = slot.param_view.dtype
     return own if own.itemsize > 4 or not own.is_floating_point else torch.float32
 
 
 def owned(slot: ManagedSlot) -> tuple[int, int]:
-    """Return the elements ``[start, stop)`` of a parameter whose states this rank has."""
+    """Return the elements ``[start, stop)`` of a parameter with states on this rank."""
     start, stop = slot.start, slot.stop
     if slot.group.shard is not None:
         start, stop = slot.group.shard.clip(start, stop)
@@ -83,8 +84,9 @@ def owned(slot: ManagedSlot) -> tuple[int, int]:
 
 
 def owned_span(slot: ManagedSlot, state: StateSpec) -> tuple[int, int]:
-    """Return the values ``[start, stop)`` of a state of a parameter that this rank has: as :func:`owned`, or
-    those of its blocks."""
+    """Return the values ``[start, stop)`` of a parameter's state on this rank: elements as in :func:`owned`,
+    or the blocks that contain them.
+    """
     start, stop = owned(slot)
     if state.per_block and start < stop:
         return start // BLOCK_NUMEL, num_blocks(stop)
@@ -92,8 +94,9 @@ def owned_span(slot: ManagedSlot, state: StateSpec) -> tuple[int, int]:
 
 
 def state_arrays(optimizer: GeminiOptimizer) -> dict[str, dict[str, list[Any]]]:
-    """Return, for parameters that keep something else than fp32 values of all states, the type of each state
-    by its name, and whether there is one for each block."""
+    """Return {parameter: {state: [dtype, per block]}} for parameters with other states than fp32 values of
+    all states.
+    """
     plain = tuple(map(StateSpec, optimizer.state_names))
     return {
         slot.name: {state.name: [state.type_name, state.per_block] for state in states}
@@ -103,8 +106,9 @@ def state_arrays(optimizer: GeminiOptimizer) -> dict[str, dict[str, list[Any]]]:
 
 
 def require_own_names(model: ManagedModel) -> None:
-    """Raise CheckpointError where the module has another tensor under the name of a managed parameter, which
-    was put there after wrapping: the file would hold one, and the model computes with the other."""
+    """Raise CheckpointError if the module has another tensor under the name of a managed parameter, put there
+    after wrapping. The file would have one tensor, but the model computes with the other.
+    """
     slots = model.storage.slots
     state = model.module.state_dict(keep_vars=True)
     others = [name for name, value in state.items() if name in slots and _slot_of(value) is not slots[name]]
@@ -123,8 +127,9 @@ def _slot_of(value: object) -> ManagedSlot | None:
 
 
 def parameters(model: ManagedModel) -> dict[str, dict[str, Any]]:
-    """Return shape and stride (in elements, of its memory order) of every parameter by name, and of a
-    quantized one, which is saved as bytes, the meaning of these."""
+    """Return shape and stride (in elements) of every parameter by name. A quantized parameter, saved as
+    bytes, also has its quantization format.
+    """
     found: dict[str, dict[str, Any]] = {}
     for name, slot in model.storage.slots.items():
         found[name] = {"shape": list(slot.param_view.shape), "stride": list(slot.param_view.stride())}
@@ -139,8 +144,9 @@ def group_members(optimizer: GeminiOptimizer) -> list[list[str]]:
 
 
 def buffers(model: ManagedModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of the module's state that are not managed. Those that bitsandbytes adds for a
-    quantized weight, under names that begin with its name, are in its bytes."""
+    """Return the unmanaged tensors of the module's state. Tensors that bitsandbytes adds for a quantized
+    weight, under names that begin with its name, are left out: they are part of its bytes.
+    """
     state = model.module.state_dict(keep_vars=True)
     quantized = tuple(f"{name}." for name, slot in model.storage.slots.items() if slot.form is not None)
     return {
@@ -153,7 +159,7 @@ def buffers(model: ManagedModel) -> dict[str, torch.Tensor]:
 
 
 def extra_states(model: ManagedModel) -> dict[str, Any]:
-    """Return what the module's ``get_extra_state`` methods add to its state."""
+    """Return the entries that ``get_extra_state`` methods add to the module's state."""
     state = model.module.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
 
@@ -168,7 +174,7 @@ def aliases(model: ManagedModel) -> dict[str, str]:
 def checked_model(
     model: nn.Module | ManagedModel, optimizer: torch.optim.Optimizer
 ) -> tuple[ManagedModel, GeminiOptimizer]:
-    """Return the handle of ``model``, and ``optimizer`` or, where it drives itself, its GeminiOptimizer.
+    """Return the handle of ``model``, and ``optimizer`` or, if it drives itself, its GeminiOptimizer.
 
     Raises:
         ConfigError: they are not a managed model and its optimizer.
@@ -185,8 +191,9 @@ def checked_model(
 
 
 def refuse_shared_directory(model: ManagedModel, directory: str | os.PathLike[str]) -> None:
-    """Raise CheckpointError, on all of them, where ranks that hold different parts of a model name one
-    directory: a checkpoint has one part, of the same names and shapes as the others."""
+    """Raise CheckpointError on all ranks if ranks with different parts of a model use the same directory: a
+    checkpoint has one part, and all parts use the same names.
+    """
     part = model.manager.part
     if part is None:
         return
@@ -199,7 +206,7 @@ def refuse_shared_directory(model: ManagedModel, directory: str | os.PathLike[st
         )
 
 
-_MAX_DIMS = 64  # as torch
+_MAX_DIMS = 64  # torch's limit
 _STATES = re.compile(r"optimizer-rank-\d{5,}-of-\d{5,}-\d{5,}\.safetensors", re.ASCII)
 _WEIGHTS = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors", re.ASCII)
 _RANKS = re.compile(r"rank-\d{5,}-of-\d{5,}\.json", re.ASCII)
@@ -219,20 +226,20 @@ Ranges = dict[str, dict[str, list[list[Any]]]]
 
 
 class ExpectedTensor(NamedTuple):
-    """A tensor that a file must hold, of a type that ``fits``."""
+    """A tensor that a file must contain; ``fits`` returns whether a dtype is allowed."""
 
     shape: tuple[int, ...]
     fits: Callable[[torch.dtype], bool]
 
 
 def check_file_name(name: str) -> None:
-    """Raise ValueError for a name that no file of a checkpoint has."""
+    """Raise ValueError if no file of a checkpoint may have this name."""
     if name not in _OTHERS and not any(kind.fullmatch(name) for kind in (_STATES, _WEIGHTS, _RANKS)):
         raise ValueError(f"{name!r} is no name of a checkpoint's file")
 
 
 def check_manifest(manifest: Mapping[str, Any]) -> None:
-    """Check what a manifest says, ``files`` and what :func:`check_values` looks at aside."""
+    """Check a manifest, except for ``files`` and the entries that :func:`check_values` checks."""
     whole_number(manifest["step"])
     whole_number(manifest["ranks"], 1)
     if type(manifest["scheduler"]) is not bool:
@@ -252,7 +259,9 @@ def check_manifest(manifest: Mapping[str, Any]) -> None:
 
 
 def kept_states(manifest: Mapping[str, Any]) -> list[str]:
-    """Return what the optimizer that was saved keeps of each element; at first that was Adam, always."""
+    """Return the names of the per-element states of the saved optimizer. Old checkpoints, without the entry,
+    are Adam's.
+    """
     names = manifest.get("states", ["exp_avg", "exp_avg_sq"])
     if type(names) is not list or not all(type(name) is str and name.isidentifier() for name in names):
         raise ValueError(f"states are {names!r:.200}")
@@ -260,19 +269,20 @@ def kept_states(manifest: Mapping[str, Any]) -> list[str]:
 
 
 class StateArray(NamedTuple):
-    """What was saved of a state of a parameter: type, and whether there is a value for each block."""
+    """A saved state of a parameter: its dtype, and whether it has one value per block."""
 
     dtype: torch.dtype
     per_block: bool
 
     def numel(self, numel: int) -> int:
-        """Return how many values there are for a parameter of ``numel`` elements."""
+        """Return the number of values for a parameter of ``numel`` elements."""
         return num_blocks(numel) if self.per_block else numel
 
 
 def arrays_of(manifest: Mapping[str, Any], param: str) -> dict[str, StateArray]:
-    """Return what was saved of the states of a parameter, by name: fp32 values of all of them, where nothing
-    else is said. Raises ValueError for what cannot be."""
+    """Return the saved states of a parameter by name; without an entry they are fp32 values of all states.
+    Raises ValueError if the entry is invalid.
+    """
     said = manifest.get("state_arrays", {}).get(param)
     names = kept_states(manifest)
     if said is None:
@@ -288,7 +298,9 @@ def arrays_of(manifest: Mapping[str, Any], param: str) -> dict[str, StateArray]:
 
 
 def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges) -> None:
-    """Check that an index has every weight and buffer, and the ranges of every state each element once."""
+    """Check that the index has every weight and buffer, and that the ranges of every state cover each element
+    once.
+    """
     parameters, buffers = table(manifest["parameters"]), table(manifest["buffers"])
     for entry in parameters.values():
         _check_dense(_shape(entry["shape"]), entry["stride"])
@@ -322,7 +334,7 @@ def check_values(manifest: Mapping[str, Any], weights: Mapping[str, str], states
 
 
 def check_files(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check that the files are those of ``expected`` (:func:`expected_tensors`) and of the format."""
+    """Check that the files are those of ``expected`` (from :func:`expected_tensors`) and the format's own."""
     wanted = expected.keys() | _rank_files(manifest) | {MODEL_INDEX, OPTIMIZER_INDEX}
     different = wanted ^ manifest["files"].keys()
     if different:
@@ -332,7 +344,7 @@ def check_files(manifest: Mapping[str, Any], expected: Mapping[str, Any]) -> Non
 def expected_tensors(
     manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges
 ) -> dict[str, dict[str, ExpectedTensor]]:
-    """Return what each file of tensors must hold."""
+    """Return {file: {tensor name: expected tensor}} for all files of tensors."""
     found: dict[str, dict[str, ExpectedTensor]] = {}
     for name, file in weights.items():
         if name in manifest["parameters"]:
@@ -355,7 +367,7 @@ def expected_tensors(
 def check_tensors(
     held: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], expected: Mapping[str, ExpectedTensor]
 ) -> None:
-    """Check type and shape of all tensors in a file."""
+    """Check dtype and shape of all tensors in a file."""
     different = held.keys() ^ expected.keys()
     if different:
         raise ValueError(f"{min(different)!r} is in one of the file and its index")
@@ -368,7 +380,7 @@ def check_tensors(
 
 
 def check_objects(objects: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-    """Check what is decoded of parameter groups, the scheduler's state and extra states."""
+    """Check the decoded parameter groups, scheduler state and extra states."""
     groups = objects["param_groups"]
     if not isinstance(groups, list) or len(groups) != len(manifest["group_members"]):
         raise ValueError("it has other parameter groups than members of them")
@@ -392,7 +404,7 @@ def check_objects(objects: Mapping[str, Any], manifest: Mapping[str, Any]) -> No
 
 
 def table(value: Any) -> dict[str, Any]:
-    """Return ``value``, a dict with names as keys. Raises ValueError."""
+    """Return ``value`` if it is a dict with text keys. Raises ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{value!r:.200} stands where names belong")
     for name in value:
@@ -402,19 +414,19 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def is_text(name: str) -> bool:
-    """Say whether a file can have ``name`` in it: half of a surrogate pair is no character."""
+    """Return whether a file can contain ``name``: unpaired surrogates cannot be encoded."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def whole_number(value: Any, least: int = 0) -> int:
-    """Return ``value``, a number that others can count with. Raises ValueError."""
+    """Return ``value`` if it is an int from ``least`` to 2**63 - 1. Raises ValueError."""
     if type(value) is not int or not least <= value < 2**63:
         raise ValueError(f"{value!r:.200} stands where a number belongs")
     return value
 
 
 def _is_wide(dtype: torch.dtype) -> bool:
-    """Say whether a weight can be saved as ``dtype``: at least fp32."""
+    """Return whether a weight can be saved as ``dtype``: a float or complex type of at least 4 bytes."""
     return dtype.itemsize >= 4 and (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -457,7 +469,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _check_dense(shape: tuple[int, ...], stride: Any) -> None:
-    """Raise ValueError unless ``stride`` is an order of a parameter's elements, without holes."""
+    """Raise ValueError unless ``stride`` is a permutation of a parameter's memory order, without holes."""
     if not isinstance(stride, list) or len(stride) != len(shape):
         raise ValueError(f"{stride!r:.200} is no stride of shape {list(shape)}")
     end = 1
@@ -468,7 +480,9 @@ def _check_dense(shape: tuple[int, ...], stride: Any) -> None:
 
 
 def _check_ranges(state: str, ranges: Mapping[str, list[list[Any]]], numel: Mapping[str, int]) -> None:
-    """Raise ValueError unless the ranges of a state, in order, are those parameters, each element once."""
+    """Raise ValueError unless the ranges of a state cover the elements of these parameters in order, each
+    once.
+    """
     unknown = table(ranges).keys() - numel.keys()
     if unknown:
         raise ValueError(f"{state} of {min(unknown)!r}: it has no states")

@@ -1,6 +1,6 @@
-"""Checkpoints in other formats: for transformers, for ``torch.load``, for torch.distributed.checkpoint.
+"""Converts checkpoints to other formats: for transformers, ``torch.load`` and torch.distributed.checkpoint.
 
-Tensors that are put together go through files that are mapped, so that a conversion needs little memory.
+Tensors are assembled in memory-mapped files, so a conversion needs little memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -> None:
-    """Write the checkpoint in directory ``checkpoint`` to ``target``, which must not be there yet.
+    """Write the checkpoint in directory ``checkpoint`` to ``target``, which must not exist yet.
 
-    Who may read it is for the umask to say, as of all files that are made to be handed on.
+    The files get permissions from the umask, because they are meant to be shared.
 
     Args:
+        checkpoint: the directory of one checkpoint.
+        target: the file or directory to write.
         form: ``"hf"`` (a directory for transformers' ``from_pretrained``: weights in ``dtype``), ``"torch"``
             (one file for ``torch.load(weights_only=True)``) or ``"dcp"`` (a directory for
-            ``torch.distributed.checkpoint``). The last two hold ``model``, ``optimizer``, ``step``.
+            ``torch.distributed.checkpoint``). The last two contain ``model``, ``optimizer``, ``step``.
+        dtype: ``"fp32"``, or for ``"hf"`` also ``"bf16"`` or ``"fp16"``.
 
     Raises:
         DamagedError: a file differs from what was written.
@@ -57,7 +60,7 @@ def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -
     with CheckpointReader(checkpoint) as reader, io_errors("convert the checkpoint", target):
         reader.verify()
         target.parent.mkdir(parents=True, exist_ok=True)
-        # Next to the target, so that it becomes it by a rename: whole or not there.
+        # Next to the target, so that one rename publishes it: complete or absent.
         with scratch_directory(target) as scratch, _causes_raised():
             made = scratch / "made"
             FORMS[form](reader, made, DTYPES[dtype])
@@ -65,10 +68,10 @@ def convert(checkpoint: Path, target: Path, form: str, *, dtype: str = "fp32") -
 
 
 class _TorchFile(io.BufferedWriter):
-    """A file for torch to write. Of one that torch opens itself an error does not say why.
+    """A file for torch to write to. For files that torch opens itself its errors do not say the cause.
 
-    Of a save that was interrupted torch writes the end from a destructor, where an error ends the process:
-    once the file is closed that does nothing.
+    When a save is interrupted, torch writes the rest from a destructor, and an error there ends the process.
+    So writes after ``close`` do nothing.
     """
 
     def __init__(self, path: str | os.PathLike[str], mode: str) -> None:
@@ -84,19 +87,19 @@ class _TorchFile(io.BufferedWriter):
 
 @contextmanager
 def _causes_raised() -> Iterator[None]:
-    """Raise the OSError or the KeyboardInterrupt behind what torch raises instead."""
+    """Raise the OSError or KeyboardInterrupt that caused an error of torch."""
     try:
         yield
     except (OSError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # that of torch.distributed.checkpoint is no Exception
+    except BaseException as error:  # torch.distributed.checkpoint's error is not an Exception
         cause = _first(error, KeyboardInterrupt) or _first(error, OSError)
         if cause is None:
             raise
         try:
             raise cause from None
         finally:
-            del cause  # it has this frame: what is mapped would stay until the next garbage collection
+            del cause  # it refers to this frame, which would keep mapped files until the next collection
 
 
 def _first(error: BaseException, kind: type[BaseException]) -> BaseException | None:
@@ -104,7 +107,7 @@ def _first(error: BaseException, kind: type[BaseException]) -> BaseException | N
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield what led to ``error``, and what torch.distributed.checkpoint has collected of it."""
+    """Yield the errors behind ``error``, including those that torch.distributed.checkpoint collected."""
     while error is not None:
         for failure, _trace in getattr(error, "failures", {}).values():
             yield from _causes(failure)
@@ -119,7 +122,7 @@ def _to_hf(reader: CheckpointReader, target: Path, dtype: torch.dtype) -> None:
         names = [name for name, holder in reader.weights.items() if holder == file]
         kinds = {name: reader.spec(name) for name in names}
         specs = [
-            # Of 8 bits they are somebody's codes, whose type says what they are.
+            # 8-bit floats are quantization codes: a cast would change their meaning.
             TensorSpec(name, dtype if kind.is_floating_point and kind.itemsize > 1 else kind, shape)
             for name, (kind, shape) in kinds.items()
         ]
@@ -187,11 +190,11 @@ FORMS: dict[str, Callable[[CheckpointReader, Path, torch.dtype], None]] = {
 }
 
 
-_OF_ADAM = {"exp_avg", "exp_avg_sq"}  # which counts steps beside them
+_OF_ADAM = {"exp_avg", "exp_avg_sq"}  # Adam counts steps outside these arrays
 
 
 class _Mapped:
-    """Whole tensors of a checkpoint, mapped from a file in ``scratch``."""
+    """Whole tensors of a checkpoint, in a memory-mapped file in ``scratch``."""
 
     def __init__(self, reader: CheckpointReader, scratch: Path) -> None:
         self._reader = reader
@@ -202,17 +205,17 @@ class _Mapped:
         self._file = MappedTensors(str(scratch), sum(sizes), max(kept, 1) * len(sizes))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return all weights and buffers; tied ones are one tensor."""
+        """Return all weights and buffers; tied names share one tensor."""
         found = {name: self._file.copy(self._reader.weight(name)) for name in self._reader.weights}
         aliases = self._reader.manifest["aliases"]
         return found | {alias: found[stored] for alias, stored in aliases.items()}
 
     def state(self, param: str) -> dict[str, torch.Tensor]:
-        """Return the states of a parameter as torch's optimizer names them."""
+        """Return the states of a parameter under the names of torch's optimizer."""
         arrays = self._reader.arrays(param)
         read = {state: self._reader.state(state, param) for state in arrays}
         small = dict(self._reader.objects().get("small_states", {}).get(param, {}))
-        # NAdam, Lamb and Muon have these moments, too, and count steps in their own way.
+        # NAdam, Lamb and Muon also have these moments, but keep their own step count.
         is_adam = read.keys() >= _OF_ADAM and "step" not in small
         if is_adam:
             read = _format_of(arrays["exp_avg"].dtype).exported(read)
@@ -224,12 +227,12 @@ class _Mapped:
 
 
 def _format_of(dtype: torch.dtype) -> StateFormat:
-    """Return how moments are kept when the first one has ``dtype``."""
+    """Return the format of moments if the first moment has ``dtype``."""
     return StateFormat({torch.int8: "int8", torch.bfloat16: "bf16"}.get(dtype, "fp32"))
 
 
 def _groups(reader: CheckpointReader) -> list[tuple[dict[str, Any], list[str]]]:
-    """Return settings and members of each parameter group, in terms of torch's optimizer."""
+    """Return settings and members of each parameter group, in the terms of torch's optimizer."""
     settings = reader.objects()["param_groups"]
     found = []
     for group, members in zip(settings, reader.manifest["group_members"], strict=True):

@@ -1,7 +1,7 @@
-"""The directory of checkpoints: which are complete, which is the newest, and how a new one becomes it.
+"""The directory of checkpoints: finds complete ones and the newest, and publishes new ones.
 
-``DIR/step-<N>.partial`` is written and synced file by file, then renamed to ``DIR/step-<N>``: a checkpoint is
-complete or not there. Older ones are removed last. Entries of other names are left alone
+``DIR/step-<N>.partial`` is written and synced file by file, then renamed to ``DIR/step-<N>``, so a checkpoint
+is complete or absent. Old ones are removed last. Entries with other names are left alone
 (docs/notes/checkpoint.md).
 """
 
@@ -42,18 +42,19 @@ _FIRST = "versions before 0.1 wrote it; go on with the one that did, and export 
 FORMAT = Format("gemini-checkpoint", 3, older={1: _FIRST, 2: _FIRST})
 MANIFEST = "manifest.json"
 SEAL = "seal.json"
-# Beyond what is written, of 10 TB too; what is larger would take the memory.
+# Larger than any document that we write, even for 10 TB. A larger file could exhaust memory.
 _MAX_JSON_BYTES = 2**28
 _MAX_SEAL_BYTES = 2**20
-SAVE_CHARACTERS = 16  # of the identity of a save
-# What _free_name makes, and the same while it is written. Whatever else lies there is the user's.
+SAVE_CHARACTERS = 16  # the length of a save's identity
+# Names from _free_name, with .partial while being written. Everything else in the directory is the user's.
 _OWN_NAME = re.compile(r"step-\d{8,}(-\d+)?(?P<partial>\.partial)?")
 _IDENTITY = re.compile(rf"[0-9a-f]{{{SAVE_CHARACTERS}}}")
 
 
 class Found(NamedTuple):
-    """A checkpoint: its number in time, 0 where ``damage`` says why that is unknown, and the identity of the
-    save that wrote it: all parts of a model have the same, and no other save has it."""
+    """A checkpoint: its sequence number in time (0 if ``damage`` says why it is unknown), and the identity of
+    the save that wrote it. All parts of a model have the same identity, and no other save has it.
+    """
 
     number: int
     path: Path
@@ -63,28 +64,27 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the ``number`` newest; of a model whose parts lie in several directories also
-    the ``number`` newest of those that all of them have (``common``: the identities of their saves). After a
-    kill one directory may have newer ones than another, with which nobody can go on."""
+    """Which checkpoints stay: the ``number`` newest. For a model with parts in several directories also the
+    ``number`` newest that all directories have (``common``: the identities of their saves): after a kill one
+    directory may have newer ones than another, which cannot be loaded.
+    """
 
     number: int
     common: frozenset[str] | None = None
 
     def stay(self, found: Sequence[Found]) -> set[Path]:
-        """Return those of ``found``, newest first, that stay."""
+        """Return the paths in ``found``, newest first, that stay."""
         shared = [each for each in found if each.save in (self.common or ())]
         return {each.path for each in (*found[: self.number], *shared[: self.number])}
 
 
 @contextmanager
 def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: Keep) -> Iterator[Path]:
-    """Yield the directory of a new checkpoint, while other savers are kept out of ``directory``.
+    """Yield the directory of a new checkpoint and keep other savers out of ``directory`` meanwhile.
 
-    What saves that were killed have left is removed first, and the checkpoints that need not stay. What
-    cannot be removed stays, with a warning in the log.
-
-    Where the block has called :func:`publish`, it has its name; otherwise what was written is removed and
-    all is as before.
+    Remains of killed saves, and checkpoints beyond ``keep``, are removed first. If one cannot be removed, it
+    stays and the log has a warning. If the block did not call :func:`publish`, the new directory is removed
+    at the end.
 
     Raises:
         IoError: the directory cannot be written.
@@ -101,17 +101,17 @@ def partial_checkpoint(directory: str | os.PathLike[str], step: int, keep: Keep)
                 partial.mkdir(mode=0o700)
                 yield partial
             finally:
-                if os.getpid() == owner:  # a forked child that ends has a copy of this block, too
-                    shutil.rmtree(partial, ignore_errors=True)  # gone by now, unless something failed
+                if os.getpid() == owner:  # a forked child that ends runs this, too
+                    shutil.rmtree(partial, ignore_errors=True)  # already renamed unless something failed
 
 
 def new_save() -> str:
-    """Return the identity of a save."""
+    """Return a new random identity for a save."""
     return secrets.token_hex(SAVE_CHARACTERS // 2)
 
 
 def seal(partial: Path, manifest: Mapping[str, Any], save: str) -> None:
-    """Make a checkpoint whose files are all durable complete, except for its name. Raises OSError."""
+    """Complete a checkpoint, except for its name; all its files must be durable. Raises OSError."""
     sequence = max((found.number for found in found_in(partial.parent)), default=0) + 1
     said = {"sequence": sequence, "save": save}
     manifest_seal = write_sealed(partial / MANIFEST, encoded({**manifest, **said}))
@@ -120,20 +120,20 @@ def seal(partial: Path, manifest: Mapping[str, Any], save: str) -> None:
 
 
 def publish(partial: Path) -> Path:
-    """Give a sealed checkpoint its name; return it. Raises OSError."""
+    """Rename a sealed checkpoint to its final name and return that path. Raises OSError."""
     final = final_name(partial)
     rename(partial, final)
     return final
 
 
 def prune(root: Path, keep: Keep) -> None:
-    """Remove the checkpoints that need not stay."""
+    """Remove the checkpoints that ``keep`` does not keep."""
     found = found_in(root)
     stay = keep.stay(found)
     for _, older, _, damage in (each for each in found if each.path not in stay):
         if isinstance(damage, UnreadableError):
-            continue  # nobody knows what it is
-        # Half removed it must not pass for a checkpoint, nor for something of the user's.
+            continue  # its contents are unknown
+        # Rename first: when half removed it must not look like a checkpoint or like a user's directory.
         try:
             leftover = _partial(older)
             rename(older, leftover)
@@ -144,11 +144,13 @@ def prune(root: Path, keep: Keep) -> None:
 
 
 def _remove(leftover: Path) -> None:
-    """Remove a directory of ours, or as much of it as can be: no save fails for what an older one left."""
+    """Remove one of our directories as far as possible: a save must not fail because of an older one's
+    remains.
+    """
     try:
         shutil.rmtree(leftover)
     except OSError as error:
-        shutil.rmtree(leftover, ignore_errors=True)  # the files after the one that cannot be removed
+        shutil.rmtree(leftover, ignore_errors=True)  # continue after the file that cannot be removed
         _warn_of_leftover(leftover, error)
 
 
@@ -162,14 +164,15 @@ def _warn_of_leftover(path: Path, error: OSError) -> None:
 
 
 def final_name(partial: Path) -> Path:
-    """Return what a checkpoint is called once it is complete."""
+    """Return the path of a checkpoint once it is complete."""
     return partial.with_suffix("")
 
 
 def complete_checkpoints(directory: str | os.PathLike[str], *, warn: bool = False) -> list[Path]:
-    """Return the complete checkpoints below ``directory``, newest first, or itself if it is one.
+    """Return the complete checkpoints below ``directory``, newest first, or ``directory`` itself if it is
+    one.
 
-    What is in their files is not looked at. Those that cannot be read come last; ``warn`` of them in the log.
+    The contents of files are not checked. Checkpoints that cannot be read come last; ``warn`` logs them.
 
     Raises:
         DamagedError: ``directory`` cannot be read.
@@ -186,8 +189,7 @@ def complete_checkpoints(directory: str | os.PathLike[str], *, warn: bool = Fals
 
 
 def identity_of(checkpoint: Path) -> str:
-    """Return the identity of the save that wrote a checkpoint; empty where its seal cannot be read, or has
-    none."""
+    """Return the identity of the save that wrote a checkpoint; "" if its seal has none or cannot be read."""
     try:
         return _sealed(checkpoint).save
     except DamagedError:
@@ -195,10 +197,10 @@ def identity_of(checkpoint: Path) -> str:
 
 
 def latest(directory: str | os.PathLike[str]) -> Path:
-    """Return the newest complete checkpoint below ``directory`` whose files are all there, by name and size.
+    """Return the newest complete checkpoint below ``directory`` with all files, by name and size.
 
     Raises:
-        CheckpointError: there is none; the message says what is wrong with the newest, or with one that this
+        CheckpointError: there is none; the message describes the damage of the newest, or names one that this
             user may not read (UnreadableError).
     """
     damaged: DamagedError | None = None
@@ -214,14 +216,14 @@ def latest(directory: str | os.PathLike[str]) -> Path:
 
 
 def no_checkpoint(directory: str | os.PathLike[str]) -> CheckpointError:
-    """Return what to raise where no complete checkpoint is."""
+    """Return the error for a directory without complete checkpoint."""
     return CheckpointError(
         f"{directory} holds no complete checkpoint; check the path, or train with this directory first"
     )
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; check its content, and the sizes of all files.
+    """Read the manifest of a checkpoint; check its content and the sizes of all files.
 
     Raises:
         DamagedError: a file is missing or damaged.
@@ -242,7 +244,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    """Read every file and compare it with its seal. Raises DamagedError naming the first that differs."""
+    """Read every file and compare it with its seal. Raises DamagedError naming the first one that differs."""
     with closing(ReadAhead()) as ahead:
         for name, seal in manifest["files"].items():
             with closing(BlockFile(checkpoint / name, Seal.read(seal), ahead)) as file:
@@ -251,12 +253,11 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_json(path: Path, seal: Seal | None = None, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
-    """Return what :func:`encoded` made of a document.
+    """Read a document written by :func:`encoded`.
 
     Raises:
-        OtherVersionError: another version of this library made it.
-        DamagedError: it is anything else, has more than ``max_bytes``, or does not have ``seal``, if there is
-            one.
+        OtherVersionError: another version of this library wrote it.
+        DamagedError: it is something else, has more than ``max_bytes``, or does not match ``seal``, if given.
     """
     with reading(path):
         most = max_bytes if seal is None else min(max_bytes, seal.num_bytes)
@@ -280,7 +281,7 @@ def _read_seal(checkpoint: Path) -> dict[str, Any]:
 
 
 def _sequence(document: Mapping[str, Any]) -> int:
-    """Return a checkpoint's number in time. Raises ValueError."""
+    """Return a checkpoint's sequence number in time. Raises ValueError."""
     sequence = document["sequence"]
     if type(sequence) is not int or sequence < 0:
         raise ValueError(f"{sequence!r:.200} is no number in time")
@@ -288,7 +289,7 @@ def _sequence(document: Mapping[str, Any]) -> int:
 
 
 def save_of(document: Mapping[str, Any]) -> str:
-    """Return the identity of a save; the first checkpoints of this format had none. Raises ValueError."""
+    """Return the identity of the save; the first checkpoints of this format had none. Raises ValueError."""
     save = document.get("save", "")
     if not isinstance(save, str) or (save and not _IDENTITY.fullmatch(save)):
         raise ValueError(f"{save!r:.200} is no identity of a save")
@@ -296,12 +297,12 @@ def save_of(document: Mapping[str, Any]) -> str:
 
 
 def encoded(document: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a JSON file that says what format it is of."""
+    """Return the bytes of a JSON file with the format's name and version."""
     return (json.dumps({**document, KEY: str(FORMAT)}, indent=1, sort_keys=True) + "\n").encode("ascii")
 
 
 def check_keep(keep: int) -> None:
-    """Raise ConfigError unless ``keep`` is a number of checkpoints that can be kept."""
+    """Raise ConfigError if ``keep`` is less than 1."""
     if keep < 1:
         raise ConfigError(f"keep is {keep}; at least the new checkpoint is kept, so it must be 1 or more")
 
@@ -325,7 +326,8 @@ def saving_in(root: Path) -> Iterator[None]:
 def found_in(root: Path) -> list[Found]:
     """Return the complete checkpoints below ``root``, newest first.
 
-    One whose seal is damaged or cannot be read counts as the oldest. Raises OSError for ``root``.
+    A checkpoint with a damaged or unreadable seal counts as the oldest. Raises OSError if ``root`` cannot be
+    read.
     """
     found = []
     for path in _own_directories(root, partial=False):
@@ -340,14 +342,14 @@ def found_in(root: Path) -> list[Found]:
 
 
 def _sealed(path: Path) -> Found:
-    """Return a checkpoint as its seal names it. Raises DamagedError."""
+    """Return the record of a checkpoint from its seal. Raises DamagedError."""
     seal = _read_seal(path)
     with making_sense_of(path / SEAL):
         return Found(_sequence(seal), path, save_of(seal))
 
 
 def _is_there(path: Path) -> bool:
-    """Say whether there is such a file. Raises OSError where that cannot be known."""
+    """Return whether the file exists. Raises OSError if that cannot be determined."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -363,7 +365,7 @@ def _make_private(root: Path) -> None:
 
 @contextmanager
 def _exclusive(root: Path) -> Iterator[None]:
-    """Keep other savers out of ``root``; the kernel ends this with the process."""
+    """Lock ``root`` against other savers; the kernel releases the lock if the process dies."""
     try:
         lock = DirectoryLock(root)
     except BlockingIOError as error:
@@ -377,13 +379,13 @@ def _exclusive(root: Path) -> Iterator[None]:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove what killed saves left behind; the disk space may be needed for this one."""
+    """Remove the remains of killed saves; this save may need their disk space."""
     for partial in _own_directories(root, partial=True):
         _remove(partial)
 
 
 def remove_unfinished(root: Path) -> None:
-    """Remove what killed saves have left in ``root``, which need not be there.
+    """Remove the remains of killed saves in ``root``, which need not exist.
 
     Raises:
         IoError: the directory cannot be read.
@@ -396,12 +398,14 @@ def remove_unfinished(root: Path) -> None:
 
 
 def only_unfinished(root: Path) -> bool:
-    """Return whether ``root`` holds nothing but saves that were killed: none of them can be loaded."""
+    """Return whether ``root`` contains only remains of killed saves, so that nothing can be loaded
+    from it.
+    """
     return len(_own_directories(root, partial=True)) == len(list(root.iterdir()))
 
 
 def _own_directories(root: Path, *, partial: bool) -> list[Path]:
-    """Return the checkpoints in ``root`` that have their name, or those that are being written."""
+    """Return the finished checkpoints in ``root``, or with ``partial`` the unfinished ones."""
     if not root.is_dir():
         return []
     found = ((path, _OWN_NAME.fullmatch(path.name)) for path in root.iterdir())
@@ -413,7 +417,7 @@ def _own_directories(root: Path, *, partial: bool) -> list[Path]:
 
 
 def _free_name(root: Path, step: int) -> Path:
-    """Return a name that nothing has: a checkpoint of the same step stays until the new one is complete."""
+    """Return an unused name. A checkpoint of the same step keeps its name until the new one is complete."""
     final, attempt = root / f"step-{step:08d}", 1
     while os.path.lexists(final) or os.path.lexists(_partial(final)):
         attempt += 1

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and whether it is whole, as plain data."""
+"""Describes the contents of a checkpoint and whether it is complete, as plain data."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from gemini.system import rng
 
 
 def describe(checkpoint: Path) -> dict[str, Any]:
-    """Return what is in a checkpoint; ``damage`` says why it cannot be read, or is None. The content of
-    tensors is not looked at. Raises UnreadableError."""
+    """Return a description of a checkpoint; ``damage`` says why it cannot be read, or is None. The values of
+    tensors are not checked. Raises UnreadableError.
+    """
     try:
         with CheckpointReader(checkpoint) as reader:
             return _described(reader)
@@ -26,8 +27,9 @@ def describe(checkpoint: Path) -> dict[str, Any]:
 
 
 def verdict(checkpoint: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint; ``damage`` names the first file that differs from what was written, or
-    is None. Raises UnreadableError."""
+    """Read every byte of a checkpoint. ``damage`` names the first file that differs from what was written, or
+    is None. Raises UnreadableError.
+    """
     try:
         with CheckpointReader(checkpoint) as reader:
             reader.verify()
@@ -43,7 +45,7 @@ def verdict(checkpoint: Path) -> dict[str, Any]:
 
 
 def _check_generators(reader: CheckpointReader, rank: int, ranks: int) -> None:
-    """Raise DamagedError for states of generators that loading would refuse."""
+    """Raise DamagedError if loading would refuse the saved generator states."""
     document = reader.rng(rank, ranks)
     try:
         rng.parse(document)

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint, streamed one parameter at a time; the whole of it is never in memory."""
+"""Resuming from a checkpoint, streamed one parameter at a time: it is never in memory as a whole."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ logger = logging.getLogger(__name__)
 class CheckpointReader:
     """Weights, states and settings of the checkpoint in a directory. Use as a context manager.
 
-    ``weights``: file by name, buffers included. ``states[state][parameter]``: its ranges, as
-    docs/notes/checkpoint.md has them. Nothing is returned of a block that is not what was written.
+    ``weights``: {name: file}, buffers included. ``states[state][parameter]``: the ranges that
+    docs/notes/checkpoint.md describes. Values of a damaged block are never returned.
 
     Raises:
-        DamagedError: a file is missing, has another size, what was to be read of it is damaged, or what the
-            files say cannot be.
+        DamagedError: a file is missing, has another size or is damaged in the range to be read, or the files
+            contradict each other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,26 +85,29 @@ class CheckpointReader:
         self._ahead: ReadAhead | None = None
 
     def verify(self) -> None:
-        """Read every file and compare its checksums, and its header with the indexes. Raises DamagedError
-        naming the first that differs."""
+        """Read every file and compare it with its checksums, and the headers with the indexes. Raises
+        DamagedError naming the first file that differs.
+        """
         check_contents(self.path, self.manifest)
         self.check_headers()
 
     def check_headers(self, index: int = 0, count: int = 1) -> None:
-        """Compare what says where values are: the first block of every file with weights; the ``index``-th of
-        ``count`` parts of the headers of moments, and of what ranks wrote down. Raises DamagedError."""
+        """Check the headers of files: of all files of weights, with the checksum of their first block; and of
+        the ``index``-th of ``count`` shares of the other files, and of the files in which ranks describe
+        theirs. Raises DamagedError.
+        """
         weights = set(self.weights.values())
         for file in sorted(weights):
             self._file(file)
         for file in sorted(self._expected.keys() - weights)[index::count]:
-            # Its block is compared before a value of it is used; reading it here, too, would double that.
+            # No checksum here: each block is compared before its values are used, and a second read costs.
             self._check_tensors(file, stored_tensors(self.path / file, self._seal(file)))
         saved = self.manifest["ranks"]
         for rank in range(saved)[index::count]:
             self._json(contents.part_file(rank, saved))
 
     def objects(self) -> dict[str, Any]:
-        """Return param groups, the scheduler's state and extra states as they were saved."""
+        """Return the parameter groups, the scheduler's state and extra states as they were saved."""
         with making_sense_of(self.path / MANIFEST):
             try:
                 found = {name: plain_data.decode(data) for name, data in self.manifest["objects"].items()}
@@ -114,7 +117,9 @@ class CheckpointReader:
         return found
 
     def rng(self, rank: int = 0, num_ranks: int = 1) -> dict[str, Any]:
-        """Return the random number generators' states of a rank; of rank 0 where there were other ranks."""
+        """Return the random generator states of a rank; those of rank 0 if the number of ranks differs from
+        the save's.
+        """
         saved = self.manifest["ranks"]
         file = contents.part_file(rank if saved == num_ranks else 0, saved)
         with making_sense_of(self.path / file):
@@ -125,27 +130,30 @@ class CheckpointReader:
         return self._file(self.weights[name]).whole(name)
 
     def weight_pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, values) of a weight, flat, in row order; valid until the next."""
+        """Yield (first element, values) of a weight, flat, in row order. Values are valid until the next
+        ones.
+        """
         return self._file(self.weights[name]).pieces(name)
 
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return type and shape of a weight or buffer."""
+        """Return dtype and shape of a weight or buffer."""
         stored = self._file(self.weights[name]).tensors[name]
         return stored.dtype, stored.shape
 
     def stride(self, param: str) -> tuple[int, ...]:
-        """Return the stride, in elements, that the order of a parameter's flat states follows."""
+        """Return the stride, in elements, of the memory order of a parameter's flat states."""
         return tuple(self.manifest["parameters"][param]["stride"])
 
     def arrays(self, param: str) -> dict[str, StateArray]:
-        """Return what there is of the states of a parameter."""
+        """Return the saved states of a parameter: {name: dtype and per-block flag}."""
         return arrays_of(self.manifest, param)
 
     def state_pieces(
         self, state: str, param: str, start: int = 0, stop: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (number of the first, values) of values ``[start, stop)`` of a flat state, from
-        any rank's files; each is valid until the next."""
+        """Yield (index of the first value, values) for values ``[start, stop)`` of a flat state, from the
+        files of all ranks. Values are valid until the next ones.
+        """
         for first, last, file, name in self.states[state].get(param, ()):  # none: it has no elements
             begin, end = max(start, first), last if stop is None else min(stop, last)
             if begin < end:
@@ -153,8 +161,9 @@ class CheckpointReader:
                     yield first + at, values
 
     def state(self, state: str, param: str) -> torch.Tensor:
-        """Return a copy of a parameter's state in the parameter's shape and memory order, or of the values of
-        its blocks, flat."""
+        """Return a copy of a parameter's state in the parameter's shape and memory order; for a per-block
+        state its values, flat.
+        """
         array = self.arrays(param)[state]
         shape = self.manifest["parameters"][param]["shape"]
         if array.per_block:
@@ -214,38 +223,43 @@ def load(
     scheduler: Scheduler | None = None,
     leave: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Resume from the newest whole checkpoint in ``directory``; return its ``extra``.
+    """Resume from the newest complete checkpoint in ``directory``; return its ``extra``. Collective.
 
     Restores weights, masters, moments, step counts, parameter groups, loss scale, scheduler, buffers and
-    random number generators, and gives pending gradients up. The budgets, policy, chunk size, precision and
-    number of ranks may differ from those of the save. Every block of 4 MiB is read once and compared with
-    its checksum before a value of it is used. Where that finds damage, on whichever rank, the checkpoint
-    before is loaded over what has changed by then, with a warning in the log. Hooks of loading that modules
-    have see all names; what they make of buffers and extra states is taken over, of weights it is not.
-    ``directory`` may also be one checkpoint. Where parts of a model have their own directories, the newest
-    save of which all parts are whole is loaded. Extra memory: 16 MiB, or one parameter where its memory is
-    not in the order of rows. ``leave`` names weights and buffers that stay as they are.
+    random generators, and discards pending gradients. The budgets, policy, chunk size, precision and number
+    of ranks may differ from those of the save. Every block of 4 MiB is read once and compared with its
+    checksum before its values are used. If a rank finds damage, the next older checkpoint is loaded over the
+    values that have changed, with a warning in the log. Loading hooks of modules see all names; their changes
+    apply to buffers and extra states, but not to weights.
+
+    Args:
+        directory: the directory of checkpoints, or one checkpoint. If parts of a model have their own
+            directories, the newest save with all parts complete is loaded.
+        model, optimizer: the managed model and its optimizer. Loading takes 16 MiB of extra memory, or that
+            of one parameter if its memory order is not that of rows.
+        scheduler: a scheduler to restore, too.
+        leave: the names of weights and buffers that keep their values.
 
     Raises:
-        CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
-            it was made for another model or without a scheduler, or a parameter was replaced after wrapping;
-            nothing was changed, unless the message says that a load failed half-way.
+        CheckpointError: there is none, all are damaged (the message describes the newest), it was made for
+            another model or without a scheduler, or a parameter was replaced after wrapping. Nothing was
+            changed unless the message says that a load failed half-way.
         IoError: a chunk could not be read or written; repeat the load.
 
-    Where a rank raises, all do: the others a CheckpointError that names it and says why. After a load that
-    failed half-way the optimizer's ``step()`` raises StateError until one succeeds.
+    If one rank raises, all do: the others raise a CheckpointError that names it and says why. After a load
+    that failed half-way the optimizer's ``step()`` raises StateError until a load succeeds.
     """
     model, optimizer = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
     rank = model.rank_of_parts()
     rank.require_same_directory(directory)
-    damaged: dict[Path, str] = {}  # texts: an error keeps the memory that was read into
+    damaged: dict[Path, str] = {}  # texts, not errors: an error's traceback keeps buffers alive
     try:
         while True:
             found = _newest_left(Path(directory), damaged, rank)
             try:
                 return _load_once(found, model, optimizer, scheduler, rank, frozenset(leave))
-            except DamagedError as error:  # or a save in another process has removed it
+            except DamagedError as error:  # also if a save in another process has removed it
                 damaged[found] = str(error)
                 logger.warning("%s; looking for another checkpoint", damaged[found])
     except CheckpointError as error:
@@ -258,8 +272,9 @@ def load(
 
 
 def _newest_left(directory: Path, damaged: Mapping[Path, str], rank: Rank) -> Path:
-    """Return the newest checkpoint that is not ``damaged``, as rank 0 sees it; of parts of a model the newest
-    that all of them have. Raises CheckpointError."""
+    """Return the newest checkpoint that is not in ``damaged``, as rank 0 sees it; for parts of a model the
+    newest that all parts have. Raises CheckpointError. Collective.
+    """
 
     def held() -> str:
         if rank.index:
@@ -279,8 +294,9 @@ def _newest_left(directory: Path, damaged: Mapping[Path, str], rank: Rank) -> Pa
 
 
 def _newest_of_all(parts: Sequence[Sequence[tuple[str, str]]], rank: Rank) -> Path:
-    """Return the checkpoint of the newest save that every part of the model has; ``parts`` has by
-    part the path and the save of each, newest first. Raises CheckpointError."""
+    """Return the path of the newest save that every part of the model has. ``parts``: for each part its
+    (path, save identity) pairs, newest first. Raises CheckpointError.
+    """
     saves = [{save: path for path, save in held if save} for held in parts]
     newest = ", ".join(f"part {part} {held[0][0]}" for part, held in enumerate(parts))
     common = next((save for save in saves[0] if all(save in held for held in saves)), None)
@@ -301,8 +317,9 @@ def _newest_of_all(parts: Sequence[Sequence[tuple[str, str]]], rank: Rank) -> Pa
 
 
 def _agree(rank: Rank, action: Callable[[], None]) -> None:
-    """Run ``action`` on every rank. Raises DamagedError on all where it does on one; else as
-    :meth:`Rank.collect_parts`."""
+    """Run ``action`` on every rank. Raises DamagedError on all ranks if one raises it; other errors as in
+    :meth:`Rank.collect_parts`.
+    """
 
     def damage() -> str:
         try:
@@ -317,10 +334,11 @@ def _agree(rank: Rank, action: Callable[[], None]) -> None:
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
-    """Say whether ``directory`` holds a checkpoint whose files are all there, by name and size.
+    """Return whether ``directory`` has a checkpoint with all files, by name and size.
 
     Raises:
-        CheckpointError: this user may not read it, or not the only one in it that may be whole.
+        CheckpointError: this user may not read the directory, or may not read the only checkpoint that may be
+            complete.
     """
     try:
         latest(directory)
@@ -339,7 +357,7 @@ def _load_once(
     rank: Rank,
     leave: frozenset[str],
 ) -> dict[str, Any]:
-    """Load one checkpoint, except for what it is to ``leave``. Raises DamagedError, on all ranks."""
+    """Load one checkpoint, except for the names in ``leave``. Raises DamagedError on all ranks."""
     with ExitStack() as stack:
         opened: list[tuple[CheckpointReader, dict[str, Any], rng.States]] = []
 
@@ -386,8 +404,9 @@ def _load_once(
 
 
 def _give_up_gradients(model: ManagedModel, optimizer: GeminiOptimizer, rank: Rank) -> None:
-    """Discard all gradients. Ranks wait for each other in between; steps that may fail on one of them come
-    before and after."""
+    """Discard all gradients. Ranks wait for each other in ``give_up_passes``; the actions that may fail on
+    one rank run before and after it.
+    """
     _agree(rank, model.leave_passes)
     model.give_up_passes()
     _agree(rank, optimizer.give_up_gradients)
@@ -420,14 +439,16 @@ def _load_small(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
 
 
 def _check_settings(objects: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
-    """Raise ConfigError for settings of groups that no step could be made with."""
+    """Raise ConfigError if no step could be made with the saved group settings."""
     for group, saved in zip(optimizer.param_groups, objects["param_groups"], strict=True):
         optimizer.rule.hyper({**group, **saved})
     optimizer.rule.check_attributes(objects.get("attributes", {}))
 
 
 def _check_part(checkpoint: Path, manifest: Mapping[str, Any], rank: Rank) -> None:
-    """Raise CheckpointError for another part of a model than this rank's: it may have the same shapes."""
+    """Raise CheckpointError if the checkpoint has another part of the model than this rank; the shapes may be
+    equal.
+    """
     saved, own = manifest.get("part"), contents.part_of(rank)
     if saved != own:
         there, here = ("the whole model" if of is None else f"part {of[0]} of {of[1]}" for of in (saved, own))
@@ -449,7 +470,7 @@ def _check_model(
     frozen = {name for name, slot in model.storage.slots.items() if slot.grad is None}
     note_frozen(str(checkpoint), [name for name in manifest["optimizer_steps"] if name in frozen])
     saved, own = manifest["group_members"], contents.group_members(optimizer)
-    # A group may lack what is frozen here.
+    # Parameters that are frozen here may be missing from the groups.
     if [[name for name in group if name not in frozen] for group in saved] != [
         [name for name in group if name not in frozen] for group in own
     ]:
@@ -460,7 +481,7 @@ def _check_model(
 
 
 def _check_states(checkpoint: Path, manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
-    """Raise CheckpointError where the optimizer keeps other states of the parameters."""
+    """Raise CheckpointError if the optimizer keeps other states than the checkpoint has."""
     kept, names = kept_states(manifest), set(optimizer.state_names)
     if not names <= set(kept) <= names | optimizer.rule.unread(()):
         raise CheckpointError(
@@ -472,13 +493,15 @@ def _check_states(checkpoint: Path, manifest: Mapping[str, Any], optimizer: Gemi
 
 
 def _shape(entry: Mapping[str, Any]) -> list[Any]:
-    """Return what a parameter has to be like here: its shape, and what the bytes of a quantized one are."""
+    """Return the properties of a parameter that must match: its shape, and the format of a quantized one."""
     return [*entry["shape"], *([entry["quantized"]] if "quantized" in entry else [])]
 
 
 def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> None:
-    """Raise CheckpointError where states were kept in a way that those here do not follow from. Floats are
-    rounded to floats; codes belong to their scales, in the order in which memory has them."""
+    """Raise CheckpointError if saved states cannot be converted to this optimizer's. Floats convert to other
+    floats; int8 codes only load with equal dtypes and memory order, because they depend on the scales of
+    their blocks.
+    """
     slots = optimizer.model.storage.slots
     for name in _states_wanted(manifest, optimizer):
         states = optimizer.states_of(slots[name])
@@ -498,7 +521,7 @@ def _compare_arrays(checkpoint: Path, manifest: Mapping[str, Any], optimizer: Ge
 
 
 def _states_wanted(manifest: Mapping[str, Any], optimizer: GeminiOptimizer) -> list[str]:
-    """Return the parameters that have states in a checkpoint, and a place for them here."""
+    """Return the names of parameters that have states in the checkpoint and train here."""
     slots = optimizer.model.storage.slots
     return [name for name in manifest["optimizer_steps"] if slots[name].grad is not None]
 
@@ -523,7 +546,7 @@ def _load_values(
     rank: Rank,
     leave: frozenset[str],
 ) -> None:
-    """Take over weights, buffers, extra states and moments. Raises DamagedError, on all ranks."""
+    """Load weights, buffers, extra states and moments. Raises DamagedError on all ranks."""
     others = {name: value for name, value in extra_states.items() if name not in leave}
 
     def load_weights() -> None:
@@ -536,19 +559,18 @@ def _load_values(
             _load_weights(reader, model, leave)
         _load_moments(reader, model, optimizer)
 
-    # Each rank writes what it owns and needs no other for it, so that one may fail alone; the others hear of
-    # it here.
+    # Each rank writes its own values without the others, so one may fail alone; _agree tells the others.
     _agree(rank, load_weights)
     _agree(rank, load_rest)
 
 
 @torch.no_grad()
 def _load_weights(reader: CheckpointReader, model: ManagedModel, leave: frozenset[str]) -> None:
-    """Copy weights into their chunks. A tied one stays where all its names are to be left."""
+    """Copy weights into their chunks. A tied weight keeps its value if all its names are in ``leave``."""
     names: dict[str, set[str]] = {name: {name} for name in model.storage.slots}
     for alias, stored in contents.aliases(model).items():
         names[stored].add(alias)
-    # In their order in the files, if it was saved with this layout.
+    # This is the order in the files if they were saved with the same layout.
     for slot in (each for each in model.storage.slots.values() if not names[each.name] <= leave):
         pieces = reader.weight_pieces(slot.name)
         if slot.param_view.is_contiguous():
@@ -563,7 +585,7 @@ def _load_weights(reader: CheckpointReader, model: ManagedModel, leave: frozense
 
 @torch.no_grad()
 def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: GeminiOptimizer) -> None:
-    """Copy the states that this rank has of each parameter into their chunks."""
+    """Copy this rank's optimizer states into their chunks."""
     slots = model.storage.slots
     saved = reader.manifest["optimizer_steps"]
     counts = {slots[name]: int(saved[name]) for name in _states_wanted(reader.manifest, optimizer)}

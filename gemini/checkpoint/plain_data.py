@@ -1,5 +1,6 @@
-"""Python data as JSON text without losing types: the keys, tuples and tensors of optimizer and scheduler
-states."""
+"""Encodes Python data as JSON without losing types: the keys, tuples and small tensors of optimizer and
+scheduler states.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from gemini.errors import CheckpointError, in_words
 
 _TYPE = "type"
-_MAX_TENSOR_BYTES = 2**24  # larger ones belong into a buffer, which is saved as a tensor
+_MAX_TENSOR_BYTES = 2**24  # larger ones belong in a buffer, which is saved as a tensor
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -22,7 +23,7 @@ def encode(value: object, where: str) -> Any:
     small tensors.
 
     Raises:
-        CheckpointError: it holds something else; ``where`` says in what.
+        CheckpointError: it contains something else; ``where`` names the value in the message.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -52,14 +53,16 @@ def encode(value: object, where: str) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """Return what :func:`encode` was given. Raises CheckpointError for anything it never returns."""
+    """Return the value that :func:`encode` was given. Raises CheckpointError for data that it
+    never returns.
+    """
     if isinstance(data, _PLAIN):
         return data
     try:
         if isinstance(data, list):
             return [decode(item) for item in data]
         return _DECODERS[data[_TYPE]](data)
-    # RuntimeError: torch's, and that of data nested too deeply.
+    # RuntimeError: from torch, or RecursionError for data nested too deeply.
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"damaged data in a checkpoint: {in_words(error)}") from error
 

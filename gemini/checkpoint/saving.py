@@ -1,6 +1,6 @@
-"""Saving everything, streamed block by block: what this rank has of a model, each block read while its chunks
-are pinned once, and the files that it goes to. Every rank writes its states, all of them the weights, one the
-manifest, last.
+"""Saves a model and its optimizer, streamed block by block; each block's chunks are pinned once.
+
+Every rank writes its own states, all ranks together write the weights, and rank 0 writes the manifest last.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ Range = tuple[int, int, str, str]  # first and last element, file, name of the t
 
 
 class CheckpointWriter:
-    """What one rank writes. Fill the files that :meth:`add_file` returns; leaving the block seals them.
+    """Writes one rank's files. Fill the files that :meth:`add_file` returns; :func:`new_checkpoint` seals
+    them.
 
-    ``states[state][parameter]`` says where ranges of flat parameters went, ``weights[name]`` where whole
-    weights did.
+    ``states[state][parameter]``: the ranges of flat states in this rank's files. ``weights[name]``: the file
+    of a whole weight.
     """
 
     def __init__(self, path: Path, rank: Rank, save: str) -> None:
-        """``save``: the identity of this save, which all ranks and all parts have."""
+        """``save``: the identity of this save, equal on all ranks and parts."""
         self.path = path
         self.rank = rank
         self.save = save
@@ -87,21 +88,22 @@ class CheckpointWriter:
         self._written: dict[str, list[Part]] = {}
 
     def describe(self, manifest: Mapping[str, Any], rng: Mapping[str, Any]) -> None:
-        """Take what the manifest says besides files (rank 0's counts), and this rank's generators."""
+        """Set the manifest without files (rank 0's is used), and this rank's random generator states."""
         self.manifest, self.rng = manifest, rng
 
     def add_file(
         self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None
     ) -> TensorFile:
-        """Return a new file with room for ``tensors``; all of them must be written."""
+        """Return a new file with room for ``tensors``; every element must be written."""
         self._open[name] = TensorFile(self.path / name, tensors, metadata or {}, self._staging)
         return self._open[name]
 
     def add_weights(
         self, name: str, tensors: Sequence[TensorSpec], metadata: Mapping[str, str], *, leads: bool = True
     ) -> TensorFile:
-        """Return a file with room for whole weights, to which several ranks write, other elements each; one
-        of them ``leads``: it is the one that says what is in the file."""
+        """Return a file with room for whole weights. Several ranks write it, each other elements; the one
+        that ``leads`` records its contents.
+        """
         if leads:
             self.weights.update((tensor.name, name) for tensor in tensors)
             self._weight_bytes += sum(tensor.nbytes for tensor in tensors)
@@ -117,13 +119,13 @@ class CheckpointWriter:
         return self._open[name]
 
     def add_buffers(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write ordinary tensors of the model's state."""
+        """Write a file of unmanaged tensors of the model's state."""
         self.weights.update(dict.fromkeys(tensors, name))
         self._weight_bytes += sum(tensor.nbytes for tensor in tensors.values())
         self._written[name] = write_tensors(self.path / name, tensors, self._staging)
 
     def finish_part(self) -> str:
-        """Make all files durable and write down what they hold."""
+        """Make all files durable and write this rank's description of them."""
         for name in list(self._open):
             self._written[name] = self._open.pop(name).finish()
         document = {
@@ -137,7 +139,7 @@ class CheckpointWriter:
         return ""
 
     def close(self) -> None:
-        """Close what is still open, unfinished. Idempotent."""
+        """Close files that are still open, unfinished. Idempotent."""
         for file in self._open.values():
             file.close()
         self._open.clear()
@@ -148,11 +150,11 @@ class CheckpointWriter:
 def new_checkpoint(
     directory: str | os.PathLike[str], step: int, *, rank: Rank | None = None, keep: int = 2
 ) -> Iterator[CheckpointWriter]:
-    """Yield what to write one rank's files with; on leaving the block the checkpoint is complete everywhere.
+    """Yield the writer of this rank's files; when the block ends the checkpoint is complete. Collective.
 
-    All ranks call it together. Where the block raises on one of them it raises on all, what was written is
-    removed and the earlier checkpoints stay. Parts of a model go each to a directory: all are complete before
-    one of them has its name, and all have theirs before an older one is removed.
+    If the block raises on one rank it raises on all, the new files are removed and earlier checkpoints stay.
+    For parts of a model, one directory each: all parts are complete before one is renamed, and all are
+    renamed before an old one is removed.
 
     Raises:
         IoError: the directory cannot be written.
@@ -188,12 +190,14 @@ def new_checkpoint(
 
 
 def _lead(rank: Rank, action: Callable[[], object]) -> str:
-    """Run ``action`` on rank 0; return what it returned, as text, on all of them once it has succeeded."""
+    """Run ``action`` on rank 0. Return its result, as text, on all ranks once it has succeeded.
+    Collective.
+    """
     return rank.agree(lambda: "" if rank.index else str(action()))
 
 
 def _kept(rank: Rank, root: Path, number: int) -> Keep:
-    """Return which checkpoints stay, here and in the directories of the other parts."""
+    """Return which checkpoints stay here, given the directories of the other parts. Collective."""
     if rank.parts is None:
         return Keep(number)
 
@@ -206,7 +210,7 @@ def _kept(rank: Rank, root: Path, number: int) -> Keep:
 
 
 def _seal(writer: CheckpointWriter) -> None:
-    """Put together what the ranks wrote, and make it complete."""
+    """Merge the descriptions of all ranks and seal the checkpoint."""
     written: dict[str, list[Part]] = {}
     weights: dict[str, str] = {}
     states: Ranges = {state: {} for state in kept_states(writer.manifest)}
@@ -237,7 +241,9 @@ def _seal(writer: CheckpointWriter) -> None:
 
 
 def _check(manifest: Mapping[str, Any], weights: Mapping[str, str], states: Ranges) -> None:
-    """Raise CheckpointError unless every weight is there, and every element of a state once; sort ranges."""
+    """Sort the ranges. Raises CheckpointError unless every weight, and every element of every state exactly
+    once, is there.
+    """
     for ranges in states.values():
         for found in ranges.values():
             found.sort()
@@ -262,26 +268,29 @@ def save(
     keep: int = 2,
     shard_bytes: int | str = SHARD_BYTES,
 ) -> Path:
-    """Write everything a bit-exact resume needs; return the checkpoint's directory below ``directory``.
+    """Write everything that a bit-exact resume needs; return the checkpoint's directory below ``directory``.
+    Collective.
 
-    Call it between steps. Weights (fp32, masters where there are any) are safetensors with a Hugging Face
-    index, readable without this library; so are moments, as ranges of flat parameters. Large values are
-    written from their chunks, others through 16 MiB of staging; a parameter whose memory is not in the order
-    of rows is held whole for a moment. Only the user can read the files. A failure or a kill leaves the
-    earlier checkpoints. Over several ranks all of them call it, with one directory that all see; each writes
-    what it holds. Ranks that hold other parts of the model (``model_ranks``) call it together, each with a
-    directory of its own: all parts are saved, or none.
+    Call it between steps. Weights (fp32, from masters if there are any) are safetensors with a Hugging Face
+    index, readable without this library; moments are safetensors too, as ranges of flat parameters. Large
+    values are written directly from their chunks, others through 16 MiB of staging; a parameter with a memory
+    order other than that of rows is briefly copied whole. Only the user can read the files. A failure or kill
+    leaves the earlier checkpoints. All ranks use one directory that all of them see; each writes its own
+    values. Ranks with other parts of the model (``model_ranks``) also call it together, each with its own
+    directory: all parts are saved, or none.
 
     Args:
-        extra: whatever else the training program needs: JSON data (numbers, text, lists, dicts with text
-            keys).
-        keep: how many checkpoints stay, this one included: :func:`load` falls back to an older one where the
-            newest is damaged. While this one is written there is one more.
-        shard_bytes: the most that a file holds, but at least one tensor.
+        directory: the directory of checkpoints.
+        model, optimizer: the managed model and its optimizer.
+        scheduler: a learning-rate scheduler to save, too.
+        extra: JSON data of the training program (numbers, text, lists, dicts with text keys).
+        keep: the number of checkpoints that stay, including this one: :func:`load` falls back to an older one
+            if the newest is damaged. While this one is being written there is one more.
+        shard_bytes: the most bytes of a file, but at least one tensor.
 
     Raises:
         IoError: the directory cannot be written, or a chunk cannot be read.
-        CheckpointError: gradients are pending, ``extra`` is not JSON data, the scheduler's state holds
+        CheckpointError: gradients are pending, ``extra`` is not JSON data, the scheduler's state has
             objects that cannot be saved, a parameter was replaced after wrapping, or another process is
             saving in ``directory``.
     """
@@ -305,8 +314,9 @@ def prepare(
     scheduler: Scheduler | None,
     extra: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Bring the model into a state that can be saved, on all ranks; return the manifest. Raises as
-    :func:`save`, on all where it cannot be done on one."""
+    """Prepare the model for saving on all ranks; return the manifest. Raises like :func:`save`, on all ranks
+    if one fails.
+    """
     manifest: dict[str, Any] = {}
 
     def make() -> str:
@@ -352,7 +362,7 @@ def _prepared(
 
 
 def checked_shard_bytes(shard_bytes: int | str) -> int:
-    """Return bytes. Raises ConfigError."""
+    """Return ``shard_bytes`` as a number. Raises ConfigError."""
     found = parse_bytes(shard_bytes, name="shard_bytes")
     if not found or found < 1:
         raise ConfigError(f"shard_bytes is {shard_bytes!r}; a file holds 1 byte or more, as in '4GiB'")
@@ -369,7 +379,7 @@ def _refuse_pending_gradients(model: ManagedModel) -> None:
 
 
 def _check_tensors(model: ManagedModel) -> None:
-    """Raise CheckpointError for what no file can hold, before anything is written."""
+    """Raise CheckpointError for tensors that no file can hold, before anything is written."""
     tensors = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
         for slot in model.storage.slots.values()
@@ -381,7 +391,7 @@ def _check_tensors(model: ManagedModel) -> None:
 
 
 def _check_json(value: object, where: str) -> None:
-    """Raise CheckpointError unless JSON gives ``value`` back as it is (tuples become lists)."""
+    """Raise CheckpointError unless JSON preserves ``value`` (except that tuples become lists)."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return
     if isinstance(value, (list, tuple)):
@@ -399,7 +409,9 @@ def _check_json(value: object, where: str) -> None:
 
 
 def _objects(model: ManagedModel, optimizer: GeminiOptimizer, scheduler: Scheduler | None) -> Any:
-    """Return param groups and the scheduler's and modules' own states as JSON data that keeps their types."""
+    """Return parameter groups and the states of scheduler, optimizer and modules as JSON data that preserves
+    types.
+    """
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
@@ -420,8 +432,9 @@ def _objects(model: ManagedModel, optimizer: GeminiOptimizer, scheduler: Schedul
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements that lie in one piece in memory and in a file: ``read`` returns them while they are pinned,
-    where ``in_place`` as a view of their chunk in host memory."""
+    """Elements that are contiguous in memory and in a file. ``read`` returns them while they are pinned; with
+    ``in_place`` as a view of their chunk in host memory.
+    """
 
     file: TensorFile
     tensor: str
@@ -433,8 +446,9 @@ class Extent:
 
 @dataclass(frozen=True)
 class Block:
-    """What pinning ``tensors`` once is enough for: a state piece, or a frozen parameter or a part of it
-    (``owner``)."""
+    """Values that can be read with ``tensors`` pinned once. ``owner``: a state piece, or a frozen parameter
+    or part of one.
+    """
 
     owner: StatePiece | ManagedSlot | Chunk
     tensors: tuple[int, ...]
@@ -445,7 +459,7 @@ class Block:
         return sum(extent.nbytes for extent in self.extents)
 
     def write(self) -> None:
-        """Write the values, which are pinned, and which nobody changes until this returns."""
+        """Write the values, which must be pinned and must not change until this returns."""
         with settled(extent.file for extent in self.extents):
             for extent in self.extents:
                 write = extent.file.lend if extent.in_place else extent.file.write
@@ -453,11 +467,11 @@ class Block:
 
 
 class CheckpointFiles:
-    """The files of a checkpoint, and which of this rank's values go where. Of several copies of a model
-    (hybrid sharding) the first is written.
+    """The files of a checkpoint, and where this rank's values go. Of several copies of a model (hybrid
+    sharding) the first one is written.
 
-    Making it opens the files and writes what is in no block: buffers, and weights whose memory order is not
-    that of rows, which ranks have to put together.
+    The constructor opens the files. It also writes everything outside the blocks: buffers, and weights with a
+    memory order other than that of rows, which ranks must gather.
     """
 
     def __init__(
@@ -469,7 +483,7 @@ class CheckpointFiles:
         self._is_written = model.peers is None or model.peers.share.replica == 0
         self._weights: dict[str, TensorFile] = {}
         self._states: dict[str, TensorFile] = {}
-        # Ranks go on together, or not at all: what follows is theirs together.
+        # All ranks must get past this point or none: the reads below are collective.
         writer.rank.agree(partial(self._open, writer, shard_bytes))
         error: IoError | None = None
         for slot in model.storage.slots.values():
@@ -490,7 +504,7 @@ class CheckpointFiles:
         return ""
 
     def _write_whole(self, slot: ManagedSlot, values: torch.Tensor) -> IoError | None:
-        """Write a weight; return what failed."""
+        """Write a weight; return the error if it failed."""
         try:
             self._weights[slot.name].write(slot.name, 0, values.to(contents.weight_dtype(slot)))
         except IoError as error:
@@ -498,7 +512,7 @@ class CheckpointFiles:
         return None
 
     def blocks(self) -> list[Block]:
-        """Return all blocks, those of state pieces in the order in which they are updated."""
+        """Return all blocks; those of state pieces come in the order of their updates."""
         found: list[Block] = []
         for group in self._model.storage.groups if self._is_written else ():
             found += [self._piece(group, piece) for piece in group.pieces]
@@ -555,8 +569,9 @@ class CheckpointFiles:
 
 
 def blocks_of_tensors(model: ManagedModel, blocks: Iterable[Block]) -> Mapping[int, Sequence[Block]]:
-    """Return by tensor of the chunk table the blocks with values of it, for a parameter that is whole at
-    times also those of its shard."""
+    """Return for each tensor of the chunk table the blocks with its values; for a parameter that is gathered
+    at times, also the blocks of its shard.
+    """
     found: defaultdict[int, list[Block]] = defaultdict(list)
     for block in blocks:
         for tensor in block.tensors:
@@ -577,7 +592,7 @@ def _range_name(slot: ManagedSlot, state: StateSpec) -> str:
 
 
 def _weight_files(writer: CheckpointWriter, model: ManagedModel, shard_bytes: int) -> dict[str, TensorFile]:
-    """Open the files of the weights, to which all ranks write; return which weight is in which."""
+    """Open the files of the weights, which all ranks write; return each weight's file."""
     specs = [
         TensorSpec(slot.name, contents.weight_dtype(slot), tuple(slot.param_view.shape))
         for group in model.storage.groups
@@ -588,7 +603,7 @@ def _weight_files(writer: CheckpointWriter, model: ManagedModel, shard_bytes: in
     shards = _shards(specs, shard_bytes)
     for number, shard in enumerate(shards):
         stored = {spec.name for spec in shard}
-        # As safetensors.torch.save_model does it: its load_model ties them again.
+        # The same metadata as safetensors.torch.save_model: its load_model restores the ties.
         metadata = {alias: kept for alias, kept in tied.items() if kept in stored}
         name = contents.weights_file(number, len(shards))
         file = writer.add_weights(name, shard, metadata, leads=writer.rank.index == 0)
@@ -599,7 +614,7 @@ def _weight_files(writer: CheckpointWriter, model: ManagedModel, shard_bytes: in
 def _state_files(
     writer: CheckpointWriter, optimizer: GeminiOptimizer, shard_bytes: int
 ) -> dict[str, TensorFile]:
-    """Open the files of all moments; return which range is in which, and tell ``writer``."""
+    """Open the files of all moments; return each range's file, and record the ranges in ``writer``."""
     specs, owners = [], {}
     for group in optimizer.model.storage.groups:
         for slot in group.slots:

@@ -1,9 +1,9 @@
-"""Files that are written once, made durable, and remembered by size and checksums.
+"""Files that are written once, made durable, and verified by size and checksums.
 
-Large ones go past the page cache, written by threads: copied to staging, or lent. Writing through the page
-cache takes the processor's time for every page, and again to write it back; it takes memory from the
-machine's other programs; and the disk idles until the file is synced. Copying took two thirds of what was
-left: large pieces of memory that lie as they will in the file are written from where they are.
+Threads write large files past the page cache, from staging or directly from the caller's memory. Writing
+through the page cache costs CPU time per page twice, takes memory from other programs, and leaves the disk
+idle until the sync. Copying to staging took two thirds of the remaining time, so large contiguous values are
+written without a copy.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from gemini.system.threads import Workers
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, lowest power in the highest bit
 _ONE = 1 << 31
-# Every so many bytes of a file have a checksum of their own: what is read at a time is compared at once.
+# Every block of a file has its own checksum, so that each read can be verified by itself.
 BLOCK_BYTES = 4 * 2**20
 
 
 def crc32c(data: bytes | bytearray | memoryview) -> int:
-    """Return the checksum of ``data``; the GIL is released while it is computed."""
+    """Return the CRC32C of ``data``; the GIL is released while it is computed."""
     raw = np.frombuffer(data, dtype=np.uint8)
     return _C.crc32c(raw.ctypes.data, raw.nbytes) if raw.nbytes else 0
 
 
 def combined(parts: Iterable[tuple[int, int]]) -> int:
-    """Return the checksum of what the parts, each (bytes, checksum), are one after the other."""
+    """Combine (bytes, crc) pairs into the CRC of their concatenation."""
     whole = 0
     for num_bytes, checksum in parts:
         whole = _product(_shift(num_bytes), whole) ^ checksum
@@ -48,7 +48,7 @@ def combined(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def _product(left: int, right: int) -> int:
-    """Return the product of two polynomials over GF(2), modulo the checksum's."""
+    """Return the product of two polynomials over GF(2), modulo the CRC's."""
     product, bit = 0, _ONE
     while bit:
         if left & bit:
@@ -60,7 +60,7 @@ def _product(left: int, right: int) -> int:
 
 @lru_cache(maxsize=256)
 def _shift(num_bytes: int) -> int:
-    """Return x to the power of the number of bits: what a checksum is multiplied by where bytes follow."""
+    """Return x to the power of the number of bits: the factor of a CRC when ``num_bytes`` follow it."""
     power, square, bits = _ONE, _ONE >> 1, 8 * num_bytes
     while bits:
         if bits & 1:
@@ -71,7 +71,7 @@ def _shift(num_bytes: int) -> int:
 
 
 class Part(NamedTuple):
-    """Bytes of one block of a file that one process has written, one after the other from ``offset`` on."""
+    """Contiguous bytes within one block of a file, written by one process."""
 
     offset: int
     num_bytes: int
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 
 
 def parts_of(data: memoryview, offset: int) -> list[Part]:
-    """Return what ``data`` is, written at ``offset``: a part for each block that it has bytes of."""
+    """Return the parts of ``data`` written at ``offset``: one for each block that it touches."""
     parts = []
     while data:
         piece = data[: BLOCK_BYTES - offset % BLOCK_BYTES]
@@ -89,7 +89,7 @@ def parts_of(data: memoryview, offset: int) -> list[Part]:
 
 
 def joined(parts: Iterable[Part]) -> list[Part]:
-    """Return ``parts`` in order of their offsets, those that adjoin in a block as one."""
+    """Return ``parts`` sorted by offset, with adjoining parts of a block merged."""
     runs: list[list[Part]] = []
     for part in sorted(parts):
         if runs and sum(runs[-1][-1][:2]) == part.offset and part.offset % BLOCK_BYTES:
@@ -106,26 +106,26 @@ _BLOCK_BYTES = 4096
 _BUFFER_BYTES = 4 * 2**20
 _NUM_BUFFERS = 4
 _NUM_THREADS = 2
-MEMORY_ALIGN = 512  # what devices ask of the memory that they read
-_LENT_BYTES = 2**20  # less is copied
+MEMORY_ALIGN = 512  # the alignment that devices need for memory that they read
+_LENT_BYTES = 2**20  # smaller pieces are copied
 
 Buffer = npt.NDArray[np.uint8]
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint, or a file of it, is not what was written: an older one may be whole."""
+    """A checkpoint or one of its files differs from what was written; an older checkpoint may be intact."""
 
 
 class UnreadableError(DamagedError):
-    """This user may not read a checkpoint, or a file of it: it may be whole."""
+    """This user may not read a checkpoint or one of its files; it may be intact."""
 
 
 class OtherVersionError(UnreadableError):
-    """A checkpoint, or a file of it, was written by another version of this library: it may be whole."""
+    """Another version of this library wrote the checkpoint or file; it may be intact."""
 
 
 def cannot_read(path: Path, error: OSError) -> DamagedError:
-    """Return what to raise where ``path`` could not be read."""
+    """Return the error for a ``path`` that could not be read."""
     message = f"cannot read {path}: {error.strerror or error}"
     if isinstance(error, PermissionError):
         return UnreadableError(
@@ -137,7 +137,7 @@ def cannot_read(path: Path, error: OSError) -> DamagedError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn an OSError inside the block into what :func:`cannot_read` returns."""
+    """Turn an OSError inside the block into the error of :func:`cannot_read`."""
     try:
         yield
     except OSError as error:
@@ -146,7 +146,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def making_sense_of(path: Path) -> Iterator[None]:
-    """Turn what is raised inside the block for data that cannot be into a DamagedError."""
+    """Turn errors from malformed data inside the block into a DamagedError."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, RecursionError, ValueError, OverflowError) as error:
@@ -154,19 +154,19 @@ def making_sense_of(path: Path) -> Iterator[None]:
 
 
 class Seal(NamedTuple):
-    """What a file must have to be the one that was written: so many bytes, and a CRC32C for each block."""
+    """The size of a file and the CRC32C of each block, by which it is verified."""
 
     num_bytes: int
     blocks: list[int]
 
     @classmethod
     def of(cls, data: bytes) -> Seal:
-        """Return the seal of a file that holds ``data``."""
+        """Return the seal of a file that contains ``data``."""
         return cls(len(data), [part.crc32c for part in parts_of(memoryview(data), 0)])
 
     @classmethod
     def read(cls, value: Any) -> Seal:
-        """Return the seal that JSON data says. Raises ValueError, TypeError."""
+        """Return the seal from JSON data. Raises ValueError, TypeError."""
         num_bytes, blocks = value
         if not (type(num_bytes) is int and 0 < num_bytes < 2**63 and isinstance(blocks, list)):
             raise ValueError(f"{value!r:.200} is no size and checksums")
@@ -178,12 +178,12 @@ class Seal(NamedTuple):
 
 
 class SealedFile:
-    """A new file, private (mode 0600) if nothing else is said, written at any place in any order; durable
-    once :meth:`finish` returns. A ``shared`` one is written by several processes: each opens it and writes
-    other bytes.
+    """A new file, written at any place in any order; durable once :meth:`finish` returns. Private (mode 0600)
+    by default.
 
-    Every failure is an :class:`gemini.errors.IoError` with path and offset; with ``staging`` a later call may
-    raise it. Not thread-safe.
+    Several processes may write a ``shared`` file: each opens it and writes other bytes. Every failure is an
+    :class:`gemini.errors.IoError` with path and offset; with ``staging`` a later call may raise it. Not
+    thread-safe.
     """
 
     def __init__(
@@ -195,22 +195,26 @@ class SealedFile:
         several_hosts: bool = False,
         private: bool = True,
     ) -> None:
-        """``staging``: what large files are written through; a small one is written at once.
-        ``several_hosts``: processes on other machines share the file. ``private``: nobody else may read it;
-        else the umask says who may."""
+        """Args:
+        path: the file to create.
+        staging: the buffers through which a large file is written; None writes a small file at once.
+        shared: several processes write the file.
+        several_hosts: some of these processes are on other machines.
+        private: only this user may read the file; False: the umask decides.
+        """
         self.path = path
         self._parts: list[Part] = []
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (0 if shared else os.O_EXCL)
         if several_hosts:
-            # A client of NFS may extend a write to the begin of the page, over what another host wrote there,
-            # unless it is synchronous. What goes past the page cache is not concerned.
+            # Unless writes are synchronous, an NFS client may extend one to the start of its page and
+            # overwrite bytes of another host. Writes past the page cache are not affected.
             flags |= os.O_DSYNC
         with _io_error("create", path, 0):
             self._descriptor = os.open(path, flags, 0o600 if private else 0o666)
         self._staged = StagedFile(path, self._descriptor, staging) if staging is not None else None
 
     def write(self, data: bytes | memoryview, offset: int) -> None:
-        """Write ``data``, all of it, at ``offset``. No byte of the file may be written twice."""
+        """Write all of ``data`` at ``offset``. No byte of the file may be written twice."""
         with _io_error("write", self.path, offset):
             if self._staged is not None:
                 self._staged.write(memoryview(data), offset)
@@ -219,21 +223,23 @@ class SealedFile:
                 write_at(self._descriptor, memoryview(data), offset)
 
     def lend(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` as :meth:`write` does, if possible without a copy: it must stay as it is until
-        :meth:`settle` has returned. For files with ``staging``."""
+        """Write ``data`` like :meth:`write`, without a copy if possible: it must not change until
+        :meth:`settle` returns. Only with ``staging``.
+        """
         assert self._staged is not None
         with _io_error("write", self.path, offset):
             self._staged.lend(data, offset)
 
     def settle(self) -> None:
-        """Wait until nothing that was lent is in use any more."""
+        """Wait until no lent memory is in use."""
         assert self._staged is not None
         with _io_error("write", self.path, 0):
             self._staged.settle()
 
     def finish(self) -> list[Part]:
-        """Make the file durable, close it, and return what was written here, in order, adjoining parts of a
-        block as one."""
+        """Make the file durable and close it. Return the written parts in order, adjoining parts of a block
+        merged.
+        """
         try:
             if self._staged is not None:
                 with _io_error("write", self.path, 0):
@@ -254,10 +260,10 @@ class SealedFile:
 
 
 def sealed(path: Path, parts: Iterable[Part]) -> Seal:
-    """Return the seal of a file with these ``parts`` written.
+    """Return the seal of a file that consists of ``parts``.
 
     Raises:
-        CheckpointError: they are not all of it, each byte once.
+        CheckpointError: they do not cover each byte exactly once.
     """
     blocks, end = joined(parts), 0
     for block in blocks:
@@ -273,7 +279,7 @@ def sealed(path: Path, parts: Iterable[Part]) -> Seal:
 
 
 def write_sealed(path: Path, data: bytes) -> Seal:
-    """Write a small file as a whole; return its seal."""
+    """Write a small file in one call; return its seal."""
     file = SealedFile(path)
     try:
         file.write(data, 0)
@@ -283,7 +289,7 @@ def write_sealed(path: Path, data: bytes) -> Seal:
 
 
 def check_size(path: Path, seal: Seal) -> None:
-    """Raise DamagedError unless the file has as many bytes as its seal; what they are is not looked at."""
+    """Raise DamagedError unless the file has the size in its seal. Its contents are not read."""
     with reading(path):
         found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
@@ -305,9 +311,8 @@ def _io_error(doing: str, path: Path, offset: int) -> Iterator[None]:
 
 
 class Staging:
-    """16 MiB for all files of a checkpoint, each of them takes what it fills, and the threads that write.
-
-    For one thread at a time; close it.
+    """16 MiB of buffers and the writing threads, shared by all files of a checkpoint. For one thread at a
+    time; close it.
     """
 
     def __init__(self) -> None:
@@ -315,11 +320,11 @@ class Staging:
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
         for begin in range(0, len(memory), _BUFFER_BYTES):
             self._free.put(memory[begin : begin + _BUFFER_BYTES])
-        self._filling: dict[StagedFile, None] = {}  # the one that has waited longest first
+        self._filling: dict[StagedFile, None] = {}  # files with a partly filled buffer, oldest first
         self._workers = Workers(_NUM_THREADS)
 
     def take(self, file: StagedFile) -> Buffer:
-        """Return a buffer for ``file`` to fill, once one is free."""
+        """Return a buffer for ``file`` to fill; blocks until one is free."""
         if self._free.empty() and self._filling:
             next(iter(self._filling)).flush()
         buffer = self._free.get()
@@ -327,18 +332,18 @@ class Staging:
         return buffer
 
     def write(self, file: StagedFile, buffer: Buffer, begin: int, end: int) -> Future[None]:
-        """Write what ``file`` has filled of a buffer: bytes ``[begin, end)`` of the file."""
+        """Write bytes ``[begin, end)`` of ``file`` from a buffer that it has filled."""
         self._filling.pop(file)
         written = self._workers.submit(partial(file.write_out, buffer, begin, end))
         written.add_done_callback(lambda _: self._free.put(buffer))
         return written
 
     def write_lent(self, write: Callable[[], None]) -> Future[None]:
-        """Carry out a write that needs no buffer."""
+        """Run a write that needs no buffer on a writing thread."""
         return self._workers.submit(write)
 
     def give_back(self, file: StagedFile, buffer: Buffer) -> None:
-        """Take back what ``file`` has filled and does not want to be written."""
+        """Take back a buffer of ``file`` without writing it."""
         self._filling.pop(file)
         self._free.put(buffer)
 
@@ -348,28 +353,28 @@ class Staging:
 
 
 class StagedFile:
-    """A file open for writing at any place. What follows on what was written before goes to the device with
-    it: aligned blocks past the page cache where the file system can, the edges through it.
+    """A file open for writing at any place. Consecutive writes are collected into one request: aligned blocks
+    go past the page cache if the file system can do it, the edges through it.
 
-    Errors are OSError, raised by a later call; the offset at which one came up is its ``filename2``.
+    Errors are OSError, raised by a later call; ``filename2`` is the offset of the failed write.
     """
 
     def __init__(self, path: Path, descriptor: int, staging: Staging) -> None:
-        """``descriptor`` is the caller's, to be closed after this."""
+        """``descriptor`` belongs to the caller, who closes it after this object."""
         self._staging = staging
         self._descriptor = descriptor
         self._direct = descriptor
-        with suppress(OSError):  # this file system has no such thing
+        with suppress(OSError):  # the file system has no O_DIRECT
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         self._buffer: Buffer | None = None
-        self._begin = self._end = 0  # of what the buffer holds of the file
+        self._begin = self._end = 0  # the range of the file in the buffer
         self._writes: list[Future[None]] = []
-        self._lent: list[Future[None]] = []  # of them, those from memory of others
+        self._lent: list[Future[None]] = []  # those of the writes that read the caller's memory
         self._takes_lent = self._direct != descriptor
         self._parts: list[Part] = []  # in any order
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Take ``data`` over, to be written at ``offset``."""
+        """Copy ``data``, to be written at ``offset``."""
         source = np.frombuffer(data, np.uint8)
         if self._buffer is not None and offset != self._end:
             self.flush()
@@ -386,7 +391,7 @@ class StagedFile:
         self._raise_failed(wait=False)
 
     def lend(self, data: memoryview, offset: int) -> None:
-        """Have ``data`` written at ``offset``; it stays as it is until :meth:`settle` has returned."""
+        """Write ``data`` at ``offset`` without a copy; it must not change until :meth:`settle` returns."""
         address = np.frombuffer(data, np.uint8).ctypes.data
         first, last = _floor(offset + _BLOCK_BYTES - 1), _floor(offset + data.nbytes)
         if not self._takes_lent or (address - offset) % MEMORY_ALIGN or last - first < _LENT_BYTES:
@@ -402,7 +407,7 @@ class StagedFile:
         self.write(data[last - offset :], last)
 
     def settle(self) -> None:
-        """Return once nothing that was lent is in use, also where Ctrl-C comes; raise what has failed."""
+        """Wait until no lent memory is in use, even if Ctrl-C arrives; raise an error of a failed write."""
         interrupt: KeyboardInterrupt | None = None
         while self._lent:
             try:
@@ -415,19 +420,19 @@ class StagedFile:
         self._raise_failed(wait=False)
 
     def flush(self) -> None:
-        """Have written what was taken over."""
+        """Submit the copied bytes for writing."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._writes.append(self._staging.write(self, buffer, self._begin, self._end))
 
     def finish(self) -> list[Part]:
-        """Write everything, wait for it, and return what was written."""
+        """Write everything, wait, and return the written parts."""
         self.flush()
         self._raise_failed(wait=True)
         return self._parts
 
     def close(self) -> None:
-        """Wait for what is being written, forget the rest. Idempotent."""
+        """Wait for running writes and discard the rest. Idempotent."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             self._staging.give_back(self, buffer)
@@ -439,7 +444,9 @@ class StagedFile:
             os.close(direct)
 
     def write_out(self, buffer: Buffer, begin: int, end: int) -> None:
-        """Write bytes ``[begin, end)`` of the file, which ``buffer`` holds from the block's begin on."""
+        """Write bytes ``[begin, end)`` of the file from ``buffer``, which starts at the block boundary before
+        ``begin``.
+        """
         base, first, last = _floor(begin), _floor(begin + _BLOCK_BYTES - 1), _floor(end)
         rest = buffer.data
         self._parts += parts_of(rest[begin - base : end - base], begin)
@@ -461,7 +468,7 @@ class StagedFile:
             if error.errno != errno.EINVAL or self._direct == self._descriptor:
                 error.filename2 = offset
                 raise
-            count, self._takes_lent = 0, False  # it was opened, but it cannot, or not from any memory
+            count, self._takes_lent = 0, False  # O_DIRECT opens, but cannot write, or not from this memory
         write_at(self._descriptor, data[count:], offset + count)
 
     def _raise_failed(self, *, wait: bool) -> None:
@@ -470,7 +477,7 @@ class StagedFile:
 
 
 def write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    """Write all of ``data``. Raises OSError; its ``filename2`` is the offset of what could not be written."""
+    """Write all of ``data``. Raises OSError with the failed offset as ``filename2``."""
     while data:
         try:
             count = os.pwrite(descriptor, data, offset)

@@ -1,9 +1,9 @@
-"""Safetensors files, written piece by piece in any order, and read piece by piece into memory of bounded
-size: a few blocks ahead, past the page cache, each compared with its checksum.
+"""Safetensors files, written piece by piece in any order, and read piece by piece through buffers of fixed
+size: a few blocks ahead, past the page cache, each verified by its checksum.
 
-The safetensors library writes whole dictionaries of tensors; here the values pass straight from a pinned
-chunk, or from staging, to the file. It maps whole files to read them, and what is touched of them counts as
-the process's memory.
+The safetensors library writes whole dictionaries of tensors; here values go directly from a pinned chunk, or
+from staging, to the file. To read, that library maps whole files, and touched pages count as the process's
+memory.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from gemini.offload.async_file import direct_memory
 from gemini.system.files import open_regular, parse_json
 from gemini.system.threads import Workers
 
-# What the safetensors library here reads and writes: more types with each of its releases.
+# The dtypes that the installed safetensors library knows; newer releases know more.
 TYPE_NAMES: dict[torch.dtype, str] = {
     dtype: name for name, dtype in safetensors.torch._TYPES.items() if dtype is not None
 }
 _METADATA = "__metadata__"
-_ALIGN = 4096  # of the first tensor in the file: memory that starts on a page is written from where it is
+_ALIGN = 4096  # offset of the first tensor: page-aligned memory can then be written without a copy
 
 
 def hold_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have equal values, of whatever types; NaN equals NaN."""
+    """Return whether two tensors have equal values, even in different dtypes; NaN equals NaN."""
     if one.shape != other.shape:
         return False
     if one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other)):
@@ -61,7 +61,7 @@ def hold_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def values_differ(where: object, one: str, other: str) -> CheckpointError:
-    """Return what to raise where files hold two names of one tied tensor with different values."""
+    """Return the error for files in which two names of one tied tensor have different values."""
     return CheckpointError(
         f"{where} holds {one!r} and {other!r} with different values, but they are one tied tensor of the "
         "model: leave one of the two names out of the files, or build the model without tying them"
@@ -74,7 +74,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that a file is to hold, its elements in row order."""
+    """The name, dtype and shape of a tensor in a file; its elements are in row order."""
 
     name: str
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class TensorSpec:
 
 
 class TensorFile:
-    """A new safetensors file with room for given tensors. Errors are those of :class:`SealedFile`."""
+    """A new safetensors file with room for given tensors. Raises the errors of :class:`SealedFile`."""
 
     def __init__(
         self,
@@ -100,14 +100,22 @@ class TensorFile:
         several_hosts: bool = False,
         private: bool = True,
     ) -> None:
-        """Create the file, to be written through ``staging``, and write its header. Where it is ``shared``,
-        several processes do, each for other elements; the one that ``leads`` writes the header;
-        ``several_hosts``: they are not all on this machine. ``private``: as of :class:`SealedFile`.
+        """Create the file and write its header.
+
+        Args:
+            path: the file.
+            tensors: the tensors to make room for.
+            metadata: text entries of the header.
+            staging: the buffers through which it is written.
+            shared: several processes write the file, each other elements.
+            leads: whether this process writes the header.
+            several_hosts: some of these processes are on other machines.
+            private: as in :class:`SealedFile`.
 
         Raises:
-            CheckpointError: a tensor has a type or a name that the format does not know.
+            CheckpointError: the format does not support a tensor's dtype or name.
         """
-        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # keeps every tensor aligned
+        ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)  # aligns every tensor
         header, begins = _header(ordered, {**metadata, "format": "pt"})
         self._places = {tensor.name: (tensor, begins[tensor.name]) for tensor in ordered}
         self._file = SealedFile(path, staging, shared=shared, several_hosts=several_hosts, private=private)
@@ -119,29 +127,31 @@ class TensorFile:
             raise
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
-        """Write ``values`` (of the tensor's type, taken in row order) from element ``first`` of ``name``.
+        """Write ``values`` (in the tensor's dtype, taken in row order) from element ``first`` of ``name`` on.
 
-        They are used before this returns. Every element must be written once.
+        The values are copied or written before this returns. Every element must be written exactly once.
         """
         if values.numel():
             self._file.write(*self._run(name, first, values))
 
     def lend(self, name: str, first: int, values: torch.Tensor) -> None:
-        """Write ``values`` as :meth:`write` does; they stay as they are until :meth:`settle` has returned."""
+        """Write ``values`` like :meth:`write`, but without a copy if possible; they must not change until
+        :meth:`settle` returns.
+        """
         if values.numel():
             self._file.lend(*self._run(name, first, values))
 
     def settle(self) -> None:
-        """Wait until nothing that was lent is in use any more."""
+        """Wait until no lent memory is in use."""
         self._file.settle()
 
     def offset(self, name: str, first: int) -> int:
-        """Return where in the file element ``first`` of ``name`` lies."""
+        """Return the offset in the file of element ``first`` of ``name``."""
         tensor, begin = self._places[name]
         return begin + first * tensor.dtype.itemsize
 
     def finish(self) -> list[Part]:
-        """Make the file durable, close it and return what was written here."""
+        """Make the file durable, close it and return the parts written here."""
         return self._file.finish()
 
     def close(self) -> None:
@@ -149,9 +159,9 @@ class TensorFile:
         self._file.close()
 
     def _run(self, name: str, first: int, values: torch.Tensor) -> tuple[memoryview, int]:
-        """Return the bytes of ``values`` and where in the file they belong."""
+        """Return the bytes of ``values`` and their offset in the file."""
         assert values.dtype == self._places[name][0].dtype, name
-        # A view may say that its elements are conjugated, or negated, which its memory does not.
+        # A view may be lazily conjugated or negated: its memory does not have the values yet.
         values = values.resolve_conj().resolve_neg()
         raw = values.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
         return raw, self.offset(name, first)
@@ -159,7 +169,7 @@ class TensorFile:
 
 @contextmanager
 def settled(files: Iterable[TensorFile]) -> Iterator[None]:
-    """Wait at the end of the block, whatever comes, until nothing that was lent to ``files`` is in use."""
+    """At the end of the block, even after an error, wait until no memory lent to ``files`` is in use."""
     with ExitStack() as stack:
         for file in set(files):
             stack.callback(file.settle)
@@ -167,7 +177,7 @@ def settled(files: Iterable[TensorFile]) -> Iterator[None]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], staging: Staging) -> list[Part]:
-    """Write a file of ordinary tensors; return what was written."""
+    """Write a file of ordinary tensors; return the written parts."""
     specs = [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
     file = TensorFile(path, specs, {}, staging)
     try:
@@ -179,7 +189,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], staging: Stag
 
 
 def require_holdable(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] | None = None) -> None:
-    """Raise CheckpointError, which says the way out, for a type or a name that the format does not know."""
+    """Raise CheckpointError, with advice, for a dtype or name that the format does not support."""
     for tensor in tensors:
         if tensor.dtype not in TYPE_NAMES:
             raise CheckpointError(
@@ -202,7 +212,7 @@ def require_holdable(tensors: Sequence[TensorSpec], metadata: Mapping[str, str] 
 
 
 def require_strided(name: str, tensor: torch.Tensor) -> None:
-    """Raise CheckpointError for a tensor that is no array of elements."""
+    """Raise CheckpointError if a tensor is not strided (for example sparse)."""
     if tensor.layout != torch.strided:
         raise CheckpointError(
             f"{name!r} is {tensor.layout}, which a safetensors file cannot hold: keep its parts (indices and "
@@ -211,7 +221,7 @@ def require_strided(name: str, tensor: torch.Tensor) -> None:
 
 
 def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes before the tensors, and where in the file each tensor begins."""
+    """Return the bytes before the tensors, and the offset of each tensor in the file."""
     require_holdable(tensors, metadata)
     entries: dict[str, object] = {_METADATA: metadata}
     offsets, offset = {}, 0
@@ -231,7 +241,7 @@ def _header(tensors: Sequence[TensorSpec], metadata: Mapping[str, str]) -> tuple
 
 _TYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _MAX_HEADER_BYTES = 10**8  # the format's own limit
-_NUM_BLOCKS = 4  # the one that is used, and those being read
+_NUM_BLOCKS = 4  # one in use, three being read
 _NUM_THREADS = 2
 
 _Memory = npt.NDArray[np.uint8]
@@ -239,7 +249,7 @@ _Memory = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a file holds a tensor: ``begin`` is its first byte in the file."""
+    """The place of a tensor in a file; ``begin``: the offset of its first byte."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -255,14 +265,14 @@ class StoredTensor:
 
 
 class TensorReader:
-    """The tensors of one safetensors file, best read in their order in it. Not thread-safe; close it.
+    """The tensors of one safetensors file, best read in file order. Not thread-safe; close it.
 
     Raises:
-        DamagedError: it cannot be opened or read, or what was to be had of it is not what was written.
+        DamagedError: the file cannot be opened or read, or a block to be read is damaged.
     """
 
     def __init__(self, path: Path, seal: Seal, ahead: ReadAhead) -> None:
-        """``ahead``: what the file is read with."""
+        """``ahead``: the buffers through which the file is read."""
         self._file = BlockFile(path, seal, ahead)
         try:
             self.tensors = self._read_header()
@@ -273,15 +283,16 @@ class TensorReader:
     def pieces(
         self, name: str, first: int = 0, count: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (element, values) of ``count`` elements of ``name`` from ``first``, flat; None: to its end.
+        """Yield (element, values) for ``count`` elements of ``name`` from ``first`` on, flat; None: to its
+        end.
 
-        Values are valid until the next are asked for, here or of another file.
+        Values are valid until the next ones are read, from this or another file.
         """
         stored = self.tensors[name]
         size = stored.dtype.itemsize
         last = stored.numel if count is None else first + count
         assert 0 <= first <= last <= stored.numel, name
-        # What follows a whole tensor is wanted next; what follows a part of one may not be.
+        # After a complete tensor the next one is probably wanted; after a part of one it may not be.
         read_on = last == stored.numel
         while first < last:
             raw = self._bytes(stored.begin + first * size, (last - first) * size, read_on)
@@ -289,7 +300,7 @@ class TensorReader:
             first += len(raw) // size
 
     def read(self, name: str, first: int = 0, count: int | None = None) -> torch.Tensor:
-        """Return a copy of what :meth:`pieces` yields."""
+        """Return a copy of the elements that :meth:`pieces` yields."""
         stored = self.tensors[name]
         values = torch.empty(
             stored.numel - first if count is None else count, dtype=stored.dtype, device="cpu"
@@ -313,15 +324,16 @@ class TensorReader:
     def _bytes(
         self, offset: int, count: int, read_on: bool
     ) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        """Return at most ``count`` bytes of the file, whole elements, from ``offset`` on. Blocks after them
-        are read meanwhile if ``read_on``."""
+        """Return at most ``count`` bytes of the file, whole elements, from ``offset`` on. With ``read_on``
+        the blocks after them are read meanwhile.
+        """
         index, first = divmod(offset, BLOCK_BYTES)
         stop = None if read_on else -(-(offset + count) // BLOCK_BYTES)
         return self._file.block(index, stop)[first : first + count]
 
 
 def stored_tensors(path: Path, seal: Seal) -> dict[str, StoredTensor]:
-    """Return what the header of a file says, whose checksum is not looked at. Raises DamagedError."""
+    """Return the tensors in the header of a file, without verifying its checksum. Raises DamagedError."""
     with reading(path):
         descriptor = open_regular(path, os.O_NOFOLLOW)
         try:
@@ -331,8 +343,10 @@ def stored_tensors(path: Path, seal: Seal) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path, size: int, head: Callable[[int], bytes]) -> dict[str, StoredTensor]:
-    """Return what the header says of a file of ``size`` bytes, of which ``head`` returns the first so many.
-    Raises DamagedError for what the format does not allow: tensors that overlap, bytes that are none's."""
+    """Return the tensors in the header of a file of ``size`` bytes; ``head(n)`` returns its first n bytes.
+
+    Raises DamagedError if the format does not allow it: overlapping tensors, or bytes that belong to none.
+    """
     num_bytes = int.from_bytes(head(min(8, size)), "little")
     if num_bytes > min(_MAX_HEADER_BYTES, size - 8):
         raise DamagedError(f"{path} is damaged: its header would have {num_bytes} bytes")
@@ -367,7 +381,9 @@ def _stored(entry: Any, base: int) -> StoredTensor:
 
 
 class ReadAhead:
-    """16 MiB that any number of files are read through, one at a time. For one thread; close it."""
+    """16 MiB of buffers through which any number of files are read, one at a time. For one thread;
+    close it.
+    """
 
     def __init__(self) -> None:
         memory = direct_memory(_NUM_BLOCKS * BLOCK_BYTES).numpy()
@@ -376,8 +392,9 @@ class ReadAhead:
         self._workers = Workers(_NUM_THREADS)
 
     def block(self, file: BlockFile, blocks: range) -> _Memory:
-        """Return the first of ``blocks`` of a file and begin to read those after it, as many as there is room
-        for; valid until the next call. Raises DamagedError."""
+        """Return the first of ``blocks`` of a file and start reading those after it, as many as fit. Valid
+        until the next call. Raises DamagedError.
+        """
         blocks = blocks[:_NUM_BLOCKS]
         wanted = {(file, index) for index in blocks}
         for key in self._reads.keys() - wanted:
@@ -388,7 +405,7 @@ class ReadAhead:
         return self._reads[file, blocks[0]].result()
 
     def forget(self, file: BlockFile) -> None:
-        """The file is about to be closed."""
+        """Cancel the reads of a file that is about to be closed."""
         for key in [key for key in self._reads if key[0] is file]:
             self._free.append(self._reads.pop(key).cancelled())
 
@@ -398,14 +415,14 @@ class ReadAhead:
 
 
 class BlockFile:
-    """A file whose bytes are handed out once their block is known to be what was written. Close it.
+    """A file that returns only verified blocks. Close it.
 
     Raises:
-        DamagedError: it cannot be opened or read, or is another one than was written.
+        DamagedError: it cannot be opened or read, or differs from what was written.
     """
 
     def __init__(self, path: Path, seal: Seal, ahead: ReadAhead) -> None:
-        """``ahead``: what it is read with."""
+        """``ahead``: the buffers through which it is read."""
         self.path = path
         self.seal = seal
         self._ahead = ahead
@@ -413,12 +430,13 @@ class BlockFile:
             self.descriptor = open_direct(path)
 
     def block(self, index: int, stop: int | None = None) -> _Memory:
-        """Return bytes ``[index, index + 1) * BLOCK_BYTES``, those that there are; the blocks after it, up to
-        ``stop``, are read meanwhile. Valid until the next block of any file is asked for."""
+        """Return bytes ``[index, index + 1) * BLOCK_BYTES``, fewer at the end of the file; the blocks after
+        it, up to ``stop``, are read meanwhile. Valid until the next block of any file is requested.
+        """
         return self._ahead.block(self, range(index, len(self.seal.blocks) if stop is None else stop))
 
     def head(self, num_bytes: int) -> bytes:
-        """Return the first bytes, reading nothing ahead."""
+        """Return the first ``num_bytes`` bytes, without reading ahead."""
         found = []
         for begin in range(0, num_bytes, BLOCK_BYTES):
             index = begin // BLOCK_BYTES
@@ -434,7 +452,7 @@ class BlockFile:
 
 
 class _Read:
-    """A block on its way to memory."""
+    """A running read of one block."""
 
     def __init__(self, workers: Workers, file: BlockFile, index: int, memory: _Memory) -> None:
         self._memory = memory
@@ -443,28 +461,28 @@ class _Read:
         self._offset = index * BLOCK_BYTES
         self._num_bytes = min(BLOCK_BYTES, file.seal.num_bytes - self._offset)
         self._crc32c = file.seal.blocks[index]
-        self._damage = ""  # a text: an error would keep the memory
+        self._damage = ""  # a text, not an error: a traceback would keep the memory alive
         self._done: Future[None] = workers.submit(self._run)
 
     def _run(self) -> None:
         self._damage = self._read_and_compare()
 
     def _read_and_compare(self) -> str:
-        """Return what is wrong with the block."""
+        """Read and verify the block; return a description of the damage, or ""."""
         try:
             count = self._read()
         except OSError as error:
             return f"cannot read {self._file.path}: {error.strerror}"
         if count < self._num_bytes:
             return f"{self._file.path} is damaged: it ends at byte {self._offset + count}"
-        # Here, not where it is used: both threads compute without the interpreter's lock.
+        # Verified here, on the reading threads, which compute without the GIL.
         if crc32c(self._memory[: self._num_bytes].data) == self._crc32c:
             return ""
         end = self._offset + self._num_bytes
         return f"{self._file.path} is damaged: bytes {self._offset} to {end} are not those that were written"
 
     def _read(self) -> int:
-        """Return how many bytes of the block the file has."""
+        """Read the block and return the number of bytes that the file has of it."""
         count = 0
         while count < self._num_bytes:
             rest = self._memory[count:]
@@ -475,27 +493,30 @@ class _Read:
         return count
 
     def result(self) -> _Memory:
-        """Return what was read. Raises DamagedError."""
+        """Return the bytes read. Raises DamagedError."""
         self._done.result()
         if self._damage:
             raise DamagedError(self._damage)
         return self._memory[: self._num_bytes]
 
     def cancelled(self) -> _Memory:
-        """Return the memory, once nothing is read into it any more."""
+        """Return the memory once the read has ended."""
         self._done.exception()
         return self._memory
 
 
 def open_direct(path: Path) -> int:
-    """Return a descriptor for reading past the page cache, or through it where that cannot be.
+    """Open a file for reading past the page cache, or through it if that is not possible; return the
+    descriptor.
 
-    Raises OSError, also for links and what else is no regular file.
+    Raises OSError, also for links and anything that is not a regular file.
     """
     with suppress(OSError):
         descriptor = open_regular(path, os.O_DIRECT | os.O_NOFOLLOW)
         try:
-            os.preadv(descriptor, [mmap.mmap(-1, _ALIGN)], 0)  # some can be opened, but not read
+            os.preadv(
+                descriptor, [mmap.mmap(-1, _ALIGN)], 0
+            )  # some file systems open O_DIRECT, but cannot read
         except OSError:
             os.close(descriptor)
         else:
