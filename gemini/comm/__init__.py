@@ -1,1 +1,1 @@
-"""The processes that work together: who they are, what they say to each other, who does not come."""
+"""Communication between processes: groups, messages, agreement, and detection of missing ranks."""

@@ -1,6 +1,5 @@
-"""Attendance: what ranks let each other see of themselves, so that one that waits in vain can say for whom.
-
-See docs/notes/zero.md.
+"""Heartbeats of ranks: each rank publishes its state in a store, so that a rank that waits in vain can name
+the rank that is missing. See docs/notes/zero.md.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_VARIABLE = "GEMINI_RANK_PATIENCE"
 _PATIENCE_SECONDS = 60.0
-_BEATS = 30  # within the patience
+_BEATS = 30  # heartbeats within the patience
 _LONGEST_BEAT_SECONDS = 1.0
-_MISSED_BEATS = 3  # after which a rank is gone, once a connection has broken
+_MISSED_BEATS = 3  # after a broken connection, a rank that misses this many is gone
 
-_GLOO_THREADS = "pt_gloo_runloop"  # as torch names them
+_GLOO_THREADS = "pt_gloo_runloop"  # torch's name for them
 _GLOO_SECONDS = 1.0
 
-_SLOWEST_BYTES_PER_S = 2**20  # of a network that anybody would train over
+_SLOWEST_BYTES_PER_S = 2**20  # slower than any network used for training
 
 _SILENT = "has given no sign of life for"
 _BROKEN = "ranks have lost each other"
@@ -48,21 +47,22 @@ _UNEVEN = (
     "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "
     "number (all_reduce it with MIN before), or use DistributedSampler(drop_last=True) (docs/notes/zero.md)"
 )
-_EVERY: weakref.WeakSet[Attendance] = weakref.WeakSet()  # of this process
-_EVERY_LOCK = threading.Lock()  # threads of signs look at it
+_EVERY: weakref.WeakSet[Attendance] = weakref.WeakSet()  # all objects of this process
+_EVERY_LOCK = threading.Lock()  # guards _EVERY: heartbeat threads read it
 
 
 class Attendance:
-    """Publishes this rank's signs in a store, beside training, and reads the others' where it waits long.
+    """Publishes this rank's signs (heartbeats) in a store during training, and reads those of the other ranks
+    while this rank waits long.
 
-    A thread of its own talks to the store, which may be out of reach without an error: a rank that waits
-    looks at what was read last. A rank that left, or gives no sign for the patience, is named at once. One
-    that is alive elsewhere may take its time, as long as not all ranks wait for each other. So may one whose
-    interpreter is in a single call: its process answers for it.
+    A thread of its own talks to the store, because the store may be unreachable without an error; a waiting
+    rank uses the signs read last. A rank that left, or gives no sign for the patience, is named at once. A
+    rank that is alive elsewhere may take as long as it needs, unless all ranks wait for each other. The same
+    holds for a rank with its interpreter blocked in one long call: its process answers for it.
     """
 
     def __init__(self, store: Any, place: int, count: int, group: dist.ProcessGroup) -> None:
-        """``group``: whose ranks they are; the signs end with it."""
+        """``group``: the process group of these ranks; the signs end when it is destroyed."""
         self._store, self._place, self._count, self._group = store, place, count, group
         self.patience_s = patience_seconds()
         self._beat_s = min(_LONGEST_BEAT_SECONDS, self.patience_s / _BEATS)
@@ -73,9 +73,9 @@ class Attendance:
         self._seen: dict[int, Seen] = {}
         self._questions = PulseQuestions()
         self._told_of_busy = 0.0
-        self._broke = ""  # what was found when a connection broke
+        self._broke = ""  # the message made when a connection broke
         self._looks_until = self._since_s = self._waits_since_s = 0.0
-        self._world = dist.group.WORLD if count == dist.get_world_size() else None  # None: some ranks alone
+        self._world = dist.group.WORLD if count == dist.get_world_size() else None  # None: only some ranks
         with _EVERY_LOCK:
             _EVERY.add(self)
         self._wake, self._told = threading.Event(), threading.Event()
@@ -88,13 +88,14 @@ class Attendance:
         weakref.finalize(self, self._wake.set)
         weakref.finalize(self, self._questions.close)
         gone = weakref.finalize(self, atexit.unregister, _tell_at_exit(weakref.ref(self)))
-        gone.atexit = False  # at the end there is something to tell
+        gone.atexit = False  # at exit the callback must run, to report the end of the program
 
     # -- what this rank does ---------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Count a call that ranks make together and that :meth:`wait` waits for later: a rank that has begun
-        several is elsewhere than one that has not."""
+        """Count a collective call that :meth:`wait` will wait for later. Its count shows how far this rank
+        has come.
+        """
         self._calls += 1
 
     def wait(
@@ -106,10 +107,15 @@ class Attendance:
         of_all: bool = True,
         begun: bool = False,
     ) -> None:
-        """Wait for the collective ``work``, the next call that ranks make together, or one that was
-        ``begun``; ``break_off`` makes it fail where it never ends. Without ``of_all`` it is a message between
-        two of them, which is no such call: a rank that has left will not send or take it, however many calls
-        it made.
+        """Wait for ``work``: the next collective call or, with ``begun``, one that :meth:`begin` counted.
+
+        Args:
+            work: torch's handle of the operation.
+            doing: a description for messages.
+            break_off: makes the operation fail if it would never end.
+            of_all: False for a message between two ranks. It is not a collective call: a rank that has left
+                will neither send nor receive it, however many calls it made.
+            begun: the call was already counted.
 
         Raises:
             StateError: a rank has left, gives no sign, or waits for something else; or a connection broke.
@@ -129,14 +135,15 @@ class Attendance:
             self._waits = False
 
     def explain(self, error: Exception) -> StateError:
-        """Return what to raise where a connection to another rank has failed with ``error``: who it was is
-        seen a few beats later."""
+        """Return the error for a connection that failed with ``error``. Waits a few heartbeats to find out
+        which rank is gone.
+        """
         text = str(error).partition("\n")[0]
         if self._broke:
             return StateError(self._broke)
         ends = time.monotonic() + (_MISSED_BEATS + 1) * self._beat_s
         self._ask_for_signs()
-        found = self._find_gone(math.inf, of_all=False)  # who has left since broke it, after any call
+        found = self._find_gone(math.inf, of_all=False)  # a rank that left closed the connection
         while not found and time.monotonic() < ends:
             time.sleep(self._beat_s / 2)
             found = self._find_gone(_MISSED_BEATS * self._beat_s, of_all=False)
@@ -144,19 +151,22 @@ class Attendance:
         return StateError(self._broke)
 
     def longest_transfer(self, nbytes: int) -> timedelta:
-        """Return after how long a transfer counts as lost; all ranks have agreed on it before."""
+        """Return the time after which a transfer of ``nbytes`` counts as lost. All ranks agree on a transfer
+        before it starts.
+        """
         return timedelta(seconds=2 * self.patience_s + nbytes / _SLOWEST_BYTES_PER_S)
 
     def leave(self, why: str) -> None:
-        """Tell the others that this rank makes no more calls, and ``why``. Idempotent."""
+        """Tell the other ranks that this one makes no more calls, and ``why``. Idempotent."""
         if not self._left:
             self._left = why
             self._wake.set()
-            self._told.wait(_MISSED_BEATS * self._beat_s)  # no longer: the store may be out of reach
+            self._told.wait(_MISSED_BEATS * self._beat_s)  # not longer: the store may be unreachable
 
     def beat(self) -> bool:
-        """Give a sign and, while somebody waits, look at the others'; say whether this rank goes on. For the
-        thread of the signs alone."""
+        """Publish a sign and, while a caller waits, read the other ranks'. Return whether to go on. Only for
+        the heartbeat thread.
+        """
         if not self._left and not _exists(self._group):
             self._left = "destroyed its process group"
         left = bool(self._left)
@@ -178,13 +188,13 @@ class Attendance:
             if not work.is_completed():
                 return False
             try:
-                work.wait(limit)  # again: it may have ended well since the first wait was given up
+                work.wait(limit)  # again: it may have succeeded since the first wait timed out
             except RuntimeError as error:
                 raise self.explain(error) from error
         return True
 
     def _ask_for_signs(self) -> None:
-        """Have the others' signs read from now on for a while, for the first time at once."""
+        """Make the heartbeat thread read the others' signs for a while, the first time at once."""
         now = time.monotonic()
         if now > self._looks_until:
             for seen in self._seen.values():
@@ -200,8 +210,9 @@ class Attendance:
         return trouble or self._find_all_apart()
 
     def _find_gone(self, silence_s: float, *, of_all: bool = True) -> str:
-        """Return which rank has left before this call (``of_all``, else at any time), or given no sign for so
-        long; nothing: none."""
+        """Describe a rank that has left before this call (without ``of_all``: at any time) or has given no
+        sign for ``silence_s``; "" if there is none.
+        """
         now = time.monotonic()
         for rank in range(self._count):
             if rank == self._place:
@@ -217,7 +228,9 @@ class Attendance:
         return ""
 
     def _find_apart(self) -> str:
-        """Return who waits for what if every rank waits, and has for the patience, but not in one call."""
+        """Describe a deadlock in which every rank of this group has waited for the patience, but in different
+        calls; "" if there is none.
+        """
         others = list(self._seen.copy().items())
         if not self._all_wait([seen for _, seen in others]):
             return ""
@@ -230,8 +243,9 @@ class Attendance:
         )
 
     def _all_wait(self, seen: list[Seen]) -> bool:
-        """Say whether all other ranks are alive, wait, and have for the patience. One that was stopped while
-        it waited is not: it is named for its silence."""
+        """Return whether all other ranks are alive and have waited for the patience. A rank that was stopped
+        while waiting does not count: it is reported for its silence.
+        """
         now, patience_s, begun = time.monotonic(), self.patience_s, self._collectives_begun()
         return len(seen) + 1 == self._count and all(
             each.sign.is_stuck(begun)
@@ -241,8 +255,10 @@ class Attendance:
         )
 
     def _find_all_apart(self) -> str:
-        """Return who waits for what where all ranks of the program wait, each with some of the others, and
-        have for the patience, but for different things: those that this one waits with cannot tell."""
+        """Describe a deadlock across groups: all ranks of the program have waited for the patience, each for
+        some of the others, in different calls. The ranks of this group alone cannot detect it. "" if there is
+        none.
+        """
         world = dist.group.WORLD
         of_all = next((one for one in self._others() if one._world is world and not one._left), None)
         if of_all is None or world is None:
@@ -272,7 +288,9 @@ class Attendance:
         self._tell_of_busy(now)
 
     def _tell_of_busy(self, now: float) -> None:
-        """Say once a patience which ranks keep this one waiting by a single call."""
+        """Log, once per patience, the ranks that keep this one waiting because their interpreter is blocked
+        in one call.
+        """
         busy = {
             rank: now - seen.beat_s
             for rank, seen in self._seen.items()
@@ -290,14 +308,14 @@ class Attendance:
             )
 
     def _read(self, ranks: list[int]) -> dict[int, Sign]:
-        """Return the signs of those ``ranks`` that have given one; where the store is gone, none new."""
+        """Return the signs of those ``ranks`` that have published one; {} if the store is gone."""
         try:
-            # A get waits for its key, and would keep the others of this process from the store.
+            # Check first: a get of a missing key blocks, and with it all other users of this connection.
             if not self._store.check([str(rank) for rank in ranks]):
                 ranks = [rank for rank in ranks if self._store.check([str(rank)])]
             said = self._store.multi_get([str(rank) for rank in ranks])
             return {rank: Sign(**json.loads(each)) for rank, each in zip(ranks, said, strict=True)}
-        except (RuntimeError, ValueError):  # who keeps the store is gone
+        except (RuntimeError, ValueError):  # the rank that keeps the store is gone
             return {}
 
     def _message(self, trouble: str) -> str:
@@ -333,22 +351,22 @@ class Attendance:
         )
 
     def _collectives_begun(self) -> int:
-        """Return how many collectives of all ranks this one has begun, of whatever part of the program."""
+        """Return how many collectives over all ranks this rank has begun, in any part of the program."""
         world = dist.group.WORLD
         if world is None or self._world is None:
             return 0
         try:
             return int(world._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        except RuntimeError:  # a backend that does not count, or a group that was destroyed
+        except RuntimeError:  # the backend does not count, or the group was destroyed
             return 0
 
     def _what_else(self) -> str:
-        """Return what this process waits for with some of the ranks alone."""
+        """Describe the calls in other groups that this process waits for."""
         found = (f"{one._doing} (call {one._calls})" for one in self._others() if one._waits)
         return "; ".join(sorted(found))
 
     def _others(self) -> list[Attendance]:
-        """Return those of this process, for other ranks."""
+        """Return the other Attendance objects of this process, for other groups."""
         with _EVERY_LOCK:
             return [one for one in _EVERY if one is not self]
 
@@ -356,12 +374,14 @@ class Attendance:
         self._beat += 1
         try:
             self._store.set(str(self._place), json.dumps(asdict(self._sign())))
-        except RuntimeError as error:  # who keeps the store is gone: they see that nothing comes
+        except RuntimeError as error:  # the store is gone: the other ranks will notice the silence
             logger.debug("rank %d cannot give a sign: %s", self._place, error)
 
 
 def patience_seconds() -> float:
-    """Return for how long a rank may give no sign, or all may wait for each other. Raises ConfigError."""
+    """Return the time that a rank may be silent, or that all ranks may wait for each other. Raises
+    ConfigError.
+    """
     said = os.environ.get(PATIENCE_VARIABLE, "")
     try:
         seconds = float(said) if said else _PATIENCE_SECONDS
@@ -373,11 +393,11 @@ def patience_seconds() -> float:
 
 
 def meet_at_start() -> None:
-    """Wait for all ranks of the default group, which have joined it. From here on they see each other's
-    signs; until here one that is gone would be waited for as long as torch waits.
+    """Wait for all ranks of the default group, right after it was made. From then on they see each other's
+    signs; before, a dead rank would be waited for until torch's timeout.
 
     Raises:
-        StateError: a rank has not come within the patience.
+        StateError: a rank did not come within the patience.
     """
     if dist.get_backend() != dist.Backend.GLOO:
         return  # its timeout ends the wait
@@ -414,14 +434,16 @@ def _give_beats(attendance: weakref.ref[Attendance], wake: threading.Event, seco
 
 @cache
 def end_gloo_gently() -> None:
-    """See to it that gloo's threads have let go of what they worked on when this program ends. One that is
-    the last to hold a tensor of Python frees it, which aborts a process whose interpreter has ended."""
+    """At exit, wait until gloo's threads have released their tensors: if such a thread frees a tensor of
+    Python after the interpreter has ended, the process aborts.
+    """
     atexit.register(wait_until_idle, _GLOO_THREADS, _GLOO_SECONDS)
 
 
 def _tell_at_exit(attendance: weakref.ref[Attendance]) -> Callable[[], None]:
-    """See to it that the others hear of the end of this program, and of the exception that ended it; return
-    what was registered for that."""
+    """Register an exit handler that tells the other ranks that this program ended, and with which exception;
+    return it.
+    """
 
     def tell() -> None:
         found = attendance()

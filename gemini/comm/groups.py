@@ -1,4 +1,4 @@
-"""Process groups that their own ranks make, their timeouts and their stores."""
+"""Creates process groups without the ranks outside them, and finds their timeouts, backends and stores."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.errors import StateError
 
-# By default group.
+# A connection to the store for each default group.
 _connections: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 def new_group(ranks: list[int], timeout: timedelta | None, backend: str | None = "gloo") -> dist.ProcessGroup:
-    """Make a group; its ``ranks``, two or more, alone call this, in the same order.
+    """Make a group. Only its ``ranks``, at least two, call this, in the same order.
 
-    Torch names such a group after the number of groups that a process is in. Ranks that are in different
-    numbers of them would wait for each other forever: those in fewer fill up with groups of themselves.
+    torch names such a group after the number of groups that a process is in, so ranks with different numbers
+    would wait for each other forever. Ranks with fewer first make groups of themselves alone.
     """
     missing = _most_groups(ranks) - _num_groups()
     for _ in range(missing):
@@ -33,8 +33,7 @@ def new_group(ranks: list[int], timeout: timedelta | None, backend: str | None =
 
 @contextmanager
 def alone() -> Iterator[dist.ProcessGroup | None]:
-    """Yield a group of this process alone, for what must not wait for the others, who need not call this;
-    None where there are none."""
+    """Yield a group of this process alone, made without the other ranks; None without torch.distributed."""
     if not (dist.is_available() and dist.is_initialized()):
         yield None
         return
@@ -50,12 +49,13 @@ def _num_groups() -> int:
 
 
 def _most_groups(ranks: list[int]) -> int:
-    """Return how many groups that one of ``ranks`` is in that is in most. Raises StateError where the rank
-    that keeps the store is gone."""
+    """Return the highest number of groups that any of ``ranks`` is in. Raises StateError if the rank that
+    keeps the store is gone. Collective over ``ranks``.
+    """
     members = f"gemini-groups/{'_'.join(map(str, ranks))}"
     store: Any = dist.PrefixStore(members, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
     try:
-        # None of them comes again before all have come.
+        # No rank arrives a second time before all have arrived once, so this counts the meetings.
         turn = (store.add("arrivals", 1) - 1) // len(ranks)
         store.set(f"{turn}/{dist.get_rank()}", str(_num_groups()))
         return max(map(int, store.multi_get([f"{turn}/{rank}" for rank in ranks])))  # waits for all
@@ -66,26 +66,28 @@ def _most_groups(ranks: list[int]) -> int:
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the process group of all ranks of ``mesh``, which call this together."""
+    """Return the process group of all ranks of ``mesh``. Collective over the mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
     return new_group(mesh.mesh.flatten().tolist(), _timeout(dist.group.WORLD), backend=None)
 
 
 def in_time(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return ``group`` or, where it would wait longer than the default group, one of its ranks that does not:
-    ``init_device_mesh`` makes groups that wait half an hour, whatever ``init_process_group`` was told."""
+    """Return ``group`` or, if its timeout is longer than the default group's, a new group of its ranks with
+    the shorter timeout: ``init_device_mesh`` makes groups that wait half an hour, whatever
+    ``init_process_group`` was given.
+    """
     timeout, limit = _timeout(group), _timeout(dist.group.WORLD)
     is_late = limit is not None and timeout is not None and timeout > limit
     over_gloo = [is_over_gloo(group, device) for device in devices_of(group)]
     if not (is_late and any(over_gloo)):
         return group
-    backend = "gloo" if all(over_gloo) else None  # that of each kind of device, as in the default group
+    backend = "gloo" if all(over_gloo) else None  # None: each device type's backend in the default group
     return new_group(dist.get_process_group_ranks(group), limit, backend)
 
 
 def shortest_timeout(*groups: dist.ProcessGroup | None) -> timedelta | None:
-    """Return after how long an operation of the ``groups`` fails at the earliest, as far as they say it."""
+    """Return the shortest timeout of ``groups``; None if none is known."""
     return min((found for found in map(_timeout, groups) if found is not None), default=None)
 
 
@@ -98,21 +100,23 @@ def _timeout(group: dist.ProcessGroup | None) -> timedelta | None:
 
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
-    """Return the kinds of devices whose memory a backend of ``group`` takes."""
+    """Return the device types that ``group`` has a backend for."""
     found: list[torch.device] = group._device_types
     return found
 
 
 def is_over_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Say whether what ``group`` does with memory of ``device`` goes over gloo. A group that was made without
-    naming a backend has one for each kind of device, and itself none."""
+    """Return whether ``group`` uses gloo for memory of ``device``. A group made without naming a backend has
+    one per device type.
+    """
     config = dist.get_backend_config(group)
     return f"{device.type}:gloo" in config.split(",")
 
 
 def store_of(group: dist.ProcessGroup, name: str = "") -> Any:
-    """Return a store of the ranks of ``group``, for nothing else. ``name`` tells it from others of the group.
-    All of them share a connection that nobody waits on."""
+    """Return a store for the ranks of ``group``; ``name`` distinguishes several stores of a group. All such
+    stores share a connection on which no call blocks.
+    """
     assert dist.group.WORLD is not None
     store = _connections.get(dist.group.WORLD)
     if store is None:

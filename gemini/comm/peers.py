@@ -1,6 +1,7 @@
-"""The ranks that share a model: which part of every chunk each owns, what the runtime asks of them, and which
-hold the other parts of a model that was cut before it was wrapped. :mod:`gemini.comm.ranks` carries it
-out."""
+"""Peers: the protocol of the ranks that share a model, and the share of every chunk that each owns. Also the
+ranks with the other parts of a model that was cut before wrapping. :mod:`gemini.comm.ranks` implements the
+protocol.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +16,21 @@ from torch import nn
 
 from gemini.errors import ConfigError
 
-# Whole chunks stay for a step if they are so many times smaller than the largest: gathering them again would
-# take the time of a message, keeping them takes next to nothing.
+# A gathered chunk this many times smaller than the largest stays for the step: keeping it costs little
+# memory, gathering it again costs a message.
 _SMALL_PART = 16
 
-# Chunks are cut, into shards and state pieces, at multiples of this many elements: then parts of every dtype
-# of two bytes and more fill 4 KiB pages.
+# Chunks are divided into shards and state pieces at multiples of this many elements, so that parts fill 4 KiB
+# pages for every dtype of at least two bytes.
 CUT_NUMEL = 2048
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Share:
-    """The ``rank``-th of ``size`` equal parts, in the ``replica``-th of ``replicas`` copies of the model."""
+    """Part ``rank`` of ``size`` equal parts of each chunk, in copy ``replica`` of ``replicas`` copies of the
+    model.
+    """
 
     rank: int
     size: int
@@ -36,37 +39,37 @@ class Share:
 
     @property
     def world(self) -> int:
-        """How many ranks train the model."""
+        """The number of ranks that train the model."""
         return self.size * self.replicas
 
     @property
     def place(self) -> int:
-        """Which of them this is: those of one copy follow each other."""
+        """The index of this rank among them; the ranks of one copy are consecutive."""
         return self.replica * self.size + self.rank
 
     @property
     def members(self) -> range:
-        """The places of the ranks that hold this copy."""
+        """The places of the ranks with this copy."""
         return range(self.replica * self.size, (self.replica + 1) * self.size)
 
     def whole_numel(self, numel: int) -> int:
-        """Return the elements of a chunk with room for ``numel`` that is cut into equal parts."""
+        """Return the size in elements of a chunk with room for ``numel`` that divides into equal parts."""
         unit = self.size * CUT_NUMEL
         return -(-numel // unit) * unit
 
     def range_of(self, whole_numel: int) -> tuple[int, int]:
-        """Return the elements ``[start, stop)`` of a chunk of :meth:`whole_numel` elements."""
+        """Return this rank's elements ``[start, stop)`` of a chunk of :meth:`whole_numel` elements."""
         part = whole_numel // self.size
         return self.rank * part, (self.rank + 1) * part
 
 
 def stays_whole(nbytes: int, largest: int) -> bool:
-    """Say whether a whole chunk is small enough, beside the ``largest``, to stay once it is gathered."""
+    """Return whether a gathered chunk is small enough, compared with the ``largest``, to stay."""
     return nbytes * _SMALL_PART <= largest
 
 
 class Topic(IntEnum):
-    """What a message of ranks to each other is about."""
+    """The subject of a message between ranks."""
 
     ROUND = 1
     GRADIENTS = 2
@@ -75,7 +78,7 @@ class Topic(IntEnum):
 
     @property
     def doing(self) -> str:
-        """What a rank does that says this."""
+        """What a rank that sends this topic is doing."""
         return _DOING[self]
 
 
@@ -88,18 +91,18 @@ _DOING = {
 
 
 class Transfer(Protocol):
-    """A collective under way; its tensors stay where they are until :meth:`wait` has returned."""
+    """A running collective; its tensors must stay in place until :meth:`wait` has returned."""
 
     def wait(self) -> object: ...
 
 
 class Peers(Protocol):
-    """The ranks that train one model. Those that hold one copy of it cut every chunk into equal parts; there
+    """The ranks that train one model. The ranks of one copy of it divide every chunk into equal parts; there
     may be several copies (hybrid sharding).
 
-    Every method is collective: all ranks call the same ones in the same order, with tensors of equal sizes,
-    contiguous, on the computing device; :meth:`broadcast`, :meth:`sum` and :meth:`largest` also take those in
-    CPU memory. Where nothing else is said, those of one copy do it among themselves. Errors are
+    Every method is collective: all ranks call the same methods in the same order, with contiguous tensors of
+    equal sizes on the computing device; :meth:`broadcast`, :meth:`sum` and :meth:`largest` also take tensors
+    in CPU memory. Unless said otherwise, a method works among the ranks of one copy. Errors are
     torch.distributed's.
     """
 
@@ -108,16 +111,17 @@ class Peers(Protocol):
 
     @property
     def ranks_on_this_host(self) -> int:
-        """How many ranks share this machine's memory: as torchrun says, else all."""
+        """The number of ranks on this machine: torchrun's value, else all ranks."""
         ...
 
     def exchange(self, topic: Topic, mine: Sequence[int]) -> list[list[int]]:
-        """Return what every rank of every copy, in order of their places, has given here: 64-bit integers.
-        Raises StateError, on all ranks, where they speak of different things."""
+        """Return the 64-bit integers of every rank of every copy, in order of their places. Raises
+        StateError, on all ranks, if the topics differ.
+        """
         ...
 
     def say(self, text: str) -> list[str]:
-        """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
+        """Return the text of every rank, in order of their places. Raises like :meth:`exchange`."""
         ...
 
     def say_aside(self) -> Callable[[str], Sequence[str]]:
@@ -125,8 +129,9 @@ class Peers(Protocol):
         ...
 
     def together(self, action: Callable[[], _Result]) -> _Result:
-        """Run ``action``, which is for this rank alone, on every rank while they wrap a model; return what it
-        returned here. Raises ConfigError where it failed on another; what it raises here is let through."""
+        """Run the local ``action`` on every rank while wrapping a model; return its result on this rank.
+        Raises ConfigError if it failed on another rank; an error on this rank is passed on.
+        """
         ...
 
     def gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Transfer:
@@ -134,21 +139,23 @@ class Peers(Protocol):
         ...
 
     def gather_to(self, rank: int, shard: torch.Tensor, whole: torch.Tensor | None) -> Transfer:
-        """Fill ``whole`` of one rank alone; the others give None."""
+        """Fill ``whole`` on one rank only; the other ranks pass None."""
         ...
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
-        """Send every other rank its part of ``whole``; ``parts``, of the same size, receives what the others
-        have for this one, in order of their ranks. This rank's own place in ``parts`` is left undefined."""
+        """Send every other rank its part of ``whole``. ``parts``, of the same size, receives the parts for
+        this rank in order of the senders; this rank's own place in it is undefined.
+        """
         ...
 
     def swap_copies(self, messages: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """Send to and receive from the ranks with this part of other copies: for each (copy, what it gets,
-        where what it sends goes). What one sends has the size of what the other receives."""
+        """Exchange tensors with the ranks that have this part of other copies. ``messages``: (copy, tensor to
+        send, tensor to receive into). The sizes on both sides must match.
+        """
         ...
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` the values of the first rank of all copies."""
+        """Overwrite ``tensor`` with the values of the first rank of all copies."""
         ...
 
     def sum(self, values: torch.Tensor) -> None:
@@ -156,20 +163,20 @@ class Peers(Protocol):
         ...
 
     def largest(self, values: torch.Tensor) -> None:
-        """Replace ``values`` by the largest of the ranks of this copy."""
+        """Replace ``values`` by their maximum over the ranks of this copy."""
         ...
 
 
 def digest_of(text: str) -> int:
-    """Return an integer that another text does not have."""
+    """Return a 56-bit hash of ``text``."""
     return int.from_bytes(sha256(text.encode()).digest()[:7], "big")
 
 
 def require_equal(peers: Peers, what: str) -> None:
-    """Refuse ranks that would cut other chunks.
+    """Check that all ranks lay out equal chunks. Collective.
 
     Raises:
-        ConfigError: ``what`` is not the same on all ranks.
+        ConfigError: ``what`` differs between ranks.
     """
     said = [values[0] for values in peers.exchange(Topic.SETTINGS, [digest_of(what)])]
     different = [rank for rank, value in enumerate(said) if value != said[0]]
@@ -184,11 +191,16 @@ def require_equal(peers: Peers, what: str) -> None:
 class ModelRanks:
     """The ranks of tensor or pipeline parallelism, at one place of data parallelism.
 
-    They wrap their parts together and with one DEVICE budget, take one norm of all gradients, and skip a step
-    together. ``counts(param)`` says whether this rank is the one whose gradient of a parameter counts in the
-    norm: several may have the same parameter. ``alike`` are those among them whose chunks must be laid out
-    as here, because they run the same operators; None: all. ``filling(param)``: how many elements of this
-    rank's part only fill it up to the size of the others; their gradients are 0.
+    They wrap their parts together and with one DEVICE budget, compute one norm over all gradients, and skip a
+    step together.
+
+    Attributes:
+        peers: these ranks.
+        counts: ``counts(param)``: whether this rank counts the gradient of a parameter in the norm; several
+            ranks may have the same parameter.
+        alike: those of them with the same chunk layout, because they run the same operators; None: all.
+        filling: ``filling(param)``: the number of elements that pad this rank's part to the size of the
+            others; their gradients are 0.
     """
 
     peers: Peers
@@ -197,7 +209,7 @@ class ModelRanks:
     filling: Callable[[torch.Tensor], int] = lambda _param: 0
 
     def bind(self, module: nn.Module) -> PartOfModel:
-        """Return what the runtime keeps of this for ``module``, which is this rank's part."""
+        """Return the record that the runtime keeps for ``module``, this rank's part."""
         names = [name for name, param in module.named_parameters() if not self.counts(param)]
         filling = {name: self.filling(param) for name, param in module.named_parameters()}
         return PartOfModel(self.peers, frozenset(names), filling)
@@ -205,12 +217,14 @@ class ModelRanks:
 
 @dataclass(frozen=True)
 class OwnExperts:
-    """Experts that ranks of data parallelism have divided among them, on one of these ranks.
+    """One rank's experts, if the ranks of data parallelism have divided the experts among them.
 
-    ``part``: which part of the experts this rank has. ``copies``: the ranks with the same part, which cut its
-    chunks among them; None: this rank alone. ``has(param)`` says whether a parameter belongs to the part.
-    ``draws(param)``: whether its module, built on ``meta``, gives it the values that it has in one process;
-    others have to be loaded.
+    Attributes:
+        part: the index of this rank's part of the experts.
+        copies: the ranks with the same part, which divide its chunks; None: this rank only.
+        has: ``has(param)``: whether a parameter belongs to the part.
+        draws: ``draws(param)``: whether its module, built on ``meta``, initializes it with the values that it
+            has in one process; all others must be loaded.
     """
 
     part: int
@@ -228,7 +242,7 @@ class OwnExperts:
         return frozenset(name for name, param in module.named_parameters() if self.has(param))
 
     def awaited(self, module: nn.Module) -> frozenset[str]:
-        """Return the names of those that have to be loaded: they are on ``meta``."""
+        """Return the names of those parameters that are on ``meta`` and must be loaded."""
         params = dict(module.named_parameters())
         return frozenset(
             name for name in self.names(module) if params[name].is_meta and not self.draws(params[name])
@@ -237,8 +251,9 @@ class OwnExperts:
 
 @dataclass(frozen=True)
 class PartOfModel:
-    """``peers`` hold the other parts; ``uncounted`` names parameters whose gradients another one counts;
-    ``filling`` is as of :class:`ModelRanks`, by name."""
+    """``peers``: the ranks with the other parts. ``uncounted``: names of parameters with gradients that
+    another rank counts. ``filling``: as in :class:`ModelRanks`, by name.
+    """
 
     peers: Peers
     uncounted: frozenset[str]

@@ -1,8 +1,8 @@
-"""Whether the process of another rank is alive, asked past its interpreter.
+"""Asks whether the process of another rank is alive, even while its interpreter is blocked.
 
-A rank's signs come from a thread of Python, which gets no turn while another one is in a call that keeps the
-interpreter's lock: unpickling a large data set, a sort, a regular expression. A thread of the core needs no
-turn (csrc/comm/pulse.h); it answers datagrams of the ranks that wait.
+A rank's signs come from a Python thread, which does not run while another thread keeps the GIL in one call:
+unpickling a large data set, a sort, a regular expression. A thread of the C++ core (csrc/comm/pulse.h) does
+not need the GIL; it answers datagrams of waiting ranks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
 _TOKEN_BYTES = 16
 _NONCE_BYTES = 8
-_ANY_PORT = 9  # nothing is sent to it
+_ANY_PORT = 9  # only selects a route: nothing is sent to it
 
 
 class OwnPulse:
-    """What answers for this process, where a socket could be had."""
+    """The socket that answers for this process, if one could be opened."""
 
     def __init__(self) -> None:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -39,7 +39,9 @@ class OwnPulse:
 
     @property
     def where(self) -> str:
-        """What others ask by: address, port and token; empty where nothing answers."""
+        """The address, port and token under which other ranks query this process; "" if no socket could be
+        opened.
+        """
         return f"{self._address} {self._pulse.port} {self._token.hex()}" if self._pulse else ""
 
     def beat(self) -> None:
@@ -49,12 +51,14 @@ class OwnPulse:
 
 @cache
 def own_pulse() -> OwnPulse:
-    """Return that of this process, which lives as long as it."""
+    """Return the pulse of this process, which lives as long as the process."""
     return OwnPulse()
 
 
 def _own_address() -> str:
-    """Return the number at which the other ranks reach this machine: that of the way to where they meet."""
+    """Return the IP address at which other ranks reach this machine: the source address of a route to
+    MASTER_ADDR.
+    """
     meet = os.environ.get("MASTER_ADDR") or socket.gethostname()
     with suppress(OSError):
         family, kind, protocol, _, there = socket.getaddrinfo(meet, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
@@ -65,14 +69,14 @@ def _own_address() -> str:
 
 
 class PulseQuestions:
-    """Asks other ranks, without waiting for answers: they are there at a later look."""
+    """Queries other ranks without waiting for answers, which a later call collects."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}  # by family
         self._asked: dict[bytes, int] = {}
 
     def ask(self, rank: int, where: str) -> None:
-        """Ask ``rank``, which said :attr:`OwnPulse.where`."""
+        """Query ``rank``; ``where`` is its :attr:`OwnPulse.where`."""
         if not where:
             return
         address, port, token = where.split()
@@ -80,12 +84,13 @@ class PulseQuestions:
         if nonce is None:
             nonce = secrets.token_bytes(_NONCE_BYTES)
             self._asked[nonce] = rank
-        with suppress(OSError):  # no way there: no answer either
+        with suppress(OSError):  # unreachable: there will be no answer
             self._socket_for(address).sendto(bytes.fromhex(token) + nonce, (address, int(port)))
 
     def answers(self) -> dict[int, float]:
-        """Return which ranks have answered since the last look, and for how many seconds no thread of Python
-        has had its turn there."""
+        """Return the ranks that have answered since the last call, and for how many seconds no Python thread
+        has run there.
+        """
         found: dict[int, float] = {}
         for asked in self._sockets.values():
             while True:
@@ -93,7 +98,7 @@ class PulseQuestions:
                     said = asked.recv(_TOKEN_BYTES + _NONCE_BYTES)
                 except BlockingIOError:
                     break
-                except OSError:  # a port of a process that is gone
+                except OSError:  # port unreachable: the process is gone
                     continue
                 rank = self._asked.get(said[:_NONCE_BYTES])
                 if rank is not None:

@@ -1,5 +1,5 @@
-"""The ranks that share a model, over torch.distributed: the collectives of tensors, what ranks say to each
-other between CPUs, and how they agree that each has done its part or hear which has failed.
+"""The ranks that share a model, over torch.distributed: collectives of tensors, messages between CPUs, and
+agreement on success or failure.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from gemini.errors import CheckpointError, ConfigError, GeminiError, StateError
 _Result = TypeVar("_Result")
 
 
-FAILED = "failed: "  # how what a rank says begins that could not do its part
-_HEAD = struct.Struct("=qq")  # the topic, and how many bytes are said
-_FRAME_BYTES = 512  # of each message; what is longer follows in a second one
+FAILED = "failed: "  # prefix of the message of a rank that failed
+_HEAD = struct.Struct("=qq")  # the topic, and the length of the message in bytes
+_FRAME_BYTES = 512  # size of every first message; longer ones are sent again in a second
 
 
 def _wait(work: Any, _doing: str) -> None:
@@ -38,11 +38,11 @@ def _wait(work: Any, _doing: str) -> None:
 
 
 class Messages:
-    """Over a gloo ``group``, for one thread. ``ranks`` are its global ranks in the order in which answers are
-    returned.
+    """Exchanges messages over a gloo ``group``, from one thread. ``ranks``: its global ranks, in the order in
+    which answers are returned.
 
-    Each message says what it is about, and all first ones are equally long. So ranks that do different things
-    find out, where messages of different lengths would end the process, or be mistaken for each other.
+    Each message has a topic, and all first messages have equal length. So ranks in different calls find out;
+    messages of different lengths would end the process or be mistaken for each other.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class Messages:
         self._order = [dist.get_group_rank(group, rank) for rank in ranks]
 
     def numbers(self, topic: Topic, mine: Sequence[int]) -> list[list[int]]:
-        """Return what every rank has given here: 64-bit integers. Raises as :meth:`text`."""
+        """Return the 64-bit integers of every rank. Raises like :meth:`text`."""
         return [array("q", said).tolist() for said in self._exchange(topic, array("q", mine).tobytes())]
 
     def text(self, text: str, topic: Topic = Topic.AGREEMENT) -> list[str]:
-        """Return what every rank has said here.
+        """Return the text of every rank.
 
         Raises:
-            StateError: on all ranks: they do not all speak of the same.
+            StateError: on all ranks, if their topics differ.
         """
         return [said.decode() for said in self._exchange(topic, text.encode())]
 
@@ -79,7 +79,7 @@ class Messages:
         return said
 
     def _gather(self, mine: bytes, doing: str) -> list[bytes]:
-        """Return what every rank has given, in order; equally long for all."""
+        """Return the bytes of every rank, in order; all have equal length."""
         message = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         said = [torch.empty_like(message) for _ in self._order]
         self._wait(dist.all_gather(said, message, group=self._group, async_op=True), doing)
@@ -109,21 +109,24 @@ def _alone(text: str) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class Rank:
-    """Process ``index`` of ``count`` that do something together, such as saving a checkpoint.
+    """Process ``index`` of ``count`` that act together, for example to save a checkpoint.
 
-    ``exchange(text)`` waits until all of them have called it and returns what each said, in order of index
-    (``torch.distributed.all_gather_object`` does). ``several_hosts``: not all run on this machine.
-
-    ``parts``: this process among those with its index that hold the other parts of a model, which was cut
-    over ranks. Then ``count`` processes hold this part, and all processes of all parts agree together, so
-    that no part is saved or loaded without the others. None: the model is whole.
+    Attributes:
+        index, count: this process, and the number of processes.
+        exchange: ``exchange(text)`` waits until all processes have called it and returns their texts in order
+            of index, like ``torch.distributed.all_gather_object``.
+        several_hosts: whether the processes run on more than one machine.
+        failure: the error that the others raise if one process fails.
+        parts: this process among those with its index that have the other parts of a model that is cut over
+            ranks. Then ``count`` processes have this part, and all processes of all parts agree together, so
+            that no part is saved or loaded without the others. None: the model is whole.
     """
 
     index: int = 0
     count: int = 1
     exchange: Callable[[str], Sequence[str]] = _alone
     several_hosts: bool = False
-    failure: type[GeminiError] = CheckpointError  # what the others raise where one has failed
+    failure: type[GeminiError] = CheckpointError  # raised on the other ranks if one fails
     parts: Rank | None = None
 
     @property
@@ -133,24 +136,26 @@ class Rank:
 
     @property
     def part(self) -> int:
-        """Which part of the model this process holds."""
+        """The index of this process's part of the model."""
         return 0 if self.parts is None else self.parts.index
 
     def agree(self, action: Callable[[], str]) -> str:
-        """Run ``action`` on every rank; return what it returned on rank 0 once all have succeeded. Raises as
-        :meth:`collect`."""
+        """Run ``action`` on every rank; return its result on rank 0 once all have succeeded. Raises like
+        :meth:`collect`.
+        """
         return self.collect(action)[0]
 
     def collect(self, action: Callable[[], str]) -> list[str]:
-        """Run ``action`` on every rank; return what it returned on each of those that hold this part, once
-        all have succeeded. Raises as :meth:`collect_parts`."""
+        """Run ``action`` on every rank; return its results on the ranks with this part, once all have
+        succeeded. Raises like :meth:`collect_parts`.
+        """
         return self.collect_parts(action)[self.part]
 
     def collect_parts(self, action: Callable[[], str]) -> list[list[str]]:
-        """Run ``action`` on every rank; return what it returned on each, by part, once all have succeeded.
+        """Run ``action`` on every rank; return all results, by part, once all have succeeded.
 
         Raises:
-            GeminiError: ``failure``: it failed on another rank. What it raises here is let through.
+            GeminiError: ``failure``, if it failed on another rank. An error on this rank is passed on.
         """
         try:
             result = action()
@@ -165,7 +170,7 @@ class Rank:
         return [[text.removeprefix(_DONE) for text in texts] for texts in said]
 
     def _meet(self, text: str) -> list[list[str]]:
-        """Return what every rank says here, by part."""
+        """Return the texts of all ranks, by part."""
         own = list(self.exchange(text))
         if self.parts is None:
             return [own]
@@ -175,7 +180,7 @@ class Rank:
         return "" if self.parts is None else f" with part {part} of {self.parts.count} of the model"
 
     def require_same_directory(self, directory: str | os.PathLike[str]) -> None:
-        """Refuse ranks that name different directories: what the others name would not be looked at.
+        """Check that all ranks use the same directory: another rank's directory would be ignored.
 
         Raises:
             CheckpointError: on all ranks.
@@ -186,14 +191,17 @@ class Rank:
             return json.dumps([str(path.absolute()), str(path.resolve())])
 
         said = [json.loads(text) for text in self.collect(names)]
-        if any(len({each[kind] for each in said}) == 1 for kind in range(2)):  # links may differ by host
+        if any(
+            len({each[kind] for each in said}) == 1 for kind in range(2)
+        ):  # one kind suffices: links may differ by host
             return
         each = ", ".join(f"rank {rank} {name!r}" for rank, (name, _) in enumerate(said))
         raise CheckpointError(f"ranks name different directories: {each}; pass the same on all of them")
 
     def together(self, action: Callable[[], _Result]) -> _Result:
-        """Run ``action`` on every rank; return what it returned here, once all have succeeded. Raises as
-        :meth:`collect`."""
+        """Run ``action`` on every rank; return its result on this rank, once all have succeeded. Raises like
+        :meth:`collect`.
+        """
         results: list[_Result] = []
 
         def run() -> str:
@@ -205,19 +213,19 @@ class Rank:
 
     def tell_failure(self, error: BaseException) -> None:
         """Make the others' next :meth:`agree` raise instead of waiting for this rank."""
-        with suppress(RuntimeError):  # they are elsewhere, or gone: ``error`` is what there is to see
+        with suppress(RuntimeError):  # the others are elsewhere or gone; ``error`` is the one to report
             self._meet(f"{FAILED}{type(error).__name__}: {error}")
 
 
 _CPU = torch.device("cpu")
-_STORE_TIMEOUT = timedelta(minutes=5)  # as a TCPStore has it
-_BREAK_TAG = 0x6E4F  # of a message that nobody sends
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: another one on every machine
+_STORE_TIMEOUT = timedelta(minutes=5)  # the default of TCPStore
+_BREAK_TAG = 0x6E4F  # no message with this tag is ever sent
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent to others, by what for."""
+    """Bytes that this rank has sent to others, by purpose."""
 
     gathered: int = 0
     reduced: int = 0
@@ -226,13 +234,14 @@ class Traffic:
 
 
 class ProcessGroupPeers(Peers):
-    """Carries out what the runtime asks for on process groups."""
+    """Implements :class:`Peers` over process groups."""
 
     def __init__(
         self, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None, ranks: list[int]
     ) -> None:
-        """``group``: the two or more ranks that hold this copy of the model; ``replicas``: those with this
-        part of the others; ``ranks``: all, in order of their places."""
+        """``group``: the ranks with this copy of the model, at least two. ``replicas``: the ranks with this
+        part of the other copies. ``ranks``: all ranks, in order of their places.
+        """
         self.group = group
         self.traffic = Traffic()
         self._replicas = replicas
@@ -240,7 +249,7 @@ class ProcessGroupPeers(Peers):
         if replicas is not None:
             copy, copies = dist.get_rank(replicas), dist.get_world_size(replicas)
             self._share = replace(self._share, replica=copy, replicas=copies)
-        # Rounds overtake what is being transferred; on a GPU they need not wait for its stream either.
+        # A group of its own: rounds overtake transfers, and on a GPU need not wait for its stream.
         self._ranks = ranks
         self._timeout = shortest_timeout(group, replicas)
         self._among_all = new_group(ranks, self._timeout)
@@ -248,7 +257,7 @@ class ProcessGroupPeers(Peers):
             store_of(self._among_all), self._share.place, len(ranks), self._among_all
         )
         self._messages = Messages(self._among_all, ranks, self._wait)
-        # What is in CPU memory beside a GPU travels among the ranks of this copy as well.
+        # Beside a GPU, CPU tensors need a group with a CPU backend among the ranks of this copy.
         self._on_host = group
         if not any(device.type == "cpu" for device in devices_of(group)):
             self._on_host = new_group(dist.get_process_group_ranks(group), self._timeout)
@@ -261,11 +270,11 @@ class ProcessGroupPeers(Peers):
 
     @property
     def ranks_on_this_host(self) -> int:
-        said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
         return int(said) if said.isdigit() and int(said) > 0 else self._share.world
 
     def on_several_hosts(self) -> bool:
-        """Say whether not all ranks run on one machine; all of them call this."""
+        """Return whether the ranks run on more than one machine. Collective."""
         if self._several_hosts is None:
             self._several_hosts = len(set(self.say(_BOOT_ID.read_text()))) > 1
         return self._several_hosts
@@ -278,7 +287,7 @@ class ProcessGroupPeers(Peers):
         self.traffic.gathered += (self._share.size - 1) * shard.nbytes
         if shard.device.type != "cpu":
             return _started(all_gather(whole, shard, group=self.group, async_op=True))
-        # gloo gathers through buffers of its own; messages go from and to where the bytes are.
+        # gloo's all_gather copies through its own buffers; point-to-point messages use the tensors' memory.
         own, parts = self._share.rank, whole.view(self._share.size, -1)
         works = [self._send(shard, rank) for rank in self._others()]
         works += [self._receive(parts[rank], rank) for rank in self._others()]
@@ -299,7 +308,7 @@ class ProcessGroupPeers(Peers):
         return [(rank + distance) % size for distance in range(1, size)]
 
     def _as_one(self, works: Sequence[Any], nbytes: int) -> Transfer:
-        """Return transfers of ``nbytes`` each as one, which does not wait forever."""
+        """Combine transfers of ``nbytes`` each into one, with a time limit."""
         limit = self.attendance.longest_transfer(nbytes)
         if self._timeout is not None:
             limit = min(limit, self._timeout)
@@ -312,8 +321,9 @@ class ProcessGroupPeers(Peers):
         return self.begin(lambda: dist.irecv(tensor, group=self.group, group_src=rank))
 
     def begin(self, call: Callable[[], Any]) -> Any:
-        """Return the message that ``call`` begins to send or receive. Raises StateError where its connection
-        has broken before: gloo says so at once."""
+        """Return the handle of the message that ``call`` starts. Raises StateError if its connection broke
+        earlier: gloo then fails at once.
+        """
         try:
             work = call()
         except RuntimeError as error:
@@ -325,18 +335,18 @@ class ProcessGroupPeers(Peers):
         self.traffic.reduced += whole.nbytes // size * (size - 1)
         if whole.device.type != "cpu":
             return _started(dist.all_to_all_single(parts, whole, group=self.group, async_op=True))
-        # As in gather(); nor is this rank's own part copied.
+        # Point-to-point as in gather(); this rank's own part is not copied.
         mine, theirs = whole.view(size, -1), parts.view(size, -1)
         works = [self._send(mine[rank], rank) for rank in self._others()]
         works += [self._receive(theirs[rank], rank) for rank in self._others()]
         return self._as_one(works, mine[0].nbytes)
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> ProcessGroupPeers:
-        """Return these ranks: a copy of what they share is of the same ones."""
+        """Return this object: a copy of a model uses the same ranks."""
         return self
 
     def say(self, text: str) -> list[str]:
-        """Return what every rank, in order of their places, has said here. Raises as :meth:`exchange`."""
+        """Return the text of every rank, in order of their places. Raises like :meth:`exchange`."""
         return self._messages.text(text)
 
     def together(self, action: Callable[[], _Result]) -> _Result:
@@ -363,7 +373,7 @@ class ProcessGroupPeers(Peers):
             self._as_one(works, max(sizes)).wait()
             return
         for work in works:
-            work.wait()  # only orders streams
+            work.wait()  # these are GPU tensors: it only orders streams
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cpu":
@@ -393,8 +403,9 @@ class ProcessGroupPeers(Peers):
     def _wait(
         self, work: Any, doing: str, group: dist.ProcessGroup | None = None, device: torch.device = _CPU
     ) -> None:
-        """Wait for a collective of ``group``, None: of all ranks, with memory of ``device``. Raises as
-        :meth:`Attendance.wait`."""
+        """Wait for a collective of ``group`` (None: of all ranks) with memory of ``device``. Raises like
+        :meth:`Attendance.wait`.
+        """
         group = self._among_all if group is None else group
         if not is_over_gloo(group, device):
             work.wait()  # on a GPU it only orders streams
@@ -402,13 +413,14 @@ class ProcessGroupPeers(Peers):
         self.attendance.wait(work, doing, partial(break_off, group))
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
-        """Return the group of this copy whose backend takes the memory of ``tensor``."""
+        """Return the group of this copy with a backend for the memory of ``tensor``."""
         return self._on_host if tensor.device.type == "cpu" else self.group
 
 
 def break_off(group: dist.ProcessGroup) -> None:
-    """Make what is under way in a group of gloo fail: the end of the process would wait for it until the
-    group's timeout. An operation that runs into its own timeout closes the connections of all."""
+    """Make the pending operations of a gloo group fail; otherwise the process would wait for them at its end.
+    An operation that times out closes all connections of its group, so this starts one with a short timeout.
+    """
     with suppress(RuntimeError):
         other = 1 if dist.get_rank(group) == 0 else 0
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
@@ -420,7 +432,7 @@ class _Works(Transfer):
     """Several transfers as one."""
 
     def __init__(self, works: Sequence[Any], limit: timedelta, attendance: Attendance) -> None:
-        """``limit``: what one may take; it ends the connections."""
+        """``limit``: the time limit of each transfer; exceeding it closes the connections."""
         self._works, self._limit, self._attendance = works, limit, attendance
 
     def wait(self) -> None:
@@ -431,7 +443,7 @@ class _Works(Transfer):
                 raise self._attendance.explain(error) from error
 
 
-# Torch 2.13 has given ``all_gather_into_tensor`` another name, and deprecates the old one.
+# torch 2.13 renamed ``all_gather_into_tensor`` and deprecates the old name.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -442,9 +454,10 @@ def _started(work: Any) -> Transfer:
 
 
 def make_peers(process_group: object | None) -> ProcessGroupPeers | None:
-    """Return the ranks of ``process_group``: a ProcessGroup, a DeviceMesh of one dimension, or of two, the
-    first of which replicates what the second one shards, or None: all ranks, where torch.distributed was
-    initialized. None where that is one rank alone.
+    """Return the ranks of ``process_group``; None if it has only one rank.
+
+    ``process_group``: a ProcessGroup; a DeviceMesh with one dimension, or with two, the first of which
+    replicates and the second shards; or None for all ranks of torch.distributed, if it is initialized.
 
     Raises:
         ConfigError: it is something else.
@@ -488,12 +501,15 @@ def _peers_on(mesh: DeviceMesh) -> ProcessGroupPeers | None:
 
 
 def join_ranks(backend: str | None = None, timeout: timedelta | None = None) -> bool:
-    """Initialize torch.distributed among the processes that torchrun has started; say whether there are any.
-    ``backend`` and ``timeout`` as ``init_process_group`` takes them: how long a rank waits for the others,
-    here and in every collective, before it raises; None: torch's default, half an hour over gloo.
+    """Initialize torch.distributed among the processes that torchrun started; return whether there are any.
 
-    Does nothing where that was done already, or without torchrun. Unlike a plain ``init_process_group`` it is
-    safe after a restart: torchrun keeps its store, in which the addresses of dead ranks would be found.
+    Does nothing if it is already initialized, or without torchrun. Unlike a plain ``init_process_group`` it
+    is safe after a restart: torchrun keeps its store, with the addresses of dead ranks.
+
+    Args:
+        backend: as for ``init_process_group``.
+        timeout: how long a rank waits for the others, here and in every collective, before it raises; None:
+            torch's default, half an hour for gloo.
     """
     if dist.is_initialized():
         return True

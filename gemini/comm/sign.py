@@ -1,4 +1,6 @@
-"""What a rank says of itself to the others, and what they have seen of it."""
+"""Sign: the state that a rank publishes with each heartbeat. Seen: the last sign that was read from another
+rank.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,20 @@ _NOT_THE_PROGRAM = {"gemini", "torch", "contextlib"}  # packages
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank lets the others see: ``beat`` grows while its interpreter runs, ``calls`` is how many calls
-    it has begun that ranks make together, ``doing`` says what the last one does and ``place`` where in the
-    program, ``waits`` whether it is in it, ``other`` what it waits for with some of them alone, ``begun`` how
-    many collectives of all ranks it has begun, ``computed`` tenths of a second that its thread has computed,
-    ``pulse`` where its process can be asked whether it is alive, and ``left`` why its calls have ended."""
+    """The state that a rank publishes.
+
+    Attributes:
+        beat: grows while the rank's interpreter runs.
+        calls: the number of collective calls that it has begun.
+        doing: a description of the last call.
+        waits: whether the last call is still running.
+        place: the line of the program that made the call.
+        other: the calls with some of the ranks only for which it waits.
+        begun: the number of collectives over all ranks that it has begun.
+        computed: CPU time of its thread, in tenths of a second.
+        pulse: the address at which its process can be asked whether it is alive.
+        left: why it makes no more calls; "" while it does.
+    """
 
     beat: int = 0
     calls: int = 0
@@ -31,19 +42,21 @@ class Sign:
     left: str = ""
 
     def is_stuck(self, begun: int) -> bool:
-        """Whether it waits for other ranks, here or with some of them; or has begun more collectives of all
-        ranks than the ``begun`` of one that waits, which are the program's own. Such a collective may run
-        beside the program: only a thread that has not computed either is taken for one that waits."""
+        """Return whether the rank waits for others, in this group or another one, or has begun more
+        collectives over all ranks than ``begun``, those of a rank that waits; these belong to the program.
+        Such a collective may run in the background, so the caller must also check that the thread has not
+        computed.
+        """
         return self.waits or bool(self.other) or self.begun > begun
 
     @property
     def state(self) -> tuple[object, ...]:
-        """What changes when it gets on."""
+        """The fields that change when the rank makes progress."""
         return self.calls, self.waits, self.other, self.begun, self.computed
 
     @property
     def what(self) -> str:
-        """What it waits for."""
+        """A description of the call that it waits for."""
         return self.other or self.doing
 
     def __str__(self) -> str:
@@ -56,8 +69,9 @@ class Sign:
 
 @dataclass
 class Seen:
-    """The last sign of another rank, since when its beat and its state are what they are, and when its
-    process has last shown that it is alive: by a beat or by an answer of its pulse."""
+    """The last sign of another rank, with three times (monotonic seconds): when its beat last changed, when
+    its state last changed, and when its process last proved to be alive, by a beat or a pulse answer.
+    """
 
     sign: Sign
     beat_s: float
@@ -66,19 +80,19 @@ class Seen:
 
     @classmethod
     def at(cls, now: float) -> Seen:
-        """Nothing yet, from ``now`` on."""
+        """Return an empty record with all times set to ``now``."""
         return cls(Sign(), now, now, now)
 
     def forgive(self, now: float) -> None:
-        """Begin to watch again: what was read last is old, and no silence."""
+        """Restart the times: signs were not read for a while, which is not the rank's silence."""
         self.beat_s = self.state_s = self.alive_s = now
 
     def answer(self, now: float) -> None:
-        """Note that its process has answered."""
+        """Record that its process has answered a pulse query."""
         self.alive_s = now
 
     def take(self, sign: Sign, now: float) -> bool:
-        """Note its newest ``sign``; say whether its beat goes on."""
+        """Record its newest ``sign``; return whether its beat has changed."""
         goes_on = sign.beat != self.sign.beat
         if goes_on:
             self.beat_s = self.alive_s = now
@@ -89,7 +103,9 @@ class Seen:
 
 
 def own_place() -> str:
-    """Return the innermost line of the calling thread that is neither this library's nor torch's."""
+    """Return the innermost line of the calling thread outside this library and torch, as "file:line in
+    function"; "" if there is none.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_PROGRAM:
         frame = frame.f_back
@@ -99,8 +115,9 @@ def own_place() -> str:
 
 
 def computed_seconds(clock: int) -> float:
-    """Return how long the thread has computed that has ``clock`` (:func:`time.pthread_getcpuclockid`); 0
-    where it has ended."""
+    """Return the CPU time of the thread with ``clock`` (from :func:`time.pthread_getcpuclockid`); 0 if it has
+    ended.
+    """
     try:
         return time.clock_gettime(clock)
     except OSError:
