@@ -1,1 +1,1 @@
-"""What the machine and the process are: sizes, files, locks, threads, random generators, devices."""
+"""The machine and the process: sizes, files, locks, threads, random generators, devices."""

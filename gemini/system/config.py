@@ -1,4 +1,4 @@
-"""What users give: byte sizes as they write them (``512MiB``, ``1.5GB``, ``4096``), and keywords."""
+"""Parses user input: byte sizes (``512MiB``, ``1.5GB``, ``4096``) and keyword arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from gemini.errors import ConfigError
 
-MOST_BYTES = 2**62 - 1  # of a size that is taken
+MOST_BYTES = 2**62 - 1  # the largest accepted size
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _FACTORS = {unit.lower(): 1024**power for power, unit in enumerate(_UNITS)} | {
     unit.lower(): 1000**power for power, unit in enumerate(("B", "KB", "MB", "GB", "TB", "PB"))
@@ -20,11 +20,11 @@ _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[a-z]*)", re.ASC
 
 
 def parse_bytes(value: int | str | None, *, name: str = "size") -> int | None:
-    """Return a number of bytes from an int, a string such as ``"64 KiB"``, or None for None.
+    """Return a number of bytes from an int or a string such as ``"64 KiB"``; None for None.
 
     Units are KiB, MiB, GiB, TiB, PiB (powers of 1024) and KB, MB, GB, TB, PB (powers of 1000), in any case;
-    a number without a unit is bytes. A fraction of a byte is cut off, so that a budget never grows.
-    ``name`` is the argument the message speaks about. Raises ConfigError for everything else.
+    without a unit the number is bytes. Fractions of a byte are cut off, so that a budget never grows.
+    ``name``: the argument's name for messages. Raises ConfigError for everything else.
     """
     if value is None:
         return None
@@ -50,7 +50,7 @@ def _checked(nbytes: int, name: str) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Return ``nbytes`` for people to read, in powers of 1024: ``24.0 MiB``, ``512 B``."""
+    """Return ``nbytes`` as text in powers of 1024: ``24.0 MiB``, ``512 B``."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     scaled = float(nbytes)
@@ -62,25 +62,26 @@ def format_bytes(nbytes: int) -> str:
 
 
 def keyword_names(owner: type) -> frozenset[str]:
-    """Return the names of the arguments that ``owner`` takes by keyword."""
+    """Return the names of the arguments that ``owner`` accepts by keyword."""
     parameters = inspect.signature(owner).parameters.values()
     return frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 def refuse_unknown(called: str, options: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raise TypeError, in the name of what was ``called``, for an option that nothing would read."""
+    """Raise TypeError for an option that is not in ``known``; the message names the function ``called``."""
     unknown = sorted(options.keys() - known)
     if unknown:
         wrong = ", ".join(f"{name!r}{did_you_mean(name, known)}" for name in unknown)
         raise TypeError(f"{called} has no argument {wrong}; it has {', '.join(sorted(known))}")
 
 
-_MOST_LETTERS = 100  # of a name that is guessed: comparing takes time by their square
+_MOST_LETTERS = 100  # compared letters of a name: the comparison takes quadratic time
 
 
 def did_you_mean(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Return a space and, in brackets, the name that is nearest among the ``known`` ones; capitals do not
-    count. Return "" if none is as near as ``cutoff`` (1: the same letters)."""
+    """Return `` (did you mean X?)`` for the nearest of the ``known`` names, ignoring case; "" if none is as
+    near as ``cutoff`` (1: the same letters).
+    """
     by_letters = {each.lower(): each for each in known}
     near = get_close_matches(name[:_MOST_LETTERS].lower(), by_letters, 1, cutoff)
     return f" (did you mean {by_letters[near[0]]}?)" if near else ""

@@ -1,7 +1,7 @@
-"""A file or directory has its name only once what is in it is on disk: the one way in which this library
-gives names to what it writes, so that after a loss of power there is the old content or the new, never zeros.
+"""Writes files and directories durably: they get their names only once their contents are on disk.
 
-``tests/packaging/test_writers.py`` finds writers that go another way.
+After a power loss there is the old content or the new, never zeros. All files that this library writes go
+through this module; ``tests/packaging/test_writers.py`` finds writers that do not.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from gemini.system.files import DirectoryLock, io_errors
 
-_RANDOM = "[a-z0-9_]{8}"  # what tempfile adds
-_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD and a flag of renameat2 of Linux
+_RANDOM = "[a-z0-9_]{8}"  # the random part of tempfile's names
+_HERE, _RENAME_EXCHANGE = -100, 2  # AT_FDCWD, and a flag of Linux's renameat2
 
 
 def sync(path: Path) -> None:
-    """Return once a file's content, or a directory's entries, are on disk. Raises OSError."""
+    """Wait until a file's content, or a directory's entries, are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a directory may be a link
     try:
         os.fsync(descriptor)
@@ -32,7 +32,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(path: Path) -> None:
-    """Return once a file, or a directory with all that is in it, is on disk. Raises OSError."""
+    """Wait until a file, or a directory with everything in it, is on disk. Raises OSError."""
     found = path.stat(follow_symlinks=False)
     if stat.S_ISDIR(found.st_mode):
         for entry in path.iterdir():
@@ -42,36 +42,37 @@ def sync_tree(path: Path) -> None:
 
 
 def rename(path: Path, target: Path) -> None:
-    """Rename ``path``, which is on disk already, to ``target``, and return once the new name is on disk, too.
-    A file of that name is replaced. Raises OSError."""
+    """Rename ``path``, which must be on disk already, to ``target``, and wait until the new name is on disk.
+    An existing file is replaced. Raises OSError.
+    """
     path.replace(target)
     sync(target.parent)
 
 
 def publish(made: Path, target: Path) -> None:
-    """Give a file or directory that was written its name, once all of it is on disk. Raises OSError."""
+    """Sync a file or directory and give it its final name. Raises OSError."""
     sync_tree(made)
     rename(made, target)
 
 
 def temporary_of(path: Path) -> Path:
-    """Return the name under which :func:`replacing` writes a file; a kill leaves it behind."""
+    """Return the name under which :func:`replacing` writes a file. A killed process leaves it behind."""
     return path.with_name(path.name + ".tmp")
 
 
 @contextmanager
 def replacing(path: Path, doing: str) -> Iterator[Path]:
-    """Yield a temporary name to write a file under; on leaving the block it becomes ``path``. Raises
-    IoError."""
+    """Yield a temporary path to write to; on exit it is fsynced and renamed to ``path``. Raises IoError."""
     with _replacing(temporary_of(path), path, doing) as temporary:
         yield temporary
 
 
 def write_text(path: Path, text: str, doing: str, *, mode: int = 0o666) -> None:
-    """Replace a file by ``text``; the umask takes from ``mode``. Several processes may do so at a time: one
-    of the texts stays. Raises IoError."""
+    """Replace a file by ``text``, with permissions ``mode`` minus the umask. If several processes write at
+    once, one of the texts stays. Raises IoError.
+    """
     with _replacing(path.with_name(f".{path.name}.{os.getpid()}.tmp"), path, doing) as temporary:
-        temporary.unlink(missing_ok=True)  # left behind by a process of this number that was killed
+        temporary.unlink(missing_ok=True)  # left by a killed process with the same pid
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
             file.write(text)
@@ -91,9 +92,9 @@ def _replacing(temporary: Path, path: Path, doing: str) -> Iterator[Path]:
 
 @contextmanager
 def scratch_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty private directory next to ``target``, which is removed on leaving the block.
+    """Yield an empty private directory next to ``target``; it is removed on exit.
 
-    Those for the same ``target`` that no process holds any more are removed first. Raises OSError.
+    Scratch directories of ``target`` that no living process holds are removed first. Raises OSError.
     """
     _remove_leftovers(target)
     scratch, lock = _make_scratch(target)
@@ -105,10 +106,12 @@ def scratch_directory(target: Path) -> Iterator[Path]:
 
 
 def put_in_place(made: Path, target: Path) -> None:
-    """Give a file or directory that was written the name ``target``, once all of it is on disk; what is
-    there, a file or a directory, is removed. Where the system can exchange names, one of both has the name at
-    any moment, and a kill may leave the older one under the name of ``made``. Elsewhere a kill in between
-    leaves it beside ``target``, for :func:`restore`. Raises OSError."""
+    """Sync a file or directory and give it the name ``target``; an existing file or directory is removed.
+
+    If the system can exchange two names, ``target`` always exists, and a kill may leave the older one under
+    the name of ``made``. Otherwise a kill may leave the older one beside ``target``, for :func:`restore`.
+    Raises OSError.
+    """
     sync_tree(made)
     restore(target)
     older = _set_aside(target)
@@ -123,16 +126,18 @@ def put_in_place(made: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Give each of two paths what the other one names, both at the same moment. Return False where the system
-    cannot do that: the kernel, the C library or the file system."""
+    """Exchange the names of two paths atomically. Return False if the kernel, the C library or the file
+    system cannot.
+    """
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     names = os.fsencode(one), os.fsencode(other)
     return call is not None and call(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
 
 
 def restore(target: Path) -> None:
-    """End what a kill has interrupted in :func:`put_in_place`: the older one has its name again, or goes,
-    where the newer one has it. Raises OSError."""
+    """Finish a :func:`put_in_place` that was killed: give the older one its name back, or remove it if the
+    newer one already has the name. Raises OSError.
+    """
     older = _set_aside(target)
     if _is_there(target):
         _remove(older)
@@ -152,7 +157,7 @@ def _remove(path: Path) -> None:
 
 
 def set_aside_in(directory: Path) -> list[Path]:
-    """Return the targets of which an older one is set aside in ``directory``. Raises OSError."""
+    """Return the targets with an older version set aside in ``directory``. Raises OSError."""
     found = (re.fullmatch(r"\.(.+)\.replaced", path.name) for path in directory.iterdir())
     return [directory / match[1] for match in found if match]
 
@@ -162,14 +167,14 @@ def _set_aside(target: Path) -> Path:
 
 
 def _scratch_prefix(target: Path) -> str:
-    return f".{target.name}.gemini-"  # nobody else's
+    return f".{target.name}.gemini-"  # only this module uses such names
 
 
 def _make_scratch(target: Path) -> tuple[Path, DirectoryLock]:
-    """Return a new directory, locked."""
+    """Return a new directory and its lock."""
     while True:
         scratch = Path(tempfile.mkdtemp(prefix=_scratch_prefix(target), dir=target.parent))
-        with suppress(FileNotFoundError, BlockingIOError):  # another process has taken it for a leftover
+        with suppress(FileNotFoundError, BlockingIOError):  # another process removes it as a leftover
             lock = DirectoryLock(scratch)
             if scratch.exists():
                 return scratch, lock
@@ -179,10 +184,10 @@ def _make_scratch(target: Path) -> tuple[Path, DirectoryLock]:
 def _remove_leftovers(target: Path) -> None:
     name = re.compile(re.escape(_scratch_prefix(target)) + _RANDOM)
     found: list[Path] = []
-    with suppress(PermissionError):  # a directory that may be written need not be readable
+    with suppress(PermissionError):  # a writable directory may be unreadable
         found += (path for path in target.parent.iterdir() if name.fullmatch(path.name))
     for path in found:
-        # It stays: its process is alive, another user's, no directory, or just removed by its process.
+        # Left alone: its process is alive, it is another user's or not a directory, or it is already gone.
         with suppress(OSError):
             lock = DirectoryLock(path)
             try:

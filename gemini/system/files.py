@@ -1,6 +1,6 @@
-"""Files and directories: every failed write is an IoError that says what could not be done, and leaves no
-half file; what is read is a regular file of bounded size that names its format; a directory can be one
-process's own.
+"""Safe file access. A failed write is an IoError that says what failed, and leaves no partial file. Reads
+accept only regular files of limited size that name their format. A lock can reserve a directory for one
+process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gemini.errors import IoError, printable
 
 logger = logging.getLogger(__name__)
 
-KEY = "format"  # what says it in a document
+KEY = "format"  # the key of a document's format
 _MOST_DIGITS = 6
 
 
@@ -37,11 +37,11 @@ def io_errors(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_regular(path: Path, flags: int = 0) -> int:
-    """Return a descriptor to read a file with; ``flags`` are further ones of ``os.open``. With
-    ``os.O_NOFOLLOW`` a link is refused.
+    """Open a regular file for reading and return the descriptor; ``flags``: further flags of ``os.open``.
+    With ``os.O_NOFOLLOW`` a link is refused.
 
-    Raises OSError, too, for what is no regular file: a FIFO would keep its reader waiting forever, and a
-    device may act where it is opened.
+    Raises OSError, also if it is not a regular file: a FIFO would block its reader forever, and opening a
+    device may have effects.
     """
     _require_regular(path.stat(follow_symlinks=not flags & os.O_NOFOLLOW), path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
@@ -54,7 +54,9 @@ def open_regular(path: Path, flags: int = 0) -> int:
 
 
 def read_regular(path: Path, max_bytes: int, flags: int = 0) -> bytes:
-    """Return what a file holds. Raises OSError as :func:`open_regular`, and for more than ``max_bytes``."""
+    """Return the contents of a file. Raises OSError like :func:`open_regular`, and if it has more than
+    ``max_bytes``.
+    """
     descriptor = open_regular(path, flags)
     try:
         size = os.fstat(descriptor).st_size
@@ -67,7 +69,7 @@ def read_regular(path: Path, max_bytes: int, flags: int = 0) -> bytes:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Return what JSON text says, UTF-8 where it is bytes. Raises ValueError for whatever is none."""
+    """Return the value of JSON text; bytes must be UTF-8. Raises ValueError if it is invalid."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode())
     except RecursionError:
@@ -81,13 +83,13 @@ def _require_regular(found: os.stat_result, path: Path) -> None:
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Append all of ``data``, or nothing of it. Raises OSError, too, for what is no regular file."""
+    """Append all of ``data``, or nothing. Raises OSError, also if ``path`` is not a regular file."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0) as file:
         _require_regular(os.fstat(file.fileno()), path)
         end = file.tell()
         try:
-            if file.write(data) != len(data):  # a raw write may be short where the space ends
+            if file.write(data) != len(data):  # a raw write may be short when space runs out
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except BaseException:
             with suppress(OSError):
@@ -97,9 +99,9 @@ def append_whole(path: Path, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of documents, by its ``name`` and ``version``, which each says: ``gemini-trace-2``.
+    """A document format with a ``name`` and ``version``; each document has both, as in ``gemini-trace-2``.
 
-    ``older``: of versions that are read no longer, why, and what to do.
+    ``older``: for versions that are no longer read, the reason and what to do.
     """
 
     name: str
@@ -110,7 +112,7 @@ class Format:
         return f"{self.name}-{self.version}"
 
     def version_of(self, document: Any) -> int | None:
-        """Return which version ``document`` says it is of, None: it is of no version of this format."""
+        """Return the version in ``document``; None if it is not of this format."""
         said = document.get(KEY) if isinstance(document, dict) else None
         if not isinstance(said, str):
             return None
@@ -118,11 +120,11 @@ class Format:
         return int(match[1]) if match else None
 
     def is_read(self, document: Any) -> bool:
-        """Say whether ``document`` is of the version that is read."""
+        """Return whether ``document`` has the version that this release reads."""
         return self.version_of(document) == self.version
 
     def refusal(self, document: Any, what: object) -> str:
-        """Return in one line what ``document``, which is not read, is instead; ``what`` names it."""
+        """Return a one-line message that says what an unreadable ``document`` is; ``what`` names it."""
         version, where = self.version_of(document), printable(str(what))
         if version is None:
             return f"{where} is not a {self} file"
@@ -137,13 +139,16 @@ class Format:
 
 
 class DirectoryLock:
-    """Keeps other processes out of a directory until :meth:`release`; the kernel ends it with the process.
+    """Keeps other processes out of a directory until :meth:`release`; the kernel releases it if the process
+    dies.
 
-    ``is_exclusive``: whether it does; not every file system has locks.
+    ``is_exclusive``: False if the file system has no locks, so that nothing is kept out.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Take the lock. Raises BlockingIOError where another has it, OSError for no such directory."""
+        """Take the lock. Raises BlockingIOError if another process has it, OSError if the directory does not
+        exist.
+        """
         self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._owner = os.getpid()
         self.is_exclusive = True
@@ -157,10 +162,10 @@ class DirectoryLock:
             logger.info("%s cannot be locked (%s): nothing keeps a second process out", path, error)
 
     def release(self) -> None:
-        """Let others in. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._descriptor is None:
             return
-        if os.getpid() == self._owner:  # a forked child has the same lock, and may live on
+        if os.getpid() == self._owner:  # a forked child shares the lock and must not release the parent's
             with suppress(OSError):
                 fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)

@@ -1,8 +1,8 @@
-"""The door for files, directories and programs that somebody else made.
+"""Reads files, directories and programs from other people.
 
-Through it come regular files alone, which keep no reader waiting; of a directory those inside it; documents
-of bounded size and depth. Whatever is wrong is an :class:`InputError` of one line that names the file, and
-the line in it where there is one.
+It accepts only regular files, which never block; in a directory only files inside it; and documents of
+limited size and depth. Every problem is an :class:`InputError` with a one-line message that names the file
+and, if known, the line.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from gemini.errors import GeminiError, InputError, in_words, printable
 from gemini.system.files import open_regular, read_regular
 from gemini.system.parsing import SyntaxProblem, parse_json_input, parse_toml, parse_yaml
 
-MAX_DOCUMENT_BYTES = 2**20  # of what people write
-MAX_INDEX_BYTES = 2**26  # of a million tensors
+MAX_DOCUMENT_BYTES = 2**20  # for documents that people write
+MAX_INDEX_BYTES = 2**26  # enough for an index of a million tensors
 AGAIN = "copy or download the file again"
 _AS_OWNER = "read it as its owner, or have its permissions changed"
 _PARSERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
@@ -32,11 +32,11 @@ _PARSERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
     ".yml": (parse_yaml, "YAML"),
 }
 _PACKAGES = {"YAML": "reading {} needs pip install pyyaml", "TOML": "reading {} needs pip install tomli"}
-_SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # as the cache of Hugging Face lies: its files are links to blobs
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"  # in Hugging Face's cache, files of a snapshot link to blobs
 
 
 def why_unread(error: OSError) -> str:
-    """Return why a file or a directory of the user's cannot be read, and what to do."""
+    """Return why a user's file or directory cannot be read, and what to do."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
         way_out = "check the path"
     elif error.errno in (errno.EACCES, errno.EPERM):
@@ -50,16 +50,17 @@ def why_unread(error: OSError) -> str:
 
 @contextmanager
 def errors_of(doing: str, *, way_out: str = "") -> Iterator[None]:
-    """Turn whatever another library raises on somebody's files into an InputError: ``doing``, and the error
-    in words. What is a GeminiError stays that."""
+    """Turn any error of another library on a user's files into an InputError: ``doing``, and the error in
+    words. A GeminiError is passed on.
+    """
     try:
         yield
     except GeminiError:
         raise
-    except Exception as error:  # of as many classes as libraries have checks
+    except Exception as error:  # other libraries may raise anything
         raise _said(doing, error, way_out) from error
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of a library in Rust
+        if type(error).__name__ != "PanicException":  # raised by libraries in Rust
             raise
         raise _said(doing, error, way_out) from error
 
@@ -70,9 +71,10 @@ def _said(doing: str, error: BaseException, way_out: str) -> InputError:
 
 @contextmanager
 def seconds_in(filename: str, most: float, refusal: Exception) -> Iterator[None]:
-    """Bound what was compiled as ``filename``: the first of its lines that begins after ``most`` seconds of
-    this thread's processor time raises ``refusal``. A busy machine does not make that time longer. Another
-    tracer of this thread, such as a debugger's, rests within the block."""
+    """Limit the CPU time of code that was compiled as ``filename``: its first line that starts after ``most``
+    seconds of this thread's CPU time raises ``refusal``. CPU time does not grow on a busy machine. Other
+    tracers of this thread, such as debuggers, are off within the block.
+    """
     end = time.thread_time() + most
 
     def check(frame: FrameType, event: str, argument: Any) -> Any:
@@ -92,11 +94,11 @@ def seconds_in(filename: str, most: float, refusal: Exception) -> Iterator[None]
 
 
 def read_document(path: Path, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES, kind: str = "") -> Any:
-    """Return what a document says, by the ending of its name, or of ``kind`` (``".json"``).
+    """Return the contents of a document, parsed by its file name extension or as ``kind`` (``".json"``).
 
     Raises:
-        InputError: it is no regular file, cannot be read, is larger than ``max_bytes`` or says nothing in its
-            language; ``what`` it is, such as ``"the recipe"``, stands in front of the path.
+        InputError: it is not a regular file, cannot be read, is larger than ``max_bytes``, or has a syntax
+            error. ``what`` it is, such as ``"the recipe"``, precedes the path in the message.
     """
     parse, language = _PARSERS[kind or path.suffix]
     where = printable(f"{what} {path}")
@@ -106,15 +108,16 @@ def read_document(path: Path, what: str, *, max_bytes: int = MAX_DOCUMENT_BYTES,
         raise InputError(f"cannot read {where}: {why_unread(error)}") from error
     except SyntaxProblem as problem:
         raise InputError(problem.of(where, language)) from problem
-    except ValueError as error:  # a path that is none
+    except ValueError as error:  # the path is invalid
         raise InputError(f"cannot read {where}: {error}; check the path") from error
     except ImportError as error:
         raise InputError(f"{_PACKAGES[language].format(where)}; or write it in another language") from error
 
 
 def require_inside(path: Path, *roots: Path) -> None:
-    """Raise InputError for a link that leads out of all ``roots``, which are paths without links. Raises
-    OSError where it leads nowhere."""
+    """Raise InputError if ``path`` is a link that leads outside all ``roots``, which must not contain links.
+    Raises OSError if it is a broken link.
+    """
     if not path.is_symlink():
         return
     target = Path(os.path.realpath(path, strict=True))
@@ -123,11 +126,11 @@ def require_inside(path: Path, *roots: Path) -> None:
 
 
 class InputDirectory:
-    """A directory that somebody else made. Its files are regular, and inside it; in a snapshot of the cache
-    of Hugging Face they may be links to the blobs of the same model.
+    """A directory from other people. Its files must be regular and inside it; in a snapshot of Hugging Face's
+    cache they may be links to the blobs of the same model.
 
     Raises:
-        InputError: there is no such directory, or it cannot be looked into.
+        InputError: the directory does not exist or cannot be listed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -143,27 +146,26 @@ class InputDirectory:
             self._roots.append(self._root.parent.parent / _BLOBS)
 
     def __contains__(self, name: str) -> bool:
-        """Say whether there is an entry of this name, of whatever kind."""
+        """Return whether there is an entry with this name, of any kind."""
         return os.path.lexists(self._root / name)
 
     def file(self, name: str) -> Path:
         """Return the path of a file that may be read.
 
         Raises:
-            InputError: there is none, it is no regular file, or it lies outside the directory.
+            InputError: it does not exist, is not a regular file, or lies outside the directory.
         """
         self.require_name(name)
         self.check(name)
         return self.path / name
 
     def require_name(self, name: object) -> None:
-        """Raise InputError for what is no name of a file in the directory, there or not."""
+        """Raise InputError unless ``name`` is a valid name of a file in the directory, existing or not."""
         if not _is_plain(name):
             raise InputError(f"{self.path}: {name!r:.200} is not the name of a file in it")
 
     def check(self, name: str, max_bytes: int | None = None) -> None:
-        """Check that the entry of this name may be read and has at most ``max_bytes``. Raises as
-        :meth:`file`."""
+        """Check that the entry may be read and has at most ``max_bytes``. Raises like :meth:`file`."""
         path = self.path / name
         try:
             require_inside(path, *self._roots)
@@ -177,7 +179,9 @@ class InputDirectory:
             raise InputError(f"cannot read {path}: {error.strerror or error}; {way_out}") from error
 
     def json(self, name: str, max_bytes: int) -> dict[str, Any]:
-        """Return the object that a file of JSON holds. Raises as :meth:`file`, and for what is none."""
+        """Return the object in a JSON file. Raises like :meth:`file`, and if the file is not a
+        JSON object.
+        """
         path = self.file(name)
         try:
             found = read_document(path, "the file", max_bytes=max_bytes, kind=".json")
@@ -191,8 +195,9 @@ class InputDirectory:
 
 
 def files_of(index: Mapping[str, Any], directory: InputDirectory, name: str) -> dict[str, str]:
-    """Return the names of the files that tensors are in, by the tensors' names, of an index that was read
-    from the file ``name``. Raises InputError where it does not say that, or names what is no file there."""
+    """Return {tensor name: file name} from ``index``, which was read from the file ``name``. Raises
+    InputError if the index is malformed or has an invalid file name.
+    """
     named = index.get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
         raise InputError(f"{directory.path / name} is damaged: it has no weight_map of names; {AGAIN}")
@@ -202,7 +207,7 @@ def files_of(index: Mapping[str, Any], directory: InputDirectory, name: str) -> 
 
 
 def _is_plain(name: object) -> bool:
-    """Say whether ``name`` is one of an entry of a directory, and text."""
+    """Return whether ``name`` is a valid name of a directory entry, in encodable text."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
     try:

@@ -1,7 +1,7 @@
-"""Lazy tensor: a tensor that has a shape and a type, and no memory until something asks for its values.
+"""LazyTensor: a tensor with a shape and a dtype that computes its values only when they are needed.
 
-Operators that a subclass knows stay lazy, or compute a part. Whatever else uses the tensor gets an ordinary
-one, which is computed then.
+Operators that a subclass knows return lazy results, or compute only a part. Every other use computes the
+values and gets an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset"),
     *("get_device", "is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
 )
-# Torch functions that are answered without values, for every tensor.
+# Torch functions that need no values, for every tensor.
 DESCRIPTION: frozenset[Any] = frozenset(
     (
         *(getattr(torch.Tensor, name).__get__ for name in _GETTERS),
@@ -37,9 +37,11 @@ DESCRIPTION: frozenset[Any] = frozenset(
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without memory. ``description``: the torch functions that are answered without values.
-    ``lost_gradient``: the message of the StateError for a gradient that reaches the tensor itself. That
-    happens where an operator asked no class of its operands: nobody computes the gradient further.
+    """A tensor without memory.
+
+    ``description``: the torch functions that need no values. ``lost_gradient``: the message of the StateError
+    for a gradient that arrives at this tensor itself. That happens if an operator bypassed
+    ``__torch_function__``, so that the gradient would get lost.
     """
 
     description: ClassVar[frozenset[Any]] = DESCRIPTION
@@ -51,8 +53,9 @@ class LazyTensor(torch.Tensor):
     def without_memory(
         cls: type[Lazy], like: torch.Tensor, shape: Sequence[int], *, trains: bool, **options: Any
     ) -> Lazy:
-        """Return one of ``shape`` on the device of ``like``. ``options``: dtype, and strides unless it is
-        contiguous."""
+        """Return a lazy tensor of ``shape`` on the device of ``like``. ``options``: dtype, and strides unless
+        it is contiguous.
+        """
         with PlainTensors():
             made: Lazy = torch.Tensor._make_wrapper_subclass(
                 cls, shape, device=like.device, requires_grad=trains, **options
@@ -68,16 +71,17 @@ class LazyTensor(torch.Tensor):
 
     @abstractmethod
     def compute(self) -> torch.Tensor:
-        """Return the values, an ordinary tensor, computed now. Raises StateError where they would be others
-        than at the time when the tensor was made."""
+        """Compute and return the values as an ordinary tensor. Raises StateError if they would differ from
+        those at the time when the tensor was made.
+        """
 
     @classmethod
     @abstractmethod
     def without_values(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of ``func`` where it does not need all values; else NotImplemented."""
+        """Return the result of ``func`` if it does not need all values; else NotImplemented."""
 
     def whole(self) -> torch.Tensor:
-        """Return an ordinary tensor, computed at the first call. Raises as :meth:`compute`."""
+        """Return an ordinary tensor, computed at the first call. Raises like :meth:`compute`."""
         if self._whole is None:
             with PlainTensors():
                 trains = self.requires_grad
@@ -103,8 +107,9 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute the values for what asks no class of its operands, such as C++ code. Nothing is recorded
-        here, so they are not kept for :meth:`whole`."""
+        """Compute the values for callers that bypass ``__torch_function__``, such as C++ code. Autograd does
+        not record this, so the values are not kept for :meth:`whole`.
+        """
         args, kwargs = tree_map(_computed, (tuple(args), kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -120,7 +125,8 @@ def _computed(value: Any) -> Any:
 
 
 def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Return the version counters of what a lazy tensor is computed from; -1 for inference tensors, which
-    have none."""
+    """Return the version counters of the inputs of a lazy tensor; -1 for inference tensors, which
+    have none.
+    """
     with PlainTensors():
         return tuple(-1 if each.is_inference() else each._version for each in tensors)

@@ -1,7 +1,8 @@
-"""A module that computes otherwise from now on: it gets a subclass of its class, and keeps its identity, its
-name and the signature of its ``forward``.
+"""Changes the ``forward`` of a module object by giving it a subclass of its class. Its identity, class name
+and signature of ``forward`` stay.
 
-A hook would not do: a program that calls ``forward`` passes it by, and blocks with hooks are not recomputed.
+A hook does not suffice: programs that call ``forward`` directly bypass it, and blocks with hooks are not
+recomputed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 
 def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
-    """Put ``mixin``, whose ``forward`` calls that of its base, before the class of ``module``; once."""
+    """Put ``mixin``, with a ``forward`` that calls its base's, before the class of ``module``. Idempotent."""
     if not isinstance(module, mixin):
         module.__class__ = _mixed(mixin, type(module))  # type: ignore[arg-type]
 
@@ -26,8 +27,9 @@ def class_before(module: nn.Module) -> type[nn.Module]:
 
 
 def reduced_as(plain: type[nn.Module], module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    """Return what ``module.__reduce_ex__`` does, for an object of the class ``plain``: no other program has
-    the subclass."""
+    """Return the result of ``module.__reduce_ex__`` for an object of class ``plain``: programs that unpickle
+    it do not have the subclass.
+    """
     reduced: Any = plain.__reduce_ex__(module, protocol)
     function, arguments, *rest = reduced
     if function is copyreg.__newobj__:  # type: ignore[attr-defined]

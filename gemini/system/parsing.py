@@ -1,7 +1,7 @@
-"""JSON, YAML and TOML that somebody else wrote.
+"""Parses JSON, YAML and TOML from other people.
 
-What a parser returns is plain data that any code may walk through and print: nested to :data:`MAX_DEPTH` at
-most, whole numbers of at most 4,300 digits. Everything else is a :class:`SyntaxProblem` that knows its line.
+The result is plain data that is safe to walk and print: at most :data:`MAX_DEPTH` levels deep, with integers
+of at most 4,300 digits. Everything else raises a :class:`SyntaxProblem` with its line.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from gemini.errors import in_words
 
-MAX_DEPTH = 100  # a copy takes some frames of Python for each level, and there are 1,000
+MAX_DEPTH = 100  # copying takes several Python frames per level, of 1,000
 _MOST_DIGITS = 4300  # the limit of Python's int()
-# A string that does not end takes the rest, so that a search takes one pass over any text.
+# An unterminated string matches to the end, so that a search takes one pass over any text.
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[\[{}\]]', re.DOTALL)
 _LONG_NUMBER = re.compile(rf"[0-9]{{{_MOST_DIGITS + 1}}}")
 _HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
@@ -24,7 +24,7 @@ _TOML_PLACE = re.compile(r"\(at (?:line (\d+), column \d+|end of document)\)")
 
 
 class SyntaxProblem(ValueError):
-    """What is wrong in a text, and in which ``line`` (from 1; None: nobody knows)."""
+    """An error in a text, and its ``line`` (from 1; None: unknown)."""
 
     def __init__(self, reason: str, line: int | None = None) -> None:
         super().__init__(reason if line is None else f"line {line}: {reason}")
@@ -32,25 +32,26 @@ class SyntaxProblem(ValueError):
         self.line = line
 
     def of(self, where: str, language: str) -> str:
-        """Return what to say of a text in ``language`` that stands ``where``."""
+        """Return the message for a text in ``language``; ``where`` names it."""
         line = "" if self.line is None else f"line {self.line} of "
         return f"{line}{where} is no {language}: {self.reason}"
 
 
 class AliasProblem(SyntaxProblem):
-    """Aliases of YAML: the language has them, and nothing bounds what they stand for."""
+    """YAML aliases are refused: they are valid, but their expansion can be unboundedly large."""
 
     def __init__(self, line: int) -> None:
         super().__init__("it has aliases (*name), which may grow without bound; write them out", line)
 
     def of(self, where: str, language: str) -> str:
-        """Return the same for a text that is one in ``language``."""
+        """Return the message; the text is valid in ``language``."""
         return f"line {self.line} of {where} {self.reason.removeprefix('it ')}"
 
 
 def parse_json_input(text: bytes | str, *, keys_once: bool = False) -> Any:
-    """Return what JSON text says; of a key that is given twice the last value, or with ``keys_once`` none.
-    Raises SyntaxProblem."""
+    """Return the value of JSON text. Of a repeated key the last value counts; with ``keys_once`` it is
+    refused. Raises SyntaxProblem.
+    """
     text = _decoded(text)
     try:
         value = json.loads(text, object_pairs_hook=_once if keys_once else None)
@@ -60,7 +61,7 @@ def parse_json_input(text: bytes | str, *, keys_once: bool = False) -> Any:
         raise _too_deep(text) from None
     except SyntaxProblem:
         raise
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # a number has too many digits
         raise _too_long(text, error) from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise _too_deep(text)
@@ -68,7 +69,7 @@ def parse_json_input(text: bytes | str, *, keys_once: bool = False) -> Any:
 
 
 def parse_record(text: str) -> Any:
-    """Return what JSON text says, of whose texts each is one that UTF-8 can hold. Raises SyntaxProblem."""
+    """Return the value of JSON text; all strings in it must be encodable as UTF-8. Raises SyntaxProblem."""
     value = parse_json_input(text)
     if _HALF_OF_A_PAIR.search(text):
         _require_text(text, value)
@@ -76,10 +77,10 @@ def parse_record(text: str) -> Any:
 
 
 def parse_records(text: str) -> Iterator[tuple[int, Any]]:
-    """Yield each value of a JSON list, or of JSON values one after the other, with its line.
+    """Yield (line, value) for each value of a JSON list, or of a sequence of JSON values.
 
     Raises:
-        SyntaxProblem: at the first value that is none; those before it were yielded.
+        SyntaxProblem: at the first invalid value, after those before it were yielded.
     """
     decoder, place, line = json.JSONDecoder(), 0, 1
     place, line = _skip(text, place, line, " \t\r\n\ufeff")
@@ -113,8 +114,9 @@ def parse_records(text: str) -> Iterator[tuple[int, Any]]:
 
 
 def parse_yaml(text: bytes | str) -> Any:
-    """Return what YAML text says: without aliases, each key of a mapping once. Raises SyntaxProblem, and
-    ImportError where PyYAML is not installed."""
+    """Return the value of YAML text. Aliases and repeated keys are refused. Raises SyntaxProblem; ImportError
+    if PyYAML is not installed.
+    """
     import yaml
 
     text = _decoded(text)
@@ -130,13 +132,14 @@ def parse_yaml(text: bytes | str) -> Any:
         raise SyntaxProblem(error.reason, text.count("\n", 0, error.position) + 1) from None
     except (yaml.YAMLError, OverflowError) as error:
         raise SyntaxProblem(in_words(error)) from None
-    except ValueError as error:  # an escape of no character, a version of too many digits
+    except ValueError as error:  # an invalid escape, or a version with too many digits
         raise error if isinstance(error, SyntaxProblem) else SyntaxProblem(in_words(error)) from None
 
 
 def parse_toml(text: bytes | str) -> Any:
-    """Return what TOML text says. Raises SyntaxProblem, and ImportError where Python is older than 3.11 and
-    tomli is not installed."""
+    """Return the value of TOML text. Raises SyntaxProblem; ImportError if Python is older than 3.11 and tomli
+    is not installed.
+    """
     if sys.version_info >= (3, 11):
         import tomllib as toml
     else:
@@ -187,7 +190,7 @@ def _skip(text: str, place: int, line: int, blanks: str) -> tuple[int, int]:
 
 
 def _end_of(decoder: json.JSONDecoder, text: str, place: int, line: int) -> int:
-    """Return where the value at ``place`` ends."""
+    """Return the end of the value that starts at ``place``."""
     try:
         return decoder.raw_decode(text, place)[1]
     except json.JSONDecodeError as error:
@@ -199,7 +202,9 @@ def _end_of(decoder: json.JSONDecoder, text: str, place: int, line: int) -> int:
 
 
 def _is_deeper(value: Any, depth: int) -> bool:
-    """Say whether ``value`` is nested deeper than ``depth``; it may be deeper than Python can recurse."""
+    """Return whether ``value`` is nested deeper than ``depth``. Iterative, because it may be deeper than
+    Python's recursion limit.
+    """
     level = [value]
     for _ in range(depth + 1):
         level = [
@@ -231,7 +236,7 @@ def _too_long(text: str, error: ValueError) -> SyntaxProblem:
 
 
 def _require_text(text: str, value: Any) -> None:
-    """Raise SyntaxProblem for half of a surrogate pair: it is no character, and no file can hold it."""
+    """Raise SyntaxProblem for an unpaired surrogate, which no file can contain."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -246,7 +251,7 @@ def _without_pairs(line: str) -> str:
 
 
 def _look_through(yaml: Any, text: str) -> None:
-    """Raise for what would take time or memory without bound, before anything is built."""
+    """Raise an error for input that would take unbounded time or memory, before anything is built."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         line = event.start_mark.line + 1
@@ -261,7 +266,7 @@ def _look_through(yaml: Any, text: str) -> None:
 
 
 def _plain_loader(yaml: Any) -> Any:
-    """Return SafeLoader, which names the place of whatever its constructors raise, and of a second key."""
+    """Return a SafeLoader that reports the line of errors in constructors and of repeated keys."""
     marked = yaml.constructor.ConstructorError
 
     class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
@@ -270,7 +275,7 @@ def _plain_loader(yaml: Any) -> Any:
                 return super().construct_object(node, deep=deep)
             except yaml.YAMLError:
                 raise
-            except Exception as error:  # int() of a word, the 99th of a month, a key that cannot be hashed
+            except Exception as error:  # int() of a word, day 99 of a month, an unhashable key
                 raise marked(None, None, in_words(error), node.start_mark) from None
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:

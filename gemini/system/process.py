@@ -1,5 +1,5 @@
-"""This process as the system runs it: the memory that control groups leave it, the kernels that its libraries
-keep, the process that it ends with, Python's garbage collector, and the ranges that torch.profiler shows.
+"""This process as the system runs it: memory limits of control groups, kernel caches of libraries, ending
+with the parent, Python's garbage collector, and named ranges for torch.profiler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-_PR_SET_PDEATHSIG = 1  # of Linux
+_PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 MOUNTS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -28,38 +28,41 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 class _Files(NamedTuple):
     limit: str
     usage: str
-    reclaimable: str  # the line of memory.stat: file pages that the kernel takes back first
+    reclaimable: str  # the key in memory.stat for file pages that the kernel reclaims first
 
 
 _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
-# The kernels for products in 16 bits that oneDNN keeps, and those that torch keeps of it; by default 1,024.
+# The capacities of oneDNN's cache of kernels for 16-bit products, and of torch's; both are 1,024 by default.
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _KEPT_KERNELS = 64
 
 
 def keep_few_kernels() -> None:
-    """Have few compiled kernels kept, unless the environment says how many: call it before torch computes.
+    """Limit the caches of compiled kernels unless the environment sets them. Call it before torch computes.
 
-    oneDNN compiles one for each shape, of about 1 MB. A dense model has few shapes; in a mixture each expert
-    gets another number of tokens in every pass. A kernel is the same whenever it is compiled.
+    oneDNN compiles one kernel of about 1 MB per shape. A dense model has few shapes; in a mixture of experts
+    each expert gets another number of tokens in every pass. A kernel gives the same bits whenever it is
+    compiled.
     """
     for name in _KERNEL_CACHES:
         os.environ.setdefault(name, str(_KEPT_KERNELS))
 
 
 def free_bytes() -> int | None:
-    """Return what the tightest of the process's control groups and those above them leaves; None without a
-    limit."""
+    """Return the bytes that the tightest of the process's control groups and their parents leaves; None
+    without a limit.
+    """
     left = [_left(group, files) for group, files in _groups()]
     return min((nbytes for nbytes in left if nbytes is not None), default=None)
 
 
 def _groups() -> Iterator[tuple[Path, _Files]]:
-    """Yield the groups that count this process's memory, each before the one above it; those that can be seen
-    from within a container."""
+    """Yield the control groups that limit this process's memory, each before its parent, as far as they are
+    visible from within a container.
+    """
     try:
         lines = MEMBERSHIP.read_text().splitlines()
     except OSError:
@@ -92,8 +95,9 @@ def _left(group: Path, files: _Files) -> int | None:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process once ``parent``, the process that has started it, has ended in
-    whatever way; at once if it has already. Called in the first lines of a child."""
+    """Make the kernel kill this process when ``parent``, the process that started it, ends in any way; kill
+    it now if that has already happened. Call it in the first lines of a child.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -103,9 +107,10 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def paused_collector() -> Iterator[None]:
-    """Pause the collector, which is the whole process's, while many objects are made that all stay, or all go
-    at once: it would look through them again and again. It is left as it was found: what another thread made
-    of it meanwhile is undone."""
+    """Pause the garbage collector of the process while many objects are made that all stay or are all freed
+    at once: it would scan them again and again. The collector's state is restored afterwards, which undoes
+    changes by other threads.
+    """
     if not gc.isenabled():
         yield
         return
@@ -120,8 +125,9 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 def shown_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Have calls of a function appear as the range ``gemini::name`` while torch.profiler runs; otherwise they
-    cost one look at whether it does."""
+    """Show calls of a function as the range ``gemini::name`` in torch.profiler. Otherwise a call costs one
+    extra check.
+    """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)

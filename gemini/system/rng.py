@@ -1,4 +1,4 @@
-"""The state of every random number generator that training may draw from."""
+"""Saves and restores the state of every random generator that training may use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from gemini.errors import CheckpointError, in_words
 from gemini.system.device import gpu_generator_states, set_gpu_generator_states
 
-_NUMPY_WORDS = 624  # of a Mersenne Twister
-_WITHOUT_GENERATOR = ("cpu", "meta")  # of their own
+_NUMPY_WORDS = 624  # the state size of a Mersenne Twister
+_WITHOUT_GENERATOR = ("cpu", "meta")  # device types without a generator of their own
 
 
 def capture() -> dict[str, Any]:
@@ -30,7 +30,7 @@ def capture() -> dict[str, Any]:
 
 
 class States(NamedTuple):
-    """What :func:`capture` returned, as the generators take it."""
+    """The states that :func:`capture` returned, in the types that the generators take."""
 
     python: tuple[Any, ...]
     numpy: dict[str, Any]
@@ -39,7 +39,7 @@ class States(NamedTuple):
 
 
 def parse(document: dict[str, Any]) -> States:
-    """Return what :func:`capture` returned. Raises CheckpointError for anything else; sets nothing."""
+    """Convert a document from :func:`capture`. Raises CheckpointError if it is invalid; sets nothing."""
     try:
         version, internal, gauss = document["python"]
         legacy = document["numpy"]
@@ -51,8 +51,8 @@ def parse(document: dict[str, Any]) -> States:
             [bytes.fromhex(state) for state in document.get("cuda", [])],
         )
         if key.shape != (_NUMPY_WORDS,) or not 0 <= legacy["state"]["pos"] <= _NUMPY_WORDS:
-            raise ValueError("numpy's has another size")  # it would read past its end
-        # Only the generators know what they take: different from those of the program.
+            raise ValueError("numpy's has another size")  # numpy would read past the end
+        # Only generators can validate states: try them on new generators, not the program's.
         random.Random().setstate(states.python)
         np.random.RandomState().set_state(states.numpy)
         torch.Generator().set_state(states.torch)
@@ -64,7 +64,9 @@ def parse(document: dict[str, Any]) -> States:
 
 
 def restore(states: States) -> None:
-    """Set the generators to what :func:`parse` returned. Raises CheckpointError for a damaged GPU's."""
+    """Set the generators to ``states`` from :func:`parse`. Raises CheckpointError if the state of a GPU is
+    damaged.
+    """
     random.setstate(states.python)
     np.random.set_state(states.numpy)
     torch.set_rng_state(states.torch)
@@ -74,11 +76,13 @@ def restore(states: States) -> None:
         raise CheckpointError(f"the state of a GPU's generator is damaged: {error}") from error
 
 
-# -- what operators on one device draw from ------------------------------------------------------------
+# -- the generators that operators on one device use -----------------------------------------------------
 
 
 def generator_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of the generators that operators on ``device`` draw from: the CPU's, and its own."""
+    """Return the states of the generators that operators on ``device`` use: the CPU's, and the device's own
+    if it has one.
+    """
     states = [torch.default_generator.get_state()]
     if device.type not in _WITHOUT_GENERATOR:
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -86,14 +90,14 @@ def generator_states(device: torch.device) -> list[torch.Tensor]:
 
 
 def set_generator_states(device: torch.device, states: list[torch.Tensor]) -> None:
-    """Set what :func:`generator_states` has returned."""
+    """Restore the result of :func:`generator_states`."""
     torch.default_generator.set_state(states[0])
     if device.type not in _WITHOUT_GENERATOR:
         torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Begin again, with ``seed``, in the generators that operators on ``device`` draw from."""
+    """Seed the generators that operators on ``device`` use."""
     torch.default_generator.manual_seed(seed)
     if device.type not in _WITHOUT_GENERATOR:
         torch.get_device_module(device).manual_seed(seed)

@@ -1,5 +1,4 @@
-"""Threads: starting them, which the system may refuse, a few that carry out reads and writes, and the
-processors that there are for them."""
+"""Starts threads, which the system may refuse; worker threads for reads and writes; the usable processors."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ _LOOK_SECONDS = 0.001
 
 
 def start_thread(thread: threading.Thread, purpose: str) -> None:
-    """Start ``thread``, which is for ``purpose``. Raises ThreadError."""
+    """Start ``thread``; ``purpose`` is for the message. Raises ThreadError."""
     try:
         thread.start()
-    except RuntimeError as error:  # "can't start new thread": Python keeps no errno
+    except RuntimeError as error:  # "can't start new thread": Python drops the errno
         raise ThreadError(errno.EAGAIN, f"cannot start a thread for {purpose}: {error}") from error
 
 
 def usable_processors() -> set[int]:
-    """Return the processors that this process may use; all there are where the system does not say."""
+    """Return the processors that this process may use; all processors if the system does not say."""
     try:
         return os.sched_getaffinity(0)
     except OSError:  # a sandbox forbids the call
@@ -37,10 +36,11 @@ def usable_processors() -> set[int]:
 
 
 def wait_until_idle(name: str, seconds: float) -> bool:
-    """Wait until every thread of this process whose name, as the system knows it, begins with ``name`` is
-    asleep, at most ``seconds``. Return whether they are, True where the system does not show its threads."""
+    """Wait until all threads of this process with a system name that begins with ``name`` are asleep, at most
+    ``seconds``. Return whether they are; True if the system does not show its threads.
+    """
     ends, idle_looks = time.monotonic() + seconds, 0
-    while idle_looks < 2:  # one that waited for Python's lock has had it in between
+    while idle_looks < 2:  # twice: a thread that slept while waiting for the GIL runs in between
         is_idle = not any(_runs(task, name) for task in _TASKS.glob("*"))
         if not is_idle and time.monotonic() > ends:
             return False
@@ -52,20 +52,21 @@ def wait_until_idle(name: str, seconds: float) -> bool:
 def _runs(task: Path, name: str) -> bool:
     try:
         _, said = (task / "stat").read_text().split(" (", 1)
-    except OSError:  # it has ended
+    except OSError:  # the thread has ended
         return False
     found, state = said.rsplit(") ", 1)
     return found.startswith(name) and state[0] != "S"
 
 
 class Workers:
-    """A few threads; close them. Unlike those of concurrent.futures they take work also while the program
-    ends."""
+    """A few worker threads; close them. Unlike those of concurrent.futures they accept work during
+    interpreter shutdown.
+    """
 
     def __init__(
         self, num_threads: int, name: str = "checkpoint-io", purpose: str = "reads and writes of checkpoints"
     ) -> None:
-        """Start the threads. Raises ThreadError, with none left behind."""
+        """Start the threads. Raises ThreadError; then no thread remains."""
         self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         try:
@@ -78,7 +79,7 @@ class Workers:
             raise
 
     def submit(self, work: _Work) -> Future[None]:
-        """Have ``work`` done in turn; the future ends when it has, and has what it raised."""
+        """Queue ``work``. The future completes when it has run, with its error if it raised one."""
         done: Future[None] = Future()
 
         def run() -> None:
@@ -93,12 +94,13 @@ class Workers:
         return done
 
     def close(self) -> None:
-        """Do what was submitted and end the threads. Idempotent."""
+        """Finish the queued work and end the threads. Idempotent."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._work.put(None)
         for thread in threads:
-            if thread is not threading.current_thread():  # which dropped the last reference to its owner
+            # A worker itself may run this, if it dropped the last reference to the owner.
+            if thread is not threading.current_thread():
                 thread.join()
 
     def _run(self) -> None:
