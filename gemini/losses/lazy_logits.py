@@ -1,9 +1,10 @@
-"""Logits that a head has not computed: a cross entropy of them is taken by tiles, any other use gets them.
+"""LazyLogits: logits that a head has not computed. A cross entropy over them runs by tiles; any other use
+computes them.
 
-A model computes its logits before it asks for their loss. So the head returns a tensor without memory, which
-remembers what the head was given. It follows what models do between head and loss: scales, a soft cap, a
-cast, parts and other shapes of the rows. ``torch.nn.functional.cross_entropy`` of it is a tiled loss. What
-else is asked of it is asked of the whole logits, which are computed then. See docs/tiled-loss.md.
+A model computes its logits before it asks for their loss. So the head returns a tensor without memory that
+remembers the head's inputs. It follows the usual operators between head and loss: scales, a soft cap, a cast,
+selecting and reshaping rows. ``torch.nn.functional.cross_entropy`` of it is a tiled loss. Everything else
+computes the whole logits first. See docs/tiled-loss.md.
 """
 
 from __future__ import annotations
@@ -33,10 +34,15 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class HeadCall:
-    """What a linear head was given: ``hidden`` (..., features), ``weight`` (entries, features), ``bias``.
+    """The inputs of a linear head.
 
-    ``steps``: what has happened to the logits since. ``compute_dtype``: of autocast. ``state``: something
-    that differs once the weight does. ``note``: is told the bytes of logits that are computed after all.
+    Attributes:
+        hidden, weight, bias: shapes (..., features), (entries, features), (entries,).
+        state: returns a value that changes when the weight changes.
+        note: called with the bytes of logits that are computed after all.
+        steps: the operators applied to the logits since.
+        compute_dtype: autocast's dtype; None without autocast.
+        made: ``state()`` and the version of ``hidden`` at the time of the call.
     """
 
     hidden: torch.Tensor
@@ -55,28 +61,28 @@ class HeadCall:
         state: Callable[[], object],
         note: Callable[[int], None],
     ) -> HeadCall:
-        """Return a call that is made now."""
+        """Return a record of a call that is made now."""
         hidden = operands[0]
         compute = dtype_of_autocast(hidden.device.type)
         return cls(*operands, state, note, compute_dtype=compute, made=(state(), versions_of(hidden)))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the logits."""
+        """The dtype of the logits."""
         casts = [value for name, value in self.steps if name == "to"]
         return casts[-1] if casts else self.compute_dtype or self.hidden.dtype
 
     def then(self, name: str, value: Any = None) -> HeadCall:
-        """Return the same with one more step."""
+        """Return a copy with one more step."""
         return replace(self, steps=(*self.steps, (name, value)))
 
     def of_rows(self, hidden: torch.Tensor) -> HeadCall:
-        """Return the same for other rows: views of those that there were. Raises as :meth:`check`."""
+        """Return a copy for other rows, which are a view of the present ones. Raises like :meth:`check`."""
         self.check()
         return replace(self, hidden=hidden, made=(self.state(), versions_of(hidden)))
 
     def check(self) -> None:
-        """Raise StateError if the logits would no longer be those of the head's call."""
+        """Raise StateError if the logits would differ from those at the time of the head's call."""
         if self.made != (self.state(), versions_of(self.hidden)):
             raise StateError(
                 "the logits of a tiled loss are read after the weights of the head, or its input, have "
@@ -85,7 +91,7 @@ class HeadCall:
             )
 
     def logits(self) -> torch.Tensor:
-        """Compute all of them."""
+        """Compute all logits."""
         self.check()
         device = self.hidden.device.type
         autocast: AbstractContextManager[Any] = without_autocast(device)
@@ -99,14 +105,14 @@ class HeadCall:
         return logits
 
     def loss(self, labels: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Return the cross entropy of the rows, which have one dimension, by tiles."""
+        """Return the cross entropy of the rows, by tiles. ``hidden`` must be two-dimensional."""
         self.check()
         chosen = TileOptions(steps=self.steps, compute_dtype=self.compute_dtype, **options)
         return loss_by_tiles(self.hidden, self.weight, self.bias, labels, chosen)
 
 
 class LazyLogits(LazyTensor):
-    """The logits of a :class:`HeadCall`, without memory until something other than a loss asks for them."""
+    """The logits of a :class:`HeadCall`, without memory until something other than a loss needs them."""
 
     lost_gradient = (
         "the gradient of logits goes to a place where nobody computes it further: an autograd.Function took "
@@ -127,25 +133,26 @@ class LazyLogits(LazyTensor):
         return made
 
     def _may_stay_lazy(self) -> bool:
-        """Say whether a result may be lazy, too: not where gradients are off since, as in the forward of an
-        autograd.Function, whose backward is to be asked."""
+        """Return whether results may be lazy, too. Not if gradients were turned off since, as in the forward
+        of an autograd.Function: its own backward must be used.
+        """
         with PlainTensors():
             return self._whole is None and (torch.is_grad_enabled() or not self.requires_grad)
 
     def compute(self) -> torch.Tensor:
-        """Return all logits, computed now. Raises as :meth:`HeadCall.check`."""
+        """Compute all logits. Raises like :meth:`HeadCall.check`."""
         return self._call.logits()
 
     @classmethod
     def without_values(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what models do between head and loss as lazy logits, and the loss by tiles."""
+        """Return lazy logits for operators that models use between head and loss, and the loss by tiles."""
         rule = _RULES.get(getattr(func, "__name__", ""))
         if rule is None or not args or type(args[0]) is not cls or not args[0]._may_stay_lazy():
             return NotImplemented
         return rule(*args, **kwargs)
 
 
-# -- what keeps logits lazy; each returns NotImplemented for what only whole ones can do ---------------------
+# -- operators that keep logits lazy; each returns NotImplemented if it needs the whole logits ---------------
 
 
 def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +192,7 @@ def _tanh(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _biased(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """A number for each entry, which models have as a buffer beside their head."""
+    """Add a number per entry, which some models keep as a buffer beside their head."""
     call = logits._call
     if kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor or call.steps:
         return NotImplemented
@@ -205,7 +212,7 @@ def _contiguous(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _part(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """``logits[..., :-1, :]`` and others that take rows, and all of each."""
+    """Index rows, as in ``logits[..., :-1, :]``; each row stays whole."""
     if kwargs or len(args) != 1:
         return NotImplemented
     call, index = logits._call, args[0]
@@ -228,7 +235,7 @@ def _part(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reshaped(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    """``logits.view(-1, entries)`` and others that leave rows whole."""
+    """Reshape rows, as in ``logits.view(-1, entries)``; each row stays whole."""
     shape = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     if kwargs or not shape or not all(type(each) is int for each in shape):
         return NotImplemented
@@ -264,14 +271,14 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """The loss, by tiles."""
+    """Return the loss, by tiles."""
     hidden = logits._call.hidden
     is_plain = all(each is None for each in (weight, size_average, reduce))
     is_plain &= type(target) is torch.Tensor and not target.is_floating_point()
     if not is_plain or hidden.dim() != 2 or target.shape != hidden.shape[:1] or reduction == "none":
         return NotImplemented
     if reduction not in ("mean", "sum") or target.device != hidden.device or not 0 <= label_smoothing <= 1:
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises the error
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
     return logits._call.loss(target, **options)
 

@@ -1,7 +1,7 @@
 """The cross entropy of a linear head by tiles of rows: logits exist for one tile at a time.
 
-Each tile makes its logits, its part of the loss and, at once, the gradients of hidden states and weight. So
-nothing is computed twice, and backward only scales. See docs/tiled-loss.md.
+Each tile computes its logits, its part of the loss and, at once, the gradients of hidden states and weight.
+So nothing is computed twice, and backward only scales. See docs/tiled-loss.md.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from gemini.errors import ConfigError, StateError
 
-# What happens to logits before the loss, in order: "mul" or "div" by a number, "tanh", "to" a dtype.
+# An operator between logits and loss: ("mul", number), ("div", number), ("tanh", None) or ("to", dtype).
 Step = tuple[str, Any]
 
 _REDUCTIONS = ("mean", "sum")
 _HALVES = (torch.float16, torch.bfloat16)
-# A product with fewer rows is slower for each of them; from these sizes on rows make no difference.
-_LEAST_ROWS = {"cpu": 128, "meta": 128}  # steps on meta are rehearsals of the CPU's
+# With fewer rows per tile a matrix product takes longer per row; from these sizes on the time is constant.
+_LEAST_ROWS = {"cpu": 128, "meta": 128}  # meta: rehearsals of steps on the CPU
 _LEAST_ROWS_ELSEWHERE = 1024
-_SMALL_TILE_BYTES = 16 * 2**20  # of fp32 logits: where the vocabulary is small a tile has more rows
-_LARGEST_SHARE = 7 / 8  # of rows that count; with more of them none is left out
-_BLOCK_BYTES = 64 * 2**20  # of a weight's gradient in 16 bits, before it is added to the whole
+_SMALL_TILE_BYTES = 16 * 2**20  # of fp32 logits: with a small vocabulary a tile has more rows
+_LARGEST_SHARE = 7 / 8  # if a larger share of rows counts, no rows are left out
+_BLOCK_BYTES = 64 * 2**20  # of a 16-bit gradient of the weight, computed before it is added to the sum
 
 
 @dataclass(frozen=True)
 class TileOptions:
-    """How a loss is made of a head's operands.
+    """How to compute a loss from the inputs of a head.
 
-    ``compute_dtype``: in which the head's product is computed; None: that of the hidden states.
+    ``steps``: the operators between logits and loss. ``tile_rows``: rows of a tile; None: chosen by device
+    and vocabulary. ``compute_dtype``: of the head's product; None: that of the hidden states.
     """
 
     ignore_index: int = -100
@@ -60,24 +61,24 @@ def tiled_cross_entropy(
 
         loss = gemini.tiled_cross_entropy(hidden[:, :-1], model.lm_head.weight, ids[:, 1:])
 
-    It is what ``torch.nn.functional.cross_entropy`` returns for these logits, in fp32 if they are of 16
-    bits, and has the same gradients. They are computed with the loss, so the gradient of ``weight`` is there
-    from now to backward. Under autocast the product has autocast's type.
+    The loss and its gradients equal those of ``torch.nn.functional.cross_entropy`` on these logits, in fp32
+    for 16-bit logits. Gradients are computed with the loss, so the gradient of ``weight`` takes memory from
+    now until backward. Under autocast the product has autocast's dtype.
 
     Args:
         hidden: (..., features).
         weight: (entries, features). It may be a managed parameter, or shared with an embedding.
-        labels: (...), an entry each.
+        labels: (...), the index of an entry for each row.
         bias: (entries,).
         ignore_index: a label that does not count.
-        label_smoothing: the part of each label that all entries share.
-        logit_scale: what logits are multiplied by.
-        softcap: a bound of logits, after their scale: ``softcap * tanh(logits / softcap)``.
+        label_smoothing: the share of each label that is spread evenly over all entries.
+        logit_scale: the factor of the logits.
+        softcap: a bound of the scaled logits: ``softcap * tanh(logits / softcap)``.
         reduction: ``"mean"`` over the labels that count, or ``"sum"``.
-        tile_rows: how many rows a tile has; ``"auto"``: few enough for memory and enough for speed.
+        tile_rows: the number of rows per tile; ``"auto"``: few enough for memory and enough for speed.
 
     Raises:
-        ConfigError: an argument cannot be.
+        ConfigError: an argument is invalid.
     """
     steps: list[Step] = [("mul", logit_scale)] if logit_scale != 1 else []
     if softcap is not None:
@@ -108,7 +109,7 @@ def _check(
     bias: torch.Tensor | None,
     options: TileOptions,
 ) -> None:
-    """Raise ConfigError for arguments that do not go together."""
+    """Raise ConfigError if the arguments do not fit together."""
     if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
         raise ConfigError(
             f"hidden has the shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; they must be "
@@ -142,8 +143,9 @@ def loss_by_tiles(
     labels: torch.Tensor,
     options: TileOptions,
 ) -> torch.Tensor:
-    """Return the loss of rows: hidden states (rows, features), labels (rows,). To a weight's class it is one
-    operator, as ``torch.nn.functional.linear``."""
+    """Return the loss of hidden states (rows, features) and labels (rows,). For tensor subclasses of the
+    weight it is one operator, like ``torch.nn.functional.linear``.
+    """
     operands = (hidden, weight, bias, labels)
     if has_torch_function(operands):
         return handle_torch_function(loss_by_tiles, operands, hidden, weight, bias, labels, options)
@@ -153,7 +155,7 @@ def loss_by_tiles(
 
 
 class TiledCrossEntropy(torch.autograd.Function):
-    """The loss, with its gradients for backward."""
+    """The loss; its gradients are computed in forward."""
 
     @staticmethod
     def forward(
@@ -199,8 +201,9 @@ class TiledCrossEntropy(torch.autograd.Function):
 
 
 class _Tiles:
-    """One computation of a loss. ``gradients``: of hidden states, weight and bias, to be multiplied by
-    ``factor``, as the loss is."""
+    """One computation of a loss. ``gradients``: of hidden states, weight and bias, still to be multiplied by
+    ``factor``.
+    """
 
     def __init__(
         self,
@@ -241,7 +244,7 @@ class _Tiles:
         self.factor = torch.ones((), dtype=self._sums, device=device)
 
     def run(self) -> torch.Tensor:
-        """Return the loss; the gradients are there then."""
+        """Compute the loss and the gradients; return the loss."""
         num_rows = len(self._labels)
         losses = torch.empty(num_rows, dtype=self._sums, device=self._hidden.device)
         for first in range(0, num_rows, self._rows):
@@ -257,12 +260,12 @@ class _Tiles:
         self.factor.mul_(self._inner * self._outer)
         if self._options.reduction == "mean":
             count = self._counts.sum()
-            total = total / count  # nan without a label that counts, as torch has it
+            total = total / count  # NaN if no label counts, as in torch
             self.factor.div_(count.clamp(min=1))
         return total.to(self._work)
 
     def _losses(self, rows: slice) -> torch.Tensor:
-        """Return the losses of some rows; leave their logits and the logarithms of their probabilities."""
+        """Return the losses of some rows. Leaves their logits and log-probabilities in the buffers."""
         num_rows = rows.stop - rows.start
         logits, parts = self._logits[:num_rows], self._parts[:num_rows]
         product = self._product[:num_rows]
@@ -288,7 +291,7 @@ class _Tiles:
         return torch.where(self._counts[rows], losses, 0)
 
     def _add_gradients(self, rows: slice) -> None:
-        """Add the gradients of some rows, after :meth:`_losses` of these."""
+        """Add the gradients of some rows. Call it after :meth:`_losses` for the same rows."""
         num_rows = rows.stop - rows.start
         logits, slope = self._logits[:num_rows], self._parts[:num_rows].exp_()
         smoothing, counts = self._options.label_smoothing, self._counts[rows]
@@ -297,7 +300,7 @@ class _Tiles:
         if smoothing:
             slope.sub_(smoothing / slope.shape[1])
         if any(name == "tanh" for name, _ in self._options.steps):
-            # The slope of tanh, from its value: logits are that times the outer factor.
+            # tanh' = 1 - tanh**2, and the logits are tanh times the outer factor.
             slope.addcmul_(slope, logits.square_(), value=-1 / self._outer**2)
         of_hidden, of_weight, of_bias = self.gradients
         if of_bias is not None:
@@ -312,8 +315,9 @@ class _Tiles:
 
 
 def _rows_that_count(counts: torch.Tensor) -> torch.Tensor | None:
-    """Return the numbers of the rows with a label that counts, where it is worth leaving out the others: not
-    where few are left out, and not on a device that would have to be waited for."""
+    """Return the indices of the rows with a label that counts; None to use all rows: if few would be left
+    out, or if the device would have to be synchronized.
+    """
     if counts.device.type != "cpu":
         return None
     kept = counts.nonzero().squeeze(1)
@@ -323,7 +327,7 @@ def _rows_that_count(counts: torch.Tensor) -> torch.Tensor | None:
 def _add_product(
     total: torch.Tensor, slope: torch.Tensor, narrow: torch.Tensor, hidden: torch.Tensor
 ) -> None:
-    """Add ``slope.T @ hidden`` to ``total``. ``narrow``: the slope in the type of ``hidden``."""
+    """Add ``slope.T @ hidden`` to ``total``. ``narrow``: the slope in the dtype of ``hidden``."""
     if hidden.dtype is total.dtype:
         total.addmm_(slope.t(), hidden)
     elif _adds_in_fp32(total.device):
@@ -335,7 +339,7 @@ def _add_product(
 
 
 def _adds_in_fp32(device: torch.device) -> bool:
-    """Say whether products of 16 bits are slower on ``device`` than those of 32, which do not round."""
+    """Return whether 16-bit products on ``device`` are slower than fp32 products, which do not round."""
     return device.type == "cpu"
 
 
@@ -345,7 +349,7 @@ def _rows_of_tile(weight: torch.Tensor) -> int:
 
 
 def _factors(steps: tuple[Step, ...]) -> tuple[float, float]:
-    """Return what logits are multiplied by before their tanh, and after it; without one all is before."""
+    """Return the factors of the logits before and after their tanh; without tanh everything is before."""
     inner, outer = 1.0, 1.0
     is_after = False
     for name, value in steps:
@@ -359,19 +363,19 @@ def _factors(steps: tuple[Step, ...]) -> tuple[float, float]:
 
 
 def dtype_of_autocast(device_type: str) -> torch.dtype | None:
-    """Return the type of products on a kind of device under autocast; None: there is no autocast now."""
+    """Return autocast's dtype for a device type; None if autocast is off."""
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return what keeps autocast off."""
+    """Return a context manager that turns autocast off."""
     if not torch.amp.is_autocast_available(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 def whole_bytes(num_rows: int, num_entries: int) -> int:
-    """Return what one array of all logits takes in fp32. A plain loss holds two or three of them at once."""
+    """Return the bytes of one fp32 array of all logits. A plain loss holds two or three of them at once."""
     return 4 * num_rows * num_entries
