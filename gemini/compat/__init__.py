@@ -1,8 +1,8 @@
-"""The import paths of the documents' library: in a program written for it, change the root to
+"""The import paths of ColossalAI's documentation: in a program written for it, change the import root to
 ``gemini.compat`` (docs/compat.md).
 
-Every name is one of ours or an adapter of :mod:`gemini.compat.adapters`; :mod:`gemini.compat.names` is the
-list. Modules are made from the list when they are imported.
+Every name is one of our classes or functions, or an adapter from :mod:`gemini.compat.adapters`;
+:mod:`gemini.compat.names` lists them. Modules are created from that list when they are imported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ add_finder()
 
 
 def __getattr__(name: str) -> Any:
-    """Return a name of the root, or a module below it."""
+    """Return a name of the root, or a submodule."""
     return look_up("", name)
 
 

@@ -1,4 +1,4 @@
-"""Modules made from the list of names: import finds them, and they find their names when they are used."""
+"""Creates the modules of :mod:`gemini.compat.names` on import and resolves their names on first use."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MODULES = _modules()
 
 
 def resolve(name: str) -> Any:
-    """Return what ``name`` of the list stands for."""
+    """Return the object that ``name`` of the list refers to."""
     module, _, attribute = NAMES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def look_up(module: str, name: str) -> Any:
-    """Return the name of a module, with a DeprecationWarning that says which of ours it is.
+    """Return the object ``name`` of a module, with a DeprecationWarning that names our equivalent.
 
     Raises:
-        AttributeError: there is none, or it is still to come, and why.
+        AttributeError: the name does not exist, or is not available yet; the message says why.
     """
-    if name == "__all__":  # from gemini.compat.nn import *
+    if name == "__all__":  # for ``from gemini.compat.nn import *``
         return [each for each in names_in(module) if not each.startswith("_")]
     path = f"{module}.{name}" if module else name
     if path in MODULES:
@@ -51,30 +51,30 @@ def look_up(module: str, name: str) -> Any:
     if not name.startswith("_"):
         note = f"{_ROOT}.{path} is for programs of the documents' library; it is {own_name(path)}"
         warnings.warn(note, DeprecationWarning, stacklevel=3)
-    vars(sys.modules[f"{_ROOT}.{module}".rstrip(".")])[name] = found  # the note comes once
+    vars(sys.modules[f"{_ROOT}.{module}".rstrip(".")])[name] = found  # cached: the warning comes once
     return found
 
 
 def why_absent(path: str) -> str | None:
-    """Return why a name of the list is not there yet; None where it is."""
+    """Return why a listed name is not available yet; None if it is available."""
     return COMING.get(path)
 
 
 def own_name(path: str) -> str:
-    """Return what a name is called without compat."""
+    """Return the name of the equivalent outside compat."""
     target = NAMES[path]
     return OWN.get(target, target.replace(":", "."))
 
 
 def names_in(module: str) -> list[str]:
-    """Return the names and modules directly in a module."""
+    """Return the names and submodules directly in a module."""
     prefix = f"{module}." if module else ""
     inside = [path.removeprefix(prefix) for path in (*NAMES, *MODULES) if path.startswith(prefix)]
     return sorted(name for name in inside if name and "." not in name)
 
 
 class _Module(ModuleType):
-    """A module of the list."""
+    """A module created from the list."""
 
     def __getattr__(self, name: str) -> Any:
         return look_up(self.__name__.removeprefix(f"{_ROOT}."), name)
@@ -88,7 +88,7 @@ class _Loader(Loader):
         return _Module(spec.name, "See docs/compat.md.")
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: names are found when they are used."""
+        """Do nothing: names are resolved on first use."""
 
 
 class _Finder(MetaPathFinder):
@@ -105,7 +105,7 @@ class _Finder(MetaPathFinder):
         if name.rpartition(".")[2].startswith("_"):
             return None
         guess = did_you_mean(name, [*NAMES, *MODULES], cutoff=0.8)
-        # No ModuleNotFoundError: Python passes that one over in ``from gemini.compat.utils import nothing``.
+        # Not ModuleNotFoundError: ``from gemini.compat.utils import nothing`` would ignore it.
         raise ImportError(
             f"{_ROOT} has no {name}{guess}; docs/compat.md lists the names of the documents that it has",
             name=fullname,
@@ -113,6 +113,6 @@ class _Finder(MetaPathFinder):
 
 
 def add_finder() -> None:
-    """Have import find the modules. Idempotent."""
+    """Register the import hook for these modules. Idempotent."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())

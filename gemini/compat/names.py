@@ -1,4 +1,6 @@
-"""The names of the documents' library, by their paths below its root: what each is here, or when it comes."""
+"""The names of ColossalAI's documentation, by their paths below its root: our equivalent of each, or why it
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,7 @@ NAMES: dict[str, str] = {
     },
     # a layout that is found
     "auto_parallel.autoparallelize": f"{_HERE}.models:autoparallelize",
-    "autoparallelize": f"{_HERE}.models:autoparallelize",  # no document says its path
+    "autoparallelize": f"{_HERE}.models:autoparallelize",  # the documentation does not give its path
     # small things
     "utils.get_current_device": "gemini.system.device:current_device",
     "utils.is_using_pp": f"{_HERE}.launching_adapters:is_using_pp",
@@ -158,12 +160,12 @@ NAMES: dict[str, str] = {
 
 _GRAPHS = "it comes with plans by operator"
 
-# What is still to come, and why.
+# Names that are not available yet, and why.
 COMING: dict[str, str] = {
     "auto_parallel.ColoTracer": _GRAPHS,
 }
 
-# What an adapter is without the documents' defaults and signatures, where that has another name.
+# The equivalent of an adapter outside compat, if it has another name than the adapter's target.
 OWN: dict[str, str] = {
     **{
         f"{_HERE}.launching_adapters:{name}": f"{_LAUNCH}.{name}"

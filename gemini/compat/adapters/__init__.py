@@ -1,1 +1,1 @@
-"""What the documents' library does otherwise than ours: its defaults and its signatures over our parts."""
+"""Adapters with the defaults and signatures of ColossalAI's documentation over our own classes."""

@@ -1,4 +1,4 @@
-"""The managers that the documents' programs make by hand: they say what GeminiDDP is to do."""
+"""ChunkManager and GeminiManager of ColossalAI's documentation, as carriers of options for GeminiDDP."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MEGA = 2**20
 
 
 class ChunkManager:
-    """How large chunks are, in elements, and among which ranks they are cut.
+    """The size of chunks, in elements, and the ranks that share them.
 
-    ``init_device`` says nothing here: chunks begin where the placement policy has them.
+    ``init_device`` has no effect: the placement policy decides where chunks begin.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ChunkManager:
         enable_distributed_storage: bool = True,
         init_device: torch.device | str | int | None = None,
     ) -> None:
-        """Raises ConfigError where every rank is to have whole chunks."""
+        """Raises ConfigError if every rank is to have whole chunks."""
         if not enable_distributed_storage:
             raise ConfigError(
                 "enable_distributed_storage=False: chunks are always cut among ranks; to have the whole "
@@ -43,8 +43,9 @@ class ChunkManager:
     def search_chunk_size(
         module: nn.Module, search_range: int, num_sizes: int = 32, min_chunk_size: int | None = None
     ) -> int:
-        """Return the chunk size that wastes least, in elements, and print what it costs: of ``num_sizes``
-        sizes within ``search_range`` elements from the minimum up (None: 16 * 2**20 elements)."""
+        """Return the chunk size with the least waste, in elements, and print its cost. Tries ``num_sizes``
+        sizes within ``search_range`` elements above the minimum (None: 16 * 2**20 elements).
+        """
         lowest = 16 * _MEGA if min_chunk_size is None else min_chunk_size
         found = search_chunk_size(
             module,
@@ -58,7 +59,7 @@ class ChunkManager:
 
 
 class GeminiManager:
-    """Where the chunks of a :class:`ChunkManager` are to be."""
+    """The placement policy for the chunks of a :class:`ChunkManager`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class GeminiManager:
 
     @staticmethod
     def get_default_device(placement_policy: str) -> torch.device:
-        """Return where a policy keeps what is not in use: for ``"cpu"`` the CPU, else where it computes."""
+        """Return where a policy keeps unused chunks: the CPU for ``"cpu"``, else the computing device."""
         return torch.device("cpu") if placement_policy == "cpu" else current_device()
 
 
@@ -83,8 +84,9 @@ def init_chunk_manager(
     search_range_mb: float = 32,
     min_chunk_size_mb: float = 32,
 ) -> ChunkManager:
-    """Search the chunk size for ``model`` and print what it costs. Raises ConfigError as
-    :func:`gemini.chunk.search_chunk_size`."""
+    """Search the chunk size for ``model`` and print its cost. Raises ConfigError like
+    :func:`gemini.chunk.search_chunk_size`.
+    """
     found = search_chunk_size(
         model,
         search_range_mb=search_range_mb,

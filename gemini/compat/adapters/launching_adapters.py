@@ -1,4 +1,4 @@
-"""Launch with the documents' defaults: NCCL, and one seed on all ranks."""
+"""Launch functions with the defaults of ColossalAI's documentation: NCCL, and the same seed on all ranks."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def launch_from_openmpi(
 
 
 def is_using_pp() -> bool:
-    """Say whether the launched configuration has stages of a pipeline."""
+    """Return whether the launched configuration uses pipeline parallelism."""
     return ours.global_context.is_initialized(ours.ParallelMode.PIPELINE)

@@ -1,4 +1,4 @@
-"""Managed models with the documents' defaults: fp16, and the chunk search says what it found."""
+"""Managed models with the defaults of ColossalAI's documentation: fp16, and a printed chunk search."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from gemini.placement import PlacementPolicy
 
 
 class GeminiDDP(ours.GeminiDDP):
-    """:class:`gemini.parallel.colo.GeminiDDP` that computes in fp16 and prints its chunk search, unless told
-    otherwise. A model of layers that follow the launched mode is one part of several."""
+    """:class:`gemini.parallel.colo.GeminiDDP` that by default computes in fp16 and prints its chunk search. A
+    model with layers of the launched tensor parallelism is wrapped as one of several parts.
+    """
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class GeminiDDP(ours.GeminiDDP):
         placement_policy: str | PlacementPolicy = "auto",
         **options: Any,
     ) -> None:
-        """Arguments and errors as :class:`gemini.GeminiDDP`."""
+        """Arguments and errors as for :class:`gemini.GeminiDDP`."""
         defaults: dict[str, Any] = {}
         if options.get("config") is None:
             defaults = {"mixed_precision": "fp16", "verbose": True}
@@ -42,7 +43,7 @@ class GeminiDDP(ours.GeminiDDP):
 
 
 class ZeroDDP(GeminiDDP):
-    """:class:`GeminiDDP` as a :class:`GeminiManager` says."""
+    """:class:`GeminiDDP` with the options of a :class:`GeminiManager`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class ZeroDDP(GeminiDDP):
 def zero_model_wrapper(
     model: nn.Module, zero_stage: int = 1, gemini_config: dict[str, Any] | None = None
 ) -> GeminiDDP | gemini.GeminiDDP | LowLevelZeroModel:
-    """Wrap as :func:`gemini.zero_model_wrapper`; stage 3 is the :class:`GeminiDDP` of here."""
+    """Wrap like :func:`gemini.zero_model_wrapper`; stage 3 gives the :class:`GeminiDDP` of this module."""
     if zero_stage == 3:
         return GeminiDDP(model, **(gemini_config or {}))
     ours.apply_specs(model)
@@ -80,17 +81,19 @@ def zero_model_wrapper(
 
 
 def autoparallelize(model: nn.Module, meta_input_samples: Any, **options: Any) -> nn.Module:
-    """Return the model alone, for a loop as programs write it: :func:`gemini.autoparallelize` with what such
-    a loop can run, parameters in chunks (ZeRO 3), layers cut over ranks, and no stages. Its optimizer is
-    made afterwards, such as GeminiAdamOptimizer(model)."""
+    """Return only the model of :func:`gemini.autoparallelize`, for a plain training loop: parameters in
+    chunks (ZeRO 3), layers divided among ranks, no pipeline stages. Make the optimizer afterwards, such as
+    GeminiAdamOptimizer(model).
+    """
     pins = ("pp=1", "sp=1", "zero=3", *options.pop("pins", ()))
     found: nn.Module = gemini.autoparallelize(model, meta_input_samples, pins=pins, **options).model
     return found
 
 
 class ColoInitContext(AbstractContextManager["ColoInitContext"]):
-    """:func:`gemini.parallel.colo.ColoInitContext` on the CPU and in fp32 unless told otherwise; one object
-    may be entered any number of times."""
+    """:func:`gemini.parallel.colo.ColoInitContext`, by default on the CPU and in fp32. One object may be
+    entered any number of times.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class ColoInitContext(AbstractContextManager["ColoInitContext"]):
 
 
 def _parts_over_grid(module: nn.Module) -> Partition | None:
-    """Return which parts a model of layers over the launched grid has; None where it has none of those."""
+    """Return the partition of a model with layers over the launched grid; None if it has no such layers."""
     if global_context.tensor_parallel_size == 1:
         return None
     return partition_of(module) if any(isinstance(layer, GridLayer) for layer in module.modules()) else None

@@ -1,4 +1,4 @@
-"""Stages built by hand."""
+"""Helpers for pipeline stages that a program builds itself."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from gemini.parallel.pipeline import SharedParameters
 
 
 def PipelineSharedModuleWrapper(pipeline_ranks: list[int]) -> SharedParameters:
-    """Return what shares parameters among these ranks of the launched run's pipelines."""
+    """Return an object that shares parameters among these ranks of the launched run's pipelines."""
     return SharedParameters(global_context.mesh.axis("pp"), pipeline_ranks)

@@ -1,4 +1,4 @@
-"""Plugins with the documents' default: fp16."""
+"""Plugins with the default of ColossalAI's documentation: fp16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _NAMES = {"fp16": "fp16_naive", "bf16": "bf16", "fp32": None}
 
 class GeminiPlugin(ours.GeminiPlugin):
     """:class:`gemini.parallel.GeminiPlugin` that computes in fp16 and prints its chunk search, unless the
-    plugin or the booster is told otherwise. ``precision``: fp16, bf16 or fp32."""
+    plugin or the booster is configured otherwise. ``precision``: fp16, bf16 or fp32.
+    """
 
     def __init__(
         self,
@@ -41,8 +42,9 @@ class GeminiPlugin(ours.GeminiPlugin):
         criterion: Criterion | None,
         precision: Precision | None,
     ) -> Boosted:
-        """See :class:`gemini.parallel.GeminiPlugin`. Raises ConfigError also where parameters are to be cut
-        over ranks of tensor parallelism."""
+        """See :class:`gemini.parallel.GeminiPlugin`. Also raises ConfigError if parameters are to be divided
+        among ranks of tensor parallelism.
+        """
         if apply_specs(model).model_ranks is not None:
             raise ConfigError(
                 "parameters of the model are cut over ranks of tensor parallelism: take, not a booster, but "
@@ -53,7 +55,8 @@ class GeminiPlugin(ours.GeminiPlugin):
 
 class LowLevelZeroPlugin(ours.LowLevelZeroPlugin):
     """:class:`gemini.parallel.LowLevelZeroPlugin` that computes in fp16 unless the plugin or the booster is
-    told otherwise."""
+    configured otherwise.
+    """
 
     def __init__(self, stage: int = 1, precision: str = "fp16", **options: Any) -> None:
         self._default = _checked("LowLevelZeroPlugin", precision)
@@ -71,7 +74,7 @@ class LowLevelZeroPlugin(ours.LowLevelZeroPlugin):
 
 
 def _checked(plugin: str, precision: str) -> Precision | None:
-    """Return a precision by its name, None for fp32."""
+    """Return the precision with this name; None for fp32."""
     if precision not in _NAMES:
         raise ConfigError(f"{plugin}: precision is {precision!r}; it may be {', '.join(_NAMES)}")
     return choose_precision(_NAMES[precision])

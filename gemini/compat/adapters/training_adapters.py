@@ -1,4 +1,4 @@
-"""Engine and trainer with the documents' signatures."""
+"""Engine and trainer with the signatures of ColossalAI's documentation."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def initialize(
     ophooks: Any = None,
     verbose: bool = True,
 ) -> Initialized:
-    """See :func:`gemini.parallel.engine.initialize`; with stages of a pipeline ``model`` is this rank's, a
-    ModuleList of them where it has several. ``verbose`` says nothing. Raises ConfigError for ``ophooks``,
-    which are not run."""
+    """See :func:`gemini.parallel.engine.initialize`. With pipeline parallelism ``model`` is this rank's
+    stage, or a ModuleList of several. ``verbose`` has no effect. Raises ConfigError for ``ophooks``, which
+    are not supported.
+    """
     if ophooks:
         raise ConfigError("initialize: ophooks are not run; use hooks of torch.nn.Module, or of the Trainer")
     if is_using_pp():
@@ -41,7 +42,7 @@ def initialize(
 
 
 class Trainer(OurTrainer):
-    """:class:`gemini.parallel.trainer.Trainer`, whose :meth:`fit` takes two keywords by other names too."""
+    """:class:`gemini.parallel.trainer.Trainer` with two further keyword names in :meth:`fit`."""
 
     def fit(
         self,
@@ -57,8 +58,9 @@ class Trainer(OurTrainer):
         hook: Sequence[BaseHook] | None = None,
         display_process: bool = False,
     ) -> None:
-        """See :class:`gemini.parallel.trainer.Trainer`; ``hook`` is hooks, ``display_process``
-        display_progress."""
+        """See :class:`gemini.parallel.trainer.Trainer`. ``hook`` is the same as hooks, ``display_process`` as
+        display_progress.
+        """
         super().fit(
             train_dataloader,
             epochs,
@@ -72,7 +74,7 @@ class Trainer(OurTrainer):
 
 
 class BaseSchedule(ours.BaseSchedule):
-    """:class:`gemini.parallel.engine.BaseSchedule` whose method is ``forward_back_step``."""
+    """:class:`gemini.parallel.engine.BaseSchedule` with ``forward_back_step`` as the method to override."""
 
     def forward_backward_step(
         self,
@@ -93,5 +95,5 @@ class BaseSchedule(ours.BaseSchedule):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> Result:
-        """Run the next batch; a class made from this one says how."""
+        """Run the next batch; subclasses override this."""
         raise NotImplementedError(f"{type(self).__name__} does nothing: override forward_back_step()")
