@@ -1,1 +1,1 @@
-"""What is done with a trained model: adapters are merged, texts are sampled, files are exported."""
+"""Programs that use a trained model: merge adapters, sample texts, export files."""

@@ -1,8 +1,8 @@
-"""Adapters of PEFT become part of the weights that they were trained on, one tensor at a time.
+"""Merges PEFT adapters into the weights that they were trained on, one tensor at a time.
 
-PEFT's own layers compute: they are put on the base on ``meta``, and one layer at a time gets its values, is
-merged and is emptied again. So the result is that of PEFT's ``merge_and_unload()``, bit for bit, for a base
-that is loaded with the types of its files.
+PEFT's own layers compute: they are put on the base on ``meta``; one layer at a time gets its values, is
+merged and is emptied again. The result is therefore that of PEFT's ``merge_and_unload()``, bit for bit, for a
+base that is loaded with the types of its files.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from gemini.jobs.run.model_card import merged_card
 from gemini.system.input_files import InputDirectory, errors_of
 
 WEIGHTS = "adapter_model.safetensors"
-_NAME = "default"  # of the adapter, as PEFT has it where nobody names one
-_OUTER = "base_model.model."  # what names in the files of adapters begin with
+_NAME = "default"  # PEFT's default name of an adapter
+_OUTER = "base_model.model."  # prefix of names in the files of adapters
 _OTHERWISE = "PEFT's merge_and_unload() takes them, in memory"
-# Those that leave the weights of the base as they are when the adapters are put on.
+# Values of init_lora_weights that do not change the weights of the base.
 _STARTS = (True, False, "gaussian", "orthogonal", "eva")
 _OTHERS = (
     "trainable_token_indices",
@@ -60,8 +60,8 @@ _OTHERS = (
 
 @dataclass(frozen=True)
 class Merged:
-    """What was merged: of the tensors in ``copied``, adapters changed ``num_merged`` and ``num_replaced``
-    are the adapters' own (``modules_to_save``)."""
+    """The result of a merge. Of the tensors in ``copied``, adapters changed ``num_merged``, and
+    ``num_replaced`` come from the adapters' files (``modules_to_save``)."""
 
     copied: Copied
     num_merged: int
@@ -72,7 +72,7 @@ def merge(base: Path, adapter: Path, target: Path) -> Merged:
     """Write the model in ``base``, with the adapters in ``adapter`` merged in, to the directory ``target``.
 
     Raises:
-        ConfigError: the adapters are of another base or of a kind that is not merged, a file is damaged, or
+        ConfigError: the adapters are for another base or of an unsupported kind, a file is damaged, or
             ``target`` exists. Nothing was written.
         IoError: ``target`` cannot be written.
     """
@@ -104,7 +104,7 @@ def _adapter_files(adapter: Path) -> Iterator[SafetensorsFiles]:
 
 
 def _refuse_other_kinds(fields: Mapping[str, Any], adapter: Path) -> None:
-    """Raise ConfigError for adapters that are more than an addition to each layer by itself."""
+    """Raise ConfigError for adapters that are not simply an addition to each layer."""
     kind, start = fields.get("peft_type"), fields.get("init_lora_weights", True)
     if kind != "LORA":
         raise ConfigError(f"{adapter} holds adapters of type {kind!r:.50}; LORA is merged here. {_OTHERWISE}")
@@ -119,8 +119,8 @@ def _refuse_other_kinds(fields: Mapping[str, Any], adapter: Path) -> None:
 
 
 def _names_in_files(model: Any, files: SafetensorsFiles) -> dict[str, str]:
-    """Return the names in files of a model's parameters; those in files may lack the model's prefix, or have
-    one more."""
+    """Return the name in the files for each of the model's parameters. Names in files may lack the model's
+    prefix, or have an additional one."""
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     found = {}
     for name, _ in model.named_parameters():
@@ -132,12 +132,16 @@ def _names_in_files(model: Any, files: SafetensorsFiles) -> dict[str, str]:
 
 
 class Merging:
-    """Which tensors of a base change, and their new values: ``layers`` has PEFT's layer of each that is
-    merged, ``arrays`` the parts of arrays of experts in each, ``replaced`` the adapter's tensor of each that
-    is replaced, by the names in the base's files.
+    """Determines which tensors of a base change, and computes their new values. All keys are names in the
+    base's files.
+
+    Attributes:
+        layers: PEFT's layer of each merged tensor.
+        arrays: the parts of expert arrays in each merged tensor.
+        replaced: the adapter's tensor for each replaced tensor.
 
     Raises:
-        ConfigError: the adapters do not fit the base, or are of a kind that is not merged.
+        ConfigError: the adapters do not fit the base, or are of an unsupported kind.
     """
 
     def __init__(self, base: Path, adapter: Path, files: SafetensorsFiles, own: SafetensorsFiles) -> None:
@@ -157,7 +161,7 @@ class Merging:
         self._find_arrays(outer, model, base)
 
     def values(self, stored: StoredTensor) -> torch.Tensor:
-        """Return the new values of a tensor of the base."""
+        """Return the new values of a tensor of the base. Raises InputError if they are not finite."""
         layer, parts = self.layers.get(stored.name), self.arrays.get(stored.name)
         if layer is None and parts is None:
             return self._unmerged(stored)
@@ -178,8 +182,7 @@ class Merging:
         return stored.read() if replaced is None else replaced.read().to(stored.dtype)
 
     def _match(self, outer: nn.Module, own: SafetensorsFiles) -> dict[torch.Tensor, StoredTensor]:
-        """Return the adapter's tensor of each parameter of PEFT's layers; fill
-        :attr:`replaced`."""
+        """Return the adapter's tensor for each parameter of PEFT's layers, and fill :attr:`replaced`."""
         import peft
 
         params = outer.state_dict(keep_vars=True)
@@ -204,7 +207,7 @@ class Merging:
             path = paths[param].removeprefix(_OUTER)
             if f".modules_to_save.{_NAME}." in path:
                 self._replace(path.replace(f".modules_to_save.{_NAME}.", "."), stored)
-            elif name not in wanted:  # an embedding, which PEFT saves beside its adapters
+            elif name not in wanted:  # an embedding, which PEFT saves together with its adapters
                 self._replace(path.replace(".base_layer.", "."), stored)
         return found
 
@@ -229,7 +232,7 @@ class Merging:
                 self.layers[self._name_in_files(f"{path.removeprefix(_OUTER)}.{kind}")] = layer
 
     def _refuse_unknown_values(self, path: str, layer: Any) -> None:
-        """Raise ConfigError where a layer of PEFT has values that the adapter's file does not hold."""
+        """Raise ConfigError if a PEFT layer has values that the adapter's file does not contain."""
         own = {*layer.parameters()} - {*layer.get_base_layer().parameters()}
         if not own <= self._stored.keys() or any(each.is_meta for each in layer.buffers()):
             raise ConfigError(
@@ -260,7 +263,7 @@ class Merging:
                 self.arrays.setdefault(piece.stored.name, []).append(ArrayPart(layer, piece))
 
     def _refuse_tied(self, name: str) -> None:
-        """Raise ConfigError for a parameter that has two names."""
+        """Raise ConfigError for a parameter that is tied to another one."""
         tied = next((pair for pair in self._ties if name in pair), None)
         if tied is not None:
             raise ConfigError(
@@ -269,8 +272,8 @@ class Merging:
             )
 
     def _name_in_files(self, name: str) -> str:
-        """Return what the files of the base call a parameter. Raises ConfigError where they have none, or
-        the parameter has two names."""
+        """Return the name of a parameter in the base's files. Raises ConfigError if the files do not have it
+        or the parameter is tied."""
         self._refuse_tied(name)
         if name not in self._names:
             raise self._unfit(f"the files of the base hold no {name!r}")
@@ -283,8 +286,8 @@ class Merging:
         )
 
     def _merged(self, layer: Any) -> dict[str, torch.Tensor]:
-        """Return the parameters of a layer after PEFT has merged it; the layer has no values before and
-        after."""
+        """Return the parameters of a layer after PEFT has merged it. The layer has no values before and after
+        the call."""
         inner = layer.get_base_layer()
         values: dict[torch.Tensor, torch.Tensor] = {}
         for param in inner.parameters(recurse=False):

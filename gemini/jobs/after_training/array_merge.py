@@ -1,8 +1,8 @@
-"""PEFT's adapters on arrays of experts (``target_parameters``), merged a few experts at a time.
+"""Merges PEFT adapters on arrays of experts (``target_parameters``), a few experts at a time.
 
-The files of a model may have an array as one tensor, or the matrices of each expert as tensors of their own.
-transformers puts them together, on tensors that nobody reads, and so says which bytes of the array each of
-them is. Of each tensor PEFT's own layer then merges the experts that are in it.
+A model's files may have an array as one tensor, or the matrices of each expert as separate tensors.
+transformers assembles the model from tensors that are never read, which shows the bytes of the array that
+each stored tensor provides. For each stored tensor, PEFT's own layer then merges the experts in it.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from gemini.integrations.transformers_loading import before_loading, one_at_a_ti
 from gemini.system.input_files import errors_of
 
 _SHORT = (torch.float16, torch.bfloat16)
-# PEFT computes with one expert otherwise than with several, which may differ by rounding.
+# PEFT computes a single expert differently from several, which may change the rounding.
 _LEAST_EXPERTS = 2
-_RUN_BYTES = 2**24  # of experts that are merged at a time; what PEFT adds to them takes some times as much
-_ARRAYS_AT_ONCE = 4  # files have the matrices of an expert of several arrays behind each other
+_RUN_BYTES = 2**24  # experts merged at a time; PEFT's temporaries take several times as much
+_ARRAYS_AT_ONCE = 4  # cached factors: files interleave the matrices of several arrays by expert
 
 Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 class ArrayPart(NamedTuple):
-    """The part of an array that a tensor of a file is: ``layer`` is PEFT's of the array."""
+    """The part of an array that a stored tensor provides. ``layer``: PEFT's layer of the array."""
 
     layer: Any
     piece: Piece
 
 
 def adapter_type(base: torch.dtype) -> torch.dtype:
-    """Return the type that PEFT loads adapters with: that of the base, but never one of 16 bits."""
+    """Return the type with which PEFT loads adapters: the base's type, but fp32 for 16-bit types."""
     return torch.float32 if base in _SHORT else base
 
 
 @contextmanager
 def values_for(layer: nn.Module, values: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Have ``values`` stand for parameters in ``layer``, which are on ``meta``, during the block."""
+    """Context manager that replaces meta parameters in ``layer`` with ``values``."""
     given: list[tuple[nn.Module, str, nn.Parameter]] = []
     try:
         for owner in layer.modules():
@@ -61,11 +61,11 @@ def values_for(layer: nn.Module, values: Mapping[torch.Tensor, torch.Tensor]) ->
 
 
 def places_in_files(model: Any, base: Path, names: Container[str]) -> dict[str, Sequence[Piece]]:
-    """Return which bytes of the files in ``base`` each of these parameters of ``model`` is. One that
-    transformers computes from what files hold, as by a cast, is left out.
+    """Return the bytes in the files of ``base`` that provide each of the parameters ``names``. Parameters
+    that transformers computes from stored tensors (for example by a cast) are left out.
 
     Raises:
-        ConfigError: transformers cannot put the model together.
+        ConfigError: transformers cannot assemble the model.
     """
     found: dict[str, Sequence[Piece]] = {}
 
@@ -99,17 +99,17 @@ def places_in_files(model: Any, base: Path, names: Container[str]) -> dict[str, 
 
 
 class ArrayMerging:
-    """Merges adapters into parts of arrays. ``read``: returns the adapter's tensor of a parameter."""
+    """Merges adapters into parts of arrays. ``read`` returns the adapter's tensor for a parameter."""
 
     def __init__(self, adapter: Path, name: str, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """``adapter``: the directory, for messages; ``name``: of the adapter in PEFT's layers."""
+        """``adapter``: the directory, for messages; ``name``: name of the adapter in PEFT's layers."""
         self._adapter = adapter
         self._name = name
         self._read = read
         self._factors = lru_cache(maxsize=_ARRAYS_AT_ONCE)(self._read_factors)
 
     def add(self, values: torch.Tensor, parts: Iterable[ArrayPart]) -> None:
-        """Add to ``values``, those of a tensor of a file, what adapters add to the ``parts`` in it.
+        """Add the adapters' changes to ``values``, the contents of a stored tensor with these ``parts``.
 
         Raises:
             ConfigError: PEFT cannot merge them.
@@ -121,7 +121,7 @@ class ArrayMerging:
             self._add(layer, own, piece.begin // itemsize)
 
     def _add(self, layer: Any, own: torch.Tensor, begin: int) -> None:
-        """Add to ``own``, the elements of the array of ``layer`` from ``begin`` on."""
+        """Add the adapters' changes to ``own``: the elements of the array of ``layer`` from ``begin`` on."""
         shape = tuple(layer.get_param().shape)
         experts = layer.num_experts
         row = math.prod(shape) // experts
@@ -134,7 +134,7 @@ class ArrayMerging:
             own[low - begin : high - begin] = place
 
     def _merge(self, layer: Any, rows: torch.Tensor, used: range) -> None:
-        """Have PEFT merge the experts ``used``, which ``rows`` holds, in place."""
+        """Let PEFT merge the experts ``used`` into ``rows``, in place."""
         experts, rank = layer.num_experts, layer.r[self._name]
         left, right = self._factors(layer, adapter_type(rows.dtype))
         down = left[used.start * rank : used.stop * rank]
@@ -153,15 +153,15 @@ class ArrayMerging:
             layer.merged_adapters.clear()
 
     def _read_factors(self, layer: Any, dtype: torch.dtype) -> Factors:
-        """Return the matrices of all experts: (experts * rank, in) and (out, rank * experts)."""
+        """Return the low-rank matrices of all experts: (experts * rank, in) and (out, rank * experts)."""
         factors = (layer.lora_A[self._name].weight, layer.lora_B[self._name].weight)
         left, right = (self._read(param).to(dtype) for param in factors)
         return left, right
 
 
 def _runs(first: int, end: int, experts: int, row_bytes: int) -> Iterator[tuple[range, range]]:
-    """Yield runs of experts from ``first`` to ``end``, each with one of at least :data:`_LEAST_EXPERTS` that
-    it is in, as far as there are as many."""
+    """Yield runs of experts from ``first`` to ``end``, each with an enclosing run of at least
+    :data:`_LEAST_EXPERTS` experts (or all, if there are fewer)."""
     most = max(_LEAST_EXPERTS, _RUN_BYTES // max(1, row_bytes))
     for start in range(first, end, most):
         stop = min(start + most, end)

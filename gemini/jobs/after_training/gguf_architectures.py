@@ -1,6 +1,5 @@
-"""Which models have a name in GGUF that is right here: their hyperparameters, and how their tensors differ
-from those of transformers.
-"""
+"""The model families that can be exported to GGUF: their hyperparameters, and how their tensors differ from
+transformers'."""
 
 from __future__ import annotations
 
@@ -20,10 +19,16 @@ _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model family. ``name`` is its name in GGUF; ``sizes`` and ``epsilon`` are keys of its config.
-    ``pairs_rows``: GGUF rotates queries and keys in pairs of neighbouring rows, transformers in halves.
-    ``transposed``: ends of the names of weights that transformers stores the other way round. ``lacks``: of
-    tensors that llama.cpp has no place for in this family."""
+    """A model family.
+
+    Attributes:
+        name: its name in GGUF.
+        sizes, epsilon: keys of its config.
+        pairs_rows: GGUF rotates queries and keys in pairs of neighbouring rows; transformers rotates halves.
+        transposed: suffixes of weights that transformers stores transposed.
+        lacks: suffixes of tensors that llama.cpp does not support for this family.
+        activations: supported activations; the first is the default.
+    """
 
     name: str
     sizes: Mapping[str, str]
@@ -61,10 +66,10 @@ ARCHITECTURES = {
 
 
 class ModelShape:
-    """What a config says of a model, in the terms of GGUF.
+    """The hyperparameters of a model's config in GGUF's terms.
 
     Raises:
-        ConfigError: GGUF has no name for the model here, or one of its options is none of the family's there.
+        ConfigError: the model cannot be exported to GGUF, or one of its options is not supported there.
     """
 
     def __init__(self, config: Mapping[str, Any], path: Path) -> None:
@@ -91,7 +96,7 @@ class ModelShape:
             )
         window = config.get("sliding_window")
         context = self._size(self.architecture.sizes["context"])
-        # Within the window attention is that of a model without one, which is all that GGUF has here.
+        # GGUF has no window for these families: limit the context to the window, where both are the same.
         self.context = min(context, window) if type(window) is int and self._has_window else context
 
     def add_to(self, writer: Any) -> None:
@@ -120,15 +125,15 @@ class ModelShape:
             writer.add_rope_scaling_factor(_positive(rope.get("factor"), "rope factor", self._path))
 
     def is_weight(self, name: str) -> bool:
-        """Say whether a tensor is one that GGUF holds."""
+        """Return whether a tensor belongs in the GGUF file."""
         return not name.endswith(_NOT_WEIGHTS)
 
     def has_place_for(self, name: str) -> bool:
-        """Say whether what reads GGUF takes this tensor of the family."""
+        """Return whether llama.cpp supports this tensor for the family."""
         return not (self.architecture.lacks and name.endswith(self.architecture.lacks))
 
     def rearranged(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in the order of GGUF."""
+        """Return a tensor in GGUF's order of rows and dimensions."""
         if name.endswith(self.architecture.transposed or "\0"):
             return values.t()
         if self.architecture.pairs_rows:
@@ -143,7 +148,7 @@ class ModelShape:
         return shape[::-1] if name.endswith(self.architecture.transposed or "\0") else shape
 
     def rope_factors(self) -> torch.Tensor | None:
-        """Return what the frequencies of Llama 3.1 and later are divided by; None for others."""
+        """Return the divisors of the rope frequencies for Llama 3.1 and later; None for other models."""
         if self._rope_type != "llama3":
             return None
         said = {
@@ -155,13 +160,13 @@ class ModelShape:
         found = []
         for place in range(0, self.head_size, 2):
             wavelength = 2 * math.pi * self._theta ** (place / self.head_size)
-            share = (before / wavelength - low) / (high - low)  # 0: divided by the factor, 1: as it is
+            share = (before / wavelength - low) / (high - low)  # 0: divided by the factor, 1: unchanged
             share = min(1.0, max(0.0, share))
             found.append(1 / ((1 - share) / factor + share))
         return torch.tensor(found, dtype=torch.float32, device="cpu")
 
     def _paired(self, values: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return rows so that those which are rotated together are neighbours."""
+        """Reorder rows such that rows which are rotated together are neighbours."""
         rest = values.shape[1:]
         return values.reshape(heads, 2, self.head_size // 2, *rest).transpose(1, 2).reshape(values.shape)
 
@@ -178,12 +183,12 @@ class ModelShape:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the output may be the embeddings; a config that does not say leaves it to its class."""
+        """Whether the output may be the embeddings. If the config does not say, the model's class decides."""
         return self._config.get("tie_word_embeddings") is not False
 
     @property
     def _has_window(self) -> bool:
-        """Whether the model uses its ``sliding_window``; configs of Qwen name one that it does not."""
+        """Whether the model uses its ``sliding_window``; Qwen's configs have one that is not used."""
         return self._config.get("use_sliding_window", True) is not False
 
     @property

@@ -1,6 +1,5 @@
-"""A model of transformers as one file of GGUF, for llama.cpp and what is built on it. The ``gguf`` package
-names the tensors and quantizes; one tensor is in memory at a time.
-"""
+"""Exports a transformers model to one GGUF file, for llama.cpp and programs based on it. The ``gguf`` package
+names the tensors and quantizes; one tensor is in memory at a time."""
 
 from __future__ import annotations
 
@@ -29,13 +28,13 @@ from gemini.jobs.after_training.model_copy import (
 from gemini.jobs.run.model_card import name_of
 
 TYPES = ("f16", "bf16", "q8_0")
-_CONVERTED_NUMEL = 2**20  # at a time
+_CONVERTED_NUMEL = 2**20  # elements to convert at a time
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What a file of GGUF holds; ``notes`` are for the user."""
+    """The contents of an exported GGUF file; ``notes`` are for the user."""
 
     copied: Copied
     architecture: str
@@ -43,7 +42,7 @@ class Exported:
 
 
 def gguf_package() -> Any:
-    """Return the package. Raise ConfigError where it is not installed."""
+    """Import and return the package gguf. Raise ConfigError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -58,8 +57,9 @@ def export_gguf(source: Path, target: Path, kind: str) -> Exported:
     ``"bf16"``, ``"q8_0"``) and vectors in fp32.
 
     Raises:
-        ConfigError: the package gguf is not installed, GGUF has no name for the model or its tokenizer, or
-            ``target`` exists. IoError: it cannot be written.
+        ConfigError: the package gguf is not installed, the model or its tokenizer cannot be exported to GGUF,
+            or ``target`` exists.
+        IoError: the file cannot be written.
     """
     gguf = gguf_package()
     refuse_existing(target)
@@ -90,7 +90,7 @@ def export_gguf(source: Path, target: Path, kind: str) -> Exported:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor of the file: its ``shape`` and ``kind`` there, and what makes its values."""
+    """A tensor of the file, with its ``shape`` and ``kind`` there, and its source."""
 
     gguf: Any
     name: str
@@ -109,8 +109,8 @@ class _Tensor:
         return int(np.prod(self.shape, dtype=np.int64)) // int(block) * int(size)
 
     def values(self) -> npt.NDArray[Any]:
-        """Return the values as the file has them, a row of bytes for each row; they are converted a few rows
-        at a time."""
+        """Return the values in the file's encoding, uint8 with one row of bytes per row. They are converted a
+        few rows at a time."""
         if self.stored is None:
             factors = self.model.rope_factors()
             assert factors is not None
@@ -135,7 +135,7 @@ class _Tensor:
 
 
 def _tensors(gguf: Any, shape: ModelShape, files: SafetensorsFiles, kind: str, source: Path) -> list[_Tensor]:
-    """Return the tensors of the file, in the order in which they are written."""
+    """Return the tensors of the file in the order in which they are written."""
     arch = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[shape.architecture.name]
     names = gguf.get_tensor_name_map(arch, shape.blocks)
     wanted = set(gguf.MODEL_TENSORS[arch])
@@ -166,8 +166,8 @@ def _tensors(gguf: Any, shape: ModelShape, files: SafetensorsFiles, kind: str, s
 
 
 def _require_complete(names: Iterable[str], shape: ModelShape, source: Path) -> None:
-    """Raise InputError where a tensor is missing: a block has not those of the others, or one of the whole
-    model is not there."""
+    """Raise InputError if a tensor is missing: a block lacks one that others have, or one outside the blocks
+    is missing."""
     blocks: dict[str, set[str]] = {str(number): set() for number in range(shape.blocks)}
     whole: set[str] = set()
     for name in names:
@@ -187,7 +187,7 @@ def _require_complete(names: Iterable[str], shape: ModelShape, source: Path) -> 
 
 
 def _check_shape(shape: ModelShape, stored: StoredTensor, source: Path) -> None:
-    """Raise InputError where rows are not those that the config says, so that they cannot be rearranged."""
+    """Raise InputError if the number of rows differs from the config, so that rows cannot be rearranged."""
     heads = {".q_proj.weight": shape.heads, ".k_proj.weight": shape.kv_heads}
     heads |= {".q_proj.bias": shape.heads, ".k_proj.bias": shape.kv_heads}
     for end, count in heads.items():
@@ -206,7 +206,7 @@ def _check_shape(shape: ModelShape, stored: StoredTensor, source: Path) -> None:
 
 
 def _write(writer: Any, tensors: list[_Tensor]) -> tuple[int, int]:
-    """Write header, fields and tensors; return the bytes of all tensors and of the largest."""
+    """Write header, fields and tensors. Return the bytes of all tensors and of the largest one."""
     for each in tensors:
         info = np.empty(0, dtype=np.float32).dtype
         writer.add_tensor_info(each.name, each.shape, info, each.nbytes, raw_dtype=each.ggml_type)

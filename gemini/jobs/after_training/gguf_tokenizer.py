@@ -1,7 +1,8 @@
-"""A tokenizer of Hugging Face as GGUF has it: tokens, merges or scores, special tokens, the chat template.
+"""Converts a Hugging Face tokenizer to GGUF fields: tokens, merges or scores, special tokens, the chat
+template.
 
-GGUF names how a text is split before merges apply, and programs that read it have that rule built in. So a
-rule is known here by what it does, and one that is not known is said.
+GGUF only names the rule that splits a text before merges apply; programs that read it have these rules built
+in. So this file recognizes a rule by its steps, and reports a rule that it does not know.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  #
 _BLANK = "\u2581"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# How texts are split, as steps() says it, and the name of that in GGUF.
+# Result of steps() -> GGUF's name of the splitting rule.
 _RULES = {
     (("ByteLevel", True),): "gpt-2",
     (("Digits", True), ("ByteLevel", True)): "smollm",
@@ -33,8 +34,12 @@ _SPECIAL = ("bos", "eos", "unk", "pad")
 
 @dataclass
 class TokenizerFields:
-    """What GGUF says of a tokenizer. ``merges`` are of a byte-level BPE (``model`` is ``"gpt2"``), ``scores``
-    of one of SentencePiece (``"llama"``). ``notes``: what a user should know."""
+    """GGUF's fields of a tokenizer.
+
+    Attributes:
+        model: ``"gpt2"`` (byte-level BPE, with ``merges``) or ``"llama"`` (SentencePiece, with ``scores``).
+        notes: messages for the user.
+    """
 
     model: str
     tokens: list[str]
@@ -69,11 +74,11 @@ class TokenizerFields:
 
 
 def read_tokenizer(path: Path, num_tokens: int, config: Mapping[str, Any]) -> TokenizerFields:
-    """Return what GGUF says of the tokenizer in the directory ``path``, for a model with embeddings for
-    ``num_tokens``. Where the tokenizer does not name a special token, the model's ``config`` may.
+    """Return the GGUF fields of the tokenizer in the directory ``path``, for a model with ``num_tokens``
+    embeddings. If the tokenizer does not name a special token, the model's ``config`` may.
 
     Raises:
-        ConfigError: there is none, it is of a kind that GGUF has not, or it is damaged.
+        ConfigError: there is no tokenizer, GGUF does not support its kind, or it is damaged.
     """
     directory = InputDirectory(path)
     if _TOKENIZER not in directory:
@@ -105,7 +110,7 @@ def read_tokenizer(path: Path, num_tokens: int, config: Mapping[str, Any]) -> To
 
 
 def steps(pre_tokenizer: Any) -> tuple[tuple[str, Any], ...]:
-    """Return what a pre-tokenizer does, one step after another, each with what it depends on."""
+    """Return the steps of a pre-tokenizer, each with the settings that it depends on."""
     if not isinstance(pre_tokenizer, dict):
         return ()
     kind = str(pre_tokenizer.get("type"))
@@ -118,7 +123,7 @@ def steps(pre_tokenizer: Any) -> tuple[tuple[str, Any], ...]:
         regex = pattern.get("Regex") if isinstance(pattern, dict) and is_usual else None
         return ((kind, regex),)
     if kind == "ByteLevel":
-        # A blank before the text is an option of ours for neither.
+        # No known rule has a blank before the text: return a setting that matches none.
         is_prefixed = pre_tokenizer.get("add_prefix_space", True)
         return ((kind, None if is_prefixed else bool(pre_tokenizer.get("use_regex", True))),)
     if kind == "Digits":
@@ -150,7 +155,8 @@ def _sentence_piece(
     found: Mapping[str, Any], model: Mapping[str, Any], pairs: list[tuple[str, str]], fields: TokenizerFields,
     path: Path,
 ) -> TokenizerFields:  # fmt: skip
-    """SentencePiece merges the pair with the best score; so the rank of a merge is the score of its token."""
+    """Fill the fields of a SentencePiece tokenizer. SentencePiece merges the pair with the best score, so the
+    score of a token is the negative rank of its merge."""
     if not model.get("byte_fallback") or _blank_prefix(found) is None:
         raise ConfigError(
             f"{path / _TOKENIZER} is neither a byte-level BPE nor one of SentencePiece, which GGUF has; use "
@@ -179,7 +185,7 @@ def _sentence_piece(
 
 
 def _blank_prefix(found: Mapping[str, Any]) -> bool | None:
-    """Return whether a text gets a blank in front; None: blanks are not marked as SentencePiece does."""
+    """Return whether a text gets a leading blank; None if blanks are not marked in SentencePiece's way."""
     for step in _parts(found.get("pre_tokenizer")):
         if step.get("type") == "Metaspace":
             is_usual = step.get("replacement") == _BLANK and not step.get("split", True)
@@ -206,7 +212,8 @@ def _parts(node: Any) -> Iterator[Mapping[str, Any]]:
 def _tokens(
     found: Mapping[str, Any], vocab: Mapping[str, int], num_tokens: int, path: Path
 ) -> tuple[list[str], list[int]]:
-    """Return each token and its type by its number; numbers without a token get a name that no text has."""
+    """Return the tokens and their types by number. Numbers without a token get a name that occurs in no
+    text."""
     numbered = {number: (token, _NORMAL) for token, number in vocab.items()}
     unknown = found["model"].get("unk_token")
     for number, (token, _) in list(numbered.items()):
@@ -234,7 +241,7 @@ def _is_vocab(vocab: Any) -> bool:
 
 
 def _pairs(merges: Any, path: Path) -> list[tuple[str, str]]:
-    """Return the merges, which are pairs, or texts with a blank between."""
+    """Return the merges as pairs; files have pairs, or texts with a blank between."""
     found = []
     for each in merges if isinstance(merges, list) else []:
         parts = each.split(" ") if isinstance(each, str) else each
@@ -245,7 +252,7 @@ def _pairs(merges: Any, path: Path) -> list[tuple[str, str]]:
 
 
 def _text(token: Any) -> str | None:
-    """Return a special token as settings have it: a text, or an object with one."""
+    """Return a special token from the settings, where it is a text or an object with one."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
@@ -267,7 +274,7 @@ def _add_special(
 
 
 def _ends(post_processor: Any) -> tuple[str | None, str | None]:
-    """Return the special tokens that every text begins and ends with."""
+    """Return the special tokens with which every text begins and ends."""
     for each in _parts(post_processor):
         single = each.get("single")
         if each.get("type") == "TemplateProcessing" and isinstance(single, list) and single:
@@ -288,7 +295,7 @@ def _template(directory: InputDirectory, settings: Mapping[str, Any]) -> str | N
         except ValueError as error:
             raise InputError(f"{directory.path / _TEMPLATE} is not UTF-8 ({error}); {AGAIN}") from error
     found = settings.get("chat_template")
-    if isinstance(found, list):  # several, by their names
+    if isinstance(found, list):  # several templates with names
         named = [each for each in found if isinstance(each, dict) and each.get("name") == "default"]
         found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None

@@ -1,6 +1,6 @@
-"""A directory of a model, copied one tensor at a time; some tensors get other values or another type.
+"""Copies a model directory one tensor at a time, with other values or types for some tensors.
 
-The copy has the shards of the original. It has its name only once it is whole.
+The copy has the shards of the original. It gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gemini.system.input_files import InputDirectory
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
 CARD = "README.md"
-_CAST_NUMEL = 2**20  # at a time
-_MOST_BYTES = 2**28  # of a document beside the weights; tokenizers have some ten MiB
+_CAST_NUMEL = 2**20  # elements to cast at a time
+_MOST_BYTES = 2**28  # limit for a file that has no weights; tokenizers have some ten MiB
 _KEPT = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _LEGAL = ("LICENSE", "NOTICE", "USE_POLICY")
 _TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece")
@@ -34,7 +34,8 @@ _TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "chat_template", "v
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy holds: ``nbytes`` and ``largest_bytes`` are of its tensors."""
+    """The contents of a copy. ``nbytes`` is the size of its tensors, ``largest_bytes`` that of the largest
+    one."""
 
     num_tensors: int
     nbytes: int
@@ -42,7 +43,7 @@ class Copied:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise ConfigError where there is something at ``target``: nothing is replaced."""
+    """Raise ConfigError if ``target`` exists: nothing is overwritten."""
     with io_errors("look for the output", target):
         exists = target.exists() or target.is_symlink()
     if exists:
@@ -51,9 +52,8 @@ def refuse_existing(target: Path) -> None:
 
 @contextmanager
 def published(target: Path, doing: str) -> Iterator[Path]:
-    """Yield a name beside ``target`` for a file or a directory; once the block has ended without an error it
-    becomes ``target``. Otherwise nothing of it stays. Raises IoError, and ConfigError where ``target``
-    exists."""
+    """Yield a temporary path near ``target`` for a file or a directory. If the block succeeds, it is renamed
+    to ``target``; otherwise it is removed. Raises IoError, and ConfigError if ``target`` exists."""
     refuse_existing(target)
     with io_errors(doing, target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,8 @@ def published(target: Path, doing: str) -> Iterator[Path]:
 
 
 def copy_documents(source: Path, made: Path, *, tokenizer_of: Path | None = None) -> None:
-    """Copy what lies beside the weights in ``source``: configs, tokenizer, licenses. The tokenizer in
-    ``tokenizer_of``, if it has one, replaces that of ``source``. Weights and code stay behind. Raises
-    InputError."""
+    """Copy configs, tokenizer and licenses from ``source``, but no weights and no code. The tokenizer in
+    ``tokenizer_of``, if it has one, replaces that of ``source``. Raises InputError."""
     names = {name: source for name in InputDirectory(source).names if _is_document(name)}
     if tokenizer_of is not None:
         own = [name for name in InputDirectory(tokenizer_of).names if _is_of_tokenizer(name)]
@@ -96,11 +95,12 @@ def copy_weights(
     dtype_of: Callable[[StoredTensor], torch.dtype],
     values_of: Callable[[StoredTensor], torch.Tensor],
 ) -> Copied:
-    """Write the tensors of ``files`` into the directory ``made``, each into the shard that it is in, with
-    the types and the values that the two functions return. One tensor is in memory at a time.
+    """Write the tensors of ``files`` into the directory ``made``, each into its original shard, with the
+    types and values that the two functions return. One tensor is in memory at a time.
 
     Raises:
-        CheckpointError: a tensor cannot be read. OSError: the copy cannot be written.
+        CheckpointError: a tensor cannot be read.
+        OSError: the copy cannot be written.
     """
     shards: dict[str, list[StoredTensor]] = {}
     for stored in files.values():
@@ -123,7 +123,8 @@ def copy_weights(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return what the config of a model's directory says. Raises InputError."""
+    """Return the config of a model directory. Raises InputError, and ConfigError if the directory has only
+    adapters."""
     directory = InputDirectory(path)
     if CONFIG not in directory and ADAPTER_CONFIG in directory:
         raise ConfigError(
@@ -134,7 +135,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
-    """Raise ConfigError for a model with weights that are codes."""
+    """Raise ConfigError for a model with quantized weights."""
     if config.get("quantization_config"):
         raise ConfigError(
             f"{path} has quantized weights (quantization_config in {CONFIG}); give the model that it was "
@@ -144,10 +145,11 @@ def refuse_quantized(config: Mapping[str, Any], path: Path) -> None:
 
 def export_safetensors(source: Path, target: Path, dtype: torch.dtype | None) -> Copied:
     """Write the model in ``source`` to the directory ``target``, with floating-point weights of ``dtype``;
-    None: as they are.
+    None: unchanged.
 
     Raises:
-        ConfigError: ``target`` exists, or ``source`` cannot be exported. IoError: it cannot be written.
+        ConfigError: ``target`` exists, or ``source`` cannot be exported.
+        IoError: the directory cannot be written.
     """
     config = read_config(source)
     refuse_quantized(config, source)
@@ -170,8 +172,8 @@ def export_safetensors(source: Path, target: Path, dtype: torch.dtype | None) ->
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return ``values`` as another type; beside them and the result it takes a few MiB. Raise ConfigError for
-    a number that becomes infinite there."""
+    """Return ``values`` as another type, with only a few MiB of temporary memory. Raise ConfigError if a
+    finite number overflows to infinity in f16."""
     if values.dtype == dtype:
         return values
     made = torch.empty(values.shape, dtype=dtype, device=values.device)

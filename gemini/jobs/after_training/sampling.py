@@ -1,6 +1,5 @@
-"""Texts of a trained model, token by token, within byte budgets: the weights stay in the checkpoint and are
-read when they are needed.
-"""
+"""Generates texts with a trained model within byte budgets: the weights stay in the checkpoint and are read
+when they are needed."""
 
 from __future__ import annotations
 
@@ -26,11 +25,8 @@ from gemini.system.input_files import errors_of
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """Options of ``gemini sample``; sizes are bytes, None leaves a budget to the runtime. ``temperature`` 0
-    takes the likeliest token.
-
-    Raise ConfigError for what cannot be.
-    """
+    """Options of ``gemini sample``. Sizes are in bytes; None lets the runtime choose a budget.
+    ``temperature`` 0 takes the most likely token. Raise ConfigError for impossible options."""
 
     model: Path
     prompts: Sequence[str]
@@ -60,8 +56,12 @@ class SampleConfig:
 
 @dataclass
 class Sampled:
-    """What was generated so far, also where it was interrupted. ``peak_bytes`` and ``budget_bytes`` are of
-    DEVICE, of model data; ``read_bytes`` came from the checkpoint."""
+    """Counts of what was generated so far, valid also after an interruption.
+
+    Attributes:
+        peak_bytes, budget_bytes: model data on DEVICE.
+        read_bytes: bytes read from the checkpoint.
+    """
 
     num_prompts: int = 0
     num_tokens: int = 0
@@ -73,13 +73,15 @@ class Sampled:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the speed, prompts included."""
+        """Generated tokens per second, including the time for prompts."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
 
 def sample(config: SampleConfig, say: Callable[[str], None], sampled: Sampled) -> None:
-    """Generate a text for each prompt. ``say`` gets pieces of text as soon as they are whole characters: the
-    prompt, what follows it, and an end of line. ``sampled`` is filled, whatever ends this.
+    """Generate a text for each prompt.
+
+    ``say`` gets pieces of text as soon as they are whole characters: the prompt, its continuation, and a
+    newline. ``sampled`` is filled even if an error is raised.
 
     Raises:
         ConfigError: the model, its tokenizer or the adapters cannot be loaded.
@@ -106,14 +108,14 @@ def sample(config: SampleConfig, say: Callable[[str], None], sampled: Sampled) -
 
 
 class _Streamer:
-    """Hands a growing text on, as transformers' ``streamer=``."""
+    """Passes on a growing text, as transformers' ``streamer=``."""
 
     def __init__(self, tokenizer: Any, say: Callable[[str], None], sampled: Sampled) -> None:
         self._text, self._say, self._sampled = TextStream(tokenizer), say, sampled
         self._is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt at the first call, then one token at a time."""
+        """Skip the prompt, which comes in the first call; then take one token at a time."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -124,7 +126,7 @@ class _Streamer:
                 self._say(piece)
 
     def end(self) -> None:
-        """Hand on what is left."""
+        """Pass on the rest of the text."""
         self._say(self._text.end() + "\n")
 
 
@@ -153,7 +155,7 @@ def _generate(
         )
     except (GeminiError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # as many as there are entries in a generation_config.json
+    except Exception as error:  # a generation_config.json may cause any exception
         raise InputError(
             f"transformers cannot generate with the model of {config.model}: {in_words(error)}"
         ) from error
@@ -166,7 +168,7 @@ def _filler(tokenizer: Any) -> int:
 
 
 def _encoded(config: SampleConfig, tokenizer: Any, prompt: str) -> torch.Tensor:
-    """Return the tokens of a prompt, one row."""
+    """Return the tokens of a prompt, int64 ``[1, tokens]``."""
     if config.chat:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -188,7 +190,7 @@ def _encoded(config: SampleConfig, tokenizer: Any, prompt: str) -> torch.Tensor:
 
 @contextmanager
 def _loaded(config: SampleConfig) -> Iterator[tuple[Any, InPlace]]:
-    """Yield the model, with its adapters, and the handle of its weights."""
+    """Yield the model with its adapters, and the handle of its weights."""
     model = gemini.from_pretrained(
         config.model.absolute(),
         "AutoModelForCausalLM",

@@ -1,1 +1,1 @@
-"""The program behind ``gemini serve``: an engine behind HTTP."""
+"""The program behind ``gemini serve``: an inference engine behind HTTP."""

@@ -1,4 +1,4 @@
-"""The application: endpoints around a service, and the server that runs it."""
+"""The HTTP application of a service, and the server that runs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gemini.jobs.serve.service import Service
 
 
 def app_of(service: Service) -> FastAPI:
-    """Return the application of a service; ``/docs`` describes it."""
+    """Return the application of a service. ``/docs`` describes it."""
     app = FastAPI(title="gemini serve", description=f"Answers of {service.name}.")
     add_error_answers(app)
     app.include_router(openai_api.routes(service))
@@ -27,7 +27,7 @@ def app_of(service: Service) -> FastAPI:
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
-        """Say whether answers can be given: 200, or 503."""
+        """Return 200 if requests can be answered, otherwise 503."""
         status = "ok" if service.is_alive else "draining" if service.is_draining else "the engine has stopped"
         return JSONResponse({"status": status}, 200 if service.is_alive else 503)
 
@@ -43,8 +43,8 @@ def app_of(service: Service) -> FastAPI:
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal; then what runs may end, within ``drain_s``, and nothing new begins.
-    ``on_start`` gets the address when connections are taken."""
+    """Serves until a signal. Then no new requests begin, and running ones may finish within ``drain_s``
+    seconds. ``on_start`` is called with the address when connections are accepted."""
 
     def __init__(self, service: Service, on_start: Callable[[str], object]) -> None:
         self._service, self._on_start = service, on_start
@@ -62,8 +62,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Begin the end at a signal. uvicorn's own method raises the signal again afterwards, and nothing
-        behind it would be closed."""
+        """Begin the shutdown at a signal. uvicorn's own method raises the signal again afterwards, so code
+        after it would not close anything."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -77,18 +77,19 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: Any = None) -> None:
-        """Take connections, and say where."""
+        """Accept connections, and report the address."""
         await super().startup(sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
             self._on_start(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     async def on_tick(self, counter: int) -> bool:
-        """Say whether to end: over ranks also when the engine has, for all ranks begin again together."""
+        """Return whether to end. Over ranks, also end if the engine has stopped: all ranks must be restarted
+        together."""
         ends = self._service.config.tp > 1 and not self._service.engine.is_alive
         return ends or await super().on_tick(counter)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Let what runs end."""
+        """Refuse new requests, and let running ones finish."""
         self._service.drain()
         await super().shutdown(sockets)

@@ -1,4 +1,5 @@
-"""Options of ``gemini serve``, and those that a configuration file of the documents names."""
+"""Options of ``gemini serve``, and the reader of configuration files in the format of the OPT service's
+documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from gemini.inference.batching import Batching
 from gemini.system.files import read_regular
 from gemini.system.input_files import MAX_DOCUMENT_BYTES, errors_of
 
-# Names of a file, and the options that they are.
+# Name in a configuration file -> option of ServeConfig.
 _TAKEN = {
     "checkpoint": "model",
     "executor_max_batch_size": "max_batch",
@@ -30,14 +31,16 @@ _TAKEN = {
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Options of ``gemini serve``; sizes are bytes, None leaves a choice to the runtime.
+    """Options of ``gemini serve``. Sizes are in bytes; None lets the runtime choose. Raise ConfigError for
+    impossible options.
 
-    ``max_tokens``: most tokens of an answer. ``timeout_s``: seconds that a request may take. ``body_bytes``:
-    most bytes of a request. ``drain_s``: seconds for what runs, after a signal to stop. ``tp``: processes
-    that each have a part of every layer; ``device_bytes``, ``host_bytes``, ``kv_bytes`` and
-    ``kv_device_bytes`` are those of each.
-
-    Raise ConfigError for what cannot be.
+    Attributes:
+        max_tokens: limit on the tokens of an answer.
+        timeout_s: limit on the seconds of a request.
+        body_bytes: limit on the bytes of a request.
+        drain_s: seconds for running requests after a signal to stop.
+        tp: number of processes that each have a part of every layer. ``device_bytes``, ``host_bytes``,
+            ``kv_bytes`` and ``kv_device_bytes`` are per process.
     """
 
     model: Path
@@ -79,15 +82,15 @@ class ServeConfig:
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a configuration file says: ``options`` of ServeConfig, and the names that mean nothing here."""
+    """The contents of a configuration file: ``options`` of ServeConfig, and the names that are ignored."""
 
     options: dict[str, Any]
     ignored: tuple[str, ...]
 
 
 def read_config_file(path: Path) -> ConfigFile:
-    """Return the options of a file such as the documents' ``opt_config.py``. It is read, not executed: only
-    numbers, texts and names count.
+    """Read the options in a file such as the documents' ``opt_config.py``. The file is parsed, not executed;
+    only numbers, texts and names are used.
 
     Raises:
         ConfigError: it cannot be read.
@@ -103,7 +106,7 @@ def read_config_file(path: Path) -> ConfigFile:
                 f"{path} has {name} = {value!r}; it must be {'a text' if wanted is str else 'a number'}"
             )
         options[option] = Path(str(value)) if option == "model" else value
-    said.pop("model_class", None)  # the checkpoint's config.json says it
+    said.pop("model_class", None)  # the checkpoint's config.json has it
     return ConfigFile(options, tuple(sorted(said)))
 
 

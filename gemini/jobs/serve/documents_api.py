@@ -1,4 +1,4 @@
-"""The endpoint of the documents' OPT service: ``/generation``."""
+"""The endpoint of EnergonAI's OPT service: ``/generation``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GenerationTask(BaseModel):
 
 
 class GeneratedText(BaseModel):
-    """The prompt and what follows it."""
+    """The prompt and its continuation."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""Load a model, make sure that it answers, and serve it."""
+"""Loads a model, checks that it can answer, and serves it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from gemini.jobs.serve.config import ServeConfig
 
 
 def serve(config: ServeConfig, say: Callable[[str], None], rank: Rank | None = None) -> None:
-    """Serve until a signal. ``say`` gets a line when something begins. ``rank``: this process among those
-    that have the parts of the model; the first one serves, and the others compute with it.
+    """Serve until a signal. ``say`` is called with a line at each phase.
+
+    ``rank``: this process among those that have the parts of the model. The first rank serves; the others
+    compute with it.
 
     Raises:
         ConfigError: the model cannot be loaded, or packages are not installed.
         OutOfBudgetError: the model cannot fit the budgets.
-        OSError: nobody may listen at the address.
+        OSError: the address cannot be used.
         StateError: another rank is gone.
     """
     try:
@@ -53,7 +55,7 @@ def serve(config: ServeConfig, say: Callable[[str], None], rank: Rank | None = N
         batching=config.batching,
         ranks=ranks,
     ) as engine:
-        # The first pass measures what a token takes, and finds what is wrong with the model.
+        # The first pass measures the memory of a token, and fails early if the model does not work.
         engine.submit(Request((0,), max_tokens=1)).result()
         service = Service(engine, tokenizer, config)
         Server(
@@ -70,8 +72,8 @@ def _loading_options(config: ServeConfig) -> dict[str, Any]:
 
 @contextmanager
 def _deaf_to_signals() -> Iterator[None]:
-    """Leave it to the first rank to end, which the signal reaches as well: it needs this one to the last
-    answer."""
+    """Ignore SIGINT and SIGTERM on this rank. The first rank gets the signal too, and needs this rank until
+    its last answer."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,4 +1,5 @@
-"""What surrounds every endpoint: limits of bodies, clients that leave, errors as one sentence."""
+"""Middleware and helpers for every endpoint: size limits of requests, disconnected clients, and errors as one
+sentence."""
 
 from __future__ import annotations
 
@@ -17,22 +18,25 @@ from gemini.inference.request import QueueFullError
 
 T = TypeVar("T")
 _RETRY_AFTER_S = 1
-_CLIENT_GONE = 499  # nobody reads it
+_CLIENT_GONE = 499  # the client has closed the connection
 
 
 class ClientGoneError(Exception):
-    """Nobody is there to take the answer."""
+    """The client has disconnected."""
 
 
 class BodyLimit:
-    """Refuses requests of more than ``most`` bytes with 413, before they are read to their end. What the end
-    of the server cuts off ends without a word: the server would log a trace of each."""
+    """Middleware that refuses requests of more than ``most`` bytes with 413, before they are read completely.
+
+    Requests that the server's shutdown cancels get a 503 or end silently; otherwise the server would log a
+    traceback for each.
+    """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand a request on."""
+        """Pass on a request with a limited body."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -69,7 +73,7 @@ class BodyLimit:
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return an error in the form that clients of OpenAI's service read."""
+    """Return an error in the format of OpenAI's API."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": None}}
 
@@ -77,12 +81,12 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
 def error_answer(
     status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
 ) -> JSONResponse:
-    """Return an answer that is an error."""
+    """Return an error response."""
     return JSONResponse(error_body(status, message, param), status, headers)
 
 
 def answer_of(error: BaseException) -> JSONResponse:
-    """Return what a client is told about ``error``."""
+    """Return the response for ``error``."""
     if isinstance(error, QueueFullError):
         return error_answer(429, str(error), headers={"Retry-After": str(_RETRY_AFTER_S)})
     if isinstance(error, (ConfigError, OutOfBudgetError)):
@@ -93,7 +97,7 @@ def answer_of(error: BaseException) -> JSONResponse:
 
 
 def add_error_answers(app: FastAPI) -> None:
-    """Answer with one sentence where an endpoint raises."""
+    """Register handlers that answer an exception of an endpoint with one sentence."""
 
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return answer_of(error)
@@ -114,10 +118,10 @@ def add_error_answers(app: FastAPI) -> None:
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return what ``work`` returns; cancel it when the client leaves.
+    """Await ``work`` and return its result; cancel it if the client disconnects.
 
     Raises:
-        ClientGoneError: it has left.
+        ClientGoneError: the client has disconnected.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
     try:

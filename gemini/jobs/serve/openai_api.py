@@ -1,7 +1,6 @@
-"""The endpoints that clients of OpenAI's service speak to: ``/v1/models``, ``/v1/completions`` and
-``/v1/chat/completions``.
+"""Endpoints compatible with OpenAI's API: ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``.
 
-Options that would change an answer and are not known here are refused by name, never ignored.
+Unknown options that would change an answer are refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gemini.errors import ConfigError, GeminiError, in_words
 from gemini.jobs.serve.limits import error_answer, error_body, while_connected
 from gemini.jobs.serve.service import Piece, Query, Service, whole_of
 
-# Options that are not taken, and the values that ask for nothing.
+# Unsupported options, and the values that are accepted because they have no effect.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -49,7 +48,7 @@ _OF_CLIENTS = {
 
 
 class StreamOptions(BaseModel):
-    """``include_usage``: the last part of a stream says how many tokens there were."""
+    """``include_usage``: the last part of a stream has the numbers of tokens."""
 
     include_usage: bool = False
 
@@ -67,7 +66,7 @@ class _Options(BaseModel):
     stream_options: StreamOptions | None = None
 
     def refuse_unknown(self) -> None:
-        """Raise ConfigError for an option that is not taken here."""
+        """Raise ConfigError for an unsupported option."""
         for name, value in (self.model_extra or {}).items():
             if name in _OF_CLIENTS or value is None or value in _NEUTRAL.get(name, ()):
                 continue
@@ -75,7 +74,7 @@ class _Options(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Return the texts that end an answer. Raises ConfigError for more than are looked for."""
+        """The texts that end an answer. Raises ConfigError if there are too many."""
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
             raise ConfigError(
@@ -92,7 +91,7 @@ class Completion(_Options):
     max_tokens: int = 16
 
     def one_prompt(self) -> str | tuple[int, ...]:
-        """Return the prompt. Raises ConfigError for several."""
+        """Return the prompt. Raises ConfigError if there are several."""
         if isinstance(self.prompt, str):
             return self.prompt
         if all(isinstance(token, int) for token in self.prompt):
@@ -105,7 +104,7 @@ class Completion(_Options):
 
 
 class Message(BaseModel):
-    """What somebody said."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str
@@ -120,7 +119,7 @@ class ChatCompletion(_Options):
 
 
 class _Form:
-    """How an answer is written: as a text, or as a message of a chat."""
+    """The format of an answer: a text completion, or a message of a chat."""
 
     def __init__(self, model: str, *, chat: bool) -> None:
         self._model, self._chat = model, chat
@@ -128,7 +127,7 @@ class _Form:
         self._created = int(time.time())
 
     def whole(self, text: str, last: Piece) -> dict[str, Any]:
-        """Return all of it."""
+        """Return the whole answer."""
         content = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         answer = self._around(
             content, last.finish_reason, "chat.completion" if self._chat else "text_completion"
@@ -145,7 +144,7 @@ class _Form:
         return self._around({"text": piece.text}, piece.finish_reason, "text_completion")
 
     def usage(self, last: Piece) -> dict[str, Any]:
-        """Return the part of a stream that says how many tokens there were."""
+        """Return the part of a stream with the numbers of tokens."""
         kind = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._around({}, None, kind), "choices": [], "usage": _usage(last)}
 
@@ -219,7 +218,7 @@ async def _answered(
 async def _events(
     form: _Form, first: Piece, rest: AsyncGenerator[Piece, None], with_usage: bool
 ) -> AsyncIterator[str]:
-    """Yield server-sent events: a part each, and an end."""
+    """Yield server-sent events: one for each part, and the end."""
     yield _event(form.part(first, is_first=True))
     last = first
     async with aclosing(rest):
@@ -227,7 +226,7 @@ async def _events(
             async for last in rest:
                 yield _event(form.part(last, is_first=False))
         except (GeminiError, OSError, MemoryError, RuntimeError) as error:
-            yield _event(error_body(500, in_words(error)))  # the status has been sent
+            yield _event(error_body(500, in_words(error)))  # too late for a status code
             return
     if with_usage:
         yield _event(form.usage(last))

@@ -1,4 +1,4 @@
-"""What the service has done, in the text format that Prometheus reads."""
+"""Formats the counters of the service for Prometheus."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gemini.jobs.serve.service import Service
 
 
 def metrics_text(service: Service) -> str:
-    """Return all numbers."""
+    """Return all metrics as text."""
     return "".join(_lines(service))
 
 

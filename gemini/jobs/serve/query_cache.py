@@ -1,4 +1,4 @@
-"""Answers that were given before, for queries that come again."""
+"""QueryCache: answers for repeated queries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ T = TypeVar("T")
 
 
 class QueryCache(Generic[T]):
-    """Keeps ``list_size`` answers of each of the ``size`` queries that were used last; 0 keeps none. A query
-    is answered from here when its list is full, by any answer of it. ``hits`` and ``misses`` count.
+    """Keeps ``list_size`` answers for each of the ``size`` most recently used queries; 0 keeps none.
 
-    A key must hold all that an answer depends on: the prompt and every option.
+    A query is answered from the cache if its list is full, with a random answer of the list. ``hits`` and
+    ``misses`` are counted. A key must contain everything that an answer depends on: the prompt and every
+    option.
 
     Source: "cache_size" and "cache_list_size" in the documentation of EnergonAI's OPT service.
     """
@@ -32,7 +33,7 @@ class QueryCache(Generic[T]):
         self.hits = self.misses = 0
 
     def get(self, key: Hashable) -> T | None:
-        """Return an answer, or None while the list of ``key`` is not full."""
+        """Return an answer, or None if the list of ``key`` is not full."""
         if not self._size:
             return None
         answers = self._lists.get(key)
@@ -45,7 +46,7 @@ class QueryCache(Generic[T]):
         return self._draw.choice(answers)
 
     def add(self, key: Hashable, answer: T) -> None:
-        """Keep an answer. What goes beyond a full list is dropped."""
+        """Keep an answer, unless the list is full."""
         if not self._size:
             return
         answers = self._lists.setdefault(key, [])

@@ -1,4 +1,4 @@
-"""Texts of an engine for an event loop: prompts become tokens, tokens become pieces of text."""
+"""Service: connects an engine to an event loop; encodes prompts, and decodes tokens to pieces of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gemini.system.input_files import errors_of
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt and all that its answer depends on. ``stops``: texts that end the answer."""
+    """A prompt and all options of its answer. ``stops``: texts that end the answer."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int
@@ -32,7 +32,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of an answer; the last one has a reason why the answer ends, and the numbers of tokens."""
+    """A part of an answer. The last one has the finish reason and the numbers of tokens."""
 
     text: str
     finish_reason: FinishReason | None = None
@@ -41,33 +41,34 @@ class Piece:
 
 
 class Service:
-    """What the endpoints share: the engine, the tokenizer, the answers that are kept. For one event loop."""
+    """The shared state of the endpoints: the engine, the tokenizer and the cached answers. For one event
+    loop."""
 
     def __init__(self, engine: Engine, tokenizer: Any, config: ServeConfig) -> None:
         self.engine, self.tokenizer, self.config = engine, tokenizer, config
         self.name = config.name or config.model.absolute().name
         self.cache: QueryCache[Piece] = QueryCache(config.cache_size, config.cache_list_size)
         self.is_draining = False
-        self.first_tokens, self.first_token_seconds = 0, 0.0  # answers that began, and their waits
+        self.first_tokens, self.first_token_seconds = 0, 0.0  # begun answers, and their total waiting time
         self._encoding = asyncio.Lock()
 
     @property
     def is_alive(self) -> bool:
-        """Return whether answers can be given."""
+        """Whether requests can be answered."""
         return self.engine.is_alive and not self.is_draining
 
     def drain(self) -> None:
-        """Say from now on that no new answers are given."""
+        """Stop accepting new requests."""
         self.is_draining = True
 
     def most_tokens_after(self, prompt_tokens: int) -> int:
-        """Return how many tokens may follow a prompt."""
+        """Return how many tokens may follow a prompt of this length."""
         longest = self.engine.longest
         most = self.config.max_tokens
         return most if longest is None else max(1, min(most, longest - prompt_tokens))
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Return the tokens of a conversation, by the tokenizer's template.
+        """Return the tokens of a conversation, encoded with the tokenizer's template.
 
         Raises:
             ConfigError: there is no template, or it cannot be applied.
@@ -81,11 +82,11 @@ class Service:
             return await asyncio.to_thread(self._encode_chat, list(messages))
 
     async def answer(self, query: Query) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of an answer as they come. When nobody takes them any longer, the answer is
+        """Yield the pieces of an answer as they are generated. If the generator is closed, the request is
         cancelled.
 
         Raises:
-            ConfigError, OutOfBudgetError, QueueFullError, StateError: as of :meth:`Engine.submit`.
+            ConfigError, OutOfBudgetError, QueueFullError, StateError: as for :meth:`Engine.submit`.
         """
         kept = None if query.seed is not None else self.cache.get(query)
         if kept is not None:
@@ -117,7 +118,7 @@ class Service:
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(changed.set)
 
         generation = self.engine.submit(request, notify)
@@ -149,7 +150,7 @@ class Service:
                 self.first_token_seconds += generation.first_token_at - generation.submitted_at
 
     async def _encoded(self, prompt: str) -> tuple[int, ...]:
-        async with self._encoding:  # a tokenizer is for one thread at a time
+        async with self._encoding:  # tokenizers are not thread-safe
             return await asyncio.to_thread(self._encode, prompt)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
@@ -163,7 +164,7 @@ class Service:
 
 
 async def whole_of(pieces: AsyncGenerator[Piece, None]) -> tuple[str, Piece]:
-    """Return the text of all pieces, and the last one."""
+    """Return the text of all pieces, and the last piece."""
     text = ""
     async with aclosing(pieces):
         async for piece in pieces:
