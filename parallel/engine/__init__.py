@@ -1,7 +1,6 @@
 """Engine: a model, its optimizer and its criterion with the features of a configuration (docs/engine.md).
 
-Programs with an engine launch by a configuration: what they use of :mod:`gemini.parallel.launch` is
-here, too.
+Also exports the functions of :mod:`gemini.parallel.launch` that programs with an engine use.
 """
 
 from gemini.parallel.engine.amp import (

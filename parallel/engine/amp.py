@@ -1,4 +1,4 @@
-"""Automatic mixed precision by type, as a configuration names it: what each means to a booster."""
+"""The types of automatic mixed precision in a configuration, and their meaning for a booster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gemini.system.config import keyword_names, refuse_unknown
 
 
 class AMP_TYPE(Enum):
-    """How a model trains in 16 bits."""
+    """The ways to train a model in 16 bits."""
 
     TORCH = "torch"
     APEX = "apex"
@@ -36,19 +36,22 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Amp:
-    """What a booster is told: ``precision`` is None for fp32; ``casts``: the whole model is fp16."""
+    """The settings for a booster. ``precision`` is None for fp32; ``casts``: the whole model is cast to
+    fp16.
+    """
 
     precision: MixedPrecision | None
     casts: bool
 
 
 def read_amp(mode: object, options: Options | None = None) -> Amp:
-    """Return what a type of mixed precision means with its ``options``; what they leave out has the default
-    of its class in :mod:`gemini.parallel.booster.mixed_precision`.
+    """Return the settings for a type of mixed precision with its ``options``. Missing options have the
+    defaults of its
+    class in :mod:`gemini.parallel.booster.mixed_precision`.
 
     Raises:
-        ConfigError: there is no such mode, or an option says what is not done here. TypeError: an option that
-            the mode has not.
+        ConfigError: there is no such mode, or an option has an unsupported value.
+        TypeError: the mode has no such option.
     """
     said = dict(options or {})
     if mode is AMP_TYPE.TORCH:
@@ -73,9 +76,11 @@ def convert_to_amp(
     mode: AMP_TYPE,
     amp_config: Options | None = None,
 ) -> Converted:
-    """Return the three in mixed precision: TORCH is autocast with a loss scale, NAIVE the whole model in fp16
-    with fp32 masters, APEX what its level O1 is in torch. Ranks of torch.distributed share their gradients,
-    as with a Booster.
+    """Return the three objects in mixed precision. TORCH is autocast with a loss scale; NAIVE casts the whole
+    model to
+    fp16 with fp32 masters; APEX is the torch equivalent of apex's level O1. Ranks of torch.distributed share
+    their
+    gradients, as with a Booster.
 
     Raises:
         ConfigError, TypeError: as :func:`read_amp`.

@@ -23,10 +23,11 @@ def get_dataloader(
     num_workers: int = 0,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return a loader that gives each rank of data parallelism its own part of ``dataset``; ranks that have
-    parts of one model get the same. Without ``add_sampler`` every rank gets all of it.
+    """Return a loader that gives each rank of data parallelism its own part of ``dataset``; ranks with parts
+    of one
+    model get the same data. Without ``add_sampler`` every rank gets all of it.
 
-    The order depends on ``seed`` alone, and every pass shuffles again; further ``options`` are those of
+    The order depends only on ``seed``, and every pass shuffles again. Further ``options`` are passed to
     :class:`torch.utils.data.DataLoader`.
 
     Raises:

@@ -17,7 +17,7 @@ from gemini.parallel.engine.schedule import BaseSchedule, NonPipelineSchedule, R
 
 
 class Engine:
-    """What :func:`gemini.parallel.engine.initialize` returns::
+    """The result of :func:`gemini.parallel.engine.initialize`::
 
         for image, label in loader:
             engine.zero_grad()
@@ -26,15 +26,15 @@ class Engine:
             engine.step()
 
     The loop is the same with gradient accumulation: the loss is divided by the number of iterations,
-    :meth:`zero_grad` and :meth:`step` do nothing in between, and ranks synchronize in the last one.
+    :meth:`zero_grad` and :meth:`step` do nothing in between, and ranks synchronize in the last iteration.
 
     Args:
-        booster: the one whose ``boost`` returned ``model``, ``optimizer`` and ``criterion``.
-        optimizer: None: the engine evaluates and does not train.
-        accumulation: over how many iterations gradients add up.
-        clip_grad_norm: the largest norm of all gradients; 0: any.
+        booster: its ``boost`` returned ``model``, ``optimizer`` and ``criterion``.
+        optimizer: None for an engine that evaluates and does not train.
+        accumulation: the number of iterations over which gradients add up.
+        clip_grad_norm: the largest norm of all gradients; 0 does not clip.
         gradient_handlers: called before an update, in order.
-        schedule: what :meth:`execute_schedule` does; None: NonPipelineSchedule().
+        schedule: runs the batches of :meth:`execute_schedule`; None means NonPipelineSchedule().
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class Engine:
         self.schedule = schedule or NonPipelineSchedule()
         self.num_updates = 0
         self.booster = booster
-        self._iteration = 0  # of those that an update needs
+        self._iteration = 0  # index among the iterations of the next update
 
     @property
     def optimizer(self) -> Any:
-        """The boosted optimizer. Raises ConfigError: there is none."""
+        """The boosted optimizer. Raises ConfigError if there is none."""
         if self._optimizer is None:
             raise ConfigError("the engine has no optimizer and can only evaluate: give initialize() one")
         return self._optimizer
 
     @property
     def is_last_iteration(self) -> bool:
-        """Whether the next :meth:`step` updates."""
+        """Whether the next :meth:`step` updates the parameters."""
         return self._iteration == self.accumulation - 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,28 +78,28 @@ class Engine:
             return self.model(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Engine:
-        """Have the model train, as ``nn.Module.train``."""
+        """Set the model to training mode, as ``nn.Module.train``."""
         self.model.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Have the model evaluate, as ``nn.Module.eval``."""
+        """Set the model to evaluation mode, as ``nn.Module.eval``."""
         return self.train(False)
 
     @property
     def training(self) -> bool:
-        """Whether the model trains."""
+        """Whether the model is in training mode."""
         return self.model.training
 
     # -- one iteration ---------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
-        """Give up the gradients, unless more are to be added to them."""
+        """Discard the gradients, unless more will be added to them."""
         if self._iteration == 0:
             self.optimizer.zero_grad()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Compute the gradients of ``loss``, as mixed precision and accumulation need it."""
+        """Compute the gradients of ``loss``, scaled for mixed precision and accumulation."""
         if self.accumulation == 1:
             self.optimizer.backward(loss)
             return
@@ -111,10 +111,11 @@ class Engine:
             self.optimizer.backward(loss)
 
     def step(self) -> bool:
-        """Update the parameters and return True; return False where more iterations come first.
+        """Update the parameters and return True; return False if more iterations come first.
 
-        Gradient handlers run before, then gradients are clipped. A step whose gradients overflowed in 16 bits
-        is skipped, and counts.
+        Gradient handlers run before; then gradients are clipped. A step with gradients that overflowed in 16
+        bits is
+        skipped, but counts.
         """
         if not self.is_last_iteration:
             self._iteration += 1
@@ -129,8 +130,10 @@ class Engine:
         return True
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Return a context in which gradients accumulate on each rank; iterations before the last one of an
-        update are within."""
+        """Return a context in which gradients accumulate on each rank. Iterations before the last one of an
+        update run
+        in it.
+        """
         return self.booster.no_sync(self.model, self._optimizer)
 
     def execute_schedule(
@@ -140,7 +143,7 @@ class Engine:
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> Result:
-        """Run the next batch as the schedule has it; return output, label and loss (docs of BaseSchedule).
+        """Run the next batch by the schedule; return output, label and loss (see BaseSchedule).
 
         Raises:
             StopIteration: there are no more batches.
@@ -151,8 +154,10 @@ class Engine:
 
 
 class UpdateScheduler:
-    """A learning rate scheduler whose :meth:`step` does nothing where the engine has made no update since the
-    last one: it may be called after every iteration, or every epoch. All else is the scheduler's."""
+    """A learning rate scheduler with a :meth:`step` that does nothing if the engine has made no update since
+    the last
+    call, so it may be called after every iteration or epoch. Everything else is passed to the scheduler.
+    """
 
     def __init__(self, scheduler: Any, engine: Engine) -> None:
         if not hasattr(scheduler, "step"):
@@ -162,12 +167,12 @@ class UpdateScheduler:
         self._seen = engine.num_updates
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step, if there was an update."""
+        """Step if there was an update since the last call."""
         if self._engine.num_updates != self._seen:
             self._seen = self._engine.num_updates
             self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "scheduler":  # not set yet: the object is being copied or unpickled
+        if name == "scheduler":  # the object is being copied or unpickled
             raise AttributeError(name)
         return getattr(self.scheduler, name)

@@ -1,4 +1,4 @@
-"""Gradient handlers: who shares gradients among ranks, instead of torch's DDP."""
+"""Gradient handlers share gradients among ranks, instead of torch's DDP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _BUCKET_NUMEL = 2**22
 class BaseGradientHandler(ABC):
     """Shares the gradients of ``model`` among ranks, before the step of ``optimizer``.
 
-    A class made from it is registered in ``GRADIENT_HANDLER`` and named by a configuration:
-    ``gradient_handler=[dict(type="MyHandler")]``; further entries are keywords of it.
+    Register a subclass in ``GRADIENT_HANDLER`` and name it in a configuration:
+    ``gradient_handler=[dict(type="MyHandler")]``; further entries are its keywords.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -32,7 +32,9 @@ class BaseGradientHandler(ABC):
 
     @abstractmethod
     def handle_gradient(self) -> None:
-        """Do it; called once per update, when the gradients of all its iterations are there."""
+        """Share the gradients; called once per update, when the gradients of all its iterations are
+        complete.
+        """
 
 
 @GRADIENT_HANDLER.register_module
@@ -45,13 +47,15 @@ class DataParallelGradientHandler(BaseGradientHandler):
         optimizer: torch.optim.Optimizer,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """``process_group``: None: all ranks."""
+        """``process_group=None`` means all ranks."""
         super().__init__(model, optimizer)
         self._group = process_group
 
     def handle_gradient(self) -> None:
-        """Average, some megabytes at a time. A parameter that got no gradient on a rank counts as 0 there if
-        it got one on another."""
+        """Average all gradients, some megabytes at a time. A parameter without gradient on a rank counts as 0
+        there if
+        another rank has one.
+        """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
             return
         params = [param for param in self._model.parameters() if param.requires_grad]
@@ -67,15 +71,18 @@ class DataParallelGradientHandler(BaseGradientHandler):
         self.share(used)
 
     def share(self, params: Sequence[torch.Tensor]) -> None:
-        """Average the gradients of ``params``, the same on all ranks, which all have one."""
+        """Average the gradients of ``params``, which are the same on all ranks and all have one."""
         average((param.grad for param in params), self._group)
 
 
 @GRADIENT_HANDLER.register_module
 class MoeGradientHandler(DataParallelGradientHandler):
-    """Averages all gradients over the ranks of data parallelism. Where these divide experts, the gradient of
-    an expert has come from all of them: it is added up over the ranks that have the expert, and divided by
-    the number of all."""
+    """Averages all gradients over the ranks of data parallelism. If these divide experts, the gradient of an
+    expert
+    already contains the contributions of the ranks that share it. It is summed over the ranks with the
+    expert, and
+    divided by the number of all ranks.
+    """
 
     def share(self, params: Sequence[torch.Tensor]) -> None:
         """See :class:`DataParallelGradientHandler`."""
@@ -100,8 +107,10 @@ def average(
     *,
     divided_by: int | None = None,
 ) -> None:
-    """Replace tensors by their sum over the ranks of ``group``, ``divided_by`` a number; None: that of the
-    ranks. Extra memory: one bucket of 2**22 elements, or the largest tensor."""
+    """Replace tensors by their sum over the ranks of ``group``, divided by ``divided_by``; None divides by
+    the number of
+    ranks. Extra memory: one bucket of 2**22 elements, or the largest tensor.
+    """
     divisor = divided_by or dist.get_world_size(group)
     by_type: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -121,10 +130,10 @@ def make_handlers(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup | None,
 ) -> list[BaseGradientHandler]:
-    """Return what a configuration names; ``group``: the ranks of data parallelism.
+    """Return the handlers that a configuration names; ``group``: the ranks of data parallelism.
 
     Raises:
-        ConfigError: no class of that name is registered, or it is no handler.
+        ConfigError: no class with the name is registered, or it is no handler.
     """
     handlers = []
     for entry in entries:
@@ -139,8 +148,10 @@ def make_handlers(
 
 
 class HandledPlugin(TorchDDPPlugin):
-    """A replica of the model on every rank, whose gradients handlers share: all begin with the weights of the
-    first one, and nothing synchronizes them in backward."""
+    """A replica of the model on every rank, with gradients shared by handlers: all start with the weights of
+    the first
+    rank, and backward synchronizes nothing.
+    """
 
     def wrap(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
         """See :class:`TorchDDPPlugin`."""
@@ -151,7 +162,7 @@ class HandledPlugin(TorchDDPPlugin):
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Yield ``tensors`` in order, as many at a time as a bucket holds, at least one."""
+    """Yield ``tensors`` in order, as many at a time as fit a bucket, at least one."""
     bucket: list[torch.Tensor] = []
     for tensor in tensors:
         if bucket and sum(each.numel() for each in bucket) + tensor.numel() > _BUCKET_NUMEL:

@@ -1,4 +1,4 @@
-"""initialize: an engine with the features that a configuration names."""
+"""initialize: create an engine with the features that a configuration names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Initialized = tuple[Engine, Any, Any, Any]
 
 @dataclass(frozen=True)
 class Features:
-    """What a configuration asks of training."""
+    """The features that a configuration requests for training."""
 
     precision: MixedPrecision | None
     casts: bool
@@ -51,10 +51,10 @@ class Features:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Features:
-        """Read a configuration whose reserved keywords were checked.
+        """Read a configuration with reserved keywords that were checked before.
 
         Raises:
-            ConfigError: features that exclude each other, or an option of mixed precision that is not done.
+            ConfigError: features exclude each other, or an option of mixed precision is not supported.
         """
         fp16, precision, casts = config.get("fp16"), None, False
         if fp16 is not None:
@@ -89,27 +89,32 @@ def initialize(
     """Return an engine, both data loaders and the scheduler, ready to train.
 
     ``fp16``, ``zero``, ``gradient_accumulation``, ``clip_grad_norm`` and ``gradient_handler`` of the
-    configuration say how. Without any, ranks share gradients as torch's DDP does. ``zero=dict(stage=1)`` to
-    3 takes the keywords of LowLevelZeroPlugin or, for 3, GeminiPlugin, and computes in fp16 unless they say
-    otherwise. A model of layers over the launched ranks of tensor parallelism is one part of several: they
-    clip by one norm and skip a step together. With stages of a pipeline the model is an ordinary one, whole
-    on each rank, which HybridParallelPlugin cuts, or ``BuiltStages`` of what the program has built for this
-    rank; batches go through ``engine.execute_schedule``.
+    configuration
+    select the features. Without any, ranks share gradients as torch's DDP does. ``zero=dict(stage=1)`` to 3
+    takes
+    the keywords of LowLevelZeroPlugin or, for 3, GeminiPlugin, and computes in fp16 by default. A model of
+    layers
+    over the launched ranks of tensor parallelism is one part of several: they clip by one norm and skip steps
+    together. With pipeline stages the model is an ordinary whole model on each rank, which
+    HybridParallelPlugin
+    cuts, or ``BuiltStages`` with the stages that the program has built for this rank; batches go through
+    ``engine.execute_schedule``.
 
-    A ``MoeLoss`` is told the model. Where ``parallel=dict(moe=dict(size=n))`` divides experts among ranks,
-    gradients are shared as ``MoeGradientHandler`` does, and files have all experts.
+    A ``MoeLoss`` is bound to the model. If ``parallel=dict(moe=dict(size=n))`` divides experts among ranks,
+    gradients are shared as by ``MoeGradientHandler``, and files have all experts.
 
-    With gradient accumulation ``lr_scheduler`` comes back as one that steps with the updates; the model and
-    the optimizer must be used through the engine.
+    With gradient accumulation the returned ``lr_scheduler`` steps with the updates. Use the model and the
+    optimizer
+    only through the engine.
 
     Args:
-        optimizer: None: for evaluation alone.
-        config: path, dict, or None: that of the launch.
-        plugin: how to train, instead of what the configuration says of ``zero``.
-        schedule: what ``engine.execute_schedule`` does; None: it follows from the configuration.
+        optimizer: None for evaluation only.
+        config: path, dict, or None for that of the launch.
+        plugin: how to train, instead of ``zero`` in the configuration.
+        schedule: the schedule of ``engine.execute_schedule``; None chooses it by the configuration.
 
     Raises:
-        ConfigError: the configuration says what cannot be had together, or of this model.
+        ConfigError: the configuration has features that exclude each other or do not fit this model.
     """
     join_launched_group()
     said = read_config(global_context.config if config is None else config)
@@ -158,8 +163,10 @@ def initialize(
 
 
 def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
-    """Return what trains a model as a configuration says; ``parts``: which of its parts are here, None for
-    all. Raises ConfigError where nothing does."""
+    """Return the plugin for a configuration; ``parts``: the parts of the model on this rank, None for all.
+    Raises
+    ConfigError if no plugin fits.
+    """
     group, model_ranks = data_group(), None if parts is None else parts.model_ranks
     if global_context.layout.ep > 1:
         return choose_with_experts(features, parts)
@@ -185,8 +192,9 @@ def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
 
 
 def choose_with_experts(features: Features, parts: Partition | None) -> Plugin:
-    """Return what trains a model with experts that ranks divide; arguments and errors as of
-    :func:`choose_plugin`."""
+    """Return the plugin for a model with experts that ranks divide; arguments and errors as for
+    :func:`choose_plugin`.
+    """
     ep = global_context.layout.ep
     others = [str(entry["type"]) for entry in features.handlers if entry["type"] != "MoeGradientHandler"]
     options = dict(features.zero or {})
@@ -212,10 +220,11 @@ def choose_stages(
     optimizer: torch.optim.Optimizer | None,
     config: Mapping[str, Any],
 ) -> HybridParallelPlugin:
-    """Return what trains the stages of a model, whole on each rank or BuiltStages, as a configuration says.
+    """Return the plugin for the stages of a model, whole on each rank or BuiltStages.
 
-    Chunks (stage 3) are updated by our Adam; with another optimizer ``zero`` has stage 0 unless it says more.
-    Raises ConfigError for what a pipeline does not go with.
+    Chunks (stage 3) need our Adam; with another optimizer the default of ``zero`` is stage 0. Raises
+    ConfigError for
+    features that a pipeline does not support.
     """
     layout, is_built = global_context.layout, isinstance(model, BuiltStages)
     for is_there, what in (
@@ -249,15 +258,16 @@ def choose_stages(
 
 
 def parts_of(model: nn.Module) -> Partition | None:
-    """Return which parts of which tensors a model of layers over the launched ranks has; None for a model
-    that is whole on each."""
+    """Return the partition of a model of layers over the launched ranks; None for a model that is whole on
+    each.
+    """
     if global_context.tensor_parallel_size == 1:
         return None
     return partition_of(model) if any(isinstance(layer, GridLayer) for layer in model.modules()) else None
 
 
 def data_group() -> dist.ProcessGroup | None:
-    """Return the ranks of data parallelism; None: all ranks, or this process alone."""
+    """Return the ranks of data parallelism; None: all ranks, or this process only."""
     mode = ParallelMode.DATA
     return global_context.get_group(mode) if global_context.is_initialized(mode) else None
 

@@ -1,4 +1,4 @@
-"""This rank's stages of a row of layers, cut as the launched configuration has it."""
+"""Build this rank's stages from a sequence of layers, by the launched configuration."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ _POLICIES = {"layer": "uniform", "parameter": "balanced"}
 
 
 def build_pipeline_model(model: nn.Sequential, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
-    """Return what this rank has of ``model``, a row of layers, in equal numbers of them: a Sequential, with
-    several chunks a ModuleList of such. The rest of the model may be forgotten.
+    """Return this rank's part of ``model``, a sequence of layers divided into equal numbers: a Sequential, or
+    with
+    several chunks a ModuleList of Sequentials. The rest of the model may be deleted.
 
-    ``BuiltStages.of(...)`` trains it. ``verbose``: log which layers these are.
+    ``BuiltStages.of(...)`` trains it. ``verbose`` logs the indices of the layers.
 
     Raises:
         ConfigError: ``model`` is no Sequential, or has fewer layers than chunks.
@@ -46,17 +47,20 @@ def build_pipeline_model_from_cfg(
     partition_method: str = "parameter",
     verbose: bool = False,
 ) -> nn.Module:
-    """Return what this rank has of the model that ``config`` describes, as :func:`build_pipeline_model`.
+    """Return this rank's part of the model that ``config`` describes, as :func:`build_pipeline_model`.
 
     Args:
         config: ``dict(type=..., **arguments)`` of a model of ``MODELS``, which is an nn.Sequential or has
-            such dicts of its layers as ``layers_cfg``; or a list of those dicts; or the path of a
-            configuration file that has either as ``model``. ``type`` is a class, or the name of one in
-            ``LAYERS`` (``MODELS``) or in torch.nn.
-        partition_method: ``"parameter"`` has equal numbers of parameters, ``"layer"`` of layers.
+            such
+            dicts of its layers as ``layers_cfg``; or a list of those dicts; or the path of a configuration
+            file
+            that has either as ``model``. ``type`` is a class, or the name of one in ``LAYERS`` (``MODELS``)
+            or
+            in torch.nn.
+        partition_method: ``"parameter"`` balances the numbers of parameters, ``"layer"`` those of layers.
 
     Raises:
-        ConfigError: it describes no row of layers, or one of fewer layers than chunks.
+        ConfigError: it describes no sequence of layers, or one with fewer layers than chunks.
     """
     if partition_method not in _POLICIES:
         raise ConfigError(f"partition_method is {partition_method!r}; give 'parameter' or 'layer'")

@@ -1,5 +1,6 @@
-"""Schedules: what an engine does with one batch, forward and backward: how the batch becomes calls of the
-model and of its criterion, in one piece or cut into micro-batches that go through the stages of a pipeline.
+"""Schedules: run one batch through an engine, forward and backward, as a whole or as micro-batches through
+the stages
+of a pipeline.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from gemini.system.device import current_device
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return data and label. Of a list or tuple the first member is data and the second the label; if there
-    are more, all of them but the first are. Anything else is data, without a label (None)."""
+    """Return data and label. In a list or tuple the first item is data, and the second the label; with more
+    items, the
+    label is a tuple of all but the first. Anything else is data without a label (None).
+    """
     if not isinstance(batch, (list, tuple)):
         return batch, None
     if not batch:
@@ -31,14 +34,14 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
 
 
 def move_to(value: Any, device: torch.device) -> Any:
-    """Return ``value`` with all tensors in it on ``device``; a tensor that is there already is not copied."""
+    """Return ``value`` with all its tensors on ``device``; tensors that are there already are not copied."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if _is_tensor(leaf) else leaf, value)
 
 
 def call_model(model: Callable[..., Any], data: Any) -> Any:
-    """Call a model: the items of a mapping are keywords, the members of a list or tuple arguments."""
+    """Call a model: items of a mapping are keywords, items of a list or tuple are positional arguments."""
     if isinstance(data, Mapping):
         return model(**data)
     if isinstance(data, (list, tuple)):
@@ -47,8 +50,10 @@ def call_model(model: Callable[..., Any], data: Any) -> Any:
 
 
 def call_criterion(criterion: Callable[..., Any], output: Any, label: Any) -> Any:
-    """Call a criterion with what a model returned, a tuple of it as arguments, and the label: none where it
-    is None, else as :func:`call_model` does. If both are mappings all of it is keywords."""
+    """Call a criterion with a model's output, a tuple as several arguments, and the label: none if it is
+    None, else
+    passed as :func:`call_model` does. If both are mappings, all items are keywords.
+    """
     arguments = output if isinstance(output, (list, tuple)) else (output,)
     if label is None:
         return criterion(*arguments)
@@ -60,8 +65,9 @@ def call_criterion(criterion: Callable[..., Any], output: Any, label: Any) -> An
 
 
 def num_samples(*values: Any) -> int:
-    """Return the length of the first tensor found in ``values``, which is how many samples a batch has; 0
-    where there is none."""
+    """Return the length of the first tensor in ``values``, the number of samples of a batch; 0 if there is
+    none.
+    """
     for value in values:
         inside = value
         if isinstance(value, Mapping):
@@ -83,7 +89,7 @@ Result = tuple[Any, Any, torch.Tensor | None]
 
 
 class Runs(Protocol):
-    """What a schedule asks of an engine."""
+    """The interface of an engine that schedules use."""
 
     model: nn.Module
     criterion: Callable[..., Any] | None
@@ -113,11 +119,11 @@ class Runs(Protocol):
 
 
 class BaseSchedule(ABC):
-    """Runs a batch through an engine. ``batch_size`` is how many samples the last one had on this rank.
+    """Runs a batch through an engine. ``batch_size`` is the number of samples of the last batch on this rank.
 
     Args:
-        data_process_func: makes ``(data, label)`` of a batch; None: a pair is that already
-            (:func:`gemini.parallel.engine.schedule.split_batch`).
+        data_process_func: converts a batch to ``(data, label)``; None uses
+            :func:`gemini.parallel.engine.schedule.split_batch`.
     """
 
     batch_size = 0
@@ -126,7 +132,9 @@ class BaseSchedule(ABC):
         self.data_process_func = data_process_func
 
     def load_batch(self, data_iter: Iterator[Any]) -> tuple[Any, Any]:
-        """Take the next batch, on the computing device: data and label. Raises StopIteration at the end."""
+        """Take the next batch and return data and label on the computing device. Raises StopIteration at the
+        end.
+        """
         data, label = (self.data_process_func or split_batch)(next(data_iter))
         device = current_device()
         data, label = move_to(data, device), move_to(label, device)
@@ -143,7 +151,9 @@ class BaseSchedule(ABC):
         return_output_label: bool = True,
     ) -> Result:
         """Run the next batch, and its backward pass unless ``forward_only``; return output, label and loss,
-        None for what is not asked for. Updates nothing: ``engine.step()`` does."""
+        None for
+        those not requested. Does not update; ``engine.step()`` does.
+        """
 
 
 class NonPipelineSchedule(BaseSchedule):
@@ -157,7 +167,7 @@ class NonPipelineSchedule(BaseSchedule):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> Result:
-        """See :class:`BaseSchedule`. Raises ConfigError where a loss is needed and there is no criterion."""
+        """See :class:`BaseSchedule`. Raises ConfigError if a loss is needed and there is no criterion."""
         data, label = self.load_batch(data_iter)
         with torch.set_grad_enabled(not forward_only):
             output = call_model(engine, data)
@@ -176,11 +186,13 @@ class NonPipelineSchedule(BaseSchedule):
 
 
 class PipelineSchedule(BaseSchedule):
-    """Forward and backward passes of the micro-batches of a batch through the stages that a
-    HybridParallelPlugin has made; how many there are, and in which order they go, the plugin says.
+    """Runs the micro-batches of a batch, forward and backward, through the stages of a HybridParallelPlugin,
+    which
+    determines their number and order.
 
-    The ranks of one pipeline take the same batches. The loss is on all ranks the mean over all micro-batches
-    and ranks; outputs are on those with the last stage (None elsewhere), labels on all.
+    The ranks of one pipeline take the same batches. On all ranks the loss is the mean over all micro-batches
+    and ranks.
+    Outputs are on ranks with the last stage (None on the others), labels on all.
     """
 
     def __init__(
@@ -188,7 +200,7 @@ class PipelineSchedule(BaseSchedule):
         booster: Booster,
         data_process_func: Callable[[Any], tuple[Any, Any]] | None = None,
     ) -> None:
-        """``booster``: the one whose ``boost`` returned the engine's model."""
+        """``booster``: its ``boost`` returned the engine's model."""
         super().__init__(data_process_func)
         self._booster = booster
 
@@ -200,8 +212,9 @@ class PipelineSchedule(BaseSchedule):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> Result:
-        """See :class:`BaseSchedule`. Raises ConfigError where a loss is needed and there is no criterion, and
-        as :meth:`gemini.parallel.Booster.execute_pipeline`."""
+        """See :class:`BaseSchedule`. Raises ConfigError if a loss is needed and there is no criterion, and as
+        :meth:`gemini.parallel.Booster.execute_pipeline`.
+        """
         data, label = self.load_batch(data_iter)
         if engine.criterion is None and (return_loss or not forward_only):
             raise ConfigError("a loss needs a criterion: give one to initialize(), or return_loss=False")
@@ -226,11 +239,11 @@ class PipelineSchedule(BaseSchedule):
 
 
 class InterleavedPipelineSchedule(PipelineSchedule):
-    """:class:`PipelineSchedule` of a plugin with several stages on each rank (``num_model_chunks``)."""
+    """:class:`PipelineSchedule` for a plugin with several stages on each rank (``num_model_chunks``)."""
 
 
 def _joined(outputs: list[Any] | None) -> Any:
-    """Return the outputs of micro-batches as that of the batch; a list where they are no tensors."""
+    """Concatenate the outputs of micro-batches; return a list if they are no tensors."""
     if not outputs:
         return None
     if all(isinstance(each, torch.Tensor) and each.dim() for each in outputs):

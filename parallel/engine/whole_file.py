@@ -1,4 +1,4 @@
-"""Checkpoints in one file, whole: what one way to train has saved, another one loads."""
+"""Checkpoints of a whole model in one file. A file saved with one plugin can be loaded with another."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ def save_checkpoint(
     lr_scheduler: Scheduler | None = None,
 ) -> None:
     """Write ``epoch`` and the whole model's state dict to ``file``, and the states of the others if given.
-    All ranks call this, the first one writes; an earlier file stays until the new one is complete.
 
-    A file that :func:`torch.load` reads. For large models ``Booster.save_model`` and
-    :func:`gemini.checkpoint.save` hold a tensor at a time.
+    Collective; the first rank writes. An earlier file stays until the new one is complete. :func:`torch.load`
+    can read
+    it. For large models use ``Booster.save_model`` or :func:`gemini.checkpoint.save`, which hold one tensor
+    at a time.
 
     Raises:
-        IoError: it cannot be written. CheckpointError: on the other ranks then. ConfigError: the model is in
-            stages of a pipeline.
+        IoError: the file cannot be written; CheckpointError on the other ranks.
+        ConfigError: the model is in pipeline stages.
     """
     _refuse_stages("save_checkpoint", model)
     parts = _parts_of(model)
-    state = model.state_dict(keep_vars=parts is not None)  # then the parts, which are put together
+    state = model.state_dict(keep_vars=parts is not None)  # parts of tensors, to be gathered
     content: dict[str, Any] = {"epoch": epoch, "model": state if parts is None else parts.gather_state(state)}
     if optimizer is not None:
         content["optimizer"] = optimizer.state_dict()
@@ -65,21 +66,23 @@ def load_checkpoint(
     lr_scheduler: Scheduler | None = None,
     strict: bool = True,
 ) -> int:
-    """Read what :func:`save_checkpoint` wrote, without running any code, and return its epoch.
+    """Read a file of :func:`save_checkpoint`, without running any code in it, and return its epoch.
 
-    All ranks call this, and each reads the file. None goes on before all have read it: where one cannot,
-    nothing is loaded on any. A rank that does not call has the others wait for it.
+    Collective; each rank reads the file. Ranks continue after all have read it: if one cannot, nothing is
+    loaded on any.
+    The other ranks wait for a rank that does not call this.
 
     Raises:
-        IoError: it cannot be read. CheckpointError: it is no such file, lacks what is to be loaded, or
-            another rank could not read it. ConfigError: the model is in stages of a pipeline.
+        IoError: the file cannot be read.
+        CheckpointError: it is no such file, an entry to load is missing, or another rank could not read it.
+        ConfigError: the model is in pipeline stages.
     """
     _refuse_stages("load_checkpoint", model)
     path = Path(file)
 
     def read() -> dict[str, Any]:
         with io_errors("load_checkpoint", path):
-            os.close(open_regular(path))  # torch would wait at a FIFO
+            os.close(open_regular(path))  # raises for a FIFO, at which torch would wait
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
@@ -107,7 +110,9 @@ def load_checkpoint(
 
 
 def _refuse_stages(what: str, model: nn.Module) -> None:
-    """Raise ConfigError where other ranks have stages of ``model``, or of what the run was launched for."""
+    """Raise ConfigError if other ranks have stages or experts of ``model``, or the launch has pipeline
+    stages.
+    """
     parts = (Absent, BuiltStages)
     has_parts = any(isinstance(module, parts) for module in model.modules())
     in_stages = global_context.pipeline_parallel_size > 1 or has_parts
@@ -120,7 +125,7 @@ def _refuse_stages(what: str, model: nn.Module) -> None:
 
 
 def _parts_of(model: nn.Module) -> Partition | None:
-    """Return which parts of which tensors ``model`` has; None where it has all of them whole."""
+    """Return the partition of ``model``; None if it has all its tensors whole."""
     known = getattr(model, "partition", None)
     if isinstance(known, Partition):
         return known
