@@ -1,4 +1,4 @@
-"""Metrics: what a trainer knows of the steps it has made, over all ranks; accuracy among them."""
+"""Metrics of a trainer's steps, over all ranks: loss, accuracy, learning rate and throughput."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from gemini.system.device import current_device
 
 
 def sum_over_ranks(*values: float | torch.Tensor) -> list[float]:
-    """Return the sums of ``values`` over the ranks of data parallelism, and over the stages of a pipeline.
-    All ranks call it."""
+    """Return the sums of ``values`` over the ranks of data parallelism and the stages of a pipeline.
+    Collective.
+    """
     total = torch.stack(
         [torch.as_tensor(value, dtype=torch.float64, device=current_device()).detach() for value in values]
     )
@@ -34,14 +35,16 @@ def sum_over_ranks(*values: float | torch.Tensor) -> list[float]:
 
 
 class Metric(ABC):
-    """A number by which training is watched. Its values are over all ranks, which ask for them together;
-    None: there is none yet."""
+    """A number for watching training. Its values are over all ranks, so reading them is collective; None
+    means that there
+    is none yet.
+    """
 
-    epoch_only = False  # a step has no value
+    epoch_only = False  # True: a single step has no value
 
     @abstractmethod
     def reset(self) -> None:
-        """Begin an epoch."""
+        """Reset for an epoch."""
 
     @abstractmethod
     def last_value(self) -> float | None:
@@ -52,16 +55,16 @@ class Metric(ABC):
         """Return the value of all steps since :meth:`reset`."""
 
     def text(self) -> str:
-        """Return :meth:`value` for people to read."""
+        """Return :meth:`value` as text."""
         return _shown(self.value())
 
     def last_text(self) -> str:
-        """Return :meth:`last_value` for people to read."""
+        """Return :meth:`last_value` as text."""
         return _shown(self.last_value())
 
 
 class LossMetric(Metric):
-    """The mean loss of steps; nothing is waited for before it is asked for."""
+    """The mean loss of steps; the device is synchronized only when it is read."""
 
     def __init__(self) -> None:
         self.reset()
@@ -73,7 +76,7 @@ class LossMetric(Metric):
         self._count = 0
 
     def update(self, loss: torch.Tensor | None) -> None:
-        """Add the loss of a step; None is passed over."""
+        """Add the loss of a step; None is ignored."""
         if loss is None:
             return
         self._last = loss.detach()
@@ -90,7 +93,7 @@ class LossMetric(Metric):
 
 
 class AccuracyMetric(Metric):
-    """The share of samples that ``count(output, label)`` says are right."""
+    """The share of correct samples, which ``count(output, label)`` counts."""
 
     def __init__(self, count: Callable[..., Any]) -> None:
         self._counted = count
@@ -103,7 +106,7 @@ class AccuracyMetric(Metric):
         self._samples = 0
 
     def update(self, output: Any, label: Any) -> None:
-        """Add a step; one without an output is of another stage of a pipeline.
+        """Add a step; a step without output belongs to another pipeline stage and is ignored.
 
         Raises:
             ConfigError: there is no label either: the schedule was told to return none.
@@ -136,10 +139,10 @@ class RateMetric(Metric):
         self._rate: float | None = None
 
     def reset(self) -> None:
-        """See :class:`Metric`; the rate goes on."""
+        """See :class:`Metric`; the rate is kept."""
 
     def update(self, rate: float) -> None:
-        """Say the rate."""
+        """Set the rate."""
         self._rate = float(rate)
 
     def last_value(self) -> float | None:
@@ -152,11 +155,12 @@ class RateMetric(Metric):
 
 
 class ThroughputMetric(Metric):
-    """Samples per second of all ranks: within a step for one, from the first step to the last for all.
+    """Samples per second of all ranks: of the last step, or from the first step to the last.
 
     Args:
-        ignored_steps: so many steps of an epoch are not counted, while caches fill.
-        tflop_per_step: with it the value is TFLOPS per rank.
+        ignored_steps: the number of steps at the beginning of an epoch that are not counted, while caches
+            fill.
+        tflop_per_step: if given, the value is in TFLOPS per rank.
     """
 
     def __init__(self, ignored_steps: int = 0, tflop_per_step: float = 0.0) -> None:
@@ -170,13 +174,13 @@ class ThroughputMetric(Metric):
         self._ended: float | None = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._step_began = time.perf_counter()
         if self._steps == self._ignored:
             self._began = now()
 
     def update(self, samples: int) -> None:
-        """A step of so many samples on this rank has ended."""
+        """End a step with ``samples`` samples on this rank."""
         self._steps += 1
         self._last_samples = samples
         if self._steps > self._ignored:
@@ -190,7 +194,7 @@ class ThroughputMetric(Metric):
 
     def value(self) -> float | None:
         """See :class:`Metric`."""
-        if self._ended is None:  # a GPU may still be at the last step
+        if self._ended is None:  # a GPU may still run the last step
             self._ended = now()
         return self._pace(self._samples, self._steps - self._ignored, self._ended - self._began)
 
@@ -215,7 +219,7 @@ class ThroughputMetric(Metric):
 
 
 def _num_labels(label: Any) -> int:
-    """Return how many numbers of classes a label has; shares of classes count once for a sample."""
+    """Return the number of class indices in a label; class probabilities count once per sample."""
     if isinstance(label, torch.Tensor):
         return len(label) if label.is_floating_point() and label.dim() else label.numel()
     return num_samples(label)
@@ -230,13 +234,14 @@ def _shown(value: float | None) -> str:
 
 
 class Accuracy(nn.Module):
-    """Counts the samples whose highest score is that of their class."""
+    """Counts the samples with the highest score at their class."""
 
     def forward(self, scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return how many of ``scores`` (samples, ..., classes) are highest at ``target`` (samples, ...).
+        """Return the number of ``scores`` (samples, ..., classes) with the highest score at ``target``
+        (samples, ...).
 
         Raises:
-            ConfigError: the shapes do not go together.
+            ConfigError: the shapes do not match.
         """
         if scores.shape[:-1] != target.shape:
             raise ConfigError(
@@ -247,14 +252,17 @@ class Accuracy(nn.Module):
 
 
 class MixupAccuracy(nn.Module):
-    """:class:`Accuracy` of samples that may be mixtures: one counts by the share that the class with the
-    highest score has in it."""
+    """:class:`Accuracy` for samples that may be mixtures: a sample counts by the share of the class with the
+    highest
+    score.
+    """
 
     def forward(self, scores: torch.Tensor, target: torch.Tensor | Mapping[str, Any]) -> torch.Tensor:
-        """Return the count; ``scores`` as :meth:`Accuracy.forward` has them.
+        """Return the count; ``scores`` as for :meth:`Accuracy.forward`.
 
-        ``target`` is numbers of classes, or shares of all classes, of the shape of ``scores`` (torchvision's
-        MixUp makes them), or a mapping with ``targets_a``, ``targets_b`` and ``lam``, the share of the first.
+        ``target`` has class indices, or shares of all classes in the shape of ``scores`` (torchvision's MixUp
+        makes
+        them), or is a mapping with ``targets_a``, ``targets_b`` and ``lam``, the share of the first.
         """
         if isinstance(target, Mapping):
             share = target.get("lam", 1.0)
@@ -269,5 +277,5 @@ class MixupAccuracy(nn.Module):
 
 
 def _hits(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return 1 for each sample that is right, else 0."""
+    """Return 1 for each correct sample, else 0."""
     return (scores.argmax(dim=-1) == target).to(torch.float32)

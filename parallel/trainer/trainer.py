@@ -31,13 +31,13 @@ class Trainer(Training):
         trainer = Trainer(engine, logger=get_dist_logger())
         trainer.fit(loader, epochs=10, test_dataloader=test_loader, hooks=[hooks.LossHook()])
 
-    A further :meth:`fit` goes on from the epoch that the last one ended with; a program that resumes sets
+    A further :meth:`fit` continues from the epoch where the last one ended; a program that resumes sets
     ``cur_epoch``.
 
     Args:
         timer: measures ``Train-step``, ``Train-epoch``, ``Test-step`` and ``Test-epoch``.
-        logger: for hooks that are given none.
-        schedule: what is done with a batch; None: the engine's.
+        logger: for hooks without one.
+        schedule: runs the batches; None uses the engine's.
     """
 
     def __init__(
@@ -62,16 +62,17 @@ class Trainer(Training):
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Train until ``epochs`` epochs, or ``max_steps`` iterations, are over; all ranks call this.
+        """Train until ``epochs`` epochs, or ``max_steps`` iterations, are over. Collective.
 
         Args:
-            test_dataloader, test_interval: evaluate on this after every so many epochs.
+            test_dataloader, test_interval: evaluate on this after every ``test_interval`` epochs.
             display_progress: show the progress of each epoch, on the first rank.
-            return_output_label: hand hooks outputs and labels, not only losses; without, a pipeline keeps no
+            return_output_label: pass outputs and labels to hooks, not only losses. If False, a pipeline keeps
+                no
                 outputs.
 
         Raises:
-            ConfigError: a number is out of range, or a hook is none.
+            ConfigError: a number is out of range, or a hook is no BaseHook.
         """
         _check_counts(epochs=epochs, test_interval=test_interval)
         if max_steps is not None:
@@ -93,18 +94,18 @@ class Trainer(Training):
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> None:
-        """Run over test data once; see :meth:`fit`. ``hooks``: None: those of the last :meth:`fit`."""
+        """Run over the test data once; see :meth:`fit`. ``hooks=None`` uses those of the last :meth:`fit`."""
         if hooks is not None:
             self._attach(hooks)
         self._test(test_dataloader, display_progress, return_output_label)
 
     def predict(self, data: Any) -> Any:
-        """Return what the model makes of a batch without labels, without gradients."""
+        """Return the model's output for a batch without labels, without gradients."""
         self.engine.eval()
         with torch.no_grad():
             return call_model(self.engine, move_to(data, current_device()))
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------
 
     def _train_epoch(self, loader: Iterable[Any], shows: bool, returns: bool) -> None:
         self.engine.train()
@@ -148,7 +149,7 @@ class Trainer(Training):
         self._call("after_test")
 
     def _attach(self, hooks: Sequence[BaseHook]) -> None:
-        """Have ``hooks``, and no others, called in order of their priorities."""
+        """Replace all hooks by ``hooks``, to be called in order of their priorities."""
         if not isinstance(hooks, Sequence):
             raise ConfigError(f"hooks is a {type(hooks).__name__}; give a list of them")
         for hook in hooks:
@@ -187,7 +188,9 @@ class Trainer(Training):
 
     @contextmanager
     def _progress(self, what: str, loader: Iterable[Any], shows: bool) -> Iterator[Callable[[], None]]:
-        """Give what is called after each iteration of an epoch, and shows it where that was asked for."""
+        """Yield a function to call after each iteration of an epoch, which updates the progress bar if
+        requested.
+        """
         self.show("")
         if not shows or global_context.get_global_rank() != 0:
             yield _nothing

@@ -1,4 +1,4 @@
-"""What hooks see of a run."""
+"""Training: the state of a run that hooks see."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ class Logs(Protocol):
 class Training:
     """The state of a run: hooks read it, and add ``metrics``.
 
-    ``cur_epoch`` and ``cur_step`` count epochs and iterations that are over; ``max_epochs`` and
-    ``max_steps`` (None: any) are where the run ends. ``metrics`` are by name, those of ``"train"`` and of
-    ``"test"``; ``step_text`` is what :meth:`show` was told last.
+    ``cur_epoch`` and ``cur_step`` count finished epochs and iterations; ``max_epochs`` and ``max_steps``
+    (None: no limit)
+    are where the run ends. ``metrics`` are by name, those of ``"train"`` and of ``"test"``; ``step_text`` is
+    the last text
+    of :meth:`show`.
     """
 
     def __init__(
@@ -37,5 +39,5 @@ class Training:
         self.step_text = ""
 
     def show(self, text: str) -> None:
-        """Have ``text`` shown beside the progress of the epoch."""
+        """Show ``text`` beside the progress bar of the epoch."""
         self.step_text = text

@@ -1,4 +1,4 @@
-"""Hooks that do something in the course of a run: step a scheduler, save, profile."""
+"""Hooks that act during a run: step a scheduler, save, profile."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gemini.parallel.trainer.metrics import RateMetric
 from gemini.parallel.trainer.trainer_state import Training
 from gemini.system.device import cuda_available
 
-_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")  # any other dot belongs to a directory: run-1.5
+_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")  # other dots belong to directory names: run-1.5
 
 
 class LRSchedulerHook(BaseHook):
     """Steps a scheduler after every epoch, or every iteration.
 
     Args:
-        store_lr_in_state: adds the rate to the metrics of training, as ``LR``.
+        store_lr_in_state: add the rate to the metrics of training, as ``LR``.
     """
 
     def __init__(
@@ -62,13 +62,14 @@ class SaveCheckpointHook(BaseHook):
 
     Args:
         checkpoint_dir: a directory, which gets ``epoch_<number>.pt``, or a file (``*.pt``, ``.pth``,
-            ``.ckpt``, ``.bin``), which each save replaces.
-        model: None: the engine's, with its optimizer.
-        lr_scheduler: saved along.
-        save_by_iter: ``interval`` counts iterations; the number is theirs.
+            ``.ckpt``,
+            ``.bin``), which each save replaces.
+        model: None saves the engine's model with its optimizer.
+        lr_scheduler: saved too, if given.
+        save_by_iter: ``interval`` counts iterations, and files are named ``step_<number>.pt``.
 
     Raises:
-        ConfigError: there is no place, or no interval.
+        ConfigError: ``checkpoint_dir`` is missing, or ``interval`` is below 1.
     """
 
     def __init__(
@@ -109,12 +110,12 @@ class SaveCheckpointHook(BaseHook):
 
 
 class ProfilerHook(BaseHook):
-    """Profiles some iterations with :mod:`torch.profiler`, and writes them to ``log_dir`` for TensorBoard, or
+    """Profiles some iterations with :mod:`torch.profiler`, and writes them to ``log_dir`` for TensorBoard or
     chrome://tracing.
 
     Args:
         wait, warmup, active, repeat: see :func:`torch.profiler.schedule`.
-        options: further ones of :class:`torch.profiler.profile`.
+        options: further options of :class:`torch.profiler.profile`.
     """
 
     def __init__(
@@ -139,13 +140,13 @@ class ProfilerHook(BaseHook):
         )
 
     def before_train(self, trainer: Training) -> None:
-        """Begin."""
+        """Start the profiler."""
         self.profiler.start()
 
     def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
-        """Say that an iteration is over."""
+        """Tell the profiler that an iteration is over."""
         self.profiler.step()
 
     def after_train(self, trainer: Training) -> None:
-        """End."""
+        """Stop the profiler."""
         self.profiler.stop()

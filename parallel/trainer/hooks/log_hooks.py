@@ -1,4 +1,4 @@
-"""Hooks that say what metrics, memory and timers are."""
+"""Hooks that log metrics, memory and timers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gemini.system.device import current_device, reserved_bytes
 
 
 class _ByEpoch(BaseHook):
-    """Logs a line on the first rank after every ``interval`` epochs; ``logger``: None: the trainer's."""
+    """Logs a line on the first rank after every ``interval`` epochs; ``logger=None`` uses the trainer's."""
 
     def __init__(self, logger: Logs | None = None, interval: int = 1, priority: int = 10) -> None:
         if interval < 1:
@@ -27,11 +27,11 @@ class _ByEpoch(BaseHook):
         self.logger, self.interval = logger, interval
 
     def is_due(self, trainer: Training) -> bool:
-        """Say whether the epoch that is over is one of those that are logged."""
+        """Return whether the finished epoch is logged."""
         return trainer.cur_epoch % self.interval == 0
 
     def say(self, trainer: Training, kind: str, text: str) -> None:
-        """Log a line about the epoch that is over."""
+        """Log a line about the finished epoch."""
         logger = self.logger or trainer.logger or get_dist_logger()
         if global_context.get_global_rank() == 0:
             logger.info(f"[Epoch {trainer.cur_epoch} / {kind}]: {text}")
@@ -41,34 +41,34 @@ class LogMetricByEpochHook(_ByEpoch):
     """Logs all metrics after an epoch, and after a test."""
 
     def after_train_epoch(self, trainer: Training) -> None:
-        """Log those of training."""
+        """Log the metrics of training."""
         self._log(trainer, "Train")
 
     def after_test_epoch(self, trainer: Training) -> None:
-        """Log those of the test."""
+        """Log the metrics of the test."""
         self._log(trainer, "Test")
 
     def _log(self, trainer: Training, kind: str) -> None:
         metrics = trainer.metrics[kind.lower()]
         if metrics and self.is_due(trainer):
-            # Values are asked for on all ranks.
+            # Collective: all ranks compute the values.
             self.say(trainer, kind, " | ".join(f"{name} = {each.text()}" for name, each in metrics.items()))
 
 
 class LogMetricByStepHook(BaseHook):
-    """Shows all metrics of the last step beside the progress of the epoch."""
+    """Shows all metrics of the last step beside the progress bar of the epoch."""
 
     def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
-        """Show those of training."""
+        """Show the metrics of training."""
         trainer.show(_of_step(trainer, "train"))
 
     def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
-        """Show those of the test."""
+        """Show the metrics of the test."""
         trainer.show(_of_step(trainer, "test"))
 
 
 class LogMemoryByEpochHook(_ByEpoch):
-    """Logs the memory of this process on the first rank: resident, and of the GPU where there is one.
+    """Logs the memory of this process on the first rank: resident, and reserved on the GPU if there is one.
 
     Args:
         log_eval: also after tests.
@@ -95,10 +95,10 @@ class LogMemoryByEpochHook(_ByEpoch):
 
 
 class LogTimingByEpochHook(_ByEpoch):
-    """Logs the timers' means and sums after an epoch, and after a test.
+    """Logs the means and sums of the timers after an epoch, and after a test.
 
     Args:
-        timer: None: the trainer's.
+        timer: None uses the trainer's.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class LogTimingByEpochHook(_ByEpoch):
         self.timer, self.log_eval = timer, log_eval
 
     def after_train_epoch(self, trainer: Training) -> None:
-        """Log those of training."""
+        """Log the timers of training."""
         self._log(trainer, "Train")
 
     def after_test(self, trainer: Training) -> None:
-        """Log those of the test."""
+        """Log the timers of the test."""
         if self.log_eval:
             self._log(trainer, "Test")
 
@@ -137,13 +137,13 @@ class LogTimingByEpochHook(_ByEpoch):
 
 
 class TensorboardHook(BaseHook):
-    """Writes metrics to ``log_dir`` for TensorBoard, of steps and of epochs.
+    """Writes metrics of steps and of epochs to ``log_dir`` for TensorBoard.
 
     Args:
-        ranks: that write; None: all, each to a directory of its own.
+        ranks: the ranks that write; None means all, each to its own directory.
 
     Raises:
-        ConfigError: torch finds no TensorBoard.
+        ConfigError: TensorBoard is not installed.
     """
 
     def __init__(self, log_dir: str, ranks: Collection[int] | None = None, priority: int = 10) -> None:
@@ -172,7 +172,7 @@ class TensorboardHook(BaseHook):
         self._write_all(trainer, "test")
 
     def after_train(self, trainer: Training) -> None:
-        """Write what is left."""
+        """Flush the writer."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -191,7 +191,7 @@ def _of_step(trainer: Training, kind: str) -> str:
 
 
 def _memory() -> str:
-    """Return what this process holds."""
+    """Return the memory of this process, as text."""
     process = psutil.Process().memory_info()
     text = f"resident {format_bytes(process.rss)}"
     device = current_device()

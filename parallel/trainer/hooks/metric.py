@@ -1,5 +1,5 @@
-"""BaseHook, what a trainer calls in the course of a run; and hooks that watch training: each adds its metric,
-for those that log them.
+"""BaseHook, with the methods that a trainer calls during a run, and hooks that each add a metric of
+training.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from gemini.parallel.trainer.trainer_state import Training
 
 
 class BaseHook:
-    """A class made from it overrides what it wants to be called for; nothing need be set up.
+    """Base class of hooks. A subclass overrides the methods that it needs; no setup is necessary.
 
-    Hooks are called in order of ``priority``, the lowest first, and as they were given where it is the same.
+    Hooks are called in order of ``priority``, the lowest first, and in the given order if it is equal.
     """
 
     priority = 10
@@ -23,47 +23,47 @@ class BaseHook:
         self.priority = priority
 
     def after_hook_is_attached(self, trainer: Training) -> None:
-        """Called once, before anything else of a run, when all hooks are there."""
+        """Called once, before anything else in a run, when all hooks are attached."""
 
     def before_train(self, trainer: Training) -> None:
         """Called before the first epoch."""
 
     def after_train(self, trainer: Training) -> None:
-        """Called after the last one."""
+        """Called after the last epoch."""
 
     def before_train_epoch(self, trainer: Training) -> None:
         """Called before each epoch."""
 
     def after_train_epoch(self, trainer: Training) -> None:
-        """Called after each; ``trainer.cur_epoch`` counts it."""
+        """Called after each epoch; ``trainer.cur_epoch`` counts it."""
 
     def before_train_iter(self, trainer: Training) -> None:
         """Called before each iteration."""
 
     def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
-        """Called after each, with what the schedule returned; ``trainer.cur_step`` counts it."""
+        """Called after each iteration, with the results of the schedule; ``trainer.cur_step`` counts it."""
 
     def before_test(self, trainer: Training) -> None:
         """Called before a pass over the test data."""
 
     def after_test(self, trainer: Training) -> None:
-        """Called after it."""
+        """Called after a pass over the test data."""
 
     def before_test_epoch(self, trainer: Training) -> None:
-        """Called after :meth:`before_test`, when the model evaluates."""
+        """Called after :meth:`before_test`, when the model is in evaluation mode."""
 
     def after_test_epoch(self, trainer: Training) -> None:
-        """Called before :meth:`after_test`, while it does."""
+        """Called before :meth:`after_test`, in evaluation mode."""
 
     def before_test_iter(self, trainer: Training) -> None:
         """Called before each batch of test data."""
 
     def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
-        """Called after each."""
+        """Called after each batch of test data."""
 
 
 class LossHook(BaseHook):
-    """Adds ``Loss`` of training and of tests."""
+    """Adds the metric ``Loss`` of training and of tests."""
 
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
@@ -75,7 +75,7 @@ class LossHook(BaseHook):
         trainer.metrics["test"]["Loss"] = self.test_loss
 
     def before_train_epoch(self, trainer: Training) -> None:
-        """Begin an epoch."""
+        """Reset the metric for an epoch."""
         self.train_loss.reset()
 
     def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
@@ -83,7 +83,7 @@ class LossHook(BaseHook):
         self.train_loss.update(loss)
 
     def before_test_epoch(self, trainer: Training) -> None:
-        """Begin a test."""
+        """Reset the metric for a test."""
         self.test_loss.reset()
 
     def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
@@ -92,8 +92,10 @@ class LossHook(BaseHook):
 
 
 class AccuracyHook(BaseHook):
-    """Adds ``Accuracy`` of tests: the share of samples of which ``accuracy_func(output, label)`` returns how
-    many are right, such as :class:`gemini.parallel.trainer.Accuracy`."""
+    """Adds the metric ``Accuracy`` of tests: the share of correct samples. ``accuracy_func(output, label)``
+    returns the
+    number of correct ones, as :class:`gemini.parallel.trainer.Accuracy` does.
+    """
 
     def __init__(self, accuracy_func: Callable[..., Any], priority: int = 0) -> None:
         super().__init__(priority)
@@ -104,7 +106,7 @@ class AccuracyHook(BaseHook):
         trainer.metrics["test"]["Accuracy"] = self.accuracy
 
     def before_test_epoch(self, trainer: Training) -> None:
-        """Begin a test."""
+        """Reset the metric for a test."""
         self.accuracy.reset()
 
     def after_test_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
@@ -113,11 +115,11 @@ class AccuracyHook(BaseHook):
 
 
 class ThroughputHook(BaseHook):
-    """Adds ``Throughput`` of training and of tests.
+    """Adds the metric ``Throughput`` of training and of tests.
 
     Args:
-        ignored_steps: so many steps of an epoch are not counted.
-        tflop_per_step: with it the value is TFLOPS per rank, else samples per second of all ranks.
+        ignored_steps: the number of steps at the beginning of an epoch that are not counted.
+        tflop_per_step: if given, the value is in TFLOPS per rank, else in samples per second of all ranks.
     """
 
     def __init__(self, ignored_steps: int = 0, tflop_per_step: float = 0.0, priority: int = 10) -> None:
@@ -131,7 +133,7 @@ class ThroughputHook(BaseHook):
         trainer.metrics["test"]["Throughput"] = self.test_pace
 
     def before_train_epoch(self, trainer: Training) -> None:
-        """Begin an epoch."""
+        """Reset the metric for an epoch."""
         self.train_pace.reset()
 
     def before_train_iter(self, trainer: Training) -> None:
@@ -143,7 +145,7 @@ class ThroughputHook(BaseHook):
         self.train_pace.update(trainer.schedule.batch_size)
 
     def before_test_epoch(self, trainer: Training) -> None:
-        """Begin a test."""
+        """Reset the metric for a test."""
         self.test_pace.reset()
 
     def before_test_iter(self, trainer: Training) -> None:
