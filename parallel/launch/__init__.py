@@ -1,4 +1,4 @@
-"""Launch: processes join their run, read its configuration and find their groups (docs/compat.md)."""
+"""Launch: join the processes of a run, read its configuration, and create its groups (docs/compat.md)."""
 
 from gemini.parallel.launch.config import Config, read_config
 from gemini.parallel.launch.context import GlobalContext, global_context

@@ -1,4 +1,4 @@
-"""The configuration of a run: a Python file, a dict or nothing, and the keywords in it that are reserved."""
+"""The configuration of a run: a Python file, a dict or nothing, and its reserved keywords."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 class Config(dict[str, Any]):
-    """A dict whose entries are attributes, too, at every depth: ``config.BATCH_SIZE``,
-    ``config.parallel.tensor.size``. An attribute that is set is an entry."""
+    """A dict with entries that are also attributes, at every depth: ``config.BATCH_SIZE``,
+    ``config.parallel.tensor.size``. Setting an attribute sets an entry.
+    """
 
     def __init__(self, entries: Mapping[str, Any] | None = None) -> None:
         super().__init__({key: _nested(value) for key, value in (entries or {}).items()})
@@ -37,16 +38,19 @@ class Config(dict[str, Any]):
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Config:
-    """Return what ``config`` says: the path of a Python file, which is run, a dict, or None: nothing.
+    """Read ``config``: the path of a Python file, which is run, a dict, or None for an empty configuration.
 
-    A file may import those beside it. All its names count but modules and those that begin with an
-    underscore. They are free for a program's own use, except those that are reserved: ``parallel``,
-    ``fp16``, ``zero``, ``gradient_accumulation``, ``clip_grad_norm``, ``gradient_handler``,
-    ``NUM_MICRO_BATCHES``, ``NUM_CHUNKS``, ``TENSOR_SHAPE``, ``dali``; a free one that is nearly one of these
-    is warned of. ``parallel`` is read by whoever knows the number of processes.
+    A file may import modules beside it. All its names are entries except modules and names that begin with an
+    underscore.
+    Programs may use any names except the reserved ones: ``parallel``, ``fp16``, ``zero``,
+    ``gradient_accumulation``,
+    ``clip_grad_norm``, ``gradient_handler``, ``NUM_MICRO_BATCHES``, ``NUM_CHUNKS``, ``TENSOR_SHAPE``,
+    ``dali``. A name
+    similar to a reserved one logs a warning. ``parallel`` is not checked here, because that needs the number
+    of processes.
 
     Raises:
-        ConfigError: there is no such file, it fails, or a reserved keyword says what it cannot.
+        ConfigError: there is no such file, it fails, or a reserved keyword has an invalid value.
     """
     entries = _entries(config)
     for name, check in _RESERVED.items():
@@ -72,7 +76,7 @@ def _entries(config: object) -> Mapping[str, Any]:
 
 
 def _run(path: Path) -> dict[str, Any]:
-    """Return the names that a Python file defines."""
+    """Run a Python file and return the names that it defines."""
     if path.suffix != ".py" or not path.is_file():
         what = "is no Python file (*.py)" if path.exists() else "does not exist"
         raise ConfigError(f"config: {path} {what}; from {Path.cwd()} that is {path.resolve()}")
@@ -93,7 +97,7 @@ def _run(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _importable(directory: Path) -> Iterator[None]:
-    """Have import find the modules in ``directory`` first."""
+    """Make modules in ``directory`` importable inside the block, before all others."""
     place = str(directory.resolve())
     sys.path.insert(0, place)
     try:
@@ -156,7 +160,7 @@ _RESERVED: dict[str, Callable[[str, Any], None]] = {
 
 
 def _warn_of_near_ones(entries: Mapping[str, Any]) -> None:
-    """Warn of names that are free, and so near a reserved one that it may have been meant."""
+    """Warn of names that are so similar to a reserved name that it may be a typo."""
     by_letters = {name.lower(): name for name in _RESERVED if name not in entries}
     for name in sorted(set(map(str, entries)) - _RESERVED.keys()):
         near = get_close_matches(name.lower(), by_letters, 1, cutoff=0.85)

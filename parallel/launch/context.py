@@ -1,4 +1,4 @@
-"""The context of a run: its configuration, and the groups that this process is in."""
+"""The context of a run: its configuration, and the groups of this process."""
 
 from __future__ import annotations
 
@@ -28,48 +28,49 @@ from gemini.system.device import current_device
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that are in a group together, by global rank."""
+    """A group of processes, by global rank."""
 
     ranks: tuple[int, ...]
     handle: dist.ProcessGroup
 
     @property
     def place(self) -> int:
-        """Which of them this one is."""
+        """The index of this process."""
         return self.ranks.index(dist.get_rank())
 
 
 @dataclass
 class _Launch:
-    """What one launch has made."""
+    """The state of one launch."""
 
     config: Config
     layout: Layout
     mesh: Mesh
     grid: Grid
-    parallel: Mapping[str, Any] | None  # as the configuration has it
-    world: dist.ProcessGroup | None  # all processes
+    parallel: Mapping[str, Any] | None  # the entry of the configuration
+    world: dist.ProcessGroup | None  # the group of all processes
     groups: dict[str, Group] = field(default_factory=dict)
     own_groups: list[dist.ProcessGroup] = field(default_factory=list)
     stack: ExitStack = field(default_factory=ExitStack)
 
 
 class GlobalContext:
-    """The run that this process takes part in; ``global_context`` is the one of the process.
+    """The run of this process; ``global_context`` is the only instance.
 
-    Groups are asked for by :class:`ParallelMode`, or by the text of a kind of the program's own. What a
-    configuration does not divide has groups of one process.
+    Groups are selected by :class:`ParallelMode`, or by the text of a program's own kind. Kinds that the
+    configuration does
+    not divide have groups of one process.
     """
 
     def __init__(self) -> None:
         self._run: _Launch | None = None
         self._own_world: dist.ProcessGroup | None = None  # made by launch()
 
-    # -- what was launched -----------------------------------------------------------------------
+    # -- the launched run ------------------------------------------------------------------------
 
     @property
     def is_launched(self) -> bool:
-        """Whether :func:`launch` has been called, and :func:`shutdown` not since."""
+        """Whether :func:`launch` was called, without :func:`shutdown` since."""
         return self._run is not None
 
     @property
@@ -79,7 +80,7 @@ class GlobalContext:
 
     @property
     def layout(self) -> Layout:
-        """Over how many processes each kind of parallelism goes."""
+        """The number of processes for each kind of parallelism."""
         return Layout() if self._run is None else self._run.layout
 
     @property
@@ -89,7 +90,7 @@ class GlobalContext:
 
     @property
     def grid(self) -> Grid:
-        """The ranks of tensor parallelism, whose ``own_part(x)`` cuts inputs. Raises as :attr:`mesh`."""
+        """The ranks of tensor parallelism; ``own_part(x)`` cuts inputs. Raises as :attr:`mesh`."""
         return self._launched().grid
 
     data_parallel_size = property(lambda self: self.layout.dp)
@@ -100,12 +101,14 @@ class GlobalContext:
     # -- groups ----------------------------------------------------------------------------------
 
     def get_global_rank(self) -> int:
-        """Return which of all processes this one is."""
+        """Return the global rank of this process."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     def is_initialized(self, mode: Enum | str) -> bool:
-        """Say whether this process is in a group of the kind with others; of all and of data parallelism,
-        whether there was a launch."""
+        """Return whether this process is in a group of this kind with other processes. For GLOBAL and DATA,
+        whether
+        there was a launch.
+        """
         if self._run is None:
             return False
         found = self._run.groups.get(key_of(mode))
@@ -113,11 +116,11 @@ class GlobalContext:
         return found is not None and (is_there_always or len(found.ranks) > 1)
 
     def get_world_size(self, mode: Enum | str) -> int:
-        """Return how many processes are in the group. Raises ConfigError where there is no such kind."""
+        """Return the size of the group. Raises ConfigError if there is no such kind."""
         return len(self.get_ranks_in_group(mode))
 
     def get_local_rank(self, mode: Enum | str) -> int:
-        """Return this process's place in the group. Raises as :meth:`get_world_size`."""
+        """Return this process's index in the group. Raises as :meth:`get_world_size`."""
         found = self._find(mode)
         return 0 if found is None else found.place
 
@@ -130,7 +133,7 @@ class GlobalContext:
         """Return torch's group.
 
         Raises:
-            ConfigError: there is no such kind, or this process is alone in it.
+            ConfigError: there is no such kind, or this process is the only one in it.
         """
         found = self._find(mode)
         if found is None:
@@ -138,30 +141,30 @@ class GlobalContext:
         return found.handle
 
     def is_first_rank(self, mode: Enum | str) -> bool:
-        """Say whether this process is the first of its group."""
+        """Return whether this process is the first of its group."""
         return self.get_local_rank(mode) == 0
 
     def is_last_rank(self, mode: Enum | str) -> bool:
-        """Say whether this process is the last of its group."""
+        """Return whether this process is the last of its group."""
         return self.get_local_rank(mode) == self.get_world_size(mode) - 1
 
     def get_prev_global_rank(self, mode: Enum | str) -> int:
-        """Return the process before this one in its group; before the first one comes the last."""
+        """Return the global rank before this one in its group; the first wraps to the last."""
         return self._neighbour(mode, -1)
 
     def get_next_global_rank(self, mode: Enum | str) -> int:
-        """Return the process behind this one in its group; behind the last one comes the first."""
+        """Return the global rank behind this one in its group; the last wraps to the first."""
         return self._neighbour(mode, 1)
 
-    # -- beginning and end -----------------------------------------------------------------------
+    # -- begin and end ---------------------------------------------------------------------------
 
     def begin(self, config: Config, *, owns_world: bool) -> None:
-        """Make the groups that ``config`` asks for among the processes of torch.distributed; all of them call
-        this together. What an earlier run had, and this one has not, is given back. ``owns_world``: these
-        processes were joined for this run.
+        """Create the groups for ``config`` among the processes of torch.distributed. Collective. Groups of an
+        earlier
+        run that this one does not use are destroyed. ``owns_world``: the processes were joined for this run.
 
         Raises:
-            ConfigError: ``parallel`` cannot be had of these processes. Nothing was changed.
+            ConfigError: ``parallel`` is impossible with these processes. Nothing was changed.
         """
         asked, world = config.get("parallel"), dist.group.WORLD
         self._own_world = world if owns_world else self._own_world
@@ -188,8 +191,10 @@ class GlobalContext:
         self._run = run
 
     def end(self, *, and_its_world: bool = False) -> None:
-        """Forget the run, and give back the groups that it made, with ``and_its_world`` also that of all
-        processes if it was joined for a run. Idempotent."""
+        """Forget the run and destroy its groups; with ``and_its_world`` also the group of all processes, if
+        it was
+        joined for a run. Idempotent.
+        """
         run, self._run = self._run, None
         if run is not None:
             run.stack.close()
@@ -200,7 +205,7 @@ class GlobalContext:
                 dist.destroy_process_group()
             self._own_world = None
 
-    # -- inside ----------------------------------------------------------------------------------
+    # -- internal --------------------------------------------------------------------------------
 
     def _launched(self) -> _Launch:
         if self._run is None:
@@ -208,7 +213,7 @@ class GlobalContext:
         return self._run
 
     def _find(self, mode: Enum | str) -> Group | None:
-        """Return the group of a kind; None where this process is alone in it."""
+        """Return the group of a kind; None if this process is the only one in it."""
         key = key_of(mode)
         groups = {} if self._run is None else self._run.groups
         if key not in groups and key not in {known.value for known in ParallelMode}:
@@ -223,12 +228,14 @@ class GlobalContext:
         return ranks[(self.get_local_rank(mode) + distance) % len(ranks)]
 
 
-# A program, and the layers that it builds, ask for their groups without being handed them.
+# Global: a program and its layers read their groups here without being passed them.
 global_context = GlobalContext()
 
 
 def _read_parallel(config: Config, world_size: int) -> tuple[Layout, ProcessGroupInitializer | None]:
-    """Return what ``parallel`` says, and who makes groups of a mode that the program has registered."""
+    """Return the layout of ``parallel``, and the initializer if its mode is one that the program has
+    registered.
+    """
     parallel = dict(config.get("parallel") or {})
     tensor = parallel.get("tensor")
     mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
@@ -245,7 +252,7 @@ def _read_parallel(config: Config, world_size: int) -> tuple[Layout, ProcessGrou
 
 
 def _add_own(run: _Launch, initializer: ProcessGroupInitializer) -> None:
-    """Make the groups that a program says itself."""
+    """Create the groups of a program's own kinds."""
     for mode, groups in (initializer.init_parallel_groups() or {}).items():
         key, lists = key_of(mode), [list(ranks) for ranks in groups]
         members = [rank for ranks in lists for rank in ranks]
@@ -256,14 +263,14 @@ def _add_own(run: _Launch, initializer: ProcessGroupInitializer) -> None:
                 f"{world - 1} may be in one of them"
             )
         for ranks in lists:
-            made = dist.new_group(ranks)  # all processes call this for every group
+            made = dist.new_group(ranks)  # collective over all processes, for every group
             if dist.get_rank() in ranks:
                 run.groups[key] = _group(made)
                 run.own_groups.append(made)
 
 
 def _device_type() -> str:
-    """Return whose memory the groups of all processes take."""
+    """Return the device type of tensors in collectives over all processes."""
     taken: Sequence[Any] = dist.group.WORLD._device_types  # type: ignore[union-attr]
     here = current_device().type
     return here if any(device.type == here for device in taken) else "cpu"

@@ -1,4 +1,4 @@
-"""DistCoordinator: which process and machine this is, and who does a thing first."""
+"""DistCoordinator: the identity of this process and its machine, and ordered execution among processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gemini.errors import ConfigError, StateError
 
 _Result = TypeVar("_Result")
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of the running kernel: another one on every machine
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # random id of the running kernel: machines differ
 
 
 class DistCoordinator:
-    """What a program asks of the processes of its run; in one process alone it answers for that one.
+    """Information about the processes of a run; works with one process too.
 
-    All ranks make it together: they tell each other on which machine they are. Groups are torch's; None is
+    Creating it is collective: ranks exchange the identities of their machines. Groups are torch's; None means
     all ranks.
     """
 
@@ -32,29 +32,29 @@ class DistCoordinator:
 
     @property
     def num_nodes(self) -> int:
-        """How many machines there are."""
+        """The number of machines."""
         return len(set(self._hosts))
 
     @property
     def local_world_size(self) -> int:
-        """How many processes are on this machine."""
+        """The number of processes on this machine."""
         return self._hosts.count(self._hosts[self.rank])
 
     @property
     def local_rank(self) -> int:
-        """Which of those this one is."""
+        """The index of this process on its machine."""
         return self._hosts[: self.rank].count(self._hosts[self.rank])
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Say whether this is the first process of a group."""
+        """Return whether this is the first process of a group."""
         return not _is_group() or dist.get_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """Say whether this is the first process on its machine."""
+        """Return whether this is the first process on its machine."""
         return self.local_rank == 0
 
     def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Say whether this is the last process of a group."""
+        """Return whether this is the last process of a group."""
         return not _is_group() or dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, text: object, process_group: dist.ProcessGroup | None = None) -> None:
@@ -70,7 +70,7 @@ class DistCoordinator:
     def on_master_only(
         self, process_group: dist.ProcessGroup | None = None
     ) -> Callable[[Callable[..., _Result]], Callable[..., _Result | None]]:
-        """Decorate a function that only the first process of a group is to run; elsewhere it returns None."""
+        """Decorate a function to run only on the first process of a group; it returns None on the others."""
 
         def decorate(function: Callable[..., _Result]) -> Callable[..., _Result | None]:
             @wraps(function)
@@ -88,7 +88,7 @@ class DistCoordinator:
         return priority_execution(executor_rank, process_group)
 
     def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Wait until all ranks of a group are here."""
+        """Wait until all ranks of a group have called this."""
         if _is_group():
             dist.barrier(process_group)
 
@@ -97,11 +97,13 @@ class DistCoordinator:
 def priority_execution(
     executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """Have one rank go through the block first, and the others when it is through: it downloads, they find
-    the files. All ranks of the group enter it; they wait as long as the group's timeout allows.
+    """Run the block on one rank first, and on the others after it has finished: for example, it downloads
+    files for the
+    others. Collective over the group; ranks wait at most for the group's timeout.
 
     Raises:
-        ConfigError: there is no such rank. StateError: on the others, where the first one has failed.
+        ConfigError: there is no such rank.
+        StateError: on the others, if the first one has failed.
     """
     rank = dist.get_rank(process_group) if _is_group() else 0
     size = dist.get_world_size(process_group) if _is_group() else 1
@@ -122,13 +124,13 @@ def priority_execution(
 
 
 def write_line(text: object) -> None:
-    """Write a line to standard output at once, in one piece."""
+    """Write a line to standard output, flushed, in one write."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def print_rank_0(text: object) -> None:
-    """Write a line to standard output, on the first process."""
+    """Write a line to standard output, on the first process only."""
     if not _is_group() or dist.get_rank() == 0:
         write_line(text)
 
@@ -138,7 +140,7 @@ def _is_group() -> bool:
 
 
 def _said(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return what every rank has said here."""
+    """Return the texts of all ranks. Collective."""
     if not _is_group():
         return [text]
     said: list[Any] = [None] * dist.get_world_size(group)

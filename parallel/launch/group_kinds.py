@@ -1,4 +1,4 @@
-"""Kinds of groups that a process is in."""
+"""ParallelMode: the kinds of process groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from gemini.errors import ConfigError
 
 
 class ParallelMode(Enum):
-    """A kind of groups of processes. A program's own kind has no member here: it is a text, or a member of
-    another Enum with a text as its value."""
+    """A kind of process groups. A program's own kind is a text, or a member of another Enum with a text as
+    its value.
+    """
 
     GLOBAL = "global"
     DATA = "data"
@@ -34,7 +35,7 @@ AXES = {
     ParallelMode.TENSOR: "tp",
 }
 
-# The mode of tensor parallelism, and the coordinate of its grid that the ranks of a group differ in.
+# The mode of tensor parallelism, and the grid coordinate in which the ranks of a group differ.
 COORDINATES = {
     ParallelMode.PARALLEL_1D: ("1d", "tp"),
     ParallelMode.PARALLEL_2D_ROW: ("2d", "row"),
@@ -49,7 +50,7 @@ COORDINATES = {
 
 
 def key_of(mode: Enum | str) -> str:
-    """Return the text that stands for a kind of groups."""
+    """Return the text for a kind of groups."""
     key = mode.value if isinstance(mode, Enum) else mode
     if not isinstance(key, str):
         raise ConfigError(f"{mode!r} is no kind of groups; pass a ParallelMode, or the text of your own")

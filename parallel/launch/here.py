@@ -1,5 +1,6 @@
-"""Ranks of this machine: short jobs, in which a module of ours runs on them and leaves what it finds in a
-directory, and the parts that other starters of ranks share.
+"""Start ranks on this machine: short jobs that run one of our modules and leave results in a directory, and
+helpers
+for other starters of ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from gemini.system.process import end_with_parent
 from gemini.system.threads import usable_processors
 
 _ERROR = "error"
-_STARTER = "GEMINI_STARTER_OF_RANKS"  # the process
+_STARTER = "GEMINI_STARTER_OF_RANKS"  # the starting process
 
 
 @contextmanager
 def directory_of_job() -> Iterator[Path]:
-    """Yield a directory for what a job is told and finds. It is gone before a signal that has ended the ranks
-    is raised in this process."""
+    """Yield a directory for the inputs and results of a job. If a signal has ended the ranks, it is raised in
+    this
+    process after the directory was removed.
+    """
     try:
         with directory_of_ranks() as directory:
             yield directory
@@ -38,7 +41,7 @@ def directory_of_job() -> Iterator[Path]:
 
 
 class _Signalled(BaseException):
-    """This process was told to end while ranks ran."""
+    """A signal has ended the ranks and must end this process."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -46,14 +49,14 @@ class _Signalled(BaseException):
 
 
 def run_here(module: str, directory: Path, ranks: int) -> None:
-    """Run ``python -m module directory`` on so many ranks, which share the processors. What they print is not
-    seen.
+    """Run ``python -m module directory`` on ``ranks`` processes, which share the processors. Their output is
+    not shown.
 
-    Called in the main thread, inside :func:`directory_of_job`; a signal ends the ranks.
+    Call it in the main thread, inside :func:`directory_of_job`; a signal ends the ranks.
 
     Raises:
-        ConfigError: a rank was refused something. StateError: it has failed otherwise. The message has the
-            words of the first one, where it has written any.
+        ConfigError: a rank raised it.
+        StateError: a rank has failed otherwise. The message is that of the first rank, if it has left one.
     """
     variables = {"OMP_NUM_THREADS": threads_per_rank(ranks), **named_starter()}
     with environment(variables), quiet_torchrun():
@@ -64,30 +67,35 @@ def run_here(module: str, directory: Path, ranks: int) -> None:
     if ended.code > 128 and not ended.reason:
         raise _Signalled(ended.code - 128)
     first = first_error(directory)
-    if first is None or ended.code >= 128:  # where a signal has ended a rank, the others know that it is gone
+    if first is None or ended.code >= 128:  # after a signal, other ranks only report a lost rank
         raise StateError(ended.reason)
     kind, why = first
     raise (ConfigError if kind == ConfigError.__name__ else StateError)(why)
 
 
 def named_starter() -> dict[str, str]:
-    """Return a variable for the environment of ranks that this process starts: :func:`end_with_starter` reads
-    it."""
+    """Return an environment variable that names this process as the starter of ranks, for
+    :func:`end_with_starter`.
+    """
     return {_STARTER: str(os.getpid())}
 
 
 def end_with_starter() -> None:
-    """On a rank: end once the process that has started it was killed. Nobody would read what the rank finds,
-    and it would keep others out of the directory of its run. A process that is no such rank goes on."""
-    starter = os.environ.pop(_STARTER, "")  # processes that the rank starts have another parent
+    """On a rank: end this process if the process that started it is killed. Nobody would read its result, and
+    it would
+    block the directory of its run. In a process that is no such rank this does nothing.
+    """
+    starter = os.environ.pop(_STARTER, "")  # removed: processes that the rank starts have another parent
     if starter.isdecimal():
         end_with_parent(int(starter))
 
 
 @contextmanager
 def as_rank(directory: Path) -> Iterator[None]:
-    """On a rank of :func:`run_here`: leave in the directory what it fails with, and the process group at the
-    end."""
+    """Run the code of a rank of :func:`run_here` inside the block: write its error to the directory, and
+    destroy the
+    process group at the end.
+    """
     end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -101,13 +109,13 @@ def as_rank(directory: Path) -> Iterator[None]:
 
 
 def leave_error(directory: Path, error: Exception) -> None:
-    """On a rank: write into ``directory`` what it has failed with."""
+    """On a rank: write an error to ``directory``."""
     text = json.dumps([type(error).__name__, in_words(error)])
     write_text(directory / f"{_ERROR}-{os.environ['RANK']}", text, "write why a rank has failed")
 
 
 def first_error(directory: Path) -> tuple[str, str] | None:
-    """Return the class and the words of the error that a rank has left first; None: none has."""
+    """Return the class name and the text of the first error that a rank has left; None if there is none."""
     left = sorted(directory.glob(f"{_ERROR}-*"), key=lambda path: path.stat().st_mtime_ns)
     if not left:
         return None
@@ -122,7 +130,7 @@ def threads_per_rank(ranks: int) -> str:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, which processes that start meanwhile get."""
+    """Set environment variables inside the block, for processes that start there."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -137,7 +145,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def quiet_torchrun() -> Iterator[None]:
-    """Leave out what torchrun logs of ranks that fail or are ended: the error has it."""
+    """Suppress torchrun's logs about ranks that fail or are ended: the raised error has the reason."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

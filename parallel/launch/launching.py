@@ -1,5 +1,5 @@
-"""Launch: how a process joins the others of its run, whichever launcher has started them; which of them it
-is, as the environment says; and processes of a run started from one program.
+"""Launch: join the processes of a run, started by any launcher, and start processes from a program
+(spawn).
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Place:
-    """Process ``rank`` of ``world_size``, the ``local_rank``-th of its machine; the first one listens at
-    ``host`` and ``port``, which one process alone needs not."""
+    """Process ``rank`` of ``world_size``, number ``local_rank`` on its machine. The first process listens at
+    ``host`` and
+    ``port``, which a single process does not need.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -54,14 +56,14 @@ class Place:
 
     @property
     def address(self) -> str:
-        """Where the processes meet, as torch takes it."""
+        """The address where the processes meet, in torch's format."""
         host = f"[{self.host}]" if self.host is not None and ":" in self.host else self.host
         return f"tcp://{host}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of a launcher; of several names the first one that is set counts."""
+    """The environment variables of a launcher; of several names the first one that is set counts."""
 
     name: str
     rank: tuple[str, ...]
@@ -71,10 +73,10 @@ class Launcher:
     def place(
         self, host: str | None, port: int | str | None, environ: Mapping[str, str] = os.environ
     ) -> Place:
-        """Return this process's place; that of one alone where the launcher has not started it.
+        """Return this process's place; that of a single process if the launcher has not started it.
 
         Raises:
-            ConfigError: it says only half of it, or no whole numbers.
+            ConfigError: a variable is missing or no whole number.
         """
         rank, world_size = _read(environ, self.rank), _read(environ, self.world_size)
         if rank is None and world_size is None:
@@ -99,7 +101,7 @@ TORCHRUN = Launcher("torchrun", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",))
 
 
 def parse_port(port: int | str | None) -> int | None:
-    """Return a port as a number. Raises ConfigError where it is none."""
+    """Return a port as a number. Raises ConfigError if it is none."""
     if port is None or (isinstance(port, int) and not isinstance(port, bool)):
         return port
     if isinstance(port, str) and port.isdigit():
@@ -134,26 +136,30 @@ def launch(
     seed: int | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Join the processes of a run and make the groups that its configuration asks for; all of them call this.
+    """Join the processes of a run and create the groups for its configuration. Collective.
 
-    It may be called again: processes that have joined stay, the new configuration takes the place of the old
-    one. One process without a launcher needs no arguments. Afterwards ``global_context`` says which groups
-    there are, and layers of :mod:`gemini.parallel.tensor.nn` follow the mode in ``parallel``.
+    It may be called again: joined processes stay, and the new configuration replaces the old one. One process
+    without
+    a launcher needs no arguments. Afterwards ``global_context`` has the groups, and layers of
+    :mod:`gemini.parallel.tensor.nn` follow the mode in ``parallel``.
 
     Args:
         config: the path of a Python file, a dict or None; see :func:`read_config`.
-        rank, world_size: which of how many processes this is; None: as torchrun says in the environment.
+        rank, world_size: the index of this process and the number of processes; None: from the environment,
+            as
+            set by torchrun.
         host, port: where the first process listens.
-        backend: of torch.distributed; None: torch's for each device. ``"nccl"`` where there is not a GPU for
-            each process becomes ``"gloo"``, with a warning.
-        local_rank: which process of its machine this is, and so which GPU it takes; None: ``LOCAL_RANK``, or
+        backend: that of torch.distributed; None: torch's default for each device. ``"nccl"`` becomes
+            ``"gloo"``, with a warning, if there is not a GPU for each process.
+        local_rank: the index of this process on its machine, which selects its GPU; None: ``LOCAL_RANK``, or
             ``rank``.
-        seed: of torch's generators on all ranks, set in every call; None leaves them.
+        seed: the seed of torch's generators on all ranks, set in every call; None leaves them unchanged.
         timeout: how long a rank waits for the others.
 
     Raises:
-        ConfigError: an argument or the configuration cannot be; nothing was changed, except for having joined
-            where ``parallel`` does not go over the processes.
+        ConfigError: an argument or the configuration is invalid. Nothing was changed, except that the
+            processes
+            have joined if ``parallel`` does not fit their number.
     """
     if rank is None and world_size is None:
         place = None
@@ -174,7 +180,7 @@ def launch_from_torch(
     seed: int | None = None,
     timeout: timedelta | None = None,
 ) -> None:
-    """Launch under torchrun, or as one process alone; arguments and errors as :func:`launch`."""
+    """Launch under torchrun, or as a single process; arguments and errors as :func:`launch`."""
     _launch(config, None, backend, seed, timeout)
 
 
@@ -205,14 +211,18 @@ def launch_from_openmpi(
 
 
 def shutdown() -> None:
-    """Give back what :func:`launch` has made: groups, and torch.distributed where it was started by it.
-    Another launch may follow; of several processes, at another port. Idempotent."""
+    """Undo :func:`launch`: destroy its groups, and torch.distributed if it started it. Another launch may
+    follow; with
+    several processes it needs another port. Idempotent.
+    """
     global_context.end(and_its_world=True)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
-    """Return a parser of what :func:`launch` takes, to which a program adds its own arguments. What is not
-    given is None: launch() then asks the environment."""
+    """Return a parser of the arguments of :func:`launch`; a program may add its own. Missing arguments are
+    None, and
+    launch() then reads the environment.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="path of the configuration, a Python file")
     parser.add_argument("--host", help="where the first process listens")
@@ -229,8 +239,8 @@ def get_default_parser() -> argparse.ArgumentParser:
 def _launch(
     config: ConfigLike, place: Place | None, backend: str | None, seed: int | None, timeout: timedelta | None
 ) -> None:
-    """``place``: None is what torchrun says, which restarts processes and keeps their store."""
-    chosen = read_config(config)  # what it refuses keeps nobody waiting
+    """``place=None``: as torchrun says. torchrun restarts processes and keeps their store."""
+    chosen = read_config(config)  # before joining: an error here keeps no rank waiting
     joins = not dist.is_initialized()
     if joins:
         global_context.end()  # of a group that the program has destroyed itself
@@ -243,7 +253,7 @@ def _launch(
 
 
 def _join(place: Place | None, backend: str | None, timeout: timedelta | None) -> None:
-    """Make the group of all processes."""
+    """Create the group of all processes."""
     end_gloo_gently()
     if place is None:
         environ = os.environ
@@ -270,7 +280,7 @@ def _torchrun_place() -> Place:
 
 
 def _check_same(place: Place | None) -> None:
-    """Refuse another place than the one this process has among those that have joined."""
+    """Raise ConfigError if the process is to have another rank or world size than it has."""
     have = (dist.get_rank(), dist.get_world_size())
     if place is not None and place != Place() and (place.rank, place.world_size) != have:
         raise ConfigError(
@@ -280,7 +290,7 @@ def _check_same(place: Place | None) -> None:
 
 
 def _usable(backend: str | None, place: Place) -> str | None:
-    """Return ``backend``, or gloo instead of NCCL where processes of a machine would share a GPU."""
+    """Return ``backend``, or gloo instead of NCCL if processes of a machine would share a GPU."""
     if backend != "nccl":
         return backend
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -293,14 +303,13 @@ def _usable(backend: str | None, place: Place) -> str | None:
 
 
 def spawn(function: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
-    """Call ``function(rank, world_size=, port=, **kwargs)`` in so many processes, which can
-    :func:`launch` over the free port; return when all have ended.
-
-    ``function`` is at the top level of a module.
+    """Call ``function(rank, world_size=, port=, **kwargs)`` in ``nprocs`` processes, which can :func:`launch`
+    over the
+    free port. Returns when all have ended. ``function`` must be at the top level of a module.
 
     Raises:
-        ConfigError: ``nprocs`` is no number of processes. ProcessRaisedException: one has raised, with its
-            traceback; the others are ended.
+        ConfigError: ``nprocs`` is no number of processes.
+        ProcessRaisedException: one process has raised, with its traceback; the others are ended.
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise ConfigError(f"nprocs is {nprocs!r}; give a whole number of processes, 1 or more")
@@ -308,7 +317,7 @@ def spawn(function: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -13,7 +13,7 @@ _FORMAT = "[%(asctime)s] %(levelname)s %(name)s: %(message)s"
 
 
 class DistributedLogger:
-    """A logger of :mod:`logging`, whose methods take ``ranks=``: those that write; None: all."""
+    """A logger of :mod:`logging` with methods that take ``ranks=``, the ranks that write; None means all."""
 
     def __init__(self, name: str) -> None:
         self.logger = logging.getLogger(name)
@@ -35,14 +35,16 @@ class DistributedLogger:
         self._log(logging.ERROR, message, args, ranks)
 
     def set_level(self, level: int | str) -> None:
-        """Say which level, by name or number, is the lowest that counts."""
+        """Set the lowest level to log, by name or number."""
         self.logger.setLevel(level)
 
     def log_to_file(
         self, path: str | Path, mode: str = "a", level: int | str = "INFO", suffix: str = ""
     ) -> logging.FileHandler:
-        """Also write to ``rank_<rank><suffix>.log`` in the directory ``path``, which is made; return the
-        handler, whose ``close()`` ends it."""
+        """Also write to ``rank_<rank><suffix>.log`` in the directory ``path``, which is created. Return the
+        handler; its
+        ``close()`` stops this.
+        """
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
         name = f"rank_{global_context.get_global_rank()}{suffix}.log"
@@ -58,8 +60,9 @@ class DistributedLogger:
 
 
 def get_dist_logger(name: str = "gemini_program") -> DistributedLogger:
-    """Return the logger of a program. Where nobody has configured :mod:`logging`, it writes INFO and above to
-    standard error."""
+    """Return the logger of a program. If :mod:`logging` is not configured, it writes INFO and above to
+    standard error.
+    """
     found = DistributedLogger(name)
     if not found.logger.hasHandlers():
         handler = logging.StreamHandler()
@@ -73,8 +76,10 @@ def get_dist_logger(name: str = "gemini_program") -> DistributedLogger:
 def disable_existing_loggers(
     include: Collection[str] | None = None, exclude: Collection[str] = ("gemini",)
 ) -> None:
-    """Have the loggers that there are say warnings and errors only: those named in ``include`` (None: all),
-    except for those in ``exclude`` and below."""
+    """Limit existing loggers to warnings and errors: those named in ``include`` (None: all), except those in
+    ``exclude``
+    and below.
+    """
     names = list(logging.root.manager.loggerDict) if include is None else include
     for name in names:
         if not any(name == kept or name.startswith(f"{kept}.") for kept in (*exclude, "gemini_program")):

@@ -1,8 +1,10 @@
-"""A run over several machines: names of machines given by hand or in a file, some of them chosen or left out;
-one process on each starts its ranks, here directly and elsewhere over ssh.
+"""Run over several machines, which are named by hand or in a file. One process on each machine starts its
+ranks: here
+directly, elsewhere over ssh.
 
-Each of those processes reads its standard input: signals come as lines there, and its end is one too. So
-nothing is left running on a machine that has lost the one from which the run was started.
+Each of those processes reads its standard input: signals arrive as lines, and the end of input means SIGTERM.
+So no
+process keeps running on a machine that has lost the connection to the starting one.
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ import psutil
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.parallel.launch.torchrun import Ended, Node, Program
 
-# A host as ssh takes it; neither it nor its user begins with what would be an option there.
+# A host as ssh takes it; neither it nor its user may begin with a dash, which would be an option.
 _HOST = re.compile(r"(?:[\w.+][\w.+-]*@)?[A-Za-z0-9_:][\w.:%-]*", re.ASCII)
 _NEXT_LINE = "give one name per line"
 
 
 def read_hostfile(path: Path) -> list[str]:
-    """Return the hosts of a file: one per line, each once, as lists of schedulers repeat them; empty lines
-    and what follows ``#`` do not count.
+    """Return the hosts in a file, one per line; repeated hosts, as in lists of schedulers, are returned once.
+    Empty lines
+    and comments after ``#`` are ignored.
 
     Raises:
-        IoError: it cannot be read. ConfigError: a line is not a host, or there is none.
+        IoError: it cannot be read.
+        ConfigError: a line is not a host, or there is none.
     """
     try:
         lines = path.read_text("utf-8-sig").splitlines()
@@ -57,24 +61,24 @@ def read_hostfile(path: Path) -> list[str]:
 
 
 def parse_hosts(text: str, option: str) -> list[str]:
-    """Return the hosts of a list with commas, each once. Raises ConfigError where one is none."""
+    """Return the hosts of a comma-separated list, each once. Raises ConfigError for an invalid name."""
     names = [name.strip() for name in text.split(",")]
     found = dict.fromkeys(_checked(name, option, "give names with commas between them") for name in names)
     return _each_once(found, option)
 
 
 def checked_address(address: str) -> str:
-    """Return the ``--master-addr`` that was given. Raises ConfigError where it is no name or address."""
+    """Return the given ``--master-addr``. Raises ConfigError if it is no name or address."""
     if "@" in address:
         raise ConfigError(f"--master-addr is {address!r}; give the host without the user")
     return _checked(address, "--master-addr", "give the name or address of a machine")
 
 
 def choose_hosts(known: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> list[str]:
-    """Return the ``known`` hosts that are included (all, if none is) and not excluded, in their order.
+    """Return the ``known`` hosts that are included (all, if none is named) and not excluded, in their order.
 
     Raises:
-        ConfigError: one that is included or excluded is not known, or none is left.
+        ConfigError: an included or excluded host is not known, or none is left.
     """
     for option, names in (("--include", include), ("--exclude", exclude)):
         unknown = [name for name in names if name not in known]
@@ -89,11 +93,12 @@ def choose_hosts(known: Sequence[str], include: Sequence[str] = (), exclude: Seq
 def first_to_listen(
     hosts: Sequence[str], master_addr: str | None, known: Sequence[str]
 ) -> tuple[list[str], str]:
-    """Return the hosts with the one first at which ranks meet, and its address: ``master_addr``, or the name
-    of the first one. ``known`` are those that were chosen from.
+    """Return the hosts, with the host where ranks meet first, and its address: ``master_addr``, or the name
+    of the first
+    host. ``known`` are the hosts before the choice.
 
     Raises:
-        ConfigError: other machines would not find it there.
+        ConfigError: other machines would not find that host at this address.
     """
     ordered = list(hosts)
     address = address_of(ordered[0]) if master_addr is None else checked_address(master_addr)
@@ -117,7 +122,7 @@ def address_of(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether every machine takes this address for itself."""
+    """Return whether every machine takes this address for itself."""
     try:
         number = ipaddress.ip_address(address)
     except ValueError:
@@ -126,7 +131,7 @@ def is_loopback(address: str) -> bool:
 
 
 def is_this_machine(host: str) -> bool:
-    """Say whether a host, given without a user, is the machine that this process runs on."""
+    """Return whether a host, given without a user, is this machine."""
     if host in {"localhost", socket.gethostname()}:
         return True
     links = psutil.net_if_addrs().values()
@@ -143,7 +148,7 @@ def _checked(name: str, where: str, way_out: str) -> str:
 
 
 def _each_once(names: Iterable[str], where: str) -> list[str]:
-    """Return ``names``. Raises ConfigError where two of them are one host, with other users."""
+    """Return ``names``. Raises ConfigError if a host is listed twice with different users."""
     first: dict[str, str] = {}
     for name in names:
         other = first.setdefault(address_of(name), name)
@@ -154,22 +159,25 @@ def _each_once(names: Iterable[str], where: str) -> list[str]:
     return list(names)
 
 
-# What a program finds on every machine as it is here: where Python looks, and how libraries talk.
+# Environment variables copied to every machine: Python's search path, and settings of communication
+# libraries.
 _PASSED = ("PYTHONPATH", "PYTHONSAFEPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PASSED_BEGINNINGS = ("NCCL_", "GLOO_", "TP_", "UCX_", "TORCH_", "GEMINI_")
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
-_NOT_CONNECTED = 255  # ssh's own exit code; other codes are those of the command
-_NO_SUCH = (125, 126, 127)  # env's: the directory or the command is not there
+_NOT_CONNECTED = 255  # ssh's own exit code; other codes are the command's
+_NO_SUCH = (125, 126, 127)  # exit codes of env: the directory or the command does not exist
 _CHECK_SECONDS = 30.0
-_GRACE_SECONDS = 20.0  # for the others, once one machine has failed or the run is to end
+_GRACE_SECONDS = 20.0  # for the others, after one machine has failed or a signal came
 _PAUSE_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """Machines, the first of which is where ranks meet. ``ssh`` is the command that reaches the others, to
-    which host and command are added; ``environ`` names variables that they get besides the usual ones."""
+    """Machines; ranks meet at the first. ``ssh`` is the command that reaches the others, to which host and
+    command are
+    appended; ``environ`` names variables to pass in addition to the usual ones.
+    """
 
     names: tuple[str, ...]
     ssh: tuple[str, ...] = ("ssh",)
@@ -177,11 +185,13 @@ class Hosts:
 
 
 def run_on_hosts(hosts: Hosts, node: Node, program: Program) -> Ended:
-    """Run ``program`` on all machines, of which ``node`` is the first; return how the first has ended that
-    failed, or how all have. The others are then ended too, with what they have started, after 20 s by force.
-    SIGINT, SIGTERM and SIGHUP are passed on; after a second one nobody is waited for.
+    """Run ``program`` on all machines; ``node`` describes the first. Return how the first failed one has
+    ended, or how
+    all have. After a failure the others are ended too, with all processes that they have started; after 20 s
+    by force.
+    SIGINT, SIGTERM and SIGHUP are passed on; a second signal ends the waiting.
 
-    Called in the main thread.
+    Call it in the main thread.
 
     Raises:
         StateError: a machine cannot be reached, or has no such directory or Python; nothing was started.
@@ -201,7 +211,7 @@ def run_on_hosts(hosts: Hosts, node: Node, program: Program) -> Ended:
 
 @dataclass
 class _Job:
-    """The process that has a machine's ranks, or the ssh that leads to it."""
+    """The process that starts a machine's ranks, or the ssh that leads to it."""
 
     host: str
     index: int
@@ -213,7 +223,7 @@ class _Job:
         self.local = "@" not in self.host and is_this_machine(self.host)
 
     def command(self, *arguments: str) -> list[str]:
-        """Return what runs Python with ``arguments`` there, in this directory and environment."""
+        """Return the command that runs Python with ``arguments`` there, in this directory and environment."""
         if self.local:
             return [sys.executable, *arguments]
         options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
@@ -232,7 +242,7 @@ class _Job:
             *(["-m"] if program.module else []),
             *(program.name, *program.arguments),
         )
-        # In a session of its own: what the terminal sends comes to this process alone, which passes it on.
+        # In its own session: signals of the terminal come only to this process, which passes them on.
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def tell(self, number: int) -> None:
@@ -243,8 +253,10 @@ class _Job:
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """End it by force if it has not ended. Elsewhere the end of its input says so; here its ranks, each
-        in a session of its own, are ended with it."""
+        """End it by force if it has not ended. On other machines the end of its input does this; on this one
+        its ranks,
+        each in its own session, are killed too.
+        """
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
@@ -267,8 +279,10 @@ class _Job:
 
 
 def obey_stdin() -> None:
-    """Have this process get the signals that come as lines on standard input, and SIGTERM when that ends.
-    What it starts finds an empty standard input."""
+    """Make this process receive the signals that arrive as lines on standard input, and SIGTERM at its end.
+    Processes
+    that it starts get an empty standard input.
+    """
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -283,7 +297,7 @@ def obey_stdin() -> None:
 
 
 def _require_reached(jobs: Sequence[_Job]) -> None:
-    """Raise StateError for the machines that do not answer, or not as this one would."""
+    """Raise StateError for machines that do not answer, or lack the directory or Python."""
     asked = [_ask(job.command("-c", "pass")) for job in jobs]
     ends = time.monotonic() + _CHECK_SECONDS
     problems = []
@@ -320,7 +334,7 @@ def _ask(command: list[str]) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def _signals_passed_on(jobs: Sequence[_Job]) -> Iterator[list[int]]:
-    """Pass signals on to all machines meanwhile; provide what came."""
+    """Pass signals on to all machines inside the block; yield the list of received ones."""
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -337,7 +351,7 @@ def _signals_passed_on(jobs: Sequence[_Job]) -> Iterator[list[int]]:
 
 
 def _watch(jobs: Sequence[_Job], received: Sequence[int]) -> Ended:
-    """Wait until all have ended, or until those that should have had their time."""
+    """Wait until all have ended or, after a failure or a signal, until the grace period is over."""
     first = Ended()
     running = list(jobs)
     deadline = None

@@ -1,4 +1,4 @@
-"""Classes found by name, as a configuration names them, and kinds of groups of a program's own."""
+"""Registries of classes by name, for configurations, and a program's own kinds of groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class Registry:
-    """Classes by their names::
+    """A registry of classes by name::
 
     @MODELS.register_module
     class Mlp(nn.Module): ...
@@ -23,7 +23,7 @@ class Registry:
         self._classes: dict[str, type] = {}
 
     def register_module(self, cls: _Class) -> _Class:
-        """Add a class and return it. Raises ConfigError where another one has its name."""
+        """Add a class and return it. Raises ConfigError if another class has its name."""
         other = self._classes.setdefault(cls.__name__, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(
@@ -33,11 +33,11 @@ class Registry:
         return cls
 
     def has(self, name: str) -> bool:
-        """Say whether there is a class of this name."""
+        """Return whether there is a class with this name."""
         return name in self._classes
 
     def get_module(self, name: str) -> type:
-        """Return a class. Raises ConfigError where there is none."""
+        """Return a class. Raises ConfigError if there is none."""
         if name not in self._classes:
             said = ", ".join(self._classes) or "none"
             raise ConfigError(
@@ -51,18 +51,17 @@ MODELS = Registry("MODELS")
 DIST_GROUP_INITIALIZER = Registry("DIST_GROUP_INITIALIZER")
 GRADIENT_HANDLER = Registry("GRADIENT_HANDLER")
 
-# By ``tensor=dict(mode=...)`` of a configuration: the name of a class in DIST_GROUP_INITIALIZER.
+# From ``tensor=dict(mode=...)`` in a configuration to the name of a class in DIST_GROUP_INITIALIZER.
 INITIALIZER_MAPPING: dict[str, str] = {}
 
 GroupsByMode = Mapping[Enum | str, Iterable[Iterable[int]]]
 
 
 class ProcessGroupInitializer:
-    """Says which processes form groups of a kind of the program's own.
+    """Defines the process groups of a program's own kind.
 
-    A class made from it is registered in ``DIST_GROUP_INITIALIZER`` and named in ``INITIALIZER_MAPPING``
-    under a mode; ``parallel=dict(tensor=dict(size=4, mode=..., ...))`` then has it called, further entries as
-    keywords.
+    Register a subclass in ``DIST_GROUP_INITIALIZER``, and its name in ``INITIALIZER_MAPPING`` under a mode.
+    ``parallel=dict(tensor=dict(size=4, mode=..., ...))`` then creates it, with further entries as keywords.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class ProcessGroupInitializer:
         self.tensor_parallel_size = tensor_parallel_size
 
     def init_parallel_groups(self) -> GroupsByMode | None:
-        """Return all groups of each kind, of global ranks, the same on all of them::
+        """Return all groups of each kind as lists of global ranks, the same on all ranks::
 
             return {"new_mode": [[0, 2], [1, 3]]}
 

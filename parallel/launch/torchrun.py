@@ -1,4 +1,4 @@
-"""The ranks of one machine, started and watched by torchrun."""
+"""Run the ranks of one machine, started and watched by torchrun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run has ended: the exit code, and why where it is not that of a signal to this process."""
+    """How a run has ended: its exit code, and the reason unless a signal to this process ended it."""
 
     code: int = 0
     reason: str = ""
@@ -34,8 +34,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs: a file, or with ``module`` a module, and its arguments. With ``is_quiet`` nothing
-    that it prints is seen."""
+    """The program of every rank: a file, or with ``module`` a module, and its arguments. ``is_quiet`` hides
+    its output.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -43,15 +44,17 @@ class Program:
     is_quiet: bool = False
 
     def require(self) -> None:
-        """Raise ConfigError where the file is not on this machine."""
+        """Raise ConfigError if the file is not on this machine."""
         if not self.module and not Path(self.name).is_file():
             raise ConfigError(f"there is no file {self.name!r} to run; for a module write -m {self.name}")
 
 
 @dataclass(frozen=True)
 class Node:
-    """Machine ``index`` of ``count`` and its ranks: a number, or what they are ``COUNTED`` by. All ranks meet
-    at ``address`` and ``port`` of the first machine."""
+    """Machine ``index`` of ``count`` and its ranks: a number, or a way to count them (``COUNTED``). All ranks
+    meet at
+    ``address`` and ``port`` of the first machine.
+    """
 
     ranks: str = "1"
     index: int = 0
@@ -74,19 +77,20 @@ class Node:
 
 @contextmanager
 def directory_of_ranks() -> Iterator[Path]:
-    """Yield a temporary directory. Those of processes that were killed are removed first."""
+    """Yield a temporary directory. Leftover directories of killed processes are removed first."""
     with scratch_directory(Path(tempfile.gettempdir(), "ranks")) as directory:
         yield directory
 
 
 def run_ranks(node: Node, program: Program) -> Ended:
-    """Run the ranks of this machine until all have ended. The code is that of the first that failed, 128 and
-    the number of a signal that ended it or this process, or 0. Once one has failed, the others are ended.
+    """Run the ranks of this machine until all have ended. The code is that of the first rank that failed, 128
+    plus the
+    number of a signal that ended it or this process, or 0. After a failure the other ranks are ended.
 
-    Called in the main thread: torchrun handles signals meanwhile. Leaves no file behind.
+    Call it in the main thread: torchrun handles signals inside. Leaves no file behind.
 
     Raises:
-        ConfigError: ranks cannot be counted as asked, or the port is taken.
+        ConfigError: ranks cannot be counted in this way, or the port is taken.
     """
     if node.index == 0:
         require_free(node.port)
@@ -98,7 +102,7 @@ def run_ranks(node: Node, program: Program) -> Ended:
             return _failed(*error.get_first_failure())
         except SignalException as error:
             return Ended(128 + error.sigval)
-        except ValueError as error:  # of counting GPUs where there are none
+        except ValueError as error:  # counting GPUs where there are none
             raise ConfigError(f"--nproc-per-node {node.ranks}: {error}") from error
         finally:
             for number, handler in handlers.items():
@@ -107,14 +111,14 @@ def run_ranks(node: Node, program: Program) -> Ended:
 
 
 def chosen_port(port: int | None) -> int:
-    """Return the port for ranks of one machine: that which was asked for, else a free one."""
+    """Return the port for ranks of one machine: the given one, else a free one."""
     if port is not None:
         return port
     return DEFAULT_PORT if _is_free(DEFAULT_PORT) else free_port()
 
 
 def require_free(port: int) -> None:
-    """Raise ConfigError where somebody on this machine listens at ``port``."""
+    """Raise ConfigError if a process on this machine listens at ``port``."""
     if not _is_free(port):
         raise ConfigError(
             f"port {port} is taken on {socket.gethostname()}, perhaps by another run; --master-port "
