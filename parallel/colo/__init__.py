@@ -1,4 +1,4 @@
-"""Tensors and parameters that say how they lie: a facade over DTensor and tensor parallelism."""
+"""Tensors and parameters with a distribution spec: a facade over DTensor and tensor parallelism."""
 
 from gemini.parallel.colo.tensor import (
     ColoInitContext,

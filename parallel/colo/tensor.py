@@ -1,4 +1,4 @@
-"""ColoTensor and ColoParameter: tensors that know how they are distributed, and the specs that say it."""
+"""ColoTensor and ColoParameter: tensors that know how they are distributed, and their specs."""
 
 from __future__ import annotations
 
@@ -56,8 +56,9 @@ DistSpec = ShardSpec | ReplicaSpec
 
 
 class ComputePattern(Enum):
-    """In which mode a parameter is computed with. Layers of the modes but TP1D are those of
-    ``gemini.parallel.tensor.nn``."""
+    """The mode of tensor parallelism in which a parameter computes. Layers for modes other than TP1D are in
+    ``gemini.parallel.tensor.nn``.
+    """
 
     TP1D = "1d"
     TP2D = "2d"
@@ -67,22 +68,24 @@ class ComputePattern(Enum):
 
 @dataclass
 class ComputeSpec:
-    """How a parameter is computed with; ``output_replicate``: what a layer makes of it is put together."""
+    """How a parameter computes; ``output_replicate``: whether the output of its layer is gathered."""
 
     compute_pattern: ComputePattern = ComputePattern.TP1D
     output_replicate: bool = True
 
     def set_output_replicate(self, flag: bool = True) -> None:
-        """Say whether every process gets the whole output, or keeps its part for the next layer."""
+        """Set whether every process gets the whole output, or keeps its part for the next layer."""
         self.output_replicate = flag
 
 
 class ProcessGroup:
-    """``tp_degree`` neighbouring processes have the parts of a tensor, ``dp_degree`` such groups the parts of
-    a batch; what is left out is the rest."""
+    """``tp_degree`` neighbouring processes have the parts of a tensor, and ``dp_degree`` such groups the
+    parts of a
+    batch. A missing degree is computed from the number of processes.
+    """
 
     def __init__(self, tp_degree: int | None = None, dp_degree: int | None = None) -> None:
-        """All processes call this. Raises ConfigError where the degrees do not make the number of them."""
+        """Collective. Raises ConfigError if the degrees do not multiply to the number of processes."""
         self._started = dist.is_available() and dist.is_initialized()
         world = dist.get_world_size() if self._started else 1
         fitting = [
@@ -96,36 +99,36 @@ class ProcessGroup:
                 f"ProcessGroup(tp_degree={tp_degree}, dp_degree={dp_degree}) over {world} processes; it may "
                 f"be {every}"
             )
-        tp, dp = fitting[0]  # where nothing is said, one part of each tensor
+        tp, dp = fitting[0]  # by default tp = 1: tensors are whole
         self.layout = Layout(dp=dp, tp=tp)
         self._mesh: Mesh | None = None
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh, made when it is first used, by all processes; None for one process alone."""
+        """The mesh; None for one process. The first access is collective."""
         if self._mesh is None and self._started:
             self._mesh = Mesh(self.layout)
         return self._mesh
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
-        """The processes that have the parts of a tensor."""
+        """The processes with the parts of a tensor."""
         return None if self.mesh is None else self.mesh["tp"]
 
     def tp_world_size(self) -> int:
-        """How many parts there are of a tensor."""
+        """Return the number of parts of a tensor."""
         return self.layout.tp
 
     def dp_world_size(self) -> int:
-        """How many parts there are of a batch."""
+        """Return the number of parts of a batch."""
         return self.layout.dp
 
     def tp_local_rank(self) -> int:
-        """Which part of a tensor is here."""
+        """Return the index of this process's part of a tensor."""
         return dist.get_rank() % self.layout.tp if self._started else 0
 
     def dp_local_rank(self) -> int:
-        """Which part of a batch is here."""
+        """Return the index of this process's part of a batch."""
         return dist.get_rank() // self.layout.tp if self._started else 0
 
     def __repr__(self) -> str:
@@ -134,7 +137,7 @@ class ProcessGroup:
 
 @dataclass
 class ColoTensorSpec:
-    """What is said of a tensor: among which processes, how it lies there, how it is computed with."""
+    """The spec of a tensor: its processes, its distribution, and how it computes."""
 
     pg: ProcessGroup
     dist_attr: DistSpec = field(default_factory=ReplicaSpec)
@@ -142,16 +145,17 @@ class ColoTensorSpec:
 
 
 def check_parts(spec: DistSpec, group: ProcessGroup) -> None:
-    """Raise ConfigError unless there is a part for each process."""
+    """Raise ConfigError unless the spec has one part for each process."""
     if isinstance(spec, ShardSpec) and spec.num_partitions[0] != group.tp_world_size():
         raise ConfigError(f"{spec}: {group} has {group.tp_world_size()} parts of a tensor")
 
 
 class ColoTensor(torch.Tensor):
-    """A whole tensor whose part here is ``data``; shapes are those of the part.
+    """A whole tensor with this process's part in ``data``; shapes are those of the part.
 
-    Operators compute with the whole tensor, as DTensor infers them, and give ColoTensors. Changes of its spec
-    are operators that autograd knows. In one process it is the whole.
+    Operators compute with the whole tensor, as DTensor infers, and return ColoTensors. Autograd sees changes
+    of the spec
+    as operators. In one process the part is the whole tensor.
     """
 
     _held: torch.Tensor  # a DTensor, or in one process the tensor itself
@@ -171,7 +175,7 @@ class ColoTensor(torch.Tensor):
 
     @classmethod
     def from_torch_tensor(cls, tensor: torch.Tensor, spec: ColoTensorSpec) -> ColoTensor:
-        """Return the whole tensor of which ``tensor`` is the part of this process. Gradients reach it.
+        """Return a whole tensor with ``tensor`` as this process's part. Gradients flow back to ``tensor``.
 
         Raises:
             ConfigError: the spec is for another number of processes.
@@ -182,28 +186,28 @@ class ColoTensor(torch.Tensor):
             held = DTensor.from_local(tensor, mesh, [_placement(spec.dist_attr, tensor.dim())])
         return cls(held, spec.pg, spec.compute_attr)
 
-    # -- what it is ------------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------------
 
     @property
     def dist_spec(self) -> DistSpec:
-        """How it lies."""
+        """Its distribution."""
         if not isinstance(self._held, DTensor):
             return ReplicaSpec()
         return _spec_of(self._held.placements, self.process_group)
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the part here."""
+        """The shape of this process's part."""
         return self.data.shape
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The part here, without a graph."""
+        """This process's part, without a graph."""
         held = self._held.detach()
         return held.to_local() if isinstance(held, DTensor) else held
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the shape of the part here, or how long it is along ``dim``."""
+        """Return the shape of this process's part, or its length along ``dim``."""
         return self.shape if dim is None else self.shape[dim]
 
     def size_global(self) -> torch.Size:
@@ -211,14 +215,16 @@ class ColoTensor(torch.Tensor):
         return self._held.shape
 
     def dtensor(self) -> torch.Tensor:
-        """Return it as torch's DTensor, in one process as it is."""
+        """Return torch's DTensor; in one process the tensor itself."""
         return self._held
 
-    # -- changing how it lies --------------------------------------------------------------------
+    # -- changing the distribution ---------------------------------------------------------------
 
     def redistribute(self, spec: DistSpec) -> ColoTensor:
-        """Return it as ``spec`` has it. All processes call this, and its backward. Raises ConfigError where
-        the spec is for another number of processes."""
+        """Return the tensor distributed by ``spec``. Collective, as is its backward. Raises ConfigError if
+        the spec is
+        for another number of processes.
+        """
         check_parts(spec, self.process_group)
         held = self._held
         if isinstance(held, DTensor):
@@ -226,18 +232,18 @@ class ColoTensor(torch.Tensor):
         return type(self)(held, self.process_group, self.compute_spec)
 
     def to_replicate(self) -> ColoTensor:
-        """Return it whole on every process."""
+        """Return the tensor whole on every process. Collective."""
         return self.redistribute(ReplicaSpec())
 
     def set_dist_spec(self, spec: DistSpec) -> None:
-        """Change this tensor itself; raises as :meth:`redistribute`."""
+        """Redistribute this tensor in place; raises as :meth:`redistribute`. Collective."""
         self._held = self.redistribute(spec)._held
 
     def set_process_group(self, group: ProcessGroup) -> None:
-        """Say among which processes it lies; only while that is this one alone.
+        """Set the processes over which it is distributed; allowed only while it is on this one.
 
         Raises:
-            ConfigError: it lies among others.
+            ConfigError: it is distributed over several processes.
         """
         if self.process_group.layout == group.layout:
             return
@@ -251,7 +257,7 @@ class ColoTensor(torch.Tensor):
         self.process_group = group
 
     def set_tensor_spec(self, dist_spec: DistSpec, compute_spec: ComputeSpec | None = None) -> None:
-        """Change how it lies, and how it is computed with. Raises as :meth:`redistribute`."""
+        """Set the distribution, and how it computes. Raises as :meth:`redistribute`."""
         self.set_dist_spec(dist_spec)
         self.compute_spec = compute_spec
 
@@ -293,7 +299,7 @@ class ColoTensor(torch.Tensor):
 
 
 def _placement(spec: DistSpec, num_dims: int) -> Placement:
-    """Return what torch calls it."""
+    """Return torch's placement for a spec."""
     if isinstance(spec, ReplicaSpec):
         return Replicate()
     if not -num_dims <= spec.dim < num_dims:
@@ -312,10 +318,11 @@ _RECORDS = ("process_group", "recorded_spec", "compute_spec")
 
 
 class ColoParameter(ColoTensor, nn.Parameter):
-    """A whole parameter of a model, and a record of how it is to be cut and computed with.
+    """A whole parameter of a model that records how to cut it and how it computes.
 
-    Nothing is cut before :func:`gemini.parallel.colo.apply_specs`, which wrapping the model in
-    ``gemini.parallel.colo.GeminiDDP`` calls: then it is a part, and an ordinary parameter.
+    :func:`gemini.parallel.colo.apply_specs`, which ``gemini.parallel.colo.GeminiDDP`` calls, cuts it. Then it
+    is a part,
+    and an ordinary parameter.
     """
 
     recorded_spec: DistSpec
@@ -338,7 +345,7 @@ class ColoParameter(ColoTensor, nn.Parameter):
 
     @property
     def dist_spec(self) -> DistSpec:
-        """How it is to lie."""
+        """The recorded distribution."""
         return self.recorded_spec
 
     def size_global(self) -> torch.Size:
@@ -346,16 +353,16 @@ class ColoParameter(ColoTensor, nn.Parameter):
         return self.shape
 
     def set_process_group(self, group: ProcessGroup) -> None:
-        """Say among which processes it is to lie."""
+        """Record the processes over which to distribute it."""
         self.process_group = group
 
     def set_dist_spec(self, spec: DistSpec) -> None:
-        """Say how it is to lie. Raises ConfigError where that is for another number of processes."""
+        """Record its distribution. Raises ConfigError if that is for another number of processes."""
         check_parts(spec, self.process_group)
         self.recorded_spec = spec
 
     def set_tensor_spec(self, dist_spec: DistSpec, compute_spec: ComputeSpec | None = None) -> None:
-        """Say how it is to lie, and to be computed with. Raises as :meth:`set_dist_spec`."""
+        """Record its distribution, and how it computes. Raises as :meth:`set_dist_spec`."""
         self.set_dist_spec(dist_spec)
         self.compute_spec = compute_spec or ComputeSpec()
 
@@ -371,7 +378,7 @@ class ColoParameter(ColoTensor, nn.Parameter):
 def record(
     param: nn.Parameter, group: ProcessGroup, spec: DistSpec, compute_spec: ComputeSpec | None = None
 ) -> ColoParameter:
-    """Make ``param`` itself a ColoParameter."""
+    """Convert ``param`` to a ColoParameter in place."""
     param.__class__ = ColoParameter
     assert isinstance(param, ColoParameter)
     param.process_group, param.recorded_spec = group, spec
@@ -380,7 +387,7 @@ def record(
 
 
 def forget(param: nn.Parameter) -> None:
-    """Make a ColoParameter an ordinary parameter."""
+    """Convert a ColoParameter back to an ordinary parameter in place."""
     for name in _RECORDS:
         vars(param).pop(name, None)
     param.__class__ = nn.Parameter
@@ -394,8 +401,9 @@ def ColoInitContext(
     default_pg: ProcessGroup | None = None,
     default_dist_spec: DistSpec | None = None,
 ) -> Iterator[None]:
-    """Have parameters that are made here lie on ``device`` and be ColoParameters, which begin with these
-    records. They are whole: what is to be cut is cut when the model is wrapped.
+    """Parameters created inside the block are on ``device`` and are ColoParameters with these specs. They are
+    whole:
+    cutting happens when the model is wrapped.
 
     Raises:
         ConfigError: the spec is for another number of processes than the group has, or there is no such

@@ -1,4 +1,4 @@
-"""Turning what a model's parameters record into the styles of tensor parallelism."""
+"""apply_specs and GeminiDDP: cut a model by the specs of its ColoParameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ _WAY_OUT = "set ReplicaSpec() for it"
 
 
 def apply_specs(model: nn.Module) -> Partition:
-    """Cut ``model``, in place, as its ColoParameters record; all processes call this. They are ordinary
-    parameters afterwards. Returns what happened to them.
+    """Cut ``model``, in place, by the specs of its ColoParameters, which become ordinary parameters. Return
+    the
+    partition. Collective.
 
-    A Linear, or transformers' Conv1D, is cut by its outputs, together with its bias, or by its inputs, an
-    Embedding by its columns or rows. Outputs are put together unless ``set_output_replicate(False)``.
+    A Linear, or transformers' Conv1D, is cut by its outputs, together with its bias, or by its inputs; an
+    Embedding by its
+    columns or rows. Outputs are gathered unless ``set_output_replicate(False)``.
 
     Raises:
-        ConfigError: a parameter is to be cut as no style does it, or groups differ. Nothing was changed.
+        ConfigError: no style cuts a parameter in that way, or groups differ. Nothing was changed.
     """
     records = [param for param in model.parameters() if isinstance(param, ColoParameter)]
     group = _common_group(model)
@@ -50,11 +52,13 @@ def apply_specs(model: nn.Module) -> Partition:
 
 
 class GeminiDDP(ManagedDDP):
-    """:class:`gemini.GeminiDDP` of a model that is first cut as its ColoParameters record, over the
-    processes of their group. ``partition`` says what happened to them."""
+    """:class:`gemini.GeminiDDP` of a model that is first cut by the specs of its ColoParameters, over the
+    processes of
+    their group. ``partition`` is the result of :func:`apply_specs`.
+    """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        """``options`` as gemini.GeminiDDP. Raises as it, and as :func:`apply_specs`."""
+        """``options`` as for gemini.GeminiDDP. Raises as it, and as :func:`apply_specs`."""
         group = _common_group(module)
         partition = apply_specs(module)
         if group is not None and group.mesh is not None:
@@ -64,7 +68,7 @@ class GeminiDDP(ManagedDDP):
 
 
 def _common_group(model: nn.Module) -> ProcessGroup | None:
-    """Return the group of all parameters that several processes share."""
+    """Return the group of all parameters, the one with several processes if there is any."""
     found: dict[str, ProcessGroup] = {}
     for param in model.parameters():
         if isinstance(param, ColoParameter):
@@ -76,7 +80,7 @@ def _common_group(model: nn.Module) -> ProcessGroup | None:
 
 
 def _style_of(name: str, module: nn.Module) -> Style | None:
-    """Return how a module's own parameters are to be cut."""
+    """Return the style that cuts a module's own parameters by their specs; None if they stay whole."""
     params = {
         key: param
         for key, param in module.named_parameters(recurse=False)
