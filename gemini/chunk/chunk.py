@@ -1,6 +1,7 @@
-"""One chunk: a fixed-size piece of model data with a window of stable addresses; chunks that are still to
-come; what an optimizer keeps of parameters, as the chunks of its states know it; and chunks as the CPU uses
-them where they lie on HOST.
+"""Chunk: a fixed-size piece of model data with a window of stable addresses.
+
+Also: reservations for chunks that are added later, the specification of optimizer states, and tensors over
+chunks on HOST for the CPU.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from gemini.errors import ConfigError, StateError
 from gemini.memstats.trace import CHUNK_KINDS
 from gemini.system.config import format_bytes
 
-TensorIds = tuple[int, ...] | list[int]  # of the chunk table
-# Elements of a tensor, counted from its start, that may share a value of a state: the scale of int8 moments.
-# A layout sees to it that none of these blocks lies on both sides of a cut (CUT_NUMEL).
+TensorIds = tuple[int, ...] | list[int]  # tensor ids of the chunk table
+# Consecutive elements of a tensor that may share one value of a state, like the scale of int8 moments. A
+# layout never places a cut (CUT_NUMEL) inside such a block.
 BLOCK_NUMEL = 256
 
 
 class ChunkKind(Enum):
-    """What a chunk holds."""
+    """The kind of a chunk's content."""
 
     PARAM = "param"
     GRAD = "grad"
@@ -46,9 +47,9 @@ class ChunkKind(Enum):
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """What to build a chunk from; ``numel * itemsize`` is a multiple of 4 KiB. It takes whole blocks of the
-    computing device's memory. ``state``: of a STATE, its key among those of its piece. ``follows``: its
-    addresses begin where those of the chunk made before it end."""
+    """The specification of a chunk; ``numel * itemsize`` is a multiple of 4 KiB. It takes whole blocks of the
+    computing device's memory. ``state``: for a STATE chunk, its key among the states of its piece.
+    ``follows``: its addresses begin where those of the previously created chunk end."""
 
     kind: ChunkKind
     numel: int
@@ -59,17 +60,18 @@ class ChunkSpec:
 
     @property
     def floats(self) -> bool:
-        """Whether nothing keeps its addresses between uses: updates ask for them each time."""
+        """Whether its addresses may change between uses: only updates use it, and they ask for the address
+        each time."""
         return self.kind in (ChunkKind.MASTER, ChunkKind.STATE)
 
     @property
     def label(self) -> str:
-        """What it is called in traces and reports, where states of usual names have those."""
+        """Its name in traces and reports; states with usual names have these names."""
         return self.state if self.state in CHUNK_KINDS else self.kind.value
 
     @property
     def nbytes(self) -> int:
-        """Bytes on every tier."""
+        """Its size in bytes, on every tier."""
         return whole_blocks(self.numel * self.dtype.itemsize, self.block_bytes)
 
 
@@ -81,8 +83,8 @@ def whole_blocks(nbytes: int, block_bytes: int) -> int:
 class Chunk:
     """A chunk and its addresses. The window lives as long as any tensor that views it.
 
-    Its memory may be read or written only while the chunk is pinned on DEVICE; elsewhere the address range
-    holds nothing.
+    Its memory may be read or written only while the chunk is pinned on DEVICE; otherwise the address range
+    may have no memory.
     """
 
     __slots__ = ("_address", "_tensor", "_view", "disk_offset", "host_place", "id", "spec", "window")
@@ -96,7 +98,7 @@ class Chunk:
         disk_offset: int,
         view: Callable[[], torch.Tensor],
     ) -> None:
-        """``view`` returns the flat view of the window, where it is now."""
+        """``view`` returns the flat view of the window at its current address."""
         self.id = chunk_id
         self.spec = spec
         self.window = window
@@ -107,22 +109,21 @@ class Chunk:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The flat view of the window, shape ``(numel,)``; another one when a chunk that floats has moved."""
+        """The flat view of the window, shape ``(numel,)``; a new one after a chunk that floats has moved."""
         if self.window.address != self._address:
             self._tensor, self._address = self._view(), self.window.address
         return self._tensor
 
     @property
     def host(self) -> HostPlace:
-        """The place of the HOST copy. Raises StateError where there is no HOST tier."""
+        """The place of the HOST copy. Raises StateError if there is no HOST tier."""
         if self.host_place is None:
             raise StateError(f"chunk {self.id} has no place on HOST: the tier is absent")
         return self.host_place
 
 
 class CutChunk:
-    """Chunks that follow each other, used as the one that they are parts of: one tensor over all of them.
-    Only parts on DEVICE have memory."""
+    """Consecutive chunks used as one: one tensor over all of them. Only parts on DEVICE have memory."""
 
     __slots__ = ("parts", "spec", "tensor")
 
@@ -134,17 +135,17 @@ class CutChunk:
 
     @property
     def id(self) -> int:
-        """The first part's."""
+        """The id of the first part."""
         return self.parts[0].id
 
     def at(self, element: int) -> Chunk:
-        """Return the part that has this element."""
+        """Return the part that contains this element."""
         return self.parts[element // self.parts[0].spec.numel]
 
 
 class Expected:
-    """Bytes of addresses and of places in the DISK file, by the kind of chunk; and addresses to spare, for
-    chunks that nobody foresaw."""
+    """Reserved addresses and places in the DISK file for chunks that are added later: bytes by kind of chunk,
+    and spare addresses for unforeseen chunks."""
 
     def __init__(self, specs: Sequence[ChunkSpec], spare_bytes: int) -> None:
         self._bytes: Counter[ChunkKind] = Counter()
@@ -152,7 +153,8 @@ class Expected:
         self._add(specs)
 
     def refuse(self, nbytes: int) -> None:
-        """Raise ConfigError where there are no addresses for further chunks of ``nbytes`` together."""
+        """Raise ConfigError if the spare addresses do not suffice for additional chunks of ``nbytes`` in
+        total."""
         if nbytes > self._spare_bytes:
             raise ConfigError(
                 f"what came into the model needs addresses for {format_bytes(nbytes)}, and of those reserved "
@@ -161,19 +163,19 @@ class Expected:
             )
 
     def add(self, specs: Sequence[ChunkSpec]) -> None:
-        """Expect further chunks, for which there are addresses."""
+        """Reserve the additional chunks out of the spare addresses."""
         self._spare_bytes -= sum(spec.nbytes for spec in specs)
         self._add(specs)
 
     def bytes_of(self, specs: Sequence[ChunkSpec]) -> int:
-        """Return what is reserved for ``specs``, if they come now."""
+        """Return the reserved bytes that ``specs`` would use if they were added now."""
         wanted: Counter[ChunkKind] = Counter()
         for spec in specs:
             wanted[spec.kind] += spec.nbytes
         return (wanted & self._bytes).total()
 
     def take(self, spec: ChunkSpec) -> bool:
-        """Say whether a chunk that comes now was expected, and expect it no longer."""
+        """Consume the reservation for a chunk; say whether there was one."""
         if self._bytes[spec.kind] < spec.nbytes:
             return False
         self._bytes[spec.kind] -= spec.nbytes
@@ -191,8 +193,8 @@ def num_blocks(numel: int) -> int:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """One array that is kept of a parameter. ``name``: as its optimizer calls it. ``dtype``: of the value of
-    every element, or of every block of 256."""
+    """One array that an optimizer keeps of a parameter. ``name``: the optimizer's name for it. ``dtype``: of
+    the value per element, or with ``per_block`` per block of 256 elements."""
 
     name: str
     dtype: torch.dtype = torch.float32
@@ -200,27 +202,27 @@ class StateSpec:
 
     @property
     def key(self) -> str:
-        """Its name among the states of a piece, where optimizers of one model may keep the same in different
-        types one after the other."""
+        """Its name among the states of a piece. It contains the dtype, because successive optimizers of one
+        model may keep the same state in different dtypes."""
         return self.name if self.dtype == torch.float32 else f"{self.name}_{self.type_name}"
 
     @property
     def type_name(self) -> str:
-        """The type, as torch calls it."""
+        """The dtype's name in torch."""
         return str(self.dtype).removeprefix("torch.")
 
     def count(self, numel: int) -> int:
-        """Return how many values there are for ``numel`` elements."""
+        """Return the number of values for ``numel`` elements."""
         return num_blocks(numel) if self.per_block else numel
 
     def nbytes(self, numel: int) -> int:
-        """Return their bytes for ``numel`` elements."""
+        """Return the bytes for ``numel`` elements."""
         return self.count(numel) * self.dtype.itemsize
 
 
 def host_tensor(chunk: Chunk) -> torch.Tensor:
-    """Return the flat tensor over a chunk that is pinned on HOST, shape ``(numel,)``, to be used once
-    :meth:`ChunkManager.wait_host` has returned. Its memory is another one the next time: it is valid while
-    the chunk is pinned."""
+    """Return the flat tensor over a chunk that is pinned on HOST, shape ``(numel,)``. Use it only after
+    :meth:`ChunkManager.wait_host` has returned, and while the chunk is pinned: the next pin may use other
+    memory."""
     memory = (ctypes.c_char * chunk.spec.nbytes).from_address(chunk.host.address)
     return torch.frombuffer(memory, dtype=chunk.spec.dtype, count=chunk.spec.numel)

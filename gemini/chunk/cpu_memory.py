@@ -1,4 +1,4 @@
-"""Chunks in host memory: DEVICE is CPU memory under a budget."""
+"""Chunks in CPU memory: DEVICE is CPU memory under a budget."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemini.system.device import free_memory_bytes
 
 
 class CpuMemory:
-    """Windows whose pages are moved, and copies by threads. See :class:`gemini.chunk.memory.ChunkMemory`."""
+    """Windows with movable pages, and copies by threads. See :class:`gemini.chunk.memory.ChunkMemory`."""
 
     def __init__(
         self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, spare_bytes: int = 0
@@ -50,7 +50,7 @@ class CpuMemory:
         return torch.frombuffer(view, dtype=torch.uint8).untyped_storage(), view
 
     def follow(self) -> None:
-        """Do nothing: operators run where they are called."""
+        """Do nothing: operators run on the calling thread."""
 
     def map(self, window: _C.Window, *, zero: bool) -> None:
         self._arena.map(window, zero=zero)
@@ -62,7 +62,7 @@ class CpuMemory:
         self._host_arena.map(place, zero=True)
 
     def wait_host(self, place: _C.Window) -> None:
-        """Do nothing: a transfer that was reported is over."""
+        """Do nothing: a reported transfer has ended."""
 
     def unmap_host(self, place: _C.Window) -> None:
         self._host_arena.unmap(place)
@@ -100,7 +100,7 @@ class CpuMemory:
         return self.engine.stats()
 
     def stall_seconds(self) -> float:
-        return 0.0  # an operator begins when its chunks are there
+        return 0.0  # operators begin after their chunks are there
 
     def trim(self, parked_limit_bytes: int) -> None:
         self._arena.trim(parked_limit_bytes)
@@ -126,7 +126,7 @@ class CpuMemory:
     def close(
         self, windows: Sequence[tuple[_C.Window, _C.Window | None]], exposed: Sequence[_C.Window]
     ) -> None:
-        self.engine.close()  # the fault guard answers for exposed windows
+        self.engine.close()  # afterwards the fault guard handles accesses to exposed windows
         for window, place in windows:
             if window.mapped:
                 self._arena.unmap(window, park=False)
@@ -162,17 +162,17 @@ class CpuDevice:
         return _C.arena_process_bytes()
 
     def settle(self) -> None:
-        """Do nothing: what a step takes is measured from its own begin."""
+        """Do nothing: the memory of a step is measured from its own beginning."""
 
     def is_capturing(self) -> bool:
-        """Say no: the CPU has nothing of the kind."""
+        """Return False: the CPU has no graph capture."""
         return False
 
     def synchronize(self) -> None:
-        """Do nothing: an operator has returned when it is done."""
+        """Do nothing: operators are finished when they return."""
 
     def release_cache(self) -> None:
-        """Do nothing: torch keeps no memory of the CPU for later."""
+        """Do nothing: torch caches no CPU memory."""
 
 
 CPU = CpuDevice()

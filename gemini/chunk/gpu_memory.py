@@ -1,6 +1,6 @@
-"""Chunks in the memory of a GPU, with page-locked host memory as HOST.
+"""Chunks in GPU memory, with page-locked CPU memory as HOST.
 
-Copies are ordered by the GPU's streams: the thread that trains waits for none of them (docs/notes/gpu.md).
+The GPU's streams order the copies: the thread that trains waits for none of them (docs/notes/gpu.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LINKS = {
     "disk_write": _C.Link.DISK_WRITE,
 }
 
-# What DLPack calls the types that chunks have: kind and bits.
+# DLPack's code (kind, bits) of each dtype that chunks have.
 _DLPACK_TYPES = {
     torch.float32: (2, 32),
     torch.float16: (2, 16),
@@ -49,20 +49,20 @@ _DLPACK_TYPES = {
 }
 
 
-# Libraries choose kernels by the alignment of operands up to this much; torch's allocator gives 512.
+# Libraries choose kernels by operand alignment up to this many bytes; torch's allocator aligns to 512.
 _ALIGN_BYTES = 256
 
 
 class _Life:
-    """What a storage over a window keeps."""
+    """Lives as long as a storage over a window."""
 
     __slots__ = ("__weakref__",)
 
 
 def common_block(sizes: Sequence[int], granularity: int) -> int:
-    """Return the bytes of blocks that the most bytes of chunks of ``sizes`` can be made of, so that the
-    memory of one such chunk is good for any other; of equals the largest. The rest have blocks of their own
-    sizes (see GpuArena)."""
+    """Return the block size with which the most bytes of chunks of ``sizes`` can be built, so that the memory
+    of one such chunk fits any other; among equals the largest. Other chunks have blocks of their own sizes
+    (see GpuArena)."""
     bytes_by_span: Counter[int] = Counter()
     for size in sizes:
         span = -(-size // granularity) * granularity
@@ -95,7 +95,7 @@ class GpuMemory:
         self.follow = follow
         self._spare = spare
         self._space = _C.GpuSpace(gpu, max(sum(sizes) + spare_bytes, 1), max(len(sizes), 1))
-        self._later = GrowingSpace(lambda nbytes: _C.GpuSpace(gpu, nbytes, 1))  # of whole blocks
+        self._later = GrowingSpace(lambda nbytes: _C.GpuSpace(gpu, nbytes, 1))  # in whole blocks
         self._arena = _C.GpuArena(gpu, budgets.device_bytes, common_block(sizes, gpu.granularity))
         self._host_arena = _C.PinnedArena(gpu, budgets.host_bytes, pin=pin)
         self._has_host = budgets.host_bytes > 0
@@ -197,7 +197,7 @@ class GpuMemory:
         return self._space.find(address)
 
     def heal(self) -> int:
-        """Return 0: a stray access on a GPU ends the process's use of it, and leaves nothing."""
+        """Return 0: a stray access on a GPU ends the process's use of the GPU and leaves no pages behind."""
         return 0
 
     def close(
@@ -215,7 +215,7 @@ class GpuMemory:
         self._arena.trim(0)
         self._host_arena.trim(0)
         for window in exposed:
-            self._space.poison(window)  # for backward passes of graphs that outlive the model
+            self._space.poison(window)  # backward passes of graphs may outlive the model
 
     def _warn_of_unpinned(self) -> None:
         if self._host_arena.unpinned_bytes and not self._warned:
@@ -226,11 +226,11 @@ class GpuMemory:
             )
 
     def _with_spare(self, take: Callable[[], None]) -> None:
-        """Take memory; where there is none, first have torch give back what it keeps for later, and give
-        parked blocks back: of another size they are of no use here.
+        """Call ``take`` to get memory. If there is none, release torch's cached memory and parked blocks,
+        which have another size, and try again.
 
         Raises:
-            DeviceFullError: there still is none.
+            DeviceFullError: there is still none.
         """
         try:
             take()
@@ -251,7 +251,7 @@ class CudaDevice:
     align_bytes = _ALIGN_BYTES
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
-        """Open it; ``pin``: whether HOST memory is page-locked. Raises GeminiError where there is no driver
+        """Open the GPU; ``pin``: whether HOST memory is page-locked. Raises GeminiError if there is no driver
         or no such GPU."""
         index = device_index(device)
         self.torch_device = torch.device("cuda", index)
@@ -261,7 +261,7 @@ class CudaDevice:
         self.processors = tuple(self._gpu.processors)
         self._stream = 0
         self._pin = pin
-        self._held_bytes = 0  # by torch, when the model was in its chunks
+        self._held_bytes = 0  # torch's reserved bytes after the model was moved into chunks
 
     def _follow(self) -> None:
         stream = current_stream(self.torch_device)
@@ -284,7 +284,7 @@ class CudaDevice:
         return AllocatorMonitor(self.torch_device, self._held_bytes)
 
     def model_data_bytes(self) -> int:
-        return 0  # torch's allocator knows nothing of windows
+        return 0  # windows are outside torch's allocator
 
     def settle(self) -> None:
         self.release_cache()
@@ -301,14 +301,14 @@ class CudaDevice:
 
 
 class SimulatedDevice:
-    """A GPU in host memory: its tensors are CPU tensors, its copies those of a GPU. For tests of everything
-    that a GPU's streams change. See :class:`gemini.chunk.memory.ComputeDevice`."""
+    """A GPU simulated in CPU memory, for tests of everything that a GPU's streams change: its tensors are CPU
+    tensors, its copies are ordered like those of a GPU. See :class:`gemini.chunk.memory.ComputeDevice`."""
 
     name = "simulated GPU"
     torch_device = torch.device("cpu")
     has_own_memory = True
     cuts_chunks = False
-    align_bytes = TENSOR_ALIGN_BYTES  # its tensors are the CPU's
+    align_bytes = TENSOR_ALIGN_BYTES  # its tensors are CPU tensors
 
     def __init__(
         self,
@@ -319,7 +319,7 @@ class SimulatedDevice:
         seed: int = 0,
         processors: tuple[int, ...] = (),
     ) -> None:
-        """Make one with ``total_bytes`` in blocks, whose copies begin up to ``max_delay_us`` late."""
+        """Create one with ``total_bytes`` in blocks; its copies begin up to ``max_delay_us`` late."""
         self._gpu = _C.Gpu.simulated(total_bytes, block_bytes, max_delay_us, seed, list(processors))
         self.block_bytes = self._gpu.granularity
         self.processors = processors
@@ -333,24 +333,25 @@ class SimulatedDevice:
         return GpuMemory(self._gpu, _nothing, _nothing, sizes, budgets, file, spare_bytes=spare_bytes)
 
     def monitor(self) -> MemoryMonitor:
-        return FakeMonitor()  # what operators take is host memory
+        return FakeMonitor()  # operators use CPU memory
 
     def model_data_bytes(self) -> int:
         return 0
 
     def settle(self) -> None:
-        """Do nothing: what operators take is host memory."""
+        """Do nothing: operators use CPU memory."""
 
     def is_capturing(self) -> bool:
-        """Say no: operators are the CPU's."""
+        """Return False: operators run on the CPU."""
         return False
 
     def synchronize(self) -> None:
-        """Do nothing: an operator has returned when it is done."""
+        """Do nothing: operators are finished when they return."""
 
     def release_cache(self) -> None:
-        """Do nothing: what operators take is host memory."""
+        """Do nothing: operators use CPU memory."""
 
 
 def _nothing() -> None:
-    """Follow no stream, give nothing back: operators are the calling thread's, on host memory."""
+    """Do nothing: operators run on the calling thread, in CPU memory, so there is no stream to follow and no
+    cache to release."""

@@ -1,11 +1,11 @@
-"""Where each parameter lies: parameters in order, packed into chunks of one size; which size wastes least;
-and the memory order of dense tensors.
+"""Layouts: pack parameters into chunks of one size, search for the size that wastes least, and handle the
+memory order of dense tensors.
 
-A layout is counted in elements and is the same for every chunk kind (parameter, gradient, moments): element
-``i`` of a parameter and element ``i`` of its gradient have the same chunk and offset. It holds no memory.
+A layout counts elements and is the same for every chunk kind (parameter, gradient, moments): element ``i`` of
+a parameter and element ``i`` of its gradient have the same chunk index and offset. It holds no memory.
 
-The search tries every candidate size exactly as ``ChunkLayout.build`` would pack it, all candidates at once:
-one pass over the tensors, each step a handful of vector operations over the candidates.
+The search packs the tensors for all candidate sizes at once, exactly as ``ChunkLayout.build`` would: one pass
+over the tensors, each step a few vector operations over the candidates.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ CHUNK_ALIGN_BYTES = 4096  # a page: the unit of windows and of O_DIRECT
 class TensorSlot:
     """The place of one parameter. ``offset`` and ``numel`` count elements within the chunk.
 
-    ``stride`` is the one of the view to place there: that of the parameter where its elements are dense in
-    some order of its dimensions, otherwise (expanded, sliced) the contiguous one.
+    ``stride``: of the view at this place. It is the parameter's if its elements are dense in some order of
+    its dimensions, otherwise (expanded, sliced) the contiguous one.
     """
 
     name: str
@@ -55,9 +55,9 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class Apart:
-    """A tensor that shares its chunk only with those of the same ``key`` that come next to it. ``parts``: it
-    has its own, which is cut into so many of one size that move by themselves, a whole number of pages
-    each."""
+    """A tensor that shares its chunk only with adjacent tensors of the same ``key``. With ``parts`` > 1 it
+    has a chunk of its own, which is cut into that many parts of equal size and of whole pages; they move
+    separately."""
 
     key: Hashable
     parts: int = 1
@@ -67,9 +67,9 @@ class Apart:
 class ChunkLayout:
     """All slots in placement order, and the size of each chunk in elements.
 
-    ``chunk_numel`` is the common size. A chunk is larger only when it holds one tensor that is larger, and
-    smaller only when it ends a run: before such a tensor, or at the end of the model. ``chunk_parts``: into
-    how many each is cut; empty where none is.
+    ``chunk_numel`` is the common size. A chunk is larger only if it holds one tensor that is larger, and
+    smaller only if it ends a run: before such a tensor, or at the end of the model. ``chunk_parts``: the
+    number of parts of each chunk; empty if none is cut.
     """
 
     slots: tuple[TensorSlot, ...]
@@ -88,16 +88,22 @@ class ChunkLayout:
         align_bytes: int = TENSOR_ALIGN_BYTES,
         apart: Mapping[str, Apart] = MappingProxyType({}),
     ) -> ChunkLayout:
-        """Pack tensors (or bare shapes) one after the other, each chunk a continuous run of them.
+        """Pack tensors (or bare shapes) one after another; each chunk holds a consecutive run of them.
 
-        Order is the given one (initialization order), or ``order`` (names by first use in execution); names
-        missing from ``order`` follow at the end as given. ``itemsize`` is that of the *smallest* element of
-        any chunk kind: every offset is then a multiple of ``align_bytes`` (a power of two up to a page) and
-        every chunk a whole number of 4 KiB pages in that kind and in all wider ones. A tensor that a cut of
-        the chunk may go through begins where cuts then fall between its blocks. ``chunk_numel`` is
-        rounded up to such a page. ``apart``: by name, what shares no chunk with others.
-        Only shapes and strides are read: tensors may be on ``meta``. Raises
-        ConfigError for duplicate names or tensors, lazy or sparse parameters, and unknown names in ``order``.
+        The order is the given one (initialization order), or ``order`` (names by first use in execution);
+        names missing from ``order`` follow at the end as given. Only shapes and strides are read: tensors may
+        be on ``meta``.
+
+        Args:
+            chunk_numel: the chunk size, rounded up to whole pages.
+            itemsize: of the *smallest* element of any chunk kind. In that kind and in all wider ones every
+                offset is a multiple of ``align_bytes`` (a power of two up to a page), and every chunk a whole
+                number of 4 KiB pages. A tensor that a cut of the chunk may go through begins where cuts fall
+                between its blocks.
+            apart: tensors by name that share no chunk with others.
+
+        Raises:
+            ConfigError: duplicate names or tensors, lazy or sparse parameters, or unknown names in ``order``.
         """
         page_numel = page_elements(itemsize)
         if chunk_numel <= 0:
@@ -111,37 +117,38 @@ class ChunkLayout:
 
     @property
     def num_chunks(self) -> int:
-        """Return how many chunks there are."""
+        """The number of chunks."""
         return len(self.chunk_numels)
 
     @property
     def used_numel(self) -> int:
-        """Return the elements that belong to parameters."""
+        """The elements that belong to parameters."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def wasted_numel(self) -> int:
-        """Return the elements that belong to no parameter: alignment, padding and unused tails."""
+        """The elements that belong to no parameter: alignment, padding and unused tails."""
         return sum(self.chunk_numels) - self.used_numel
 
     def parts_of(self, chunk: int) -> int:
-        """Return into how many parts a chunk is cut."""
+        """Return the number of parts of a chunk."""
         return self.chunk_parts[chunk] if self.chunk_parts else 1
 
     def slot(self, name: str) -> TensorSlot:
-        """Return the slot of a parameter; KeyError where the layout has no such name."""
+        """Return the slot of a parameter. Raises KeyError for an unknown name."""
         return self._slot_by_name[name]
 
     def chunk_of(self, name: str) -> int:
-        """Return the index of the chunk that holds a parameter; KeyError where there is no such name."""
+        """Return the index of the chunk that holds a parameter. Raises KeyError for an unknown name."""
         return self.slot(name).chunk
 
     def slots_of(self, chunk: int) -> tuple[TensorSlot, ...]:
-        """Return the slots of one chunk, by rising offset; IndexError where there is no such chunk."""
+        """Return the slots of one chunk, by rising offset. Raises IndexError if there is no such chunk."""
         return self._slots_by_chunk[chunk]
 
     def signature(self) -> str:
-        """Return a digest that is equal exactly for equal layouts: what a recorded trace belongs to."""
+        """Return a digest that is equal exactly for equal layouts; it identifies the layout of a recorded
+        trace."""
         cut = (self.chunk_parts,) if self.chunk_parts else ()
         text = repr((self.slots, self.chunk_numels, self.chunk_numel, *cut))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -162,18 +169,18 @@ _TOGETHER = Apart(None)
 
 
 class _Packer:
-    """Places tensors one by one; a run is what lies between two tensors that are larger than a chunk, or are
-    apart from each other."""
+    """Places tensors one by one. A run is the stretch between two tensors that are larger than a chunk, or
+    between tensors that must be apart."""
 
     def __init__(self, chunk_numel: int, align_numel: int, page_numel: int) -> None:
         self.chunk_numel = chunk_numel
         self.slots: list[TensorSlot] = []
-        self.chunk_numels: list[int] = []  # of the closed chunks
+        self.chunk_numels: list[int] = []  # sizes of the closed chunks
         self.chunk_parts: list[int] = []
-        self._apart = _TOGETHER  # what the open run is
+        self._apart = _TOGETHER  # the constraint of the open run
         self._align_numel = align_numel
         self._page_numel = page_numel
-        self._end: int | None = None  # of the last tensor in the open chunk; None: no chunk is open
+        self._end: int | None = None  # end of the last tensor in the open chunk; None: none is open
 
     def add(self, name: str, shape: tuple[int, ...], stride: tuple[int, ...], apart: Apart) -> None:
         numel = occupied_elements(prod(shape))
@@ -194,7 +201,7 @@ class _Packer:
         self._place(name, shape, stride, offset)
 
     def close_run(self, parts: int = 1) -> None:
-        """Close the open chunk, if any, at the size it uses, cut into ``parts``."""
+        """Close the open chunk, if any, at its used size, cut into ``parts``."""
         if self._end is not None:
             self._close(round_up(self._end, self._page_numel), parts)
 
@@ -215,26 +222,29 @@ def round_up(value: int, unit: int) -> int:
 
 
 def occupied_elements(numel: int) -> int:
-    """Return the elements a tensor takes up: an empty one counts as one, to have a place of its own."""
+    """Return the number of elements that a tensor occupies: an empty one counts as 1, to have a place of its
+    own."""
     return max(numel, 1)
 
 
 def align_elements(itemsize: int, align_bytes: int = TENSOR_ALIGN_BYTES) -> int:
-    """Return the unit of tensor offsets in elements of ``itemsize`` bytes; ConfigError for odd sizes."""
+    """Return the unit of tensor offsets in elements of ``itemsize`` bytes. Raises ConfigError for other
+    sizes."""
     if itemsize not in (1, 2, 4, 8, 16):
         raise ConfigError(f"itemsize is {itemsize}; elements of 1, 2, 4, 8 or 16 bytes are supported")
     return align_bytes // itemsize
 
 
 def page_elements(itemsize: int) -> int:
-    """Return the unit of chunk sizes in elements of ``itemsize`` bytes; ConfigError as ``align_elements``."""
+    """Return the unit of chunk sizes in elements of ``itemsize`` bytes. Raises ConfigError as
+    ``align_elements``."""
     return align_elements(itemsize, CHUNK_ALIGN_BYTES)
 
 
 def _checked(
     named_tensors: Iterable[tuple[str, torch.Tensor | Sequence[int]]],
 ) -> dict[str, torch.Tensor | Sequence[int]]:
-    """Return the tensors by name, refusing what would give one parameter two places."""
+    """Return the tensors by name. Raises ConfigError for a name or a tensor that occurs twice."""
     by_name: dict[str, torch.Tensor | Sequence[int]] = {}
     name_of: dict[int, str] = {}
     for name, tensor in named_tensors:
@@ -262,7 +272,7 @@ def _in_order(
 
 
 def _geometry(name: str, tensor: torch.Tensor | Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and the stride of the view that will stand for ``tensor``."""
+    """Return the shape and the stride of the view that will replace ``tensor``."""
     if not isinstance(tensor, torch.Tensor):
         shape = tuple(tensor)
         if min(shape, default=0) < 0:
@@ -297,7 +307,7 @@ _Numels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The chosen chunk size and what it costs, in elements, and how long the search took."""
+    """The chosen chunk size, used and wasted elements, and the duration of the search."""
 
     chunk_numel: int
     wasted_numel: int
@@ -305,14 +315,15 @@ class SearchResult:
     seconds: float
 
     def report(self, *, printed: bool = True) -> None:
-        """Log the three lines at INFO; where ``printed``, write them to standard output, too."""
+        """Log the three lines at INFO; with ``printed`` also write them to standard output."""
         for line in self.lines():
             logger.info("%s", line)
         if printed:
             sys.stdout.write("\n".join(self.lines()) + "\n")
 
     def lines(self) -> tuple[str, str, str]:
-        """Return the three lines of the report; ``MB`` there means 2**20 elements, as in the seeds."""
+        """Return the three lines of the report. ``MB`` means 2**20 elements there, as in ColossalAI's
+        report."""
         used, wasted = self.used_numel / _MEGA, self.wasted_numel / _MEGA
         percent = 100 * self.wasted_numel / max(self.used_numel + self.wasted_numel, 1)
         return (
@@ -335,15 +346,24 @@ def search_chunk_size(
 ) -> SearchResult:
     """Return the chunk size between the minimum and the minimum plus the range that wastes least.
 
-    Tensors count in the given order. Candidates are ``hidden_dim`` elements apart (None: 1024) and rounded up
-    to whole 4 KiB pages; of equals the smallest wins. ``itemsize`` is that of the smallest element of any
-    chunk kind, and the ``_mb`` (2**20 bytes) and ``_bytes`` arguments are sizes of a chunk of that kind.
-    ``max_chunk_bytes`` caps every candidate; where the minimum is above it, the range is from half of it to
-    all of it. A model that fits into the minimum gets one chunk of its own size. A tensor larger than the
-    chunk has its own and wastes padding only; whether it fits a budget is not asked here. ``align_bytes`` is
-    that of :meth:`ChunkLayout.build`. ``verbose`` logs
-    the lines of the report at INFO; :meth:`SearchResult.report` is what writes them to standard output.
-    Raises ConfigError for sizes that allow no chunk at all.
+    Tensors are packed in the given order. A model that fits into the minimum gets one chunk of its own size.
+    A tensor larger than the chunk gets its own and wastes only padding; whether it fits a budget is not
+    checked.
+
+    Args:
+        search_range_mb, min_chunk_size_mb: the range and its minimum in MiB, for a chunk of the kind with the
+            smallest elements.
+        hidden_dim: step between candidates in elements (None: 1024). Candidates are rounded up to whole 4 KiB
+            pages; among equals the smallest wins.
+        itemsize: bytes of the smallest element of any chunk kind.
+        max_chunk_bytes: upper bound of candidates, for the same kind. If the minimum is above it, the range
+            is from half of it to all of it.
+        align_bytes: as in :meth:`ChunkLayout.build`.
+        verbose: log the lines of the report at INFO; :meth:`SearchResult.report` writes them to standard
+            output.
+
+    Raises:
+        ConfigError: the sizes allow no chunk.
     """
     begin = time.perf_counter()
     numels = _numels_of(params_or_numels)
@@ -383,7 +403,7 @@ def _numels_of(params_or_numels: torch.nn.Module | Iterable[torch.Tensor | int])
 def _bounds(
     search_range_mb: float, min_chunk_size_mb: float, itemsize: int, max_chunk_bytes: int | None
 ) -> tuple[int, int]:
-    """Return the smallest and the largest chunk size in elements, whole pages both."""
+    """Return the smallest and the largest chunk size in elements, both whole pages."""
     if min_chunk_size_mb <= 0 or search_range_mb < 0:
         raise ConfigError(
             f"min_chunk_size_mb is {min_chunk_size_mb} and search_range_mb is {search_range_mb}; "
@@ -400,8 +420,8 @@ def _bounds(
     largest = smallest + int(search_range_mb * _MEGA) // itemsize // page_numel * page_numel
     if max_chunk_bytes is not None:
         cap = max_chunk_bytes // CHUNK_ALIGN_BYTES * page_numel
-        # A cap below the minimum still leaves a range to search: half a chunk moves almost as well as a whole
-        # one.
+        # A cap below the minimum still leaves a range to search: half a chunk transfers almost as efficiently
+        # as a whole one.
         smallest = smallest if smallest <= cap else round_up(cap // 2, page_numel)
         largest = min(largest, cap)
     return smallest, largest
@@ -417,7 +437,7 @@ def _candidates(smallest: int, largest: int, hidden_dim: int, page_numel: int) -
 
 
 def _end_of_all(sizes: Sequence[int]) -> int:
-    """Return the end of the last of the tensors where one chunk holds them all."""
+    """Return the end of the last tensor if one chunk holds all tensors."""
     end = 0
     for size in sizes:
         end += (-end % BLOCK_NUMEL if end % CUT_NUMEL + size > CUT_NUMEL else 0) + size
@@ -426,8 +446,8 @@ def _end_of_all(sizes: Sequence[int]) -> int:
 
 def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numels:
     """Return, per candidate chunk size, the elements that no aligned tensor covers."""
-    fill = np.zeros_like(candidates)  # of the open chunk
-    slack = np.zeros_like(candidates)  # of the closed chunks
+    fill = np.zeros_like(candidates)  # fill of the open chunk
+    slack = np.zeros_like(candidates)  # slack of the closed chunks
     smallest = int(candidates[0])
     for size, run in groupby(sizes):
         count = sum(1 for _ in run)
@@ -438,9 +458,10 @@ def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numel
         for _ in range(count):
             if size > smallest:
                 oversized = size > candidates
-                # It gets a chunk of its own and ends the run, so the open chunk is cut to what it uses.
+                # The tensor gets a chunk of its own and ends the run, so the open chunk shrinks to its used
+                # size.
                 slack[oversized] += -fill[oversized] % page_numel + -size % page_numel
-                fill[oversized] = -size  # plus size below: nothing is open
+                fill[oversized] = -size  # becomes 0 when size is added below: no chunk is open
             cut = (fill % CUT_NUMEL + size > CUT_NUMEL) & (fill > 0)
             gap = np.where(cut, -fill % BLOCK_NUMEL, 0) if cut.any() else 0
             end = fill + gap + size
@@ -454,11 +475,11 @@ def _slack(sizes: Sequence[int], candidates: _Numels, page_numel: int) -> _Numel
 
 
 def _filled(fill: _Numels, candidates: _Numels, size: int, count: int) -> tuple[_Numels, _Numels]:
-    """Put ``count`` tensors of one size behind each other and cut none; return how full the open
-    chunk is, and what was left of those that are closed."""
+    """Pack ``count`` tensors of one size one behind another, with none cut; return the fill of the open
+    chunk, and the slack of the closed chunks."""
     fit = (candidates - fill) // size
-    each = candidates // size  # of a whole chunk
-    closed = np.maximum(count - fit - 1, 0) // each  # behind the first
+    each = candidates // size  # tensors per whole chunk
+    closed = np.maximum(count - fit - 1, 0) // each  # after the first
     behind = (count - fit - closed * each) * size
     left = candidates - fill - fit * size + closed * (candidates - each * size)
     is_open = count <= fit
@@ -480,7 +501,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two dense tensors of equal shape keep their elements in the same order."""
+    """Say whether two dense tensors of equal shape have the same memory order."""
     if one.is_contiguous() and other.is_contiguous():
         return True
     pairs = zip(one.shape, one.stride(), other.stride(), strict=True)
@@ -488,9 +509,8 @@ def same_order(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def ordered_like(value: torch.Tensor, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``value`` in the memory order and on the device of ``like``, as ``dtype``.
-
-    A copy only if needed.
+    """Return ``value`` in the memory order and on the device of ``like``, as ``dtype``; a copy only if
+    needed.
 
     Raises:
         ConfigError: the shapes differ.

@@ -1,7 +1,8 @@
-"""ChunkManager: owns the memory of chunks on every tier, and carries out what the chunk table decides.
+"""ChunkManager: owns the memory of chunks on every tier, and performs the actions that the chunk table
+decides.
 
-Beside it the file of the DISK tier, what is reserved for chunks to come, and how memory becomes what the
-table says after an exception left a decision perhaps half carried out.
+Also: the file of the DISK tier, and :func:`reconcile`, which makes memory match the table after an exception
+left an action half done.
 """
 
 from __future__ import annotations
@@ -32,41 +33,41 @@ from gemini.system.process import shown_as
 
 
 class DiskFile:
-    """A file with a place for every chunk; none where there is no DISK tier.
+    """A file with a place for every chunk; no file if there is no DISK tier.
 
-    With a smaller budget than that each chunk still has its place, and only what the table admits takes disk
-    space. A chunk gives back the space that it no longer uses.
+    If the budget is smaller than the file, each chunk still has its place, but only chunks that the table
+    admits take disk space. A chunk that no longer uses its place gives the space back.
     """
 
     def __init__(
         self, budgets: TierBudgets, chunk_bytes: int, table: _C.ChunkTable, expected_bytes: int = 0
     ) -> None:
-        """Make the file for chunks of ``chunk_bytes`` together, for those of ``expected_bytes`` that come
-        later, and for others.
+        """Create the file for existing chunks of ``chunk_bytes`` in total, for expected ones of
+        ``expected_bytes``, and for the spare places of the budgets.
 
         Raises:
-            ConfigError: the directory is missing or read-only, or its file system gives no space back and the
+            ConfigError: the directory is missing or read-only; or its file system cannot punch holes and the
                 chunks need more than the budget.
-            IoError: it has too little space.
+            IoError: the disk has too little space.
         """
         self.file: AsyncFile | None = None
         self._table = table
         self._budgets = budgets
         self._chunk_bytes = max(chunk_bytes, 1)  # a model may have no parameters
-        self._expected_bytes = expected_bytes  # of those that are not there yet
-        self._reserved_bytes = 0  # of the file, from its beginning
+        self._expected_bytes = expected_bytes  # of chunks that do not exist yet
+        self._reserved_bytes = 0  # reserved bytes at the beginning of the file
         self._file_bytes = self._chunk_bytes + expected_bytes + budgets.spare_disk_bytes
-        self._places: list[tuple[int, int]] = []  # offset and bytes, by chunk
+        self._places: list[tuple[int, int]] = []  # offset and bytes of each chunk
         self._placed_bytes = 0
-        self._taken: set[int] = set()  # chunks that took space and have not given it back
+        self._taken: set[int] = set()  # chunks with disk space
         if budgets.disk_dir is None or budgets.disk_bytes == 0:
             return
         checked_directory(budgets.disk_dir)
-        if budgets.reads_files:  # nearly all chunks stay where they are
+        if budgets.reads_files:  # nearly all chunks stay in the user's files
             self.file = AsyncFile(budgets.disk_dir, self._file_bytes, reserve=False)
             return
         reserve = _reserves(budgets, self._file_bytes)
-        if reserve and expected_bytes:  # which is looked for when it comes, if not now
+        if reserve and expected_bytes:  # else expected chunks are checked when they are added
             reserve = lacking_space(budgets, chunk_bytes + expected_bytes, reserve=True) is None
         self._reserved_bytes = self._file_bytes if reserve else 0
         lack = lacking_space(budgets, chunk_bytes, reserve=reserve)
@@ -77,7 +78,8 @@ class DiskFile:
             self._keep_places_within_budget(budgets.disk_dir)
 
     def _keep_places_within_budget(self, directory: str) -> None:
-        """See to it that no space has to be given back: chunks that come later get what the budget leaves."""
+        """Ensure that no space must be given back: places for later chunks are limited to the rest of the
+        budget."""
         if self._chunk_bytes > self._budget_bytes:
             self.close()
             raise self._keeps_all(directory, self._chunk_bytes)
@@ -96,12 +98,12 @@ class DiskFile:
         )
 
     def has_place(self, nbytes: int) -> bool:
-        """Say whether chunks of this size together have a place that no expected one will take."""
+        """Say whether chunks of ``nbytes`` in total have a place that is not reserved for expected chunks."""
         return self.file is None or self._placed_bytes + self._expected_bytes + nbytes <= self._file_bytes
 
     def lacking_place(self, nbytes: int, expected_bytes: int) -> str | None:
-        """Return what to say where chunks of ``nbytes`` more, of which the file was made for
-        ``expected_bytes``, have no place or the disk too little space for all; None where they have."""
+        """Return an error text if additional chunks of ``nbytes`` (``expected_bytes`` of these were expected)
+        have no place or the disk has too little space; None if they fit."""
         if self.file is None:
             return None
         left = self._file_bytes - self._placed_bytes - (self._expected_bytes - expected_bytes)
@@ -117,14 +119,15 @@ class DiskFile:
 
     @property
     def _taken_bytes(self) -> int:
-        """What the file takes of the disk, at the least."""
+        """The least disk space that the file takes now."""
         return max(self._reserved_bytes, sum(self._places[chunk][1] for chunk in self._taken))
 
     def prepare(self, nbytes: int, first_bytes: int, more_bytes: int) -> None:
-        """See to it that :meth:`expect` can follow, for chunks of which ``first_bytes`` come at once.
+        """Check that :meth:`expect` can follow. ``first_bytes``: the part of the chunks that is added at
+        once.
 
         Raises:
-            ConfigError: the file system gives no space back, and the budget is less than all places take.
+            ConfigError: the file system cannot punch holes, and the budget is less than all places.
             IoError: the disk has too little space, or the file cannot be that long.
         """
         if self.file is None:
@@ -140,8 +143,8 @@ class DiskFile:
             raise IoError(errno.ENOSPC, lack, budgets.disk_dir or "")
 
     def expect(self, nbytes: int, more_bytes: int) -> None:
-        """Have places for chunks of ``nbytes`` together that nobody foresaw, and a budget of ``more_bytes``
-        more. They take space when they are written."""
+        """Add places for unforeseen chunks of ``nbytes`` in total, and ``more_bytes`` to the budget. Places
+        take space when they are written."""
         self._expected_bytes += nbytes
         if self.file is None:
             return
@@ -151,24 +154,23 @@ class DiskFile:
             self._unreserve(self.file)
 
     def _unreserve(self, file: AsyncFile) -> None:
-        """Return to the disk what was reserved and holds nothing: more places than the budget share it."""
+        """Return reserved but unused space to the disk: there are now more places than the budget."""
         unplaced_bytes = self._reserved_bytes - self._placed_bytes
         if self._reserved_bytes:
             self._taken.update(range(len(self._places)))
         self._reserved_bytes = 0
-        with suppress(IoError):  # what is given back later tries again
+        with suppress(IoError):  # a later give_back() tries again
             if unplaced_bytes > 0:
                 file.discard(self._placed_bytes, unplaced_bytes)
             for chunk_id in [chunk for chunk in self._taken if not self._holds(chunk)]:
                 self.drop(chunk_id)
 
     def _holds(self, chunk_id: int) -> bool:
-        """Say whether the place of a chunk counts, or is about to."""
+        """Say whether the place of a chunk counts in the budget, or is about to."""
         return _C.Tier.DISK in self._table.held_tiers(chunk_id)
 
     def place(self, nbytes: int, *, expected: bool = False) -> int:
-        """Return where the next chunk begins, in the order of their ids; ``expected``: one of those that the
-        file was made for."""
+        """Return the offset of the next chunk, in the order of ids; ``expected``: the chunk was expected."""
         if expected:
             self._expected_bytes -= nbytes
         offset, fitted = self._placed_bytes, not self.gives_back
@@ -185,12 +187,12 @@ class DiskFile:
 
     @property
     def gives_back(self) -> bool:
-        """Whether the places exceed the budget."""
+        """Whether the places exceed the budget, so that unused space must be given back."""
         return self.file is not None and self._placed_bytes > self._budget_bytes
 
     def give_back(self, chunk_ids: Set[int] | None = None) -> None:
-        """Where the places exceed the budget, return to the disk what those of the chunks, None for all, took
-        that the table holds none for any more. Raises IoError; a later call tries again."""
+        """If the places exceed the budget, return to the disk the space of those chunks (None: of all) that
+        the table no longer holds on DISK. Raises IoError; a later call tries again."""
         if not self.gives_back:
             return
         for chunk_id in self._taken.copy() if chunk_ids is None else self._taken & chunk_ids:
@@ -198,7 +200,8 @@ class DiskFile:
                 self.drop(chunk_id)
 
     def drop(self, chunk_id: int) -> None:
-        """Return what a chunk's place took to the disk: nothing there counts any more. Raises IoError."""
+        """Return the space of a chunk's place to the disk, because its content no longer counts. Raises
+        IoError."""
         if self.file is not None and chunk_id in self._taken:
             self.file.discard(*self._places[chunk_id])
             self._taken.discard(chunk_id)
@@ -216,16 +219,17 @@ def _reserves(budgets: TierBudgets, file_bytes: int) -> bool:
 def lacking_space(
     budgets: TierBudgets, chunk_bytes: int, taken_bytes: int = 0, *, reserve: bool | None = None
 ) -> str | None:
-    """Return what to say where the disk has less space free, beside ``taken_bytes``, than chunks of
-    ``chunk_bytes`` together are sure to take: now, not in the middle of training. None where it has enough,
-    or does not say. ``reserve``: whether they take all of it at once; None: where the budget allows it."""
+    """Return an error text if the disk has less free space, besides ``taken_bytes``, than chunks of
+    ``chunk_bytes`` in total will certainly need, so that training fails now and not later; None if it has
+    enough, or does not report its size. ``reserve``: whether they take all of it at once; None: if the budget
+    allows it."""
     if budgets.disk_dir is None or budgets.disk_bytes == 0:
         return None
     if reserve is None:
         reserve = _reserves(budgets, max(chunk_bytes, 1) + budgets.spare_disk_bytes)
     least_bytes = chunk_bytes - (0 if reserve else budgets.device_bytes + budgets.host_bytes)
     usage = shutil.disk_usage(budgets.disk_dir)
-    if not usage.total or usage.free + taken_bytes >= least_bytes:  # without a total it does not say
+    if not usage.total or usage.free + taken_bytes >= least_bytes:  # a total of 0 means that it is unknown
         return None
     return (
         f"the DISK tier takes at least {format_bytes(least_bytes)} but {format_bytes(usage.free)} are free; "
@@ -233,7 +237,7 @@ def lacking_space(
     )
 
 
-_WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
+_WAIT_SECONDS = 1.0  # wakes waiters so that Ctrl-C is seen
 
 
 def reconcile(
@@ -242,12 +246,12 @@ def reconcile(
     memory: AnyMemory,
     unmap: Callable[[Chunk, _C.Tier], None],
 ) -> set[int]:
-    """Make memory what ``table`` says after an exception, Ctrl-C included, at any point of carrying out its
-    actions. ``unmap`` takes the memory of one copy back.
+    """Make memory match ``table`` after an exception, Ctrl-C included, at any point during its actions.
+    ``unmap`` takes the memory of one copy.
 
     Transfers under way end first and count as aborted: their source is as before. May be interrupted and
-    repeated. Returns the chunks for which the device has no memory: the table counts them as there, but their
-    first use was interrupted, so they have no content.
+    repeated. Returns the chunks that the table counts as on DEVICE although the device has no memory for
+    them. Their first use was interrupted, so they have no content.
     """
     while memory.num_in_flight:
         memory.wait_any(_WAIT_SECONDS)
@@ -286,29 +290,29 @@ def idle_tensors(table: _C.ChunkTable, chunks: set[int]) -> list[int]:
 
 
 class ChunkObserver(Protocol):
-    """Is told what happens, right after it has; times are seconds of ``time.perf_counter()``.
+    """Is notified right after each event; times are seconds of ``time.perf_counter()``.
 
-    Called on the thread that trains, for every operator: it must be quick, must not raise and must leave the
-    manager alone.
+    Called on the thread that trains, for every operator: it must be quick, must not raise and must not call
+    the manager.
     """
 
     def acquired(self, tensors: Sequence[int], asked_s: float, *, traced: bool) -> None:
-        """``tensors``, asked for at ``asked_s``, are pinned on DEVICE."""
+        """``tensors``, requested at ``asked_s``, are pinned on DEVICE."""
 
     def released(self, tensors: Sequence[int]) -> None:
         """``tensors`` are about to be unpinned."""
 
     def prefetched(self, begin_s: float) -> None:
-        """What the order asks for next has been looked for and started."""
+        """Prefetches in the recorded order have been started."""
 
     def waited(self, tensors: Sequence[int], begin_s: float, end_s: float) -> None:
-        """Chunks of ``tensors`` were not there at once: the time counts as a stall."""
+        """Chunks of ``tensors`` were not ready at once: the time counts as a stall."""
 
     def submitted(self, action: _C.Action) -> None:
-        """The transfer of ``action`` was given to its link."""
+        """The transfer of ``action`` was submitted to its link."""
 
     def ended(self, action: _C.Action, result: _C.TransferResult) -> None:
-        """The transfer of ``action`` has ended, and the table knows."""
+        """The transfer of ``action`` has ended, and the table was updated."""
 
 
 _TRANSFERS = frozenset((_C.ActionKind.EVICT, _C.ActionKind.SPILL, _C.ActionKind.FETCH, _C.ActionKind.LOAD))
@@ -320,8 +324,8 @@ _SEEN_BY_AUTOGRAD = frozenset((ChunkKind.PARAM, ChunkKind.GRAD))
 class ChunkManager:
     """Chunks of one model on three tiers.
 
-    Pin chunks with :meth:`acquire`, give them back with :meth:`release`. Not thread-safe: call it from the
-    thread that trains. Transfers run on the engine's own threads and are polled.
+    Pin chunks with :meth:`acquire`, unpin them with :meth:`release`. Not thread-safe: call it from the thread
+    that trains. Transfers run on the engine's own threads and are polled.
     """
 
     def __init__(
@@ -345,24 +349,24 @@ class ChunkManager:
         self._disk = DiskFile(budgets, sum(sizes), self.table, sum(later))
         self._memory, spare_bytes = open_with_spare(device, sizes + later, budgets, self._disk.file)
         self._expected = Expected(expected, spare_bytes)
-        self._runs_behind = device.has_own_memory  # operators go on after their calls returned
-        self._by_window: list[int] = []  # ids of the chunks in the reserved addresses
+        self._runs_behind = device.has_own_memory  # operators run on after their calls returned
+        self._by_window: list[int] = []  # chunk id of each reserved window
         self.chunks: list[Chunk] = []
         for spec in specs:
             self._append(spec)
         self._in_flight: dict[int, _C.Action] = {}  # ticket -> action
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
-        self.stow: Stow | None = None  # of chunks that are in memory only while they are pinned
-        self.has_choices = False  # whether there are uses that take some of several chunks
-        self._stored: dict[int, StoredChunk] = {}  # by id, until they are written
+        self.stow: Stow | None = None  # chunks that are in memory only while pinned
+        self.has_choices = False  # whether uses take some of several chunks
+        self._stored: dict[int, StoredChunk] = {}  # by chunk id, until the chunk is written
         self._files: list[_C.SourceFiles] = []
         self._park_limit_bytes = budgets.device_bytes
         self._parks_always = False  # not only while memory is short
-        self._parks_for_now = False  # more is parked than a later period may leave
+        self._parks_for_now = False  # more is parked than the limit of later periods
         self._under_pressure = False
         self._needs_reconcile = False  # an exception may have left an action half done
-        self._unfounded: set[int] = set()  # chunks on DEVICE without memory, as it ran out
+        self._unfounded: set[int] = set()  # chunks on DEVICE without memory, because it ran out
         self._closed = False
 
     def _append(self, spec: ChunkSpec, *, reserved: bool = True, expected: bool = False) -> Chunk:
@@ -378,49 +382,51 @@ class ChunkManager:
             self._by_window.append(chunk_id)
         return chunk
 
-    # -- what the runtime calls ------------------------------------------------------------------
+    # -- called by the runtime -------------------------------------------------------------------
 
     def park(self, limit_bytes: int, *, always: bool) -> None:
-        """Keep DEVICE memory that chunks gave back for those that come next, within ``limit_bytes``, or what
-        the period under way leaves if that is more; only while memory is short unless ``always``."""
+        """Park DEVICE memory that chunks return, for the next chunks, up to ``limit_bytes`` or, if more, up
+        to the limit of the current period. Unless ``always``, only while memory is short."""
         self._park_limit_bytes, self._parks_always = limit_bytes, always
-        self._parks_for_now = self.arena_bytes() > limit_bytes  # of what came before
+        self._parks_for_now = self.arena_bytes() > limit_bytes  # from earlier periods
 
     def open_stow(self) -> Stow:
-        """Return the stow, made if there is none, of chunks that are in memory only while pinned."""
+        """Return the stow, for chunks that are in memory only while pinned; create it at the first call."""
         if self.stow is None:
             self.stow = Stow(self)
         return self.stow
 
     def usages(self) -> tuple[int, int, int]:
-        """Return the bytes on DEVICE, HOST and DISK, there with the file of stowed chunks."""
+        """Return the bytes on DEVICE, HOST and DISK; DISK includes the file of stowed chunks."""
         device, host, disk = self.table.usages()
         return device, host, disk if self.stow is None else disk + self.stow.bytes
 
     def has_place(self, nbytes: int) -> bool:
-        """Say whether chunks of this size together that nobody expected have a place in the DISK file, where
-        there is one."""
+        """Say whether unforeseen chunks of ``nbytes`` in total have a place in the DISK file, if there is
+        one."""
         return self._disk.has_place(nbytes)
 
     def lacking_place(self, specs: Sequence[ChunkSpec]) -> str | None:
-        """Return what to say where chunks of ``specs``, added now, have no place in the DISK file, or the
-        disk too little space; None where they have."""
+        """Return an error text if chunks of ``specs``, added now, have no place in the DISK file or the disk
+        has too little space; None if they fit."""
         nbytes = sum(spec.nbytes for spec in specs)
         return self._disk.lacking_place(nbytes, self._expected.bytes_of(specs))
 
     def prepare(self, specs: Sequence[ChunkSpec], first_bytes: int, more_disk_bytes: int) -> None:
-        """See to it that :meth:`expect` can follow, for chunks of which ``first_bytes`` come at once.
+        """Check that :meth:`expect` can follow. ``first_bytes``: the part of the chunks that is added at
+        once.
 
         Raises:
-            ConfigError: there are no addresses for them, or as :meth:`DiskFile.prepare`; IoError: as that.
+            ConfigError: there are no addresses for them, or as :meth:`DiskFile.prepare`.
+            IoError: as :meth:`DiskFile.prepare`.
         """
         nbytes = sum(spec.nbytes for spec in specs)
         self._expected.refuse(nbytes)
         self._disk.prepare(nbytes, first_bytes, more_disk_bytes)
 
     def expect(self, specs: Sequence[ChunkSpec], more_disk_bytes: int) -> None:
-        """Reserve addresses and places in the DISK file for further chunks, to be added later; have DISK hold
-        ``more_disk_bytes`` more."""
+        """Reserve addresses and places in the DISK file for additional chunks, and raise the DISK budget by
+        ``more_disk_bytes``."""
         self._disk.expect(sum(spec.nbytes for spec in specs), more_disk_bytes)
         if more_disk_bytes:
             self.table.raise_disk_budget(more_disk_bytes)
@@ -429,24 +435,24 @@ class ChunkManager:
         self._expected.add(specs)
 
     def add_chunk(self, spec: ChunkSpec) -> Chunk:
-        """Add a chunk without content, for which the caller knows that there is a place. Where it was
-        expected its window is among those of the chunks before."""
+        """Add a chunk without content; the caller has checked that there is a place for it. If it was
+        expected, its window is among the reserved ones."""
         expected = self._expected.take(spec)
         return self._append(spec, reserved=expected, expected=expected)
 
     def add_choice(self, members: Sequence[Sequence[int]], *, certain: bool = False) -> None:
-        """Have uses take some of the ``members``, each the ids of chunks that are used together, and leave
-        the others: the recorded order has them as one chunk. ``certain``: a use takes what the last one
-        took."""
+        """Register a choice: a use takes some of the ``members`` (each a list of chunk ids that are used
+        together) and leaves the others. The recorded order counts them as one chunk. ``certain``: a use takes
+        what the last one took."""
         self.table.add_choice(members, certain=certain)
         self.has_choices = True
 
     def widen_choice(self, chunk: int, members: Sequence[Sequence[int]]) -> None:
-        """Give the choice that has ``chunk`` further members."""
+        """Add members to the choice that contains ``chunk``."""
         self.table.widen_choice(chunk, members)
 
     def join(self, parts: Sequence[Chunk]) -> CutChunk:
-        """Return chunks that follow each other in memory as one."""
+        """Return chunks with consecutive addresses as one CutChunk."""
         first = parts[0]
         numel = sum(part.spec.numel for part in parts)
         return CutChunk(parts, self._memory.joined(first.window, first.spec.dtype, numel))
@@ -461,22 +467,23 @@ class ChunkManager:
         return tensor
 
     def has_content(self, tensor: int) -> bool:
-        """Say whether a tensor was written since it was made or freed, be it stowed now."""
+        """Say whether a tensor was written since it was created or freed, even if it is stowed now."""
         held = self.table.tensor_state(tensor) != _C.TensorState.FREE
         return held or (self.stow is not None and self.stow.holds(tensor))
 
     def lend(self, chunk: Chunk, count: int = 1) -> tuple[torch.UntypedStorage, object]:
-        """Return a storage over the windows of ``chunk`` and of those that follow it, ``count`` in all, which
-        keeps them in no place, and an object that lives as long as the storage does."""
+        """Return a storage over the window of ``chunk`` and the following ones, ``count`` in all, and an
+        object that lives as long as the storage. The storage does not pin the chunks."""
         return self._memory.lend(chunk.window, count * chunk.spec.nbytes)
 
     def acquire(self, tensors: TensorIds, *, traced: bool, on_host: bool = False) -> None:
-        """Bring the tensors' chunks to DEVICE, or for the CPU to HOST (:func:`host_tensor`), and pin them
-        (HOLD or FREE -> COMPUTE); block until they are there.
+        """Fetch the tensors' chunks to DEVICE, or with ``on_host`` to HOST for the CPU (:func:`host_tensor`),
+        and pin them (HOLD or FREE -> COMPUTE); block until they are there.
 
         Raises:
-            OutOfBudgetError: they do not fit there at once, or one for HOST lies on DISK alone; nothing has
-                changed, but that chunks may have moved where only the end of transfers showed it.
+            OutOfBudgetError: they do not fit there at once, or one for HOST is only on DISK. Nothing has
+                changed, except that chunks may have moved if only the end of transfers showed that they do
+                not fit.
             IoError: a transfer failed; the tensors are not pinned, their content is where it was.
             StateError: one for HOST is pinned on DEVICE, or the other way round.
         """
@@ -498,7 +505,8 @@ class ChunkManager:
             self.observer.acquired(tensors, asked_s, traced=traced)
 
     def release(self, tensors: TensorIds, *, dirty: bool) -> None:
-        """Unpin (COMPUTE -> HOLD); ``dirty``: the tier where they were pinned has the only valid copy."""
+        """Unpin tensors (COMPUTE -> HOLD); ``dirty``: the tier where they were pinned has the only valid
+        copy."""
         if self.observer is not None:
             self.observer.released(tensors)
         if self._needs_reconcile:
@@ -526,7 +534,7 @@ class ChunkManager:
             raise
 
     def free(self, tensors: TensorIds) -> None:
-        """Give up the tensors' content (HOLD -> FREE); a chunk without content holds no memory on any
+        """Discard the tensors' content (HOLD -> FREE); a chunk without content holds no memory on any
         tier."""
         if self._needs_reconcile:
             self._reconcile()
@@ -547,22 +555,24 @@ class ChunkManager:
 
     @property
     def reads_directly(self) -> bool:
-        """Whether files of the user are read past the page cache (O_DIRECT)."""
+        """Whether files of the user are read with O_DIRECT, past the page cache."""
         return all(files.direct for files in self._files)
 
     def find_on_disk(self, tensors: TensorIds, files: _C.SourceFiles, chunks: Mapping[int, Parts]) -> None:
-        """Take ``chunks``, by id, as lying in ``files``, which are this manager's from now on: ``tensors``,
-        all of theirs, have their content. A chunk that is written to goes to the DISK tier's own file.
+        """Register ``chunks``, by id, as lying in ``files``; the manager owns ``files`` from now on. All
+        ``tensors`` of these chunks then have content. A chunk that is written to goes to the DISK tier's own
+        file.
 
         Raises:
-            OutOfBudgetError: DISK cannot hold them; StateError: one has content already.
+            OutOfBudgetError: DISK cannot hold them.
+            StateError: one has content already.
         """
         self.table.found_on_disk(tensors)
         self._stored |= {chunk: StoredChunk(files, tuple(parts)) for chunk, parts in chunks.items()}
         self._files.append(files)
 
     def prefetch(self) -> None:
-        """Start the transfers that the recorded order asks for next; return without waiting."""
+        """Start the next transfers in the recorded order; return without waiting."""
         begin_s = time.perf_counter() if self.observer is not None else 0.0
         try:
             if self._in_flight:
@@ -577,13 +587,14 @@ class ChunkManager:
             self.observer.prefetched(begin_s)
 
     def make_room(self) -> None:
-        """Evict down to the limit, and park nothing. Raises as :meth:`acquire`."""
+        """Evict down to the limit, and return all parked memory. Raises as :meth:`acquire`."""
         self.acquire((), traced=False)
         self.drain()
         self._memory.trim(0)
 
     def make_way(self, nbytes: int, limit_bytes: int) -> None:
-        """Start what leaves ``nbytes`` of ``limit_bytes``, the limit in force, free on DEVICE; do not wait.
+        """Start to evict until ``nbytes`` of ``limit_bytes``, the limit in force, are free on DEVICE; do not
+        wait.
 
         Raises:
             IoError: a transfer that ended meanwhile had failed; its chunk is where it was.
@@ -620,12 +631,12 @@ class ChunkManager:
                     error = error or failed
             if error is not None:
                 raise error
-        except BaseException:  # what could not be given back is tried again
+        except BaseException:  # reconcile retries to give back disk space
             self._needs_reconcile = True
             raise
 
     def recover(self) -> None:
-        """Unpin everything after an operator that raised half-way."""
+        """Unpin everything after an operator raised halfway."""
         if self._needs_reconcile:
             self._reconcile()
         try:
@@ -646,45 +657,45 @@ class ChunkManager:
 
     @property
     def stall_seconds(self) -> float:
-        """For how long operators have waited for their chunks."""
+        """How long operators have waited for their chunks, in seconds."""
         return self._waited_s + self._memory.stall_seconds()
 
     def link_stats(self) -> dict[str, dict[str, float]]:
-        """Return per link, since construction: bytes moved, seconds busy, and for disk links how many of
-        those the other direction was busy as well."""
+        """Return per link, since construction: bytes moved, seconds busy, for disk links the seconds in which
+        the other direction was busy as well, and the number of transfers."""
         return self._memory.link_stats()
 
     def arena_bytes(self) -> int:
-        """Return the DEVICE bytes in use: mapped under windows or parked for reuse."""
+        """Return the DEVICE bytes that are mapped under windows or parked for reuse."""
         return self._memory.mapped_bytes + self._memory.parked_bytes
 
     def address_range(self) -> tuple[int, int]:
-        """Return the first address of the windows and the first behind them."""
+        """Return the first address of the windows and the first one after them."""
         return self._memory.address_range()
 
     def all_on_device(self) -> bool:
-        """Say whether every chunk that has content has it on DEVICE and nothing is under way."""
+        """Say whether every chunk with content has it on DEVICE and no transfer is under way."""
         if self._in_flight:
             return False
         copies = (self.table.valid_tiers(chunk.id) for chunk in self.chunks)
         return all(_C.Tier.DEVICE in tiers or not tiers for tiers in copies)
 
     def wait_host(self, chunk: Chunk, *, aside: bool = False) -> None:
-        """Wait until the CPU may use a chunk that is pinned on HOST. That counts as a stall, unless it is
-        ``aside``: on another thread than the one that trains."""
+        """Wait until the CPU may use a chunk that is pinned on HOST. Counts as a stall, unless ``aside``:
+        called on another thread than the one that trains."""
         start = time.perf_counter()
         self._memory.wait_host(chunk.host)
         if not aside:
             self._waited_s += time.perf_counter() - start
 
     def chunk_at(self, address: int) -> int:
-        """Return the id of the chunk whose window holds ``address``, or -1."""
+        """Return the id of the chunk with ``address`` in its window, or -1."""
         window = self._memory.find(address)
         return self._by_window[window] if window >= 0 else -1
 
     def heal(self) -> int:
-        """Take back the poison pages that stray accesses to evicted windows left behind; return how many
-        windows had some."""
+        """Remove the poison pages that stray accesses left in evicted windows; return how many windows had
+        some."""
         return self._memory.heal()
 
     def close(self) -> None:
@@ -705,7 +716,7 @@ class ChunkManager:
                 if self.stow is not None:
                     self.stow.close()
 
-    # -- carrying out actions --------------------------------------------------------------------
+    # -- performing actions ------------------------------------------------------------------------
 
     @shown_as("fetch")
     def _settle(self, tensors: TensorIds, actions: Sequence[_C.Action]) -> None:
@@ -758,18 +769,18 @@ class ChunkManager:
 
     def _fill(self, chunk: Chunk, tier: _C.Tier) -> None:
         if self.stow is not None:
-            self._under_pressure = True  # the next one takes its memory
+            self._under_pressure = True  # park its memory for the next stowed chunk
             self.stow.fill(chunk, tier)
 
     def _parks_within(self) -> int:
-        """Return how many bytes may be mapped and parked in the period under way."""
+        """Return how many bytes may be mapped and parked in the current period."""
         if not self._parks_always:
             return self._park_limit_bytes
         return max(self._park_limit_bytes, self.table.limit())
 
     def _trim_parked(self) -> None:
-        """Keep what is parked within what the period leaves: fresh pages come on top where parked ones cannot
-        be put together."""
+        """Trim parked memory to the limit of the current period: if parked blocks cannot be combined, fresh
+        pages are added to them."""
         memory = self._memory
         if memory.parked_bytes:
             memory.trim(max(0, self._parks_within() - memory.mapped_bytes))
@@ -798,7 +809,7 @@ class ChunkManager:
         return memory.spill(source, nbytes, chunk.disk_offset)
 
     def _reap(self) -> bool:
-        """Report finished transfers to the table; say whether there was one.
+        """Report finished transfers to the table; say whether there were any.
 
         Raises:
             IoError: a transfer failed; its action was aborted, the source is as before.
@@ -814,7 +825,7 @@ class ChunkManager:
                 failed = IoError(completion.errno, completion.message, completion.path, completion.offset)
             try:
                 self._take_back(action, outcome)
-            except IoError as error:  # the others have ended too, and are not reported again
+            except IoError as error:  # the other transfers have ended too, and are not reported again
                 failed = failed or error
             if self.observer is not None:
                 self.observer.ended(action, completion)
@@ -828,27 +839,26 @@ class ChunkManager:
             self._unmap(chunk, action.from_tier)
         if outcome.destination_freed:
             self._unmap(chunk, action.to_tier)
-        # A chunk that was freed while it was read or written has kept its place until now.
+        # A chunk that was freed during a read or write has kept its place until now.
         if outcome.destination_freed and _C.Tier.DISK in (action.from_tier, action.to_tier):
             self._disk.give_back({chunk.id})
 
     def _reconcile(self) -> None:
-        """Make memory what the table says after an exception. May be interrupted and repeated."""
+        """Make memory match the table after an exception. May be interrupted and repeated."""
         self._unfounded |= reconcile(self.table, self.chunks, self._memory, self._unmap)
         self._in_flight.clear()
-        with suppress(IoError):  # a disk that returns nothing must not keep the user from saving
+        with suppress(IoError):  # an error of punching holes must not keep the user from saving
             self._disk.give_back()
         self._needs_reconcile = False
 
     def _forget_unfounded(self) -> None:
-        """Make chunks FREE that the device had no memory for when they were to get content."""
+        """Free chunks that have no content because the device had no memory at their first use."""
         tensors = idle_tensors(self.table, self._unfounded)
         self._unfounded.clear()
         self._execute(self.table.free(tensors))
 
     def _unmap(self, chunk: Chunk, tier: _C.Tier) -> None:
-        """Take the memory of one copy back; DEVICE memory is parked for the next chunk where that is
-        wanted."""
+        """Take the memory of one copy; DEVICE memory is parked for the next chunk if parking is on."""
         if tier == _C.Tier.DEVICE and chunk.window.mapped:
             park = self._parks_always or self._under_pressure
             park = park and self.arena_bytes() <= self._parks_within()
@@ -867,11 +877,11 @@ def init_chunk_manager(
     budgets: TierBudgets | None = None,
     verbose: bool = True,
 ) -> tuple[ChunkManager, ChunkLayout]:
-    """Search the chunk size for ``model``, lay its parameters out and reserve their chunks; nothing is
+    """Search the chunk size for ``model``, lay out its parameters and reserve their chunks; nothing is
     copied.
 
-    The parameters must have one dtype. ``budgets`` defaults to DEVICE alone, with the memory that is free.
-    ``verbose`` prints the result of the search, which is logged in any case. The caller closes the manager.
+    The parameters must have one dtype. ``budgets`` defaults to DEVICE only, with the free memory. ``verbose``
+    prints the result of the search, which is logged in any case. The caller closes the manager.
 
     Raises:
         ConfigError: a size allows no chunk; see :func:`search_chunk_size`.

@@ -1,8 +1,8 @@
-"""What chunks ask of the computing device: memory on DEVICE and HOST within budgets, addresses for it, and
-transfers between the tiers.
+"""Interfaces of the computing device: memory on DEVICE and HOST within budgets, its addresses, and transfers
+between tiers.
 
-Two implementations: :mod:`gemini.chunk.cpu_memory` and :mod:`gemini.chunk.gpu_memory`. Nothing above knows
-which it has.
+Two implementations: :mod:`gemini.chunk.cpu_memory` and :mod:`gemini.chunk.gpu_memory`. Code above does not
+know which one it uses.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gemini.memstats import MemoryMonitor
 from gemini.offload.async_file import AsyncFile
 
 _FIRST_BYTES = 256 * 2**20
-# Addresses for what comes into a model later, at least; more of them where they are those of host memory,
-# which cost nothing: a model may be built layer by layer.
+# The least addresses to reserve for parameters that are added later. CPU addresses cost nothing, so there are
+# more of them: a model may be built layer by layer.
 _LEAST_SPARE_BYTES = 2**24
 _HOST_SPARE_BYTES = 2**36
 _CHUNKS_AHEAD = 16
 
 
 class Window(Protocol):
-    """A chunk's addresses on DEVICE, with or without memory behind them. Only those of
-    a window that floats ever change."""
+    """A chunk's addresses on DEVICE, with or without memory behind them. Only windows that float change
+    them."""
 
     @property
     def address(self) -> int: ...
@@ -55,91 +55,96 @@ Cut = TypeVar("Cut", covariant=True)
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk that lies in files of the user. ``parts``: the index of a file, where the part begins there and
-    in the chunk, and its bytes."""
+    """A chunk in files of the user. ``parts``: for each part the index of the file, the offset in the file,
+    the offset in the chunk, and the bytes."""
 
     files: _C.SourceFiles
     parts: tuple[tuple[int, int, int, int], ...]
 
     def at(self, address: int) -> list[tuple[int, int, int, int]]:
-        """Return what is to be read for a chunk at ``address``."""
+        """Return the reads for a chunk at ``address``."""
         return [(file, offset, address + begin, nbytes) for file, offset, begin, nbytes in self.parts]
 
 
 class ChunkMemory(Protocol[W, H]):
-    """The memory of one model's chunks and what moves their bytes, over windows ``W`` and HOST places ``H``
-    of its own. For the thread that trains."""
+    """The memory of one model's chunks, and the transfers between tiers, over windows ``W`` and HOST places
+    ``H``. For the thread that trains."""
 
     def windows(
         self, nbytes: int, *, later: bool = False, floats: bool = False, follows: bool = False
     ) -> tuple[W, H | None]:
-        """Return the window and, where there is a HOST tier, the place of a chunk; ``later``: one that the
-        sizes it was opened with do not count; ``floats``: its addresses may be others each time that it is
-        given memory, where that is faster; ``follows``: they begin where those of the one before end, of
-        devices that cut chunks."""
+        """Return the window of a chunk and, if there is a HOST tier, its place there.
+
+        Args:
+            later: the sizes with which the memory was opened do not include this chunk.
+            floats: its addresses may change each time it gets memory, if that is faster.
+            follows: its addresses begin where those of the previous chunk end, on devices that cut chunks.
+        """
 
     def tensor(self, window: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return the flat tensor over a window, on the computing device. It keeps the addresses."""
+        """Return the flat tensor over a window, on the computing device. It keeps the addresses reserved."""
 
     def joined(self, first: W, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return the flat tensor over a window and those that follow it, of devices that cut chunks."""
+        """Return the flat tensor over a window and those that follow it, on devices that cut chunks."""
 
     def lend(self, window: W, nbytes: int) -> tuple[torch.UntypedStorage, object]:
-        """Return a storage over ``nbytes`` from a window on, and an object that lives as long as the storage
-        does, to refer to weakly. Of a chunk that is not cut, ``nbytes`` are those of its window."""
+        """Return a storage over ``nbytes`` that begin with a window, and an object for weak references that
+        lives as long as the storage. For a chunk that is not cut, ``nbytes`` is the size of its window."""
 
     def follow(self) -> None:
-        """Take note of where the caller's operators run from now on."""
+        """Order transfers after the caller's operators: note the stream on which they run from now on."""
 
     def map(self, window: W, *, zero: bool) -> None:
-        """Give a window memory for operators, zeros or anything. Raises OutOfBudgetError."""
+        """Give a window memory for operators, filled with zeros if ``zero``, else with any content. Raises
+        OutOfBudgetError."""
 
     def unmap(self, window: W, *, park: bool) -> None:
-        """Take a window's memory; ``park`` keeps it for the next one."""
+        """Take a window's memory; ``park``: keep it for the next window."""
 
     def map_host(self, place: H) -> None:
-        """Give a place on HOST memory of zeros, for the CPU. Raises OutOfBudgetError."""
+        """Give a HOST place zeroed memory, for the CPU. Raises OutOfBudgetError."""
 
     def wait_host(self, place: H) -> None:
-        """Wait until the CPU may read and write a place on HOST: of its transfers, which were reported, none
-        uses it any more."""
+        """Wait until the CPU may read and write a HOST place: until none of its reported transfers uses it
+        any longer."""
 
     def unmap_host(self, place: H) -> None:
-        """Take the memory of a place on HOST."""
+        """Take the memory of a HOST place."""
 
     def fetch(self, window: W, place: H, nbytes: int) -> int:
-        """Give the window memory, start copying to it; return the ticket."""
+        """Give the window memory and start to copy from HOST; return the ticket."""
 
     def evict(self, place: H, window: W, nbytes: int) -> int:
-        """Give the place memory, start copying to it; return the ticket."""
+        """Give the HOST place memory and start to copy to it; return the ticket."""
 
     def load(self, window: W, nbytes: int, offset: int) -> int:
-        """Give the window memory, start reading into it; return the ticket."""
+        """Give the window memory and start to read the file into it; return the ticket."""
 
     def load_stored(self, window: W, stored: StoredChunk) -> int:
-        """Give the window memory, start reading files of the user into it; return the ticket."""
+        """Give the window memory and start to read files of the user into it; return the ticket."""
 
     def spill(self, source: W | H, nbytes: int, offset: int) -> int:
-        """Start writing to the file; return the ticket."""
+        """Start to write to the file; return the ticket."""
 
     def poll(self) -> list[_C.TransferResult]:
-        """Return what operators may count on, or failed, since the last call."""
+        """Return the transfers since the last call that failed, or are complete for operators."""
 
     def wait_any(self, timeout_s: float) -> bool:
-        """Wait until :meth:`poll` would return something or nothing is in flight; return the former."""
+        """Wait until :meth:`poll` would return a transfer (True) or nothing is in flight (False), at most
+        ``timeout_s``."""
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers not reported yet."""
+        """Number of transfers that are not reported yet."""
 
     def link_stats(self) -> dict[str, dict[str, float]]:
-        """Return per link: bytes, seconds busy, seconds shared, transfers."""
+        """Return bytes, busy seconds, shared seconds and number of transfers per link."""
 
     def stall_seconds(self) -> float:
-        """Return for how long operators waited for transfers while this thread went on."""
+        """Return how long operators waited for transfers while this thread continued."""
 
     def trim(self, parked_limit_bytes: int) -> None:
-        """Give parked DEVICE memory back until at most this much is left."""
+        """Return parked DEVICE memory until at most ``parked_limit_bytes`` are left."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -147,50 +152,51 @@ class ChunkMemory(Protocol[W, H]):
 
     @property
     def parked_bytes(self) -> int:
-        """DEVICE bytes kept for the next window."""
+        """DEVICE bytes kept for later windows."""
 
     def address_range(self) -> tuple[int, int]:
-        """Return the first address of the windows and the first behind them."""
+        """Return the first address of the windows and the first one after them."""
 
     def find(self, address: int) -> int:
-        """Return the index of the chunk whose window holds ``address``, or -1."""
+        """Return the index of the window that contains ``address``, or -1."""
 
     def heal(self) -> int:
-        """Take back what stray accesses left in windows without memory; return how many had some."""
+        """Remove the pages that stray accesses left in windows without memory; return how many windows had
+        some."""
 
     def close(self, windows: Sequence[tuple[W, H | None]], exposed: Sequence[W]) -> None:
-        """End the transfers and return all memory, also what is under ``windows``; tensors over those
-        ``exposed`` may be used once more, by mistake."""
+        """End the transfers and return all memory, including that of ``windows``. Tensors over ``exposed``
+        windows may still be used by mistake afterwards."""
 
 
-# Whatever its windows are.
+# A ChunkMemory with any kind of windows.
 AnyMemory: TypeAlias = ChunkMemory[Any, Any]
 
 
 class ComputeDevice(Protocol):
-    """Where operators run and DEVICE memory is."""
+    """The device that runs operators and has the DEVICE memory."""
 
     @property
     def name(self) -> str:
-        """What it is called in a log."""
+        """Its name in logs."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors over windows are."""
+        """The device of tensors over windows."""
 
     @property
     def block_bytes(self) -> int:
-        """What chunk sizes are multiples of."""
+        """Chunk sizes are multiples of this."""
 
     @property
     def align_bytes(self) -> int:
-        """What addresses of tensors in a chunk are multiples of: as those of tensors that have memory of
-        their own, as far as kernels look, which may choose by it how they add up."""
+        """Alignment of tensors in a chunk. Equal to that of tensors in memory of their own, as far as kernels
+        check it: they may choose the order of summation by it."""
 
     @property
     def has_own_memory(self) -> bool:
-        """Whether DEVICE is other memory than HOST. There torch keeps what operators have given up: the most
-        that they took counts at every moment."""
+        """Whether DEVICE is other memory than HOST. Then torch caches freed operator memory, so its peak
+        counts at every moment."""
 
     @property
     def cuts_chunks(self) -> bool:
@@ -198,41 +204,41 @@ class ComputeDevice(Protocol):
 
     @property
     def processors(self) -> tuple[int, ...]:
-        """Numbers of the CPU's processors near it; empty: not known, or all alike."""
+        """Numbers of the CPU's processors near it; empty if unknown or all alike."""
 
     def free_bytes(self) -> int:
-        """Return the DEVICE bytes that could still be taken."""
+        """Return the free DEVICE bytes."""
 
     def open(
         self, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None, *, spare_bytes: int = 0
     ) -> AnyMemory:
-        """Reserve addresses for chunks of ``sizes`` in bytes, and for others of ``spare_bytes`` together; no
-        memory yet."""
+        """Reserve addresses for chunks of ``sizes`` bytes, and ``spare_bytes`` for others; takes no memory
+        yet."""
 
     def monitor(self) -> MemoryMonitor:
-        """Return what measures DEVICE memory; the caller closes it."""
+        """Return a monitor of DEVICE memory; the caller closes it."""
 
     def model_data_bytes(self) -> int:
-        """Return what of the memory that the monitor measures is chunks', of all models."""
+        """Return how much of the memory that the monitor measures belongs to chunks, of all models."""
 
     def settle(self) -> None:
-        """Say that a model is in its chunks: memory that torch has now is not that of its steps."""
+        """Note that a model is in its chunks: memory that torch holds now does not belong to its steps."""
 
     def is_capturing(self) -> bool:
-        """Say whether operators are recorded, to be repeated later, and not carried out."""
+        """Say whether operators are being recorded for replay instead of run."""
 
     def synchronize(self) -> None:
-        """Wait until the operators so far are done: to time them."""
+        """Wait until all operators so far are finished, to time them."""
 
     def release_cache(self) -> None:
-        """Have torch give back the DEVICE memory that it keeps for later."""
+        """Release the DEVICE memory that torch caches."""
 
 
 def open_with_spare(
     device: ComputeDevice, sizes: Sequence[int], budgets: TierBudgets, file: AsyncFile | None
 ) -> tuple[AnyMemory, int]:
-    """Return memory with addresses for chunks of ``sizes`` and for others, and how much that is: as much
-    again, or nothing, where a limit on addresses (``ulimit -v``) does not leave more."""
+    """Open memory for chunks of ``sizes``, with as many spare addresses as possible; return it and the spare
+    bytes. If a limit on addresses (``ulimit -v``) prevents more, the spare equals the chunks, or is 0."""
     spare_bytes = max(sum(sizes), _LEAST_SPARE_BYTES)
     more = () if device.has_own_memory else (max(spare_bytes, _HOST_SPARE_BYTES),)
     for wanted in (*more, spare_bytes):
@@ -243,10 +249,10 @@ def open_with_spare(
 
 @dataclass(frozen=True)
 class TierBudgets:
-    """Hard byte budgets; 0 means that the tier is absent. ``disk_dir`` is where DISK keeps its unlinked file,
-    ``spare_disk_bytes`` its places for chunks that come later: they take no space before they are used, nor
-    does any without ``reserve_disk``. ``reads_files``: chunks lie in files of the user, which are DISK for
-    as long as nobody writes to these chunks."""
+    """Hard byte budgets; 0 means that the tier is absent. ``disk_dir``: the directory of DISK's unlinked
+    file. ``spare_disk_bytes``: places in it for chunks that are added later; they take no space until used.
+    Without ``reserve_disk`` this holds for all places. ``reads_files``: chunks lie in files of the user,
+    which are DISK as long as these chunks are not written."""
 
     device_bytes: int
     host_bytes: int = 0
@@ -258,23 +264,23 @@ class TierBudgets:
 
 
 class Space(Protocol[Cut]):
-    """A reservation of addresses, cut into windows."""
+    """A reserved address range that is cut into windows."""
 
     def create(self, nbytes: int) -> Cut: ...
 
 
 class GrowingSpace(Generic[Cut]):
-    """Window spaces, each twice as large as the one before: a few, however many windows they hold."""
+    """Window spaces, each twice as large as the one before, so that few spaces hold many windows."""
 
     def __init__(self, reserve: Callable[[int], Space[Cut]]) -> None:
-        """``reserve`` makes one of so many bytes."""
+        """``reserve`` creates a space of a given size in bytes."""
         self._reserve = reserve
-        self._spaces: list[Space[Cut]] = []  # keeps their windows
-        self._size_bytes = 0  # of the last one, and what is left of it
+        self._spaces: list[Space[Cut]] = []  # keeps their windows valid
+        self._size_bytes = 0  # size of the last space, and its unused rest
         self._left_bytes = 0
 
     def create(self, nbytes: int) -> Cut:
-        """Return a new window of ``nbytes``, whole blocks of the device, without memory."""
+        """Return a new window of ``nbytes``, a multiple of the device's blocks, without memory."""
         if nbytes > self._left_bytes:
             self._size_bytes = max(2 * self._size_bytes, _FIRST_BYTES, _CHUNKS_AHEAD * nbytes)
             self._spaces.append(self._reserve(self._size_bytes))

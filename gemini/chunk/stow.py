@@ -1,4 +1,4 @@
-"""Chunks that are in memory only while they are pinned: between their uses a file has their content."""
+"""Stowed chunks: they are in memory only while pinned; between uses their content is in a file."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from gemini import _C
 from gemini.chunk.chunk import Chunk, TensorIds
 from gemini.offload.buffered_file import BufferedFile, Range
 
-_NUM_AHEAD = 4  # chunks that are expected next
+_NUM_AHEAD = 4  # number of chunks to read ahead
 
 
 class Tiers(Protocol):
-    """Where chunks are while they are used: a ChunkManager."""
+    """The tiers that hold chunks during use; implemented by ChunkManager."""
 
     table: _C.ChunkTable
 
     def acquire(self, tensors: TensorIds, *, traced: bool) -> None:
-        """Bring the tensors' chunks to DEVICE and pin them."""
+        """Fetch the tensors' chunks to DEVICE and pin them."""
 
     def release(self, tensors: TensorIds, *, dirty: bool) -> None:
-        """Unpin them."""
+        """Unpin the tensors' chunks."""
 
     def free(self, tensors: TensorIds) -> None:
-        """Give their content up."""
+        """Discard the tensors' content."""
 
     def wait_host(self, chunk: Chunk) -> None:
         """Wait until the CPU may use a chunk that is pinned on HOST."""
 
 
 class _Stowed:
-    """One chunk, its only tensor, and its place."""
+    """One chunk, its only tensor, and its place in the file."""
 
     def __init__(self, chunk: Chunk, tensor: int, file: BufferedFile, offset: int) -> None:
         self.chunk = chunk
         self.tensor = tensor
         self.file = file
         self.range: Range = (offset, chunk.spec.numel * chunk.spec.dtype.itemsize)
-        self.has_place = False  # something was written there
-        self.is_here = False  # it was read, or made, since it got memory
-        self.is_dirty = False  # and written to
-        self.next: _Stowed | None = None  # what was used after it
+        self.has_place = False  # the file has content of it
+        self.is_here = False  # read or created since it got memory
+        self.is_dirty = False  # and written to since
+        self.next: _Stowed | None = None  # the chunk that was used after it
 
 
 class Stow:
     """The stowed chunks of one model.
 
-    For the chunk table such a chunk is FREE between two uses: it takes nothing of any budget, and using it
-    allocates it again. Not thread-safe, as the chunks that they are of.
+    For the chunk table such a chunk is FREE between two uses: it takes nothing of any budget, and a use
+    allocates it again. Not thread-safe, like the chunk manager.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -60,19 +60,19 @@ class Stow:
         self._by_chunk: dict[int, _Stowed] = {}
         self._files: list[BufferedFile] = []
         self.directory: str | None = None  # where the files are
-        self._latest: _Stowed | None = None  # of those that were read
-        self.bytes = 0  # what the files have of chunks now
+        self._latest: _Stowed | None = None  # the last chunk that was read
+        self.bytes = 0  # bytes of chunks in the files now
         self._peak_bytes = 0
 
     def __contains__(self, tensor: int) -> bool:
         return tensor in self._stowed
 
     def holds(self, tensor: int) -> bool:
-        """Say whether the file has what a stowed chunk, with this tensor, was last."""
+        """Say whether the file has the current content of this tensor's stowed chunk."""
         return tensor in self._stowed and self._stowed[tensor].has_place
 
     def usage(self) -> dict[str, int]:
-        """Return bytes as ``stats()`` does those of a tier."""
+        """Return current, peak and reserved bytes, as ``stats()`` does for a tier."""
         reserved = sum(file.size for file in self._files)
         return {"bytes": self.bytes, "peak_bytes": self._peak_bytes, "budget_bytes": reserved}
 
@@ -86,11 +86,11 @@ class Stow:
     def add(
         self, chunks: Sequence[tuple[Chunk, int]], directories: list[str] | None, *, checksums: bool
     ) -> None:
-        """Stow chunks, each with its only tensor; none is pinned.
+        """Stow chunks, each with its only tensor; none may be pinned.
 
         Raises:
-            ConfigError, IoError: there is no room for them; nothing has changed. IoError also where one
-                cannot be written: it and those after it stay in memory until they are used.
+            ConfigError, IoError: there is no room for them; nothing has changed. IoError also if one cannot
+                be written: it and those after it stay in memory until they are used.
         """
         new = [(chunk, tensor) for chunk, tensor in chunks if tensor not in self._stowed]
         if not new:
@@ -107,8 +107,8 @@ class Stow:
                 self._use(tensor)
 
     def remove(self, tensors: Iterable[int]) -> None:
-        """Treat chunks as all others again: on the tiers. Raises as :meth:`ChunkManager.acquire`; those not
-        yet removed stay stowed."""
+        """Return chunks to the tiers, like all other chunks. Raises as :meth:`ChunkManager.acquire`; chunks
+        not yet removed stay stowed."""
         for tensor in tensors:
             if self._stowed[tensor].has_place:
                 self._tiers.acquire((tensor,), traced=False)
@@ -120,17 +120,17 @@ class Stow:
                 del self._by_chunk[self._stowed.pop(tensor).chunk.id]
 
     def close(self) -> None:
-        """Give the files back; what they have is lost. Idempotent."""
+        """Delete the files and their content. Idempotent."""
         for file in self._files:
             file.close()
         for stowed in self._stowed.values():
             stowed.has_place = False
         self.bytes = 0
 
-    # -- what the manager tells ------------------------------------------------------------------
+    # -- called by the manager -------------------------------------------------------------------
 
     def fill(self, chunk: Chunk, tier: _C.Tier) -> None:
-        """Read what a chunk that has just got memory on ``tier`` held. Raises IoError."""
+        """Read the content of a chunk that has just got memory on ``tier``. Raises IoError."""
         stowed = self._by_chunk.get(chunk.id)
         if stowed is None:
             return
@@ -143,7 +143,7 @@ class Stow:
         stowed.is_here = True
 
     def released(self, tensors: TensorIds, *, dirty: bool) -> None:
-        """Put away those of ``tensors`` that are no longer pinned. Raises IoError: it stays in memory."""
+        """Stow those of ``tensors`` that are no longer pinned. Raises IoError: the chunk stays in memory."""
         if self._stowed.keys().isdisjoint(tensors):
             return
         for tensor in tensors:
@@ -153,7 +153,7 @@ class Stow:
                 self._put_away(stowed)
 
     def all_released(self) -> None:
-        """Put away whatever is in memory: an exception may have come between. Raises IoError."""
+        """Stow all chunks in memory after an exception, as written: they may have been. Raises IoError."""
         for stowed in self._stowed.values():
             stowed.is_dirty = True
             self._put_away(stowed)
@@ -164,7 +164,7 @@ class Stow:
         table = self._tiers.table
         if table.tensor_state(stowed.tensor) != _C.TensorState.HOLD:
             return
-        # What has memory but was not read yet is worth nothing.
+        # A chunk with memory that was not read yet has no content worth writing.
         if not stowed.has_place or (stowed.is_here and stowed.is_dirty):
             tiers = table.valid_tiers(stowed.chunk.id)
             on_device = _C.Tier.DEVICE in tiers
@@ -194,7 +194,8 @@ class Stow:
 
 
 def _after(stowed: _Stowed) -> list[_Stowed]:
-    """Return what was used after it the last time, as far as it is in the file alone."""
+    """Return the chunks that were used next after this one the last time, as far as only the file has their
+    content."""
     found: list[_Stowed] = []
     following = stowed.next
     while following is not None and len(found) < _NUM_AHEAD and following is not stowed:

@@ -81,7 +81,7 @@ class Wrapper(nn.Module):
 
 
 class NamedAsWrapped(Wrapper):
-    """A wrapper whose state dict keys are those of its ``module``, without a prefix."""
+    """A wrapper with the state dict keys of its ``module``, without a prefix."""
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch.distributed.checkpoint that names omit ``module``. Returns the first part of each name,
@@ -479,7 +479,7 @@ class GeminiDDP(LoadsAsPart):
         refuse_assign(assign)
         return import_weights(self._gemini, state_dict, strict=strict)
 
-    # -- what happened ---------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------
 
     def stats(self, *, flat: bool = False, since_last: bool = False) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the keys).

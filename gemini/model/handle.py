@@ -574,7 +574,7 @@ class ManagedModel:
         for grad in self.gradients_of_torch():
             grad.make_zeros()
 
-    # -- what comes into the module, and leaves it ---------------------------------------------------
+    # -- parameters added to the module, or removed --------------------------------------------------
 
     @in_one_thread("adopt")
     def adopt(self) -> list[str]:
@@ -640,7 +640,7 @@ class ManagedModel:
         if self.tiled_heads is not None:
             self.tiled_heads.follow(self.module)
 
-    # -- what happened ---------------------------------------------------------------------------
+    # -- reports ---------------------------------------------------------------------------------
 
     def stats(self, *, flat: bool = False, since_last: bool = False) -> dict[str, Any]:
         """Return usage per tier and traffic per link as a plain dict (see docs/architecture.md for the keys).

@@ -96,7 +96,8 @@ class TiledHeads:
 
     @contextmanager
     def expecting_loss(self) -> Iterator[None]:
-        """Context of passes whose loss the caller computes: their logits are lazy also without labels."""
+        """Context of passes with a loss that the caller computes: their logits are lazy also without
+        labels."""
         outer, self._is_open = self._is_open, True
         try:
             yield

@@ -226,7 +226,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _LazyState(MutableMapping[str, Any]):
-    """A mapping that hooks may change, over a mapping whose values are read again at each access."""
+    """A mapping that hooks may change, over a mapping with values that are read again at each access."""
 
     def __init__(self, given: Mapping[str, Any], names: Mapping[str, Any]) -> None:
         """``names``: the value of each name, or _READ if it is read from ``given``."""
@@ -473,7 +473,8 @@ class LazyState(dict[str, Any]):
         return self._versions.get(name) != version
 
     def pop_unread(self, name: str) -> None:
-        """Take a name out permanently, where it is there: it does not count as removed from what it was."""
+        """Remove a name, if it is there. It does not count as removed in :attr:`removed` or
+        :attr:`is_as_read`."""
         if name in self:
             del self[name]
 

@@ -205,7 +205,7 @@ def adopt_without_values(module: nn.Module, storage: ModelStorage, manager: Gemi
 
 
 def warn_of_rounded(adopted: Sequence[Adopted]) -> None:
-    """Warn about parameters whose values were rounded to 16 bits permanently."""
+    """Warn about parameters with values that were rounded to 16 bits permanently."""
     rounded = [entry for entry in adopted if entry.rounded]
     if rounded:
         logger.warning(
@@ -523,7 +523,7 @@ def _our_hooks(param: nn.Parameter) -> list[int]:
 def collected_once(params: Iterable[nn.Parameter]) -> Iterator[None]:
     """Let autograd accumulate the gradients of several backward passes in the block itself, and collect the
     sums afterwards. The additions and their order are the same as if each gradient was collected. For a
-    resident model, whose gradients stay in autograd's memory. Meanwhile operators use its parameters without
+    resident model, with gradients in autograd's memory. Meanwhile operators use its parameters without
     interception. Parameters that have a gradient already, or hooks of the user, are collected as usual."""
     waiting: list[tuple[nn.Parameter, dict[int, Any], dict[int, Any]]] = []
     with PlainTensors():

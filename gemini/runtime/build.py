@@ -72,8 +72,8 @@ class Outline:
 
     ``types``: the dtype in which each computes. ``trainable``: parameters that were not frozen.
     ``operators``: submodules, each with the parameters that its operator needs at once. ``experts``: sets of
-    which each pass uses a part. ``own``: parameters of experts that other ranks do not have. ``forms``: the
-    format key of each quantized weight.
+    experts; a pass uses a part of each. ``own``: parameters of experts that other ranks do not have.
+    ``forms``: the format key of each quantized weight.
     """
 
     params: Mapping[str, torch.Tensor]

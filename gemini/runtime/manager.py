@@ -480,7 +480,7 @@ class GeminiManager(Gate):
         if observer is not None:
             self.end_residence()
 
-    # -- what a shortage of memory, and the CPU beside a GPU, change -------------------------------------
+    # -- changes by a shortage of memory, and by the CPU beside a GPU ------------------------------------
 
     @property
     def is_sharded(self) -> bool:

@@ -46,7 +46,7 @@ class Block:
 
     @property
     def module(self) -> nn.Module:
-        """The module whose forward this is."""
+        """The module with this forward."""
         module = self._module()
         assert module is not None
         return module
@@ -225,7 +225,7 @@ class Recompute:
         )
 
     def _refuse_changed(self, calls: Sequence[_Watched]) -> None:
-        """Refuse blocks whose inputs or state changed between forward and the end of the step."""
+        """Refuse blocks if their inputs or state changed between forward and the end of the step."""
         for call, versions, look in calls:
             block = self.blocks[call.block]
             if block.refusal is not None or look is None:

@@ -125,7 +125,7 @@ class RecomputedBlock:
 
     @property
     def module(self) -> nn.Module:
-        """The module whose forward this is."""
+        """The module with this forward."""
         module = self._module()
         assert module is not None
         return module

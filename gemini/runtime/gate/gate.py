@@ -170,7 +170,8 @@ class RawMemory(Protocol):
         ...
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy whose address was handed out for ``tensor`` since the last operator."""
+        """Return the copy with the address that was handed out for ``tensor`` since the last operator; None
+        if there is none."""
         ...
 
     def settle(self) -> None:
@@ -273,7 +274,7 @@ class Gate(ABC):
         if self.snapshot is snapshot:
             self.snapshot = NO_SNAPSHOT
 
-    # -- what comes before an operator ---------------------------------------------------------------
+    # -- work before an operator ---------------------------------------------------------------------
 
     def settle_before(self, waiting: Collection[object], settle: Callable[[], None]) -> None:
         """Call ``settle`` before every operator while ``waiting``, always the same collection, is not empty.
@@ -475,7 +476,7 @@ class Gate(ABC):
         else:
             self.observer.run_update(update, run)
 
-    # -- where memory is -------------------------------------------------------------------------------
+    # -- memory and views ------------------------------------------------------------------------------
 
     def viewed(self, ref: TensorRef, tensor: torch.Tensor) -> TensorRef | None:
         """Return a reference to the part of ``ref``'s memory that ``tensor``, which begins in a window,

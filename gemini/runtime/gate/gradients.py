@@ -199,7 +199,7 @@ class GradientScale:
 
 
 def _pass_under_way() -> tuple[ScaledLosses, float] | None:
-    """Return the losses whose backward pass runs on this thread, and their scale; None if there is none."""
+    """Return the losses and their scale if their backward pass runs on this thread; None otherwise."""
     if not torch._C._is_key_in_tls(_KEY):
         return None
     found: tuple[ScaledLosses, float] | None = torch._C._get_obj_in_tls(_KEY)

@@ -89,7 +89,7 @@ class _Looking(InOneType):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._inner = {id(part) for part in module.modules() if part is not module}
-        self.met_outside = False  # True: refused in the outermost module, whose class manage() changes
+        self.met_outside = False  # True: refused in the outermost module, which has a class of manage()
 
     def note(self) -> None:
         frame: FrameType | None = sys._getframe(1)

@@ -108,7 +108,7 @@ class QuantizedForm:
         return plain[0] if self.rebuild is None else self.rebuild(plain)
 
     def values_of(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors in ``value`` that are to be copied to :meth:`views`, from the first on.
+        """Return the tensors in ``value`` to copy to :meth:`views`, from the first on.
 
         Raises:
             ConfigError: ``value`` is quantized in another format, or not quantized.

@@ -63,8 +63,8 @@ class RawAccess:
                 return _part(tensor, whole, use.copy)
 
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the copy whose address :meth:`plain` has handed out for ``tensor`` since the last operator;
-        None if it handed out none, or that of the window."""
+        """Return the copy with the address that :meth:`plain` has handed out for ``tensor`` since the last
+        operator; None if it handed out none, or that of the window."""
         use = self._use_of(self._whole(tensor))
         return None if use is None else use.copy
 

@@ -205,8 +205,8 @@ class ManagedParameter(torch.nn.Parameter):
 
 
 class ResidentParameter(ManagedParameter):
-    """The temporary class of a managed parameter whose memory stays on DEVICE, whole, while the runtime need
-    not see its uses: operators take it without calling ``__torch_function__``."""
+    """The temporary class of a managed parameter while its memory stays on DEVICE, whole, and the runtime
+    need not see its uses: operators take it without calling ``__torch_function__``."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     data = property(torch.Tensor.data.__get__, set_data)  # type: ignore[attr-defined]

@@ -197,7 +197,7 @@ class Evaluations:
         """Discard the record of this pass: it is not typical."""
         self.current.abandon()
 
-    # -- what changes for all of them ------------------------------------------------------------
+    # -- changes for all orders ------------------------------------------------------------------
 
     def replan(self, context: PlacementContext) -> None:
         """Plan for model data of another size; keep the orders of passes."""

@@ -226,7 +226,7 @@ class Learned:
         self, trace: Trace, places: Sequence[Place], *, steady: bool, on_host: Sequence[int] = ()
     ) -> Planned:
         """Return the schedule for the table; with a plan if the order is ``steady``, which means it will
-        repeat. ``on_host``: the places whose operators the CPU runs on HOST."""
+        repeat. ``on_host``: the places with operators that the CPU runs on HOST."""
         final = steady and self.timed
         return self.planner.schedule(trace, places, self.plan, final=final, on_host=on_host)
 

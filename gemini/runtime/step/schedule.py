@@ -129,8 +129,8 @@ def _reserve(trace: Trace, phases: Sequence[str], *, keep: bool) -> tuple[int, .
 
 
 class Place(NamedTuple):
-    """A moment of a step: the chunks that its operator needs, the moment of the trace whose period it lies
-    in, and its own moment in the trace (None for a part of a moment)."""
+    """A moment of a step: the chunks that its operator needs; the moment of the trace at the beginning of its
+    period; and its own moment in the trace (None for a part of a moment)."""
 
     chunks: tuple[int, ...]
     period: int

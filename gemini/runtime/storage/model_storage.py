@@ -383,7 +383,7 @@ class ModelStorage:
         held = sum(group.param.spec.numel for group in self.groups)
         return (held - used) * 4
 
-    # -- what comes later ------------------------------------------------------------------------
+    # -- later chunks ----------------------------------------------------------------------------
 
     def sizes(
         self, more: Mapping[ChunkGroup, Kept] = MappingProxyType({}), plans: Sequence[GroupPlan] = ()
@@ -442,7 +442,7 @@ class ModelStorage:
         self.exchange = self.chunks.add_chunk(_exchange(largest))
         return True
 
-    # -- what comes into the module later, and leaves it --------------------------------------------
+    # -- parameters added to the module later, or removed -------------------------------------------
 
     def plans(self, specs: Sequence[GroupSpec]) -> list[GroupPlan]:
         """Return the plan of each parameter chunk of ``specs``."""
