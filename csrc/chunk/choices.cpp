@@ -23,7 +23,7 @@ std::vector<ChunkId> Choices::checked(const std::vector<std::vector<ChunkId>>& m
   return all;
 }
 
-// Notes where the chunks of the members from `first` on are.
+// Records the places of the chunks of the members from `first` on.
 void Choices::place_members(int32_t index, size_t first) {
   Choice& choice = choices_[static_cast<size_t>(index)];
   choice.rates.resize(choice.members.size());
@@ -58,8 +58,8 @@ void Choices::widen(ChunkId chunk, const std::vector<std::vector<ChunkId>>& memb
 }
 
 namespace {
-// Of a rate: a member that the last 32 passes have used is used by the next one. Bringing it too
-// often costs less than waiting for it.
+// Threshold for a rate: a member used in each of the last 32 passes is expected in the next.
+// Fetching it too often costs less than waiting for it.
 constexpr int64_t kLikely = (int64_t{1} << 16) / 16 * 15;
 }  // namespace
 

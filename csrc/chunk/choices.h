@@ -1,5 +1,5 @@
-// Choices: a use takes some of their chunks and leaves the others, as a pass takes a few experts of
-// a layer.
+// Choices: groups of chunks. Each use takes some members of a group and leaves the others, such as
+// the experts of a layer.
 #pragma once
 
 #include <cstddef>
@@ -12,17 +12,17 @@
 
 namespace gemini {
 
-// A choice has members, each one or more chunks that are used together: one expert's weights. To
-// the schedule and the record of a step all chunks of a choice are one, the first: whichever
-// members an operator uses, it is the same moment, and so are operators on one choice that follow
-// each other. Which member is used next is not known, only how often each was.
+// A choice has members, each of one or more chunks that are used together: one expert's weights.
+// The schedule and the record of a step see only the first chunk of a choice, whichever members an
+// operator uses. Consecutive operators on one choice form one moment. Which member is used next is
+// unknown; only the rate of its uses is known.
 class Choices {
  public:
-  // `certain`: what a pass has used the next one uses too, as the keys and values of a text that
-  // is being written. Throws StateError for a member without chunks, and for a chunk that is in a
+  // `certain`: the next pass uses the members that the last pass used, as for keys and values
+  // during generation. Throws StateError for a member without chunks, and for a chunk that is in a
   // choice already.
   void add(const std::vector<std::vector<ChunkId>>& members, bool certain = false);
-  // Gives the choice that has `chunk` further members. Throws as add(), and where none has it.
+  // Adds members to the choice that has `chunk`. Throws as add(), and if no choice has it.
   void widen(ChunkId chunk, const std::vector<std::vector<ChunkId>>& members);
 
   [[nodiscard]] bool empty() const { return choices_.empty(); }
@@ -30,39 +30,39 @@ class Choices {
     const auto c = static_cast<size_t>(chunk);
     return c < place_.size() && place_[c].choice != kNone;
   }
-  // What the schedule and the record call this chunk.
+  // The id of this chunk in the schedule and the record.
   [[nodiscard]] ChunkId known_as(ChunkId chunk) const {
     return has(chunk) ? choice_of(chunk).first : chunk;
   }
-  // Replaces chunks of choices by what they are known as; ascending and each once, as before.
+  // Replaces chunks of choices by their ids in the schedule; the result is ascending without
+  // duplicates, as before.
   void name(std::vector<ChunkId>& chunks) const;
-  // The choice that all of these belong to; kNone where there is no such one.
+  // The choice that all of these belong to; kNone if there is none.
   [[nodiscard]] int32_t common(std::span<const ChunkId> chunks) const;
 
-  // An operator has got these chunks; those of choices count as used, in the moment under way.
+  // An operator has got these chunks; those in choices count as used in the current moment.
   void note_used(std::span<const ChunkId> chunks);
-  // These chunks of choices are needed within the moment under way, after the operator that runs.
+  // The current moment needs these chunks of choices after the running operator.
   void expect(std::span<const ChunkId> chunks);
-  // An access beside the moment has got these chunks: nobody waits for them.
+  // An access outside the moments has got these chunks: they are no longer awaited.
   void note_beside(std::span<const ChunkId> chunks);
-  // The moment is over: what its choices used counts for their rates, and nothing is awaited.
+  // Ends the moment: its uses are counted in the rates, and nothing is awaited.
   void end_moment();
-  // The chunks that are expected, and those of members of which the last moment has used another
-  // chunk, but not this one yet.
+  // The expected chunks, and the chunks not used yet of members with another chunk used in the last
+  // moment.
   [[nodiscard]] std::span<const ChunkId> awaited() const { return awaited_; }
   [[nodiscard]] bool is_awaited(ChunkId chunk) const {
     return has(chunk) && place_[static_cast<size_t>(chunk)].awaited;
   }
 
-  // The chunks of members that the next pass is likely to use, of the choice that has this chunk:
-  // those that nearly every pass uses; of a certain choice, those that the last one has used.
+  // The chunks that the next pass is likely to use, in the choice that has this chunk: those that
+  // nearly every pass uses or, in a certain choice, those that the last pass used.
   [[nodiscard]] std::span<const ChunkId> likely(ChunkId chunk) const {
     return choice_of(chunk).likely;
   }
 
-  // How many moments go by in expectation, of steps of `num_moments`, between the next moment of
-  // the chunk's choice and one that uses the chunk; 0 for a chunk that is in none, or in a certain
-  // one.
+  // The expected number of moments, in steps of `num_moments`, from the next moment of the chunk's
+  // choice to one that uses the chunk; 0 for a chunk in no choice or in a certain one.
   [[nodiscard]] int64_t moments_passed_by(ChunkId chunk, int64_t num_moments) const;
 
   static constexpr int32_t kNone = -1;
@@ -71,7 +71,7 @@ class Choices {
   struct Place {
     int32_t choice = kNone;
     int32_t member = 0;
-    bool used = false;  // in the moment under way
+    bool used = false;  // in the current moment
     bool awaited = false;
   };
   struct Choice {
@@ -79,9 +79,9 @@ class Choices {
     bool certain = false;
     std::vector<std::vector<ChunkId>> members;
     std::vector<UseRate> rates;  // by member
-    std::vector<int32_t> used;   // members, in the moment under way
+    std::vector<int32_t> used;   // members, in the current moment
     std::vector<ChunkId> likely;
-    size_t cursor = 0;  // of RateJudge
+    size_t cursor = 0;  // for RateJudge
     int64_t passes = 0;
   };
 
@@ -99,7 +99,7 @@ class Choices {
   std::vector<Choice> choices_;
   std::vector<Place> place_;  // by chunk
   std::vector<ChunkId> awaited_;
-  std::vector<int32_t> under_way_;  // choices that the moment under way uses
+  std::vector<int32_t> under_way_;  // choices used in the current moment
   RateJudge judge_;
 };
 

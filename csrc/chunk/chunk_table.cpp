@@ -119,7 +119,7 @@ int64_t ChunkTable::moments_passed_by(ChunkId id) const {
 
 // --- operators ---
 
-// `wanted_` has no pins on `tier`: memory is written on one tier at a time.
+// Throws if a chunk of `wanted_` is pinned on `tier`: memory is written on one tier at a time.
 void ChunkTable::require_unpinned(Tier tier) const {
   for (const ChunkId id : wanted_) {
     if (!chunks_[id].pinned_on(tier)) continue;
@@ -148,7 +148,7 @@ void ChunkTable::undo_access(std::span<const TensorId> tensors) {
   }
 }
 
-// The second half of a release: its number of accesses has been lowered already.
+// The second half of a release: the number of accesses has been decremented already.
 void ChunkTable::end_access(TensorId id) {
   const Tensor& tensor = tensor_at(id);
   chunks_.unpin(tensor.chunk, tensor.used_on);
@@ -230,7 +230,7 @@ bool ChunkTable::ready(std::span<const TensorId> tensors) const {
   return !chunks_.any_leaving() && !next_victim(chunks_, policy()).has_value();
 }
 
-// Lowers the number of accesses of each tensor, or throws with all of them as before.
+// Decrements the number of accesses of each tensor, or throws with all of them unchanged.
 void ChunkTable::claim_releases(std::span<const TensorId> tensors, Use use) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     Tensor& tensor = mut(tensors[i]);
@@ -361,7 +361,8 @@ void ChunkTable::set_schedule(std::shared_ptr<const Schedule> schedule) {
   diverged_ = false;
 }
 
-// Notes the access of `wanted_` and moves to the next moment; false where it is part of the latest.
+// Records the access of `wanted_` and begins the next moment; returns false if it belongs to the
+// latest.
 bool ChunkTable::advance(Tier tier) {
   const int32_t choice = choices_.common(wanted_);
   if (choice != Choices::kNone && choice == open_choice_) return false;
@@ -410,7 +411,7 @@ void ChunkTable::raise_disk_budget(int64_t nbytes) {
 int64_t ChunkTable::limit() const {
   if (schedule_ == nullptr) return limit_.soft();
   if (diverged_ || untraced_ || schedule_->num_moments() == 0) return limit_.at_worst(*schedule_);
-  // The period under way began with the latest access; before the first one it is the last step's.
+  // The current period began with the latest access; before the first one it is the last step's.
   return limit_.at(*schedule_, moment_ + schedule_->num_moments() - 1);
 }
 

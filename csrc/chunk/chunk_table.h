@@ -1,5 +1,5 @@
-// The chunk table: told what operators access, it decides what has to be where, and performs
-// nothing.
+// The chunk table: gets the accesses of operators and decides where each chunk must be. It performs
+// nothing itself.
 #pragma once
 
 #include <cstdint>
@@ -18,76 +18,78 @@
 
 namespace gemini {
 
-// How tensors are accessed: on DEVICE or on HOST; a traced access is recorded, and moves to the
-// next moment.
+// How tensors are accessed: on DEVICE or on HOST. A traced access is recorded and begins the next
+// moment.
 struct Access {
   Tier on = Tier::kDevice;
   bool traced = true;
 };
 
-// What was done to tensors between their access and its release.
+// What an operator did to tensors between access and release.
 enum class Use : bool { kRead, kWritten };
 
 // A state machine for one thread, without I/O. It returns Actions; the executor performs them in
-// list order and reports each transfer by complete() or abort(). usage(tier) <= budget(tier)
-// always. After any exception the table is as it was before the call.
+// list order and reports each transfer by complete() or abort(). Invariant: usage(tier) <=
+// budget(tier). After any exception the table is as it was before the call.
 class ChunkTable {
  public:
-  // Hard budgets in bytes; 0 means that the tier is absent. DEVICE must be there.
+  // Hard budgets in bytes; 0 means that the tier is absent. DEVICE must not be absent.
   ChunkTable(int64_t device_bytes, int64_t host_bytes, int64_t disk_bytes);
-  ChunkTable(const ChunkTable&) = default;  // a table of its own, to try something on
+  ChunkTable(const ChunkTable&) = default;  // an independent table, for trying a change
   ChunkTable& operator=(const ChunkTable&) = delete;
   ~ChunkTable() = default;
 
   ChunkId add_chunk(int64_t nbytes);
   TensorId add_tensor(ChunkId chunk);  // FREE
-  // FREE -> HOLD for tensors that somebody else has put on DISK, all of a chunk without content.
-  // Throws OutOfBudget, and StateError for one that is in use already; then nothing has changed.
+  // FREE -> HOLD for tensors with content that was put on DISK from outside: all tensors of a chunk
+  // that has no content. Throws OutOfBudget, and StateError for a tensor that is in use; nothing
+  // has changed then.
   void found_on_disk(std::span<const TensorId> tensors);
-  // Makes chunks a choice (choices.h). Throws StateError for one that is not there, and as that.
+  // Makes chunks a choice (choices.h). Throws StateError for an unknown chunk, and as
+  // Choices::add().
   void add_choice(const std::vector<std::vector<ChunkId>>& members, bool certain = false);
-  // Gives the choice of a chunk further members. Throws alike, and where it is in none.
+  // Adds members to the choice of a chunk. Throws in the same cases, and if it is in no choice.
   void widen_choice(ChunkId id, const std::vector<std::vector<ChunkId>>& members);
 
   // --- operators ---
-  // Puts the tensors in COMPUTE (counted), pins their chunks, and returns what can start now so
-  // that they become resident. Throws OutOfBudget where it cannot be done, also after waiting.
-  // On HOST operators of the CPU use chunks where they lie, and one without content starts as
-  // zeros; StateError where one is pinned on the other tier, OutOfBudget also where one lies on
-  // DISK alone: such operators run on DEVICE.
+  // Puts the tensors in COMPUTE (counted), pins their chunks, and returns the actions that can
+  // start now to make them resident. Throws OutOfBudget if this is impossible even after waiting.
+  // On HOST, operators of the CPU use chunks on HOST, and a chunk without content starts as zeros.
+  // There it throws StateError if a chunk is pinned on DEVICE, and OutOfBudget also if a chunk is
+  // only on DISK: such operators must run on DEVICE.
   Actions access(std::span<const TensorId> tensors, Access how = {});
-  // Whether a traced access of these would be part of the latest moment: they are of the choice
-  // that it was a use of.
+  // Whether a traced access of these would belong to the latest moment, because they are in the
+  // choice that this moment uses.
   [[nodiscard]] bool continues(std::span<const TensorId> tensors);
-  // These are accessed soon, beside the moments: prefetch() may bring those that are in a choice.
+  // These are accessed soon, outside the moments: prefetch() may fetch those in a choice.
   void expect(std::span<const TensorId> tensors);
   [[nodiscard]] bool can_access_on_host(std::span<const TensorId> tensors);
-  // What can start now for tensors in COMPUTE; to be called after completions until ready().
+  // The actions that can start now for tensors in COMPUTE; call it after completions until ready().
   Actions ensure(std::span<const TensorId> tensors);
-  // All of them are on DEVICE, and DEVICE usage is within limit() or as near as it can get; of an
+  // On DEVICE: all are there, and DEVICE usage is within limit() or as near as possible. For an
   // access on HOST: all are there and in no transfer.
   [[nodiscard]] bool ready(std::span<const TensorId> tensors) const;
-  // Ends one access of each tensor: HOLD at the last. kWritten: they were, where they were
-  // accessed, which makes copies on other tiers invalid. Tensors of a chunk that never
-  // became resident and has no content return to FREE.
+  // Ends one access of each tensor; the last one returns it to HOLD. kWritten: the tensors were
+  // written on the tier of the access, which makes copies on other tiers invalid. Tensors of a
+  // chunk that never became resident and has no content return to FREE.
   Actions release(std::span<const TensorId> tensors, Use use);
-  // Ends every access, for use after an exception. kWritten: resident ones may have been.
+  // Ends every access, after an exception. kWritten: resident tensors may have been written.
   Actions release_all(Use use);
-  // These will not be used soon: those of them that can start to leave DEVICE now, if it is nearly
-  // full and there are chunks that are not on it.
+  // These will not be used soon: starts moving those off DEVICE that can leave now, if it is nearly
+  // full and some chunks are not on it.
   Actions leave(std::span<const TensorId> tensors);
-  // HOLD -> FREE. With the last tensor of a chunk its content is gone.
+  // HOLD -> FREE. The last tensor of a chunk discards its content.
   Actions free(std::span<const TensorId> tensors);
 
   // --- transfers ---
-  // Starts what comes next, and the flushes of a plan. Nothing without a schedule.
+  // Starts the next incoming transfers, and the flushes of a plan. Does nothing without a schedule.
   [[nodiscard]] Actions prefetch(int32_t max_in_flight);
   Completion complete(ActionId id);
   Completion abort(ActionId id);
 
   // --- the step ---
   void begin_step();
-  bool end_step();  // whether the step differed from the schedule
+  bool end_step();  // returns whether the step differed from the schedule
   void set_schedule(std::shared_ptr<const Schedule> schedule);  // may be null
   [[nodiscard]] const StepRecord& record() const { return record_; }
   [[nodiscard]] int64_t moment() const { return moment_; }
@@ -95,12 +97,12 @@ class ChunkTable {
 
   // --- bytes ---
   void set_limit(int64_t nbytes);
-  [[nodiscard]] int64_t limit() const;  // in force for the period under way
+  [[nodiscard]] int64_t limit() const;  // in force for the current period
   [[nodiscard]] int64_t usage(Tier tier) const { return ledger().usage(tier); }
   [[nodiscard]] int64_t peak(Tier tier) const { return ledger().peak(tier); }
   [[nodiscard]] int64_t budget(Tier tier) const { return ledger().budget(tier); }
   void reset_peak() { chunks_.ledger().reset_peak(); }
-  // Lets DISK hold `nbytes` more. Throws StateError where that is negative, or there is no DISK.
+  // Raises the DISK budget by `nbytes`. Throws StateError if that is negative, or there is no DISK.
   void raise_disk_budget(int64_t nbytes);
 
   // --- queries; they throw StateError for an unknown id ---
@@ -109,15 +111,15 @@ class ChunkTable {
   [[nodiscard]] TensorState tensor_state(TensorId tensor) const { return tensor_at(tensor).state; }
   [[nodiscard]] int32_t num_chunks() const { return chunks_.size(); }
   [[nodiscard]] int32_t num_tensors() const { return static_cast<int32_t>(tensors_.size()); }
-  // How many moments go by in expectation between the next one of the chunk's choice and one that
-  // uses it, by the schedule; 0 for a chunk that is in no choice.
+  // The expected number of moments from the next one of the chunk's choice to one that uses the
+  // chunk, by the schedule; 0 for a chunk in no choice.
   [[nodiscard]] int64_t moments_passed_by(ChunkId chunk) const;
   [[nodiscard]] int32_t num_in_flight() const {
     return static_cast<int32_t>(chunks_.in_flight().size());
   }
 
-  // Recomputes everything from the chunks and tensors; throws StateError for a contradiction. Done
-  // after every change when GEMINI_DEBUG >= 2.
+  // Recomputes all totals from the chunks and tensors; throws StateError for a contradiction. Runs
+  // after every change if GEMINI_DEBUG >= 2.
   void check_invariants() const;
 
  private:
@@ -125,8 +127,8 @@ class ChunkTable {
     ChunkId chunk = 0;
     int32_t num_accesses = 0;
     TensorState state = TensorState::kFree;
-    TensorState idle_state = TensorState::kFree;  // what it was before it went to COMPUTE
-    Tier used_on = Tier::kDevice;                 // while it is in COMPUTE
+    TensorState idle_state = TensorState::kFree;  // the state before COMPUTE
+    Tier used_on = Tier::kDevice;                 // while in COMPUTE
   };
 
   [[nodiscard]] const TierLedger& ledger() const { return chunks_.ledger(); }
@@ -159,9 +161,11 @@ class ChunkTable {
   bool diverged_ = false;
   bool untraced_ = false;  // the latest access was not part of the step
   StepRecord record_;
-  int32_t open_choice_ = Choices::kNone;  // which the latest moment was a use of, and nothing else
-  std::vector<ChunkId> wanted_;           // scratch: the chunks of one call, ascending, each once
-  std::vector<ChunkId> named_;            // scratch: the same as the schedule calls them
+  int32_t open_choice_ = Choices::kNone;  // the choice that the latest moment uses, if it uses
+                                          // nothing else
+  std::vector<ChunkId> wanted_;           // scratch: the chunks of one call, ascending, without
+                                          // duplicates
+  std::vector<ChunkId> named_;            // scratch: the same with the ids of the schedule
 };
 
 }  // namespace gemini

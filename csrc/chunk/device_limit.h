@@ -1,4 +1,4 @@
-// How many DEVICE bytes model data should stay within, now and at each moment to come.
+// The number of DEVICE bytes that model data should stay within, now and at each later moment.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,11 @@ class DeviceLimit {
   void set_soft(int64_t nbytes) { soft_ = std::min(nbytes, budget_); }
   [[nodiscard]] int64_t soft() const { return soft_; }
 
-  // During the period that begins at a moment of the schedule.
+  // The limit during the period that begins at a moment of the schedule.
   [[nodiscard]] int64_t at(const Schedule& schedule, int64_t moment) const {
     return within(schedule.reserve_bytes(moment));
   }
-  // Where the step is not, or no longer, known ahead: room for the worst period.
+  // The limit if the rest of the step is unknown: leaves room for the worst period.
   [[nodiscard]] int64_t at_worst(const Schedule& schedule) const {
     return within(schedule.max_reserve());
   }

@@ -1,4 +1,4 @@
-// Eviction policies: pure functions from a candidate to how much one would like it gone.
+// Eviction policies: pure functions that score how early a candidate should be evicted.
 #pragma once
 
 #include <algorithm>
@@ -12,37 +12,37 @@
 
 namespace gemini {
 
-// What a policy may look at.
+// The inputs of a policy.
 struct Candidate {
   ChunkId chunk = 0;
-  bool clean = false;     // giving it up costs no copy
+  bool clean = false;     // evicting it needs no copy
   uint64_t last_use = 0;  // larger is more recent
 };
 
-// For a step that is not, or no longer, known ahead: the one unused for longest goes first.
+// For a step with unknown order: the least recently used goes first.
 struct Lru {
   [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const {
     return -static_cast<int64_t>(candidate.last_use);
   }
 };
 
-// Furthest next use first (OPT), where a candidate that needs no copy counts as twice as far:
-// keeping it would cost one fetch, keeping the other one a fetch and an evict. What a plan keeps
-// goes last, and never for a prefetch. Of a choice the next use is the expected one: the choice's
-// next moment, and as many steps later as pass by its member. Both must outlive it; null: there are
-// no choices.
+// Furthest next use first (OPT). A candidate that needs no copy counts as twice as far: keeping it
+// saves one fetch, keeping another saves a fetch and an evict. Chunks that a plan keeps go last,
+// and never for a prefetch. The next use of a chunk in a choice is the expected one: the choice's
+// next moment plus the moments that pass by its member. Schedule and choices must outlive this
+// object; null: there are no choices.
 struct Belady {
   const Schedule* schedule = nullptr;
   const Choices* choices = nullptr;
   int64_t moment = 0;  // of the next operator
-  int64_t after = -1;  // only candidates whose next use is later than this moment
+  int64_t after = -1;  // consider only candidates with a next use after this moment
 
   [[nodiscard]] std::optional<int64_t> score(const Candidate& candidate) const {
     const NextUse next = next_use(candidate.chunk);
     const bool for_prefetch = after >= 0;
     if (next.moment <= after || (next.kept() && for_prefetch)) return std::nullopt;
-    // The operator under way is at moment - 1, so the distance is at least 1 and doubling it
-    // counts.
+    // The current operator is at moment - 1, so the distance is at least 1 and doubling it has an
+    // effect.
     const int64_t distance =
         next.moment == kNever ? kInfinite : std::min(next.moment - moment + 1, kInfinite);
     return (candidate.clean ? 2 * distance : distance) + (next.kept() ? kKept : 0);
@@ -65,7 +65,8 @@ struct Belady {
 
 using Policy = std::variant<Lru, Belady>;
 
-// The highest score goes first, the lower chunk id among equals; nullopt: must stay.
+// The candidate with the highest score goes first, among equals the lower chunk id; nullopt: it
+// must stay.
 [[nodiscard]] std::optional<int64_t> score(const Policy& policy, const Candidate& candidate);
 
 }  // namespace gemini

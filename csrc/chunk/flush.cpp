@@ -7,14 +7,14 @@ namespace gemini {
 
 namespace {
 
-constexpr int64_t kMaxOutgoing = 4;  // as many as keep a link busy between two operators
+constexpr int64_t kMaxOutgoing = 4;  // enough to keep a link busy between two operators
 
 int64_t num_outgoing(const Residency& chunks) {
   return std::ranges::count_if(
       chunks.in_flight(), [&](ChunkId id) { return chunks[id].flight->from == Tier::kDevice; });
 }
 
-// Where a copy has room without anything else being given up.
+// The tier below with room for a copy, without releasing anything else.
 std::optional<Tier> place_below(const Residency& chunks, const Chunk& chunk) {
   if (chunk.nbytes <= chunks.ledger().free_bytes(Tier::kHost)) return Tier::kHost;
   if (chunk.holds(Tier::kDisk) || chunk.nbytes <= chunks.ledger().free_bytes(Tier::kDisk)) {

@@ -1,5 +1,5 @@
-// Copying what was written below early, while the links are idle, so that giving it up later costs
-// nothing.
+// Flushes: copies written chunks to a lower tier early, while the links are idle, so that evicting
+// them later costs nothing.
 #pragma once
 
 #include <cstdint>
@@ -11,14 +11,14 @@
 
 namespace gemini {
 
-// The chunks that were written and may have to be flushed, oldest first.
+// The chunks that were written and may need a flush, oldest first.
 class FlushQueue {
  public:
   void add(ChunkId chunk);
   void clear();
 
-  // Appends the flushes that the plan of `schedule` asks for and that can start now, a few at a
-  // time; `moment` is that of the next operator. Chunks that need none leave the queue.
+  // Appends the flushes that the plan of `schedule` requests and that can start now, a few at a
+  // time; `moment` is that of the next operator. Chunks that need no flush leave the queue.
   void start(Residency& chunks, const Schedule& schedule, int64_t moment, Actions& actions);
 
  private:

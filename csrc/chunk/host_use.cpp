@@ -12,10 +12,10 @@ namespace gemini {
 
 namespace {
 
-constexpr int64_t kMaxOutgoing = 4;         // as many as keep a link busy between two operators
-constexpr int64_t kLookaheadMoments = 256;  // as far as prefetch looks
+constexpr int64_t kMaxOutgoing = 4;         // enough to keep a link busy between two operators
+constexpr int64_t kLookaheadMoments = 256;  // the same as for prefetch
 
-// Has to get bytes on HOST, which it does not have yet.
+// Needs bytes on HOST that are not reserved yet.
 bool needs_place(const Chunk& chunk) {
   return !chunk.flight.has_value() && !chunk.valid.has(Tier::kHost);
 }
@@ -25,7 +25,7 @@ OutOfBudget not_on_host(const Residency& chunks, const std::string& why) {
                      usage_text(chunks.ledger()) + ")");
 }
 
-// Drops HOST duplicates until nbytes are free, or as near as possible.
+// Drops HOST duplicates until `nbytes` are free, or none is left.
 void make_room_on_host(Residency& chunks, const Policy& policy, int64_t nbytes, Actions& actions) {
   while (nbytes > chunks.ledger().free_bytes(Tier::kHost)) {
     const std::optional<ChunkId> duplicate = next_host_duplicate(chunks, policy);
@@ -72,7 +72,7 @@ bool fits_on_host(const Residency& chunks, std::span<const ChunkId> wanted) {
     const bool there = chunk.valid.has(Tier::kHost) || (comes_to_host && !chunk.flight->stale);
     const bool goes_to_disk = chunk.flight.has_value() && chunk.flight->to == Tier::kDisk;
     if (chunk.pinned_on(Tier::kDevice) || goes_to_disk) return false;
-    if (!there && chunk.has_content() && !chunk.resident()) return false;  // on DISK alone
+    if (!there && chunk.has_content() && !chunk.resident()) return false;  // only on DISK
     if (!there && !comes_to_host) need += chunk.nbytes;
   }
   int64_t room = chunks.ledger().free_bytes(Tier::kHost);

@@ -1,5 +1,4 @@
-// Using chunks where they lie on HOST, by the CPU: what has to happen first, and what can happen
-// ahead.
+// Use of chunks on HOST by the CPU: the actions necessary before, and those possible ahead.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +11,18 @@
 
 namespace gemini {
 
-// Returns what can start now so that `wanted` (pinned on HOST, each chunk once) becomes usable
-// there: what has no content is allocated, what is on DEVICE alone evicted, clean HOST duplicates
-// of others dropped for it. Throws OutOfBudget, with nothing changed, where waiting cannot help:
-// HOST has no room, or a chunk lies on DISK alone.
+// Returns the actions that can start now to make `wanted` (pinned on HOST, each chunk once) usable
+// there: allocates chunks without content, evicts chunks that are only on DEVICE, and drops clean
+// HOST duplicates of other chunks to make room. Throws OutOfBudget, with nothing changed, if
+// waiting cannot help: HOST has no room, or a chunk is only on DISK.
 [[nodiscard]] Actions admit_on_host(Residency& chunks, const Policy& policy,
                                     std::span<const ChunkId> wanted);
 
-// Whether admit_on_host() would find a place for `wanted` (ascending), none of which DEVICE uses.
+// Whether admit_on_host() would find room for `wanted` (ascending; DEVICE uses none of them).
 [[nodiscard]] bool fits_on_host(const Residency& chunks, std::span<const ChunkId> wanted);
 
-// Evicts ahead, as far as HOST has room and a few copies are under way, what the schedule uses next
-// on HOST. Appends the actions.
+// Evicts ahead the chunks that the schedule uses next on HOST, as far as HOST has room and few
+// copies are in flight. Appends the actions.
 void evict_ahead(Residency& chunks, const Schedule& schedule, int64_t moment, Actions& actions);
 
 }  // namespace gemini

@@ -1,4 +1,4 @@
-// Byte accounting per tier. Bytes are taken only through a Reservation, which gives them back.
+// Byte accounting per tier. Bytes are taken only through a Reservation, which returns them.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace gemini {
 
 class TierLedger;
 
-// Bytes taken from one tier, given back by the destructor. Must not outlive its ledger.
+// Bytes taken from one tier; the destructor returns them. Must not outlive its ledger.
 class Reservation {
  public:
   Reservation() = default;
@@ -50,17 +50,17 @@ class Reservation {
 };
 
 // Hard budgets: usage(tier) <= budget(tier) always. A budget of 0 means that the tier is absent.
-// They may grow.
+// Budgets may grow.
 class TierLedger {
  public:
   using Bytes = std::array<int64_t, kNumTiers>;
 
   explicit TierLedger(const Bytes& budgets) : budgets_(budgets) {}
-  // A copy counts what the original does, and needs copies of its reservations: see in_copy().
+  // A copy has the counts of the original, and needs copies of its reservations: see in_copy().
   TierLedger(const TierLedger&) = default;
   TierLedger& operator=(const TierLedger&) = delete;
 
-  // Takes bytes; throws OutOfBudget, with nothing changed, where they do not fit.
+  // Takes bytes; throws OutOfBudget, with nothing changed, if they do not fit.
   [[nodiscard]] Reservation reserve(Tier tier, int64_t nbytes) {
     if (nbytes > free_bytes(tier)) {
       throw OutOfBudget(std::to_string(nbytes) + " bytes do not fit " + name(tier) + ": " +

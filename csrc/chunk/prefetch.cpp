@@ -12,18 +12,18 @@ namespace gemini {
 
 namespace {
 
-// How far ahead a walk looks. Operators between two chunks are few tens; further ahead DEVICE has
-// no room to hold what is fetched.
+// How far ahead a walk looks. There are a few dozen operators between two chunks; further ahead
+// DEVICE has no room for fetched chunks.
 constexpr int64_t kLookaheadMoments = 256;
 
-// Transfers under way take room from what could stay: beyond two of them, no more than this part of
-// the limit.
+// Transfers in flight take room from chunks that could stay: beyond two transfers they may have 1 /
+// kPartInFlight of the limit.
 constexpr int64_t kAlwaysInFlight = 2;
 constexpr int64_t kPartInFlight = 8;
 
-// What a plan leaves free in every period from the one under way to some moment ahead, beside its
-// operands, what it keeps and what is there ahead of its use. Everything fits where there is no
-// plan. Moments are asked for in their order: one number is enough.
+// The room that a plan leaves in every period from the current one to a moment ahead, besides its
+// operands, the chunks that it keeps and those fetched ahead. Without a plan everything fits.
+// Moments are queried in ascending order, so one number is enough.
 class Reservations {
  public:
   Reservations(const Schedule& schedule, const DeviceLimit& limit, const PrefetchWindow& window)
@@ -33,7 +33,7 @@ class Reservations {
     free_ = window.limit_now - schedule_.planned_bytes(under_way);
   }
 
-  // Whether nbytes may be on DEVICE from now until `moment`.
+  // Whether `nbytes` may be on DEVICE from now until `moment`.
   [[nodiscard]] bool fits(int64_t nbytes, int64_t moment) {
     if (!schedule_.planned()) return true;
     reach(moment);
@@ -54,7 +54,7 @@ class Reservations {
 
   const Schedule& schedule_;
   const DeviceLimit& limit_;
-  int64_t reached_;  // the periods before it are counted
+  int64_t reached_;  // earlier periods are counted
   int64_t free_ = 0;
 };
 
@@ -83,14 +83,14 @@ class Prefetcher {
 
   Actions run() {
     bring_awaited();
-    if (enough_beside(0)) return std::move(actions_);  // whatever the walk finds
+    if (enough_beside(0)) return std::move(actions_);  // whatever the walk would find
     const int64_t end = moment_ + std::min(schedule_.num_moments(), kLookaheadMoments);
     for (int64_t moment = moment_; moment < end; ++moment) {
-      // With a plan, what later periods have room for is asked of the reservations.
+      // With a plan, the reservations know the room in later periods.
       if (!schedule_.planned())
         lowest_limit_ = std::min(lowest_limit_, limit_.at(schedule_, moment));
       const auto chunks = schedule_.access_at(moment);
-      if (schedule_.on_host(moment)) {  // what it has on DEVICE before is void afterwards
+      if (schedule_.on_host(moment)) {  // a copy on DEVICE is void afterwards
         for (const ChunkId id : chunks) seen_[static_cast<size_t>(id)] = true;
         continue;
       }
@@ -110,7 +110,7 @@ class Prefetcher {
   }
 
  private:
-  // What the operator under way is certain to be followed by.
+  // Fetches the chunks that certainly follow the current operator.
   void bring_awaited() {
     for (const ChunkId id : choices_.awaited()) {
       const Chunk& chunk = chunks_[id];
@@ -128,11 +128,11 @@ class Prefetcher {
     if (usage() + claimed_ + nbytes <= lowest_limit_) {
       actions_.push_back(start_incoming(chunks_, id));
     } else {
-      claimed_ += nbytes;  // waits for an eviction under way
+      claimed_ += nbytes;  // waits for an eviction in flight
     }
   }
 
-  // Returns false when nothing after this chunk should be prefetched. `kept`: the plan has it there
+  // Returns false if nothing after this chunk should be prefetched. `kept`: the plan keeps it there
   // until this use.
   bool consider(ChunkId id, int64_t moment, bool kept) {
     if (seen_[static_cast<size_t>(id)]) return true;
@@ -143,7 +143,7 @@ class Prefetcher {
       if (!chunk.pinned_on(Tier::kDevice) && !kept) reserved_.take(chunk.nbytes, moment);
       return true;
     }
-    if (!chunk.has_content()) {  // it will be allocated by its own operator
+    if (!chunk.has_content()) {  // its own operator will allocate it
       if (!schedule_.planned()) claimed_ += chunk.nbytes;
       return true;
     }
@@ -156,15 +156,15 @@ class Prefetcher {
     return true;
   }
 
-  // Whether what is under way leaves no part of the limit for nbytes more.
+  // Whether the transfers in flight leave no room in their part of the limit for `nbytes` more.
   [[nodiscard]] bool enough_beside(int64_t nbytes) const {
     return incoming_ >= kAlwaysInFlight &&
            (incoming_bytes_ + nbytes) * kPartInFlight > lowest_limit_;
   }
 
-  // Gives up chunks used later than `moment` until nbytes fit, at once or after the evictions under
-  // way. Gives up nothing when that is not enough; what is being flushed may then leave all the
-  // same.
+  // Evicts chunks used later than `moment` until `nbytes` fit, at once or after the evictions in
+  // flight. Evicts nothing if that is not enough; flushes in flight may turn into evictions
+  // nevertheless.
   bool make_room(int64_t nbytes, int64_t moment) {
     const Policy policy = Belady{&schedule_, &choices_, moment_, moment};
     const size_t mark = actions_.size();
@@ -193,7 +193,7 @@ class Prefetcher {
   int64_t lowest_limit_;
   int64_t incoming_ = 0;  // transfers to DEVICE, and their bytes
   int64_t incoming_bytes_ = 0;
-  int64_t claimed_ = 0;  // bytes that chunks not yet started will need
+  int64_t claimed_ = 0;  // bytes that chunks not started yet will need
   std::vector<bool> seen_;
   Actions actions_;
 };
@@ -202,7 +202,7 @@ class Prefetcher {
 
 Actions prefetch(Residency& chunks, const Schedule& schedule, const Choices& choices,
                  const DeviceLimit& limit, const PrefetchWindow& window) {
-  // The common case, everything resident or under way, must cost nothing.
+  // The common case, everything resident or in flight, must cost nothing.
   if (chunks.num_absent() == 0) return {};
   if (window.max_in_flight <= chunks.num_incoming() && choices.awaited().empty()) return {};
   return Prefetcher(chunks, schedule, choices, limit, window).run();

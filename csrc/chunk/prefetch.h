@@ -1,4 +1,4 @@
-// Bringing chunks to DEVICE before their operator asks, in the order of the schedule.
+// Prefetch: brings chunks to DEVICE before their operator needs them, in the order of the schedule.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,22 @@
 
 namespace gemini {
 
-// Incoming transfers under way at most: a link works on one at a time and must find the next one
-// waiting, also while an operator computes for as long as several take.
+// The most incoming transfers in flight. A link works on one at a time and must find the next one
+// waiting, even if an operator computes for as long as several transfers take.
 inline constexpr int32_t kPrefetchesInFlight = 4;
 
-// Where the step is: the next operator's moment and the limit of the period under way.
+// The position in the step: the next operator's moment, and the limit of the current period.
 struct PrefetchWindow {
   int64_t moment = 0;
   int64_t limit_now = 0;
-  int32_t max_in_flight = 0;  // incoming transfers at most
+  int32_t max_in_flight = 0;  // of incoming transfers
 };
 
 // Returns the transfers to start now, and the drops and evictions that make room for them. A chunk
-// is brought only at the cost of chunks whose next use is later than its own; one whose room is
-// still being evicted is started by a later call. At most one whole step is looked at. Of a choice
-// nobody knows what is used next: of its chunks only those come that are awaited, before all others
-// and as many as have room. Throws nothing.
+// is fetched only at the cost of chunks with a later next use. If its room is still being evicted,
+// a later call starts it. The walk covers at most one whole step. The next use of members of a
+// choice is unknown: only awaited ones are fetched, before all other chunks and as many as have
+// room. Throws nothing.
 [[nodiscard]] Actions prefetch(Residency& chunks, const Schedule& schedule, const Choices& choices,
                                const DeviceLimit& limit, const PrefetchWindow& window);
 

@@ -9,7 +9,7 @@ namespace gemini {
 
 namespace {
 
-// Takes one out of a list that has no order.
+// Removes an element of an unordered list.
 void remove(std::vector<ChunkId>& chunks, ChunkId chunk) {
   *std::ranges::find(chunks, chunk) = chunks.back();
   chunks.pop_back();
@@ -80,7 +80,7 @@ ChunkId Residency::add(int64_t nbytes) {
     throw StateError("a chunk needs a positive size, not " + std::to_string(nbytes));
   }
   chunks_.emplace_back().nbytes = nbytes;
-  // What changes them must not fail.
+  // Changes of these lists must not fail: reserve now.
   resident_.reserve(chunks_.capacity());
   for (Pinned& pinned : pinned_) pinned.chunks.reserve(chunks_.capacity());
   return size() - 1;

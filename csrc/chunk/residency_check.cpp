@@ -1,4 +1,4 @@
-// Residency::check_invariants: every total again, from the chunks alone.
+// Residency::check_invariants: recomputes every total from the chunks alone.
 #include <algorithm>
 #include <array>
 #include <string>

@@ -12,7 +12,7 @@ namespace gemini {
 
 namespace {
 
-// Keeps the chunk of the highest score, of equals the one of the lowest number.
+// Keeps the chunk with the highest score, among equals the lowest id.
 class Best {
  public:
   void offer(ChunkId chunk, std::optional<int64_t> score) {
@@ -33,7 +33,7 @@ std::optional<int64_t> score_duplicate(const Residency& chunks, const Policy& po
   return score(policy, {.chunk = id, .clean = true, .last_use = chunks[id].last_use});
 }
 
-// HOST bytes that are free or could be, by dropping duplicates the policy lets go.
+// HOST bytes that are free or could be, by dropping duplicates that the policy allows to drop.
 int64_t host_room(const Residency& chunks, const Policy& policy) {
   int64_t room = chunks.ledger().free_bytes(Tier::kHost);
   for (ChunkId id = 0; id < chunks.size(); ++id) {
@@ -56,8 +56,8 @@ int64_t disk_room(const Residency& chunks) {
   return room;
 }
 
-// The place on DISK to give up first: one whose content is void; then that of a chunk which stays
-// below DEVICE; then that of the chunk which leaves DEVICE last, likely written by then.
+// The DISK extent to release first: one with void content; then that of a chunk that stays below
+// DEVICE; then that of the chunk that leaves DEVICE last, which is likely written by then.
 std::optional<ChunkId> next_spare_extent(const Residency& chunks, const Policy& policy) {
   constexpr int64_t kNeededFirst = std::numeric_limits<int64_t>::min();
   std::optional<std::tuple<int, int64_t, ChunkId>> best;
@@ -76,8 +76,9 @@ std::optional<ChunkId> next_victim_of(const Residency& chunks, const Policy& pol
                                       const Chosen& chosen) {
   Best best;
   const int64_t free_on_host = chunks.ledger().free_bytes(Tier::kHost);
-  std::optional<int64_t> on_host;  // computed for the first candidate that needs more than that
-  std::optional<int64_t> on_disk;  // likewise
+  std::optional<int64_t> on_host;  // computed for the first candidate that needs more than
+                                   // free_on_host
+  std::optional<int64_t> on_disk;  // computed for the first candidate that needs it
   for (const ChunkId id : chunks.resident()) {
     const Chunk& chunk = chunks[id];
     const bool flushing = chunk.flushing() && !chunk.flight->stale && !chunk.flight->doomed;
@@ -118,8 +119,8 @@ OutOfBudget nowhere_to_go(const Residency& chunks, int64_t need) {
                      usage_text(ledger) + ")");
 }
 
-// Starts every wanted chunk that fits now. The soft limit may be passed only where nothing else can
-// make room any more, the budget never.
+// Starts every wanted chunk that fits now. The soft limit may be exceeded only if nothing else can
+// make room; the budget never.
 void start_wanted(Residency& chunks, const Policy& policy, std::span<const ChunkId> wanted,
                   int64_t limit, Actions& actions) {
   const TierLedger& ledger = chunks.ledger();
@@ -153,7 +154,7 @@ std::string usage_text(const TierLedger& ledger) {
 }
 
 std::optional<ChunkId> next_victim(const Residency& chunks, const Policy& policy) {
-  // Asked at every decision for every resident chunk: which policy it is, is asked once.
+  // Runs at every decision for every resident chunk: dispatch on the policy only once.
   return std::visit([&](const auto& chosen) { return next_victim_of(chunks, policy, chosen); },
                     policy);
 }

@@ -71,7 +71,7 @@ Schedule Schedule::with_plan(Retention retention) const {
   std::vector<size_t> use(use_begin_.begin(), use_begin_.end() - 1);
   for (size_t i = 0; i < accesses_.size(); ++i) {
     const auto chunk = static_cast<size_t>(accesses_[i]);
-    // The interval ends with the next use, the last one of the step with the first.
+    // The interval ends with the next use; the last use of the step wraps to the first.
     const size_t next = ++use[chunk] < use_begin_[chunk + 1] ? use[chunk] : use_begin_[chunk];
     planned.flags_[next] = retention.intervals[i];
   }

@@ -1,4 +1,4 @@
-// The words of the chunk table: tiers, tensor states, actions. Plain data, no behaviour.
+// The vocabulary of the chunk table: tiers, tensor states, actions. Plain data, no behaviour.
 #pragma once
 
 #include <array>
@@ -21,16 +21,17 @@ inline constexpr size_t kNumTiers = kTiers.size();
 enum class TensorState : uint8_t { kFree, kHold, kCompute };
 
 enum class ActionKind : uint8_t {
-  kAllocate,  // a chunk without content gets bytes on DEVICE; zeros on HOST, to be used there
+  kAllocate,  // a chunk without content gets bytes on DEVICE; on HOST, zeroed bytes to be used
+              // there
   kFetch,     // HOST -> DEVICE
   kLoad,      // DISK -> DEVICE
   kEvict,     // DEVICE -> HOST
   kSpill,     // DEVICE or HOST -> DISK
-  kDrop,      // the copy on `from`, or its place on DISK, is given up without copying it
+  kDrop,      // the copy on `from`, or its DISK extent, is released without a copy
 };
 
-// One thing for the executor to do, in list order. ALLOCATE and DROP are accounted when decided and
-// have id 0; the others are transfers, to be reported by complete(id) or abort(id).
+// One action for the executor, in list order. ALLOCATE and DROP are accounted when decided and have
+// id 0; the others are transfers, to be reported by complete(id) or abort(id).
 struct Action {
   ActionId id = 0;
   ActionKind kind = ActionKind::kDrop;
@@ -38,17 +39,17 @@ struct Action {
   Tier from = Tier::kDevice;  // ALLOCATE: same as `to`
   Tier to = Tier::kDevice;    // DROP: same as `from`
   int64_t nbytes = 0;
-  bool had_content = false;  // of a DROP: the copy was valid, not just a place on DISK
+  bool had_content = false;  // of a DROP: the copy was valid, not just a DISK extent
 
   friend bool operator==(const Action&, const Action&) = default;
 };
 
 using Actions = std::vector<Action>;
 
-// What the executor gives up after a transfer has ended.
+// What the executor releases after a transfer has ended.
 struct Completion {
-  bool source_freed = false;       // unmap or give back the bytes on `from`
-  bool destination_freed = false;  // likewise on `to`: what was written there is void
+  bool source_freed = false;       // unmap or release the bytes on `from`
+  bool destination_freed = false;  // the same on `to`: the bytes written there are void
   bool doomed = false;             // the chunk was freed meanwhile: both of the above are set
 
   friend bool operator==(const Completion&, const Completion&) = default;
@@ -88,7 +89,7 @@ class TierSet {
 }
 
 // The legal transitions of a tensor. COMPUTE -> COMPUTE is a nested access, FREE -> FREE a free()
-// of what is free already. A tensor is never freed while an operator uses it.
+// of a free tensor. A tensor is never freed while an operator uses it.
 [[nodiscard]] constexpr bool is_legal(TensorState from, TensorState to) {
   switch (to) {
     case TensorState::kCompute:

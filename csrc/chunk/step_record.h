@@ -1,4 +1,4 @@
-// What the operators of one step did to which chunks, moment by moment: what a trace is made from.
+// StepRecord: the accesses of the operators of one step, moment by moment. A trace is made from it.
 #pragma once
 
 #include <cstddef>
@@ -15,27 +15,27 @@ namespace gemini {
 enum class AccessMode : char {
   kRead = 'r',
   kModified = 'm',  // read and written
-  kWritten = 'w',   // there was no content before: the chunk is allocated here
+  kWritten = 'w',   // there was no content before: this access allocates the chunk
 };
 
 class StepRecord {
  public:
   void clear();
-  // Opens a moment with these accesses, ascending; `mode_of(chunk)` says how each begins.
-  // Beyond 2^22 entries nothing is recorded any more.
+  // Opens a moment with these accesses, ascending; `mode_of(chunk)` returns the initial mode of
+  // each. After 2^22 entries nothing more is recorded.
   template <typename ModeOf>
   void open_moment(std::span<const ChunkId> chunks, ModeOf mode_of);
-  // Takes the latest moment back, as if it had not been opened.
+  // Removes the latest moment, as if it had not been opened.
   void undo_moment();
-  // An operator wrote to the chunk: counts to its most recent recorded access, if it has one.
+  // An operator wrote to the chunk: changes its most recent recorded access, if it has one.
   void note_written(ChunkId chunk);
-  // The content of the chunk is dead: counts to the period of the latest moment. The step repeats,
-  // so before the first one that is the last.
+  // The content of the chunk was discarded: counts to the period of the latest moment. The step
+  // repeats, so before the first moment this is the last period.
   void note_freed(ChunkId chunk);
 
   [[nodiscard]] std::vector<std::vector<ChunkId>> accesses() const;
-  [[nodiscard]] std::vector<std::string> modes() const;           // a letter per access
-  [[nodiscard]] std::vector<std::vector<ChunkId>> frees() const;  // ascending, each once
+  [[nodiscard]] std::vector<std::string> modes() const;           // one letter per access
+  [[nodiscard]] std::vector<std::vector<ChunkId>> frees() const;  // ascending, without duplicates
 
  private:
   static constexpr size_t kMaxEntries = size_t{1} << 22;
@@ -43,7 +43,7 @@ class StepRecord {
 
   struct Entry {
     ChunkId chunk = 0;
-    uint32_t previous = kNone;  // what latest_ said before; of an earlier step, perhaps
+    uint32_t previous = kNone;  // the earlier value of latest_; possibly of an earlier step
     AccessMode mode = AccessMode::kRead;
   };
   struct Freed {
@@ -53,10 +53,11 @@ class StepRecord {
 
   [[nodiscard]] size_t begin_of(size_t moment) const { return moment == 0 ? 0 : ends_[moment - 1]; }
 
-  std::vector<Entry> entries_;  // of all moments, one after the other
+  std::vector<Entry> entries_;  // of all moments, one after another
   std::vector<size_t> ends_;    // per moment, offset into entries_
   std::vector<Freed> frees_;
-  std::vector<uint32_t> latest_;  // per chunk: its latest entry, if that is an entry of this chunk
+  std::vector<uint32_t> latest_;  // per chunk: its latest entry, valid if that entry is of this
+                                  // chunk
   size_t num_unrecorded_ = 0;     // moments
 };
 

@@ -9,11 +9,11 @@ namespace {
 constexpr int64_t kOneRate = int64_t{1} << 16;
 constexpr int64_t kLargest = kOneRate - 1;
 
-// 2^(-1 / kHalfLives[i]), in 1 / 2^16.
+// 2^(-1 / kHalfLives[i]), in units of 1 / 2^16.
 constexpr std::array<int64_t, kNumRates> kDecays{32768, 60097, 65182};
 
-// 2^(-i / kHalfLife) for i below it, by repeated products of doubles, which are the same
-// everywhere.
+// 2^(-i / kHalfLife) for i < kHalfLife, by repeated products of doubles, which are the same on all
+// machines.
 template <int64_t kHalfLife>
 constexpr std::array<int64_t, kHalfLife> powers() {
   // 2^(-1/128) to 17 digits; every half-life divides 128.
@@ -35,7 +35,7 @@ constexpr auto kPowersOfMany = powers<kHalfLives[2]>();
 constexpr std::array<const int64_t*, kNumRates> kPowers{kPowersOfFew.data(), kPowersOfSome.data(),
                                                         kPowersOfMany.data()};
 
-// Mixtures of the rates, in sixteenths: what is recent, what lasts.
+// Mixtures of the rates, in sixteenths: recent use, long-term use.
 constexpr std::array<Rates, 2> kMixtures{{{8, 6, 2}, {0, 0, 16}}};
 
 int64_t mixed(const Rates& mixture, const Rates& rates) {

@@ -1,5 +1,5 @@
-// How often a member of a choice is used: rates that decay, in integers, so that ranks and runs
-// agree. docs/notes/choices.md says where the constants come from.
+// UseRate: how often a member of a choice is used. Rates decay and are integers, so that ranks and
+// runs agree. docs/notes/choices.md explains the constants.
 #pragma once
 
 #include <array>
@@ -9,32 +9,33 @@
 
 namespace gemini {
 
-// Uses per pass over the last few, some and many passes.
-inline constexpr std::array<int64_t, 3> kHalfLives{1, 8, 128};  // passes
+// Uses per pass over a few, some and many past passes.
+inline constexpr std::array<int64_t, 3> kHalfLives{1, 8, 128};  // in passes
 inline constexpr size_t kNumRates = kHalfLives.size();
-using Rates = std::array<int64_t, kNumRates>;  // each in 1 / 2^16
+using Rates = std::array<int64_t, kNumRates>;  // each in units of 1 / 2^16
 
 class UseRate {
  public:
-  // In pass number `pass`, not before the last one that was noted.
+  // `pass` must not be before the last one noted.
   void note_used(int64_t pass);
   [[nodiscard]] Rates at(int64_t pass) const;
 
  private:
   Rates rates_{};
-  int64_t pass_ = 0;  // that they are of
+  int64_t pass_ = 0;  // the pass of rates_
 };
 
-// Which mixture of the rates tells best what the next pass uses, what is recent or what lasts: the
-// one that put used members before others more often. One for all choices: they compete for memory.
+// Learns which mixture of the rates predicts the next pass best, recent or long-term use: the one
+// that more often ranks used members above others. One judge for all choices, because they compete
+// for memory.
 class RateJudge {
  public:
-  static constexpr int64_t kOne = int64_t{1} << 20;  // of a probability
+  static constexpr int64_t kOne = int64_t{1} << 20;  // probability 1
 
   // The probability that a pass uses a member with these rates, by the best mixture; > 0.
   [[nodiscard]] int64_t probability(const Rates& rates) const;
-  // A pass has used the members `used`, ascending, of all whose rates were those before it. Each is
-  // compared with one other; `cursor` says which comes next.
+  // A pass has used the members `used`, ascending; `all` has the rates before it. Compares each
+  // with one other member; `cursor` is the next one to compare with.
   void note_pass(std::span<const int32_t> used, std::span<const UseRate> all, int64_t pass,
                  size_t& cursor);
 
