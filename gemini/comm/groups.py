@@ -22,7 +22,7 @@ def new_group(ranks: list[int], timeout: timedelta | None, backend: str | None =
     """Make a group. Only its ``ranks``, at least two, call this, in the same order.
 
     torch names such a group after the number of groups that a process is in, so ranks with different numbers
-    would wait for each other forever. Ranks with fewer first make groups of themselves alone.
+    would wait for each other indefinitely. Ranks with fewer first make groups of themselves alone.
     """
     missing = _most_groups(ranks) - _num_groups()
     for _ in range(missing):

@@ -1,1 +1,3 @@
-"""The trainers and libraries that people use: each file imports its own only when it is imported."""
+"""Integrations with trainers and libraries. Each file imports its library only when the file itself is
+imported.
+"""

@@ -1,4 +1,6 @@
-"""Accelerate with managed models: ``from gemini.integrations.accelerate import GeminiAccelerator``."""
+"""GeminiAccelerator: Accelerate for managed models.
+``from gemini.integrations.accelerate import GeminiAccelerator``
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,12 @@ _FOLDER = "gemini"
 
 
 class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
-    """An Accelerator that leaves managed models alone: no DistributedDataParallel around ZeRO-3, clipping
-    by the optimizer, whose gradients are in chunks, and states saved in their streamed format. Everything
-    else, and every other model, is as with Accelerate's own.
+    """An Accelerator that supports managed models: it wraps them in no DistributedDataParallel, clips through
+    the optimizer (gradients are in chunks), and saves their states in the streamed format. Everything else,
+    and every other model, works as with Accelerate's own class.
 
-    With ``gemini={...}``, options of :func:`gemini.manage`, :meth:`prepare` manages the models that it is
-    given, each under budgets of its own, and has their optimizers update chunks.
+    With ``gemini={...}``, options of :func:`gemini.manage`, :meth:`prepare` manages the models that it gets,
+    each with its own budgets, and makes their optimizers update chunks.
     """
 
     _models: list[Any]
@@ -41,7 +43,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     _manage_options: dict[str, Any] | None = None
     _optimizer_options: dict[str, Any] | None = None
 
-    _saves_lazily = False  # hooks of save_state() are given dicts that read weights
+    _saves_lazily = False  # True while save_state() passes lazy weight dicts to hooks
 
     def __init__(
         self,
@@ -50,15 +52,16 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         gemini_optimizer: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Make it, with the arguments of Accelerate's own beside ours.
+        """Make an accelerator; further arguments are those of Accelerate's own.
 
         Args:
-            gemini: options of :func:`gemini.manage` for models that are not managed yet; None: they stay so.
+            gemini: options of :func:`gemini.manage` for models that are not managed yet; None: they stay
+                unmanaged.
             gemini_optimizer: options of :class:`gemini.GeminiOptimizer` for their optimizers.
 
         Raises:
-            ConfigError: options for optimizers of models that nobody manages, or models that are given to
-                DeepSpeed, FSDP or another engine, too.
+            ConfigError: ``gemini_optimizer`` without ``gemini``, or models are also given to DeepSpeed, FSDP
+                or another engine.
         """
         if gemini is None and gemini_optimizer is not None:
             raise ConfigError(
@@ -72,10 +75,10 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         self._manage_options, self._optimizer_options = gemini, gemini_optimizer
 
     def prepare(self, *args: Any, **options: Any) -> Any:
-        """Prepare models, optimizers, loaders and schedulers, in any order; as Accelerate's own otherwise.
+        """Prepare models, optimizers, loaders and schedulers, in any order.
 
         Raises:
-            OutOfBudgetError, ConfigError: as :func:`gemini.manage` and :class:`gemini.GeminiOptimizer`.
+            OutOfBudgetError, ConfigError: as in :func:`gemini.manage` and :class:`gemini.GeminiOptimizer`.
         """
         if self._manage_options is not None:
             for each in args:
@@ -86,8 +89,9 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         return super().prepare(*args, **options)
 
     def _updating(self, given: Any, models: list[Any]) -> Any:
-        """Return what updates the chunks of one of ``models`` instead of its optimizer; all else as it
-        was ``given``."""
+        """Return a GeminiOptimizer for the optimizer of one of ``models``; return everything else
+        unchanged.
+        """
         if not isinstance(given, torch.optim.Optimizer) or isinstance(
             given, (GeminiOptimizer, AcceleratedOptimizer)
         ):
@@ -101,13 +105,14 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Apply to a managed model autocast and the compiler where they were asked for, and nothing more.
-        What is compiled is each of its blocks, as :meth:`gemini.GeminiDDP.compile` does."""
+        """Apply only autocast and the compiler, if requested, to a managed model. Each of its blocks is
+        compiled, as by :meth:`gemini.GeminiDDP.compile`.
+        """
         handle = managed(model)
         if handle is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
         if "_is_accelerate_prepared" not in vars(model):
-            model._is_accelerate_prepared = False  # over ranks its class says otherwise, to others
+            model._is_accelerate_prepared = False  # over ranks the class attribute says True, for other users
         with self._without_compiler() as compiler:
             prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         model._is_accelerate_prepared = True
@@ -116,10 +121,10 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Wrap an optimizer; the states of a managed model's are where they belong.
+        """Wrap an optimizer; the states of a managed model's optimizer are not moved.
 
         Raises:
-            ConfigError: under fp16, whose GradScaler looks for gradients outside chunks.
+            ConfigError: under fp16: Accelerate's GradScaler looks for gradients outside chunks.
         """
         if isinstance(unwrapped(optimizer), GeminiOptimizer):
             if self.scaler is not None:
@@ -131,7 +136,9 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         return super().prepare_optimizer(optimizer, device_placement)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
-        """Compute gradients of ``loss``; scaled for a managed model with ``mixed_precision="fp16"``."""
+        """Compute the gradients of ``loss``; with ``mixed_precision="fp16"`` of a managed model they are
+        scaled.
+        """
         scaling = [each for _, each in self._pairs() if each.loss_scale is not None]
         if not scaling:
             super().backward(loss, **options)
@@ -142,7 +149,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         )
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip the gradients of a managed model inside the update; return their norm before."""
+        """Clip gradients by norm, for a managed model within the update; return the norm before."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self.optimizer_of(params)
         if optimizer is None:
@@ -150,7 +157,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         return optimizer.clip_grad_by_norm(max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clamp the gradients of a managed model inside the update."""
+        """Clamp gradients, for a managed model within the update."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         optimizer = self.optimizer_of(params)
         if optimizer is None:
@@ -161,12 +168,14 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
     ) -> Any:
-        """Save everything; managed models and their optimizers as gemini.checkpoint does, by all ranks. Hooks
-        are given all models, and of each its weights, which are read when they ask for them; of a managed
-        one they may take them out as a whole, and read them again when they are given the model to load.
+        """Save everything; managed models and their optimizers through gemini.checkpoint. Collective.
+
+        Hooks get all models and a dict of weights for each; a managed model's weights are read when a hook
+        accesses them. A hook may remove a managed model's dict as a whole, and load the model itself in
+        :meth:`load_state`.
 
         Raises:
-            ConfigError: a hook has changed weights of a managed model, which are not in that dict.
+            ConfigError: a hook changed weights in a managed model's dict, which would have no effect.
         """
         others = len([model for model in self._models if managed(model) is None])
 
@@ -193,12 +202,11 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
     ) -> None:
-        """Load what :meth:`save_state` has saved, where it is not said what, the last one that Accelerate has
-        named.
+        """Load a state from :meth:`save_state`; by default the last one that Accelerate has named.
 
         Raises:
-            ConfigError: Accelerate's own Accelerator has saved it.
-            CheckpointError: it holds no complete checkpoint.
+            ConfigError: Accelerate's own Accelerator saved it.
+            CheckpointError: it has no complete checkpoint.
         """
         pairs, given, directory = self._pairs(), set[int](), ""
 
@@ -225,15 +233,15 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         with self._other_optimizers_only(), _removed(first), _removed(last):
             super().load_state(input_dir, load_kwargs, **options)
         for number, (model, optimizer) in enumerate(pairs):
-            # What a hook took out has the weights that the hook gave it.
+            # If a hook removed this model, the hook has loaded its weights.
             own = () if id(model) in given else model.module.state_dict(keep_vars=True).keys()
             load_keeping_random(_folder(directory, number), model, optimizer, leave=own)
 
     def optimizer_of(self, params: Iterable[Any]) -> GeminiOptimizer | None:
-        """Return the optimizer that updates managed ``params``; None where they are not managed.
+        """Return the optimizer that updates managed ``params``; None if they are unmanaged.
 
         Raises:
-            ConfigError: they are managed, and no GeminiOptimizer was prepared for them.
+            ConfigError: they are managed, but no GeminiOptimizer was prepared for them.
         """
         slots = {param._slot for param in params if hasattr(param, "_slot")}
         if not slots:
@@ -247,13 +255,15 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         )
 
     def _pairs(self) -> list[tuple[ManagedModel, GeminiOptimizer]]:
-        """Return each managed model with its optimizer, in the order in which optimizers were prepared."""
+        """Return each managed model with its optimizer, in the order in which the optimizers were
+        prepared.
+        """
         optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
         return [(each.model, each) for each in optimizers if isinstance(each, GeminiOptimizer)]
 
     @contextmanager
     def _without_compiler(self) -> Iterator[TorchDynamoPlugin]:
-        """Have Accelerate compile nothing, for the block; return what it was asked for."""
+        """Turn Accelerate's compiler off within the block; yield the requested settings."""
         asked = self.state.dynamo_plugin
         self.state.dynamo_plugin = copy.copy(asked)
         self.state.dynamo_plugin.backend = DynamoBackend.NO
@@ -263,8 +273,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
             self.state.dynamo_plugin = asked
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        """Return a model's weights; to hooks of :meth:`save_state` those of a managed one are read when they
-        ask for them."""
+        """Return a model's weights. For hooks of :meth:`save_state` a managed model's are read on access."""
         handle = managed(model)
         if self._saves_lazily and handle is not None:
             return lazy_weights(handle)
@@ -272,7 +281,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
 
     @contextmanager
     def _other_optimizers_only(self) -> Iterator[None]:
-        """Have Accelerate know of no optimizer of managed models, for the block."""
+        """Hide the optimizers of managed models from Accelerate within the block."""
         optimizers = self._optimizers
         self._optimizers = [o for o in optimizers if not isinstance(unwrapped(o), GeminiOptimizer)]
         try:
@@ -283,7 +292,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
 
 @contextmanager
 def _removed(hook: Any) -> Iterator[None]:
-    """Have a hook for the block alone."""
+    """Remove ``hook`` at the end of the block."""
     try:
         yield
     finally:
@@ -291,13 +300,13 @@ def _removed(hook: Any) -> Iterator[None]:
 
 
 def managed(model: Any) -> ManagedModel | None:
-    """Return the handle of a module that is managed, or of a GeminiDDP; None for another."""
+    """Return the handle of a managed module or of a GeminiDDP; None for others."""
     handle = getattr(model, "__dict__", {}).get("_gemini")
     return handle if isinstance(handle, ManagedModel) else None
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return what Accelerate has wrapped."""
+    """Return the optimizer that Accelerate has wrapped."""
     while not isinstance(optimizer, GeminiOptimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
@@ -309,7 +318,7 @@ def load_keeping_random(
     optimizer: GeminiOptimizer,
     leave: Collection[str] = (),
 ) -> None:
-    """Load a checkpoint without the random generators' state, which Accelerate restores by itself."""
+    """Load a checkpoint without the states of random generators, which Accelerate restores itself."""
     state = rng.capture()
     try:
         checkpoint.load(directory, model, optimizer, leave=leave)
@@ -318,7 +327,7 @@ def load_keeping_random(
 
 
 def _is_accelerates(directory: Path) -> bool:
-    """Return whether there are weights of a model that Accelerate has saved itself."""
+    """Return whether the directory has weights saved by Accelerate itself."""
     return any(file.is_file() for file in (*directory.glob("model*"), *directory.glob("pytorch_model*")))
 
 

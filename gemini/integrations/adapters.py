@@ -1,8 +1,8 @@
-"""PEFT adapters on a model that is loaded straight into chunks.
+"""PEFT adapters on a model that is loaded directly into chunks.
 
-Chunks are laid out once, so adapters are there before the weights are; their first values may follow from the
-weights (DoRA, PiSSA), so they come after them. They are put on twice: on ``meta``, for the layout, and once
-more when the model is loaded, for the values.
+Chunks are laid out once, so the adapters must exist before the weights are read. But their initial values may
+depend on the weights (DoRA, PiSSA). So adapters are applied twice: on ``meta`` for the layout, and again
+after loading for their values.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from gemini.system.input_files import errors_of
 
 
 class AdapterError(ConfigError):
-    """Adapters that PEFT cannot put on a model; the cause says why."""
+    """PEFT cannot apply adapters to a model; the cause says why."""
 
 
 class Adapters:
-    """What PEFT puts on a model: ``outer`` is the model with it, from :meth:`put_on` on."""
+    """The adapters for one model. ``outer``: the model with adapters, set by :meth:`put_on`."""
 
     outer: nn.Module
 
     def __init__(self, peft: Any, config: Any, directory: str | None) -> None:
-        """``directory``: where the adapters are saved, None: they are new ones of ``config``."""
+        """``directory``: of saved adapters; None: make new ones from ``config``."""
         self._peft = peft
         self._config = config
         self._directory = directory
@@ -42,7 +42,7 @@ class Adapters:
 
     @classmethod
     def of(cls, adapter: Any) -> Adapters:
-        """Return those of a PEFT config, or of a directory that PEFT has saved.
+        """Return the adapters of a PEFT config, or of a directory that PEFT saved.
 
         Raises:
             ConfigError: peft is not installed, or ``adapter`` is neither.
@@ -72,10 +72,10 @@ class Adapters:
 
     @property
     def base(self) -> str:
-        """The model that saved adapters are for.
+        """The name of the model that saved adapters belong to.
 
         Raises:
-            ConfigError: they do not say.
+            ConfigError: the adapters do not name one.
         """
         base = self._config.base_model_name_or_path
         if not base:
@@ -86,21 +86,24 @@ class Adapters:
         return str(base)
 
     def put_on(self, model: nn.Module, *, quantized: bool = False) -> nn.Module:
-        """Put adapters on ``model``, which is on ``meta``, without a random number drawn; return
-        :attr:`outer`. ``quantized``: weights of the right layout, with any values, stand in ``model``; then
-        DoRA copies them, and its adapters have memory."""
+        """Apply adapters to ``model``, which is on ``meta``, without using random numbers; return
+        :attr:`outer`.
+
+        ``quantized``: ``model`` has quantized weights of the right layout, with arbitrary values. DoRA then
+        copies them, so its adapters need memory.
+        """
         self._model = model
         self._plain = _Tree(model)
         config = copy.deepcopy(self._config)
         start = getattr(config, "init_lora_weights", True)
-        if not isinstance(start, bool):  # a way that computes with weights
+        if not isinstance(start, bool):  # an initialization that computes with weights
             config.init_lora_weights = True
-        # On meta, whatever rank a config asks for: what there is no room for is refused with the budgets.
+        # On meta any rank takes no memory; adapters that are too large are refused by the budgets later.
         has_memory = quantized and getattr(config, "use_dora", False)
         with torch.random.fork_rng(devices=[]), init_on("cpu" if has_memory else "meta"):
             try:
                 self.outer = self._peft.get_peft_model(model, config)
-            except Exception as error:  # of as many classes as PEFT has kinds of adapters
+            except Exception as error:  # PEFT may raise anything
                 raise AdapterError(f"PEFT cannot put adapters on the model: {in_words(error)}") from error
         if not isinstance(start, bool):
             config.init_lora_weights = start
@@ -108,11 +111,12 @@ class Adapters:
         return self.outer
 
     def applied_to(self, model: nn.Module) -> nn.Module:
-        """Put adapters with values on ``model``, which has its weights; return the model with them. Raises
-        AdapterError."""
+        """Apply adapters with values to ``model``, which has its weights; return the model with adapters.
+        Raises AdapterError.
+        """
         try:
             return self._applied(model)
-        except Exception as error:  # of as many classes as PEFT has kinds of adapters
+        except Exception as error:  # PEFT may raise anything
             raise AdapterError(f"PEFT cannot put adapters on the model: {in_words(error)}") from error
 
     def _applied(self, model: nn.Module) -> nn.Module:
@@ -124,16 +128,20 @@ class Adapters:
         return outer
 
     def take_off(self) -> None:
-        """Have the model without adapters, as transformers loads it. A parameter is in either the same."""
+        """Restore the model without adapters, so that transformers can load it. Its parameters are shared by
+        both structures.
+        """
         if self._plain is not None:
             self._plain.restore()
 
     def give_values(self, write: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
-        """Put the adapters on again, with their values: those that PEFT gives them on a model that has its
-        weights. ``write`` one of a managed parameter.
+        """Apply the adapters again, now that the model has its weights, and write the values that PEFT gives
+        them.
+
+        ``write(parameter, value)`` writes a managed parameter.
 
         Raises:
-            ConfigError: PEFT makes other parameters of a model with weights than of one without.
+            ConfigError: PEFT makes other parameters for a model with weights than for one without.
         """
         assert self._adapted is not None
         assert self._model is not None
@@ -154,10 +162,10 @@ class Adapters:
 
 
 def with_saved_adapters(model: Any, directory: Path) -> Any:
-    """Return a model that answers, with saved adapters, which stay in ordinary memory.
+    """Return an inference model with saved adapters, which stay in ordinary memory.
 
     Raises:
-        ConfigError: peft is not installed, or the adapters are damaged or of another model.
+        ConfigError: peft is not installed, or the adapters are damaged or belong to another model.
     """
     check_adapters(directory)
     try:
@@ -171,7 +179,7 @@ def with_saved_adapters(model: Any, directory: Path) -> Any:
 
 
 class _Tree:
-    """Which modules a model consists of, and what the outermost one is told, to be had again."""
+    """A snapshot of a model's module structure and of its attributes, to be restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -179,7 +187,7 @@ class _Tree:
         self._attributes = dict(vars(model))
 
     def restore(self) -> None:
-        """Make the model what it was."""
+        """Restore the snapshot."""
         for owner, children in self._children:
             owner._modules.clear()
             owner._modules.update(children)

@@ -1,8 +1,8 @@
-"""Lightning with managed models: ``from gemini.integrations.lightning import GeminiStrategy``.
+"""GeminiStrategy: Lightning with managed models. Only the import and the line that makes the Trainer change::
 
-That import and the line that makes the Trainer are the ones that change::
+from gemini.integrations.lightning import GeminiStrategy
 
-    trainer = Trainer(max_epochs=1, strategy=GeminiStrategy(device_bytes="8GiB", disk_dir="/mnt/nvme"))
+trainer = Trainer(max_epochs=1, strategy=GeminiStrategy(device_bytes="8GiB", disk_dir="/mnt/nvme"))
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from gemini.runtime.config import GeminiConfig
 from gemini.system.durable import rename, restore
 from gemini.system.files import io_errors
 
-_DDP: Any = DDPStrategy  # to borrow of
+_DDP: Any = DDPStrategy  # methods are borrowed from it
 FOLDER = "gemini"
 REST = "lightning.ckpt"
-_NAME = "gemini_checkpoint"  # the one in the folder that belongs to the rest
-_SAVE = "gemini_save"  # its save
-_WEIGHTS = "gemini_weights"  # stands for a dict of the weights in the folder: what is different in it
+_NAME = "gemini_checkpoint"  # key: the name of the checkpoint in FOLDER
+_SAVE = "gemini_save"  # key: the identity of its save
+_WEIGHTS = "gemini_weights"  # marks a dict of changes to the weights in FOLDER
 
 
 class Streamed(dict[str, Any]):
-    """Stands for the states of an optimizer, which go to files and are in no dict."""
+    """Placeholder for optimizer states that are streamed to files; any access raises ConfigError."""
 
     def _refuse(self, *_args: Any, **_options: Any) -> NoReturn:
         raise ConfigError(
@@ -62,7 +62,9 @@ class Streamed(dict[str, Any]):
 
 
 def packed(checkpoint: dict[str, Any], saved: Path) -> dict[str, Any]:
-    """Return what is to be in the file beside ``saved``: of dicts of weights what hooks have changed."""
+    """Return the contents of the file beside ``saved``. Of dicts of weights it has only the changes made by
+    hooks.
+    """
 
     def pack(state: LazyState) -> dict[str, Any]:
         return {_WEIGHTS: True, "removed": state.removed, "changed": state.changed}
@@ -72,8 +74,9 @@ def packed(checkpoint: dict[str, Any], saved: Path) -> dict[str, Any]:
 
 
 def saved_with(checkpoint: dict[str, Any], path: Path) -> Path:
-    """Return the checkpoint of weights and states that the file in directory ``path`` belongs to;
-    ``checkpoint`` is what the file holds. Raises CheckpointError."""
+    """Return the path of the checkpoint in ``path`` that belongs to ``checkpoint``, the contents of the file
+    beside it. Raises CheckpointError.
+    """
     name, save = checkpoint.pop(_NAME, None), checkpoint.pop(_SAVE, None)
     if not isinstance(name, str) or Path(name).name != name:
         raise CheckpointError(f"{path / REST} names no checkpoint in {path / FOLDER}")
@@ -90,7 +93,9 @@ def saved_with(checkpoint: dict[str, Any], path: Path) -> Path:
 
 
 def unpacked(checkpoint: dict[str, Any], reader: CheckpointReader, module: nn.Module) -> dict[str, Any]:
-    """Return what hooks are to see of a file: dicts of weights whose values ``reader`` reads."""
+    """Return the checkpoint as hooks see it, with dicts of weights whose values ``reader`` reads
+    on access.
+    """
     aliases = reader.manifest["aliases"]
     extra = reader.objects()["extra_states"]
     there = reader.weights.keys() | aliases.keys() | extra.keys()
@@ -117,8 +122,7 @@ def unpacked(checkpoint: dict[str, Any], reader: CheckpointReader, module: nn.Mo
 
 
 def replaced(value: Any, kind: type[Any], by: Callable[[Any], Any]) -> Any:
-    """Return ``value`` with what is a ``kind`` in its dicts and lists exchanged for what ``by`` returns of
-    it; None keeps it."""
+    """Return ``value`` with each ``kind`` in its dicts and lists replaced by ``by`` of it; None keeps it."""
     if isinstance(value, kind):
         other = by(value)
         if other is not None:
@@ -131,7 +135,7 @@ def replaced(value: Any, kind: type[Any], by: Callable[[Any], Any]) -> Any:
 
 
 def holds(value: Any, kind: type[Any]) -> bool:
-    """Say whether a ``kind`` is in the dicts and lists of ``value``."""
+    """Return whether the dicts and lists of ``value`` contain a ``kind``."""
     if isinstance(value, kind):
         return True
     parts: Iterable[Any] = ()
@@ -143,8 +147,9 @@ def holds(value: Any, kind: type[Any]) -> bool:
 
 
 class OutOfMemory(OutOfBudgetError, RuntimeError):
-    """A step lacks memory, in the words by which Lightning knows that: its batch size finder tries a smaller
-    batch then."""
+    """A step lacks memory. The message contains the words that Lightning looks for, so its batch size finder
+    tries a smaller batch.
+    """
 
 
 @contextmanager
@@ -161,10 +166,11 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
     """Trains a LightningModule in chunks, with the numbers of an unmanaged one, on one process or several.
 
     The module is managed in place when the Trainer sets it up, after ``precision`` has converted it, and
-    stays so. What ``configure_optimizers`` returns is given to GeminiOptimizer, unless it is one, and clips.
-    A checkpoint is a directory: everything in the streamed format of :mod:`gemini.checkpoint`, and the rest
-    of what Lightning keeps in one file. Those of weights only are files of Lightning's, which may be loaded
-    from other strategies, too.
+    stays managed. The optimizer from ``configure_optimizers`` is wrapped in a GeminiOptimizer, which clips.
+
+    A checkpoint is a directory: the streamed format of :mod:`gemini.checkpoint`, and one file with
+    Lightning's own data. Weights-only checkpoints are Lightning's files; those of other strategies can be
+    loaded, too.
 
     Args:
         gemini_optimizer: options of :class:`gemini.GeminiOptimizer`, such as ``overlap``.
@@ -172,14 +178,14 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         options: those of :func:`gemini.manage`.
 
     Raises:
-        ConfigError: an option is unknown; later, ``precision`` scales gradients, or the module is managed
-            already with other options.
+        ConfigError: an option is unknown; later, if ``precision`` scales gradients, or if the module is
+            already managed with other options.
     """
 
     strategy_name = "gemini"
 
-    # How processes meet and talk is as DDPStrategy has it. This is none: Lightning takes all of its kind for
-    # distributed, and refuses one process what it offers to one (the batch size finder).
+    # Process setup and communication are borrowed from DDPStrategy. This class is not derived from it:
+    # Lightning would treat it as distributed and refuse features for one process (the batch size finder).
     num_nodes, num_processes = _DDP.num_nodes, _DDP.num_processes
     root_device, process_group_backend = _DDP.root_device, _DDP.process_group_backend
     distributed_sampler_kwargs = _DDP.distributed_sampler_kwargs
@@ -206,16 +212,16 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._num_nodes, self._start_method = 1, "popen"  # as DDPStrategy calls them
+        self._num_nodes, self._start_method = 1, "popen"  # read by DDPStrategy's methods
         self._process_group_backend, self._timeout = process_group_backend, default_pg_timeout
         self._options = options
         self._optimizer_options = dict(gemini_optimizer or {})
         self._saved: Path | None = None
-        self._reader: CheckpointReader | None = None  # of it: hooks may ask for weights until the end
+        self._reader: CheckpointReader | None = None  # of _saved: hooks may read weights until the end
 
     @property
     def handle(self) -> ManagedModel:
-        """The handle of the module that is trained: ``stats()``, ``plan()``, ``record_timeline()``."""
+        """The handle of the trained module: ``stats()``, ``plan()``, ``record_timeline()``."""
         return handle_of(self._module)
 
     @property
@@ -232,19 +238,19 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         return bool(self.num_processes * self.num_nodes > 1)
 
     def _configure_launcher(self) -> None:
-        """Start the other processes, where there are to be some."""
+        """Start the other processes, if there are several."""
         if self.is_distributed:
             _DDP._configure_launcher(self)
 
     def setup_environment(self) -> None:
-        """Join the other ranks; nothing where there are none."""
+        """Join the other ranks, if there are any."""
         super().setup_environment()
         self.set_world_ranks()
         if self.world_size > 1:
             _DDP.setup_distributed(self)
 
     def setup(self, trainer: Trainer) -> None:
-        """Convert the module and manage it; then make the optimizers, whose states go into chunks."""
+        """Convert the module and manage it, then make the optimizers with states in chunks."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -257,7 +263,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
             self.model = self._layer_sync.apply(self._module)
         self.precision_plugin.convert_module(self._module)
         self._manage()
-        self.model_to_device()  # buffers that came since, and what the module says of its device
+        self.model_to_device()  # moves buffers added since, and sets the module's device attribute
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -275,7 +281,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
             )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Have what ``configure_optimizers`` returns update chunks; schedulers go on with its groups."""
+        """Wrap the optimizers from ``configure_optimizers``; schedulers keep using their groups."""
         super().setup_optimizers(trainer)
         self.optimizers = [
             optimizer
@@ -285,7 +291,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         ]
 
     def setup_precision_plugin(self) -> None:
-        """Have the precision plugin clip what is in chunks."""
+        """Make the precision plugin clip gradients in chunks."""
         super().setup_precision_plugin()
         plugin = self.precision_plugin
         if not isinstance(plugin, _ClipsInChunks):
@@ -296,13 +302,14 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
 
     @_in_lightnings_words()
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run forward and backward pass, and the update."""
+        """Run forward, backward and the update."""
         return super().optimizer_step(*args, **kwargs)
 
     @_in_lightnings_words()
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's ``training_step`` as a forward pass of the managed module; one that steps
-        optimizers itself has such passes where it calls the module."""
+        """Run the module's ``training_step`` as a forward pass of the managed module. With manual
+        optimization each call of the module within it is a pass.
+        """
         step = self._module.training_step
         with self.precision_plugin.train_step_context():
             if not self._module.automatic_optimization:
@@ -328,7 +335,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
             return self.handle.forward(self._module.predict_step, args, kwargs)
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the backward pass; by the optimizer where it scales losses or updates meanwhile."""
+        """Run the backward pass, through the optimizer if it scales losses or updates during backward."""
         inner = unwrapped(optimizer)
         if inner is None or (inner.loss_scale is None and inner.overlap != "backward"):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -338,12 +345,12 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulate gradients without an exchange."""
+        """Accumulate gradients without exchanging them."""
         with self.handle.no_sync():
             yield
 
     def teardown(self) -> None:
-        """Return what is Lightning's. The module stays managed; so it can be tested, or trained further."""
+        """Release Lightning's resources. The module stays managed, so it can be tested or trained further."""
         self._forget_saved()
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             assert part is not None
@@ -353,16 +360,17 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: values go into chunks, which are there after setup."""
+        """True: values are loaded into chunks, which exist only after setup."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights, each read when somebody asks for it; over ranks by all of them."""
+        """Return the weights; each is read on access, over ranks collectively."""
         return lazy_weights(self.handle)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the states of one of several optimizers. Those of the only one are streamed, and are in no
-        dict."""
+        """Return the states of an optimizer; a placeholder if it is the only one, because its states are
+        streamed.
+        """
         if len(self.optimizers) == 1:
             return Streamed()
         states: dict[str, Any] = optimizer.state_dict()
@@ -371,11 +379,12 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Write a directory; or a file of Lightning's, where ``checkpoint`` is of weights only or there are
-        several optimizers. What was there before stays until the new one is whole. All ranks call it.
+        """Write a directory; or one of Lightning's files for weights only or several optimizers. Collective.
+
+        An existing checkpoint stays until the new one is complete.
 
         Raises:
-            ConfigError: the path is not of a file system that is mounted.
+            ConfigError: the path is not on a mounted file system.
         """
         path = _local(filepath)
         streams = len(self.optimizers) == 1 and holds(checkpoint.get("optimizer_states"), Streamed)
@@ -389,7 +398,9 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
                 super().save_checkpoint(content, target, storage_options)
 
     def _with_weights(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return ``checkpoint`` with ordinary dicts of weights, as hooks have left them, on rank 0."""
+        """Return ``checkpoint`` with ordinary dicts of weights on rank 0, including changes by hooks.
+        Collective.
+        """
         if not holds(checkpoint, LazyState):
             return checkpoint
         values: dict[str, Any] = self.handle.state_dict(only_rank_0=True)  # type: ignore[attr-defined]
@@ -405,7 +416,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
 
     @contextmanager
     def _writing_at_once(self) -> Iterator[None]:
-        """Have a plugin that writes in a thread of its own write here: the file gets its name right after."""
+        """Bypass a plugin that writes in a thread of its own: the file is renamed right after the block."""
         plugin = inner = self.checkpoint_io
         while isinstance(inner, AsyncCheckpointIO) and inner.checkpoint_io is not None:
             inner = inner.checkpoint_io
@@ -416,7 +427,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
             self.checkpoint_io = plugin
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; no part of it is ever left under its name."""
+        """Remove a checkpoint; a partly removed one never keeps the name."""
         path = Path(filepath)
         if not (path / REST).is_file():
             super().remove_checkpoint(os.fspath(filepath))
@@ -429,10 +440,10 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read what Lightning keeps; :meth:`load_model_state_dict` streams the rest of a directory.
+        """Read Lightning's data; :meth:`load_model_state_dict` streams the rest of a directory.
 
         Raises:
-            CheckpointError: files of several saves lie together in it.
+            CheckpointError: the directory has files of several saves.
         """
         self._forget_saved()
         path = Path(checkpoint_path)
@@ -448,9 +459,10 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         return unpacked(checkpoint, self._reader, self._module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights into chunks, as hooks have left them; from a directory states, too, where there is an
-        optimizer."""
-        self.handle.manager.shortage.forget()  # the batch size finder, which sought one, ends so
+        """Load weights into chunks, including changes by hooks; from a directory also the states, if there is
+        an optimizer.
+        """
+        self.handle.manager.shortage.forget()  # the batch size finder ends with this call
         state = checkpoint["state_dict"]
         if self._saved is None:
             super().load_model_state_dict(checkpoint, strict)
@@ -464,7 +476,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         self._module.load_state_dict(Peeking(state) if lazy else state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load states into chunks, those of a file of Lightning's."""
+        """Load states from one of Lightning's files into chunks."""
         if self._saved is None:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
@@ -486,10 +498,10 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
 
 
 class _ClipsInChunks(Precision):  # type: ignore[misc, unused-ignore]
-    """A precision plugin that has the optimizer clip gradients in chunks."""
+    """A precision plugin that clips through the optimizer, because gradients are in chunks."""
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clamp gradients inside the update."""
+        """Clamp gradients within the update."""
         inner = unwrapped(optimizer)
         if inner is None:
             super().clip_grad_by_value(optimizer, clip_val)
@@ -497,7 +509,9 @@ class _ClipsInChunks(Precision):  # type: ignore[misc, unused-ignore]
             inner.clip_grad_by_value(clip_val)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Scale gradients inside the update; as torch does it, in their type, where they have 16 bits."""
+        """Scale gradients within the update; 16-bit gradients by torch in their own dtype, as without
+        management.
+        """
         inner = unwrapped(optimizer)
         if inner is None or _is_narrow(inner):
             super().clip_grad_by_norm(optimizer, clip_val)
@@ -506,7 +520,7 @@ class _ClipsInChunks(Precision):  # type: ignore[misc, unused-ignore]
 
 
 def _is_narrow(optimizer: GeminiOptimizer) -> bool:
-    """Say whether torch's clipping may be asked, and its norm is not ours: in fewer bits."""
+    """Return whether torch's clipping should be used because it computes the norm in fewer bits than ours."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     own = optimizer.model.config.precision is None and optimizer.model.peers is None
     return own and any(param.dtype.itemsize < 4 for param in params)
@@ -514,13 +528,15 @@ def _is_narrow(optimizer: GeminiOptimizer) -> bool:
 
 @cache
 def _clipping(plugin: type[Precision]) -> type[Precision]:
-    """Return ``plugin`` with :class:`_ClipsInChunks`, under its name, which Lightning's checkpoints have."""
+    """Return ``plugin`` combined with :class:`_ClipsInChunks`, under its own name, which Lightning's
+    checkpoints contain.
+    """
     names = {"__module__": plugin.__module__, "__qualname__": plugin.__qualname__}
     return type(plugin.__name__, (_ClipsInChunks, plugin), names)
 
 
 def unwrapped(optimizer: Any) -> GeminiOptimizer | None:
-    """Return the GeminiOptimizer that Lightning has wrapped; None: it is another."""
+    """Return the GeminiOptimizer that Lightning has wrapped; None if it is another optimizer."""
     found = getattr(optimizer, "_optimizer", optimizer)
     return found if isinstance(found, GeminiOptimizer) else None
 

@@ -1,7 +1,7 @@
-"""What transformers and PEFT will open in a directory of a model, looked at before they do.
+"""Checks a model directory before transformers and PEFT open it.
 
-Neither asks of what kind a file is, where a link leads, or which files an index may name; a FIFO keeps them
-waiting forever. Nothing in a directory is run: what would be is refused by its key.
+They check neither file types, nor where links lead, nor which files an index names; a FIFO would block them
+indefinitely. Nothing in a directory is executed: config keys that name code are refused.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from gemini.errors import ConfigError, InputError
 from gemini.system.input_files import MAX_INDEX_BYTES, InputDirectory, errors_of, files_of
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-MAX_CONFIG_BYTES = 2**24  # some list a label for each of their classes
-MOST_LAYERS = 10_000  # more would take hours to build; the longest published have some hundred
+MAX_CONFIG_BYTES = 2**24  # some configs list a label for each class
+MOST_LAYERS = 10_000  # more would take hours to build; the deepest published models have some hundred
 _COUNTS_MODULES = re.compile(r"layers|layer$|blocks$|depths?$|experts$")  # names in configurations
 _INDEX = ".index.json"
 _TEXTS = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _READ = (*_TEXTS, ".safetensors", ".bin", ".pt", ".gguf")
-_MAX_TEXT_BYTES = 2**28  # tokenizers take them whole; the largest published have some ten MiB
+_MAX_TEXT_BYTES = 2**28  # tokenizers read them whole; the largest published ones have some ten MiB
 _DOCUMENTS = {CONFIG: MAX_CONFIG_BYTES, "generation_config.json": MAX_CONFIG_BYTES}
-_RUN = re.compile(r"(attn|experts)_implementation$")  # the name of a kernel to fetch, where it has a slash
+_RUN = re.compile(r"(attn|experts)_implementation$")  # with a slash the value names a kernel to download
 
 
 class PretrainedError(InputError, OSError, RuntimeError):
-    """A model that cannot be loaded from its directory. It is an OSError, a ValueError and a RuntimeError, as
-    programs expect of transformers' ``from_pretrained``."""
+    """A model cannot be loaded from its directory. It is an OSError, a ValueError and a RuntimeError, as
+    programs expect from transformers' ``from_pretrained``.
+    """
 
 
 def check_model(path: Path) -> None:
-    """Look at all that is read of a model in the directory at ``path``. Takes time by the number of its files
-    and the size of its documents.
+    """Check all files that loading a model from the directory ``path`` reads. The time grows with the number
+    of files and the size of its documents.
 
     Raises:
-        InputError: something of it is damaged, no regular file, or leads out of the directory.
+        InputError: a file is damaged, not regular, or leads out of the directory.
     """
     directory = InputDirectory(path)
     check_kinds(directory)
@@ -52,15 +53,16 @@ def check_model(path: Path) -> None:
 
 
 def check_kinds(directory: InputDirectory) -> None:
-    """Raise InputError for an entry with the name of a file that is read and is none."""
+    """Raise InputError if an entry with the name of a file to be read is not a readable regular file."""
     for name in directory.names:
         if name.endswith(_READ):
             directory.check(name, _MAX_TEXT_BYTES if name.endswith(_TEXTS) else None)
 
 
 def check_config(fields: Mapping[str, Any], path: Path) -> None:
-    """Raise InputError for a config, read from ``path``, whose model nobody would live to see built, or that
-    names code to fetch and run."""
+    """Raise InputError if a config, read from ``path``, has too many layers to build, or names code to
+    download and run.
+    """
     for name, value in _leaves(fields):
         if _COUNTS_MODULES.search(name) and type(value) is int and value > MOST_LAYERS:
             raise InputError(
@@ -75,18 +77,19 @@ def check_config(fields: Mapping[str, Any], path: Path) -> None:
 
 
 def is_model_class(transformers: Any, found: object) -> bool:
-    """Say whether what a config names, and the package has, is a model."""
+    """Return whether ``found``, from the package, is a model class."""
     return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
 def read_index(directory: InputDirectory, name: str) -> dict[str, str]:
-    """Return the names of the files that tensors are in, by the tensors' names. Raises InputError where the
-    index does not say that, or names what is no file of the directory."""
+    """Return {tensor name: file name} from an index. Raises InputError if it is malformed or names an invalid
+    file.
+    """
     return files_of(directory.json(name, MAX_INDEX_BYTES), directory, name)
 
 
 def check_adapters(path: Path) -> None:
-    """Look at all that PEFT reads of adapters in the directory at ``path``. Raises InputError."""
+    """Check all files that PEFT reads for adapters in the directory ``path``. Raises InputError."""
     directory = InputDirectory(path)
     check_kinds(directory)
     fields = directory.json(ADAPTER_CONFIG, MAX_CONFIG_BYTES)
@@ -100,7 +103,7 @@ def check_adapters(path: Path) -> None:
 
 
 def tokenizer_of(path: Path, adapter: Path | None = None) -> Any:
-    """Return the tokenizer of the adapters, if they have one, or of the model.
+    """Return the tokenizer of the adapters, if they have one, else of the model.
 
     Raises:
         ConfigError: transformers is not installed.
@@ -124,8 +127,9 @@ def tokenizer_of(path: Path, adapter: Path | None = None) -> Any:
 
 
 def _check_index(directory: InputDirectory, name: str) -> None:
-    """Look at an index, and at its shards where they are what is loaded: of an index without shards, or
-    beside one whole file, nothing is read."""
+    """Check an index, and those of its shards that will be loaded. transformers reads nothing of an index
+    without shards, or of one beside a single complete file.
+    """
     named = read_index(directory, name)
     whole = name.removesuffix(_INDEX)
     files = sorted(set(named.values()))
@@ -142,7 +146,7 @@ def _check_file_of(config: Mapping[str, Any], directory: InputDirectory) -> None
 
 
 def _leaves(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each value of a config with the name that it, or the list it is in, has."""
+    """Yield (name, value) for each value of a config; an element of a list has the list's name."""
     left: list[tuple[str, Any]] = [("", fields)]
     while left:
         name, value = left.pop()

@@ -1,6 +1,7 @@
-"""Settings of DeepSpeed, FSDP and other engines that are left in a script or its launcher.
+"""Detects settings of DeepSpeed, FSDP and other engines in a script or its launcher.
 
-Two engines cannot hold one model. Each setting is refused with the line to change, before anything is built.
+Two engines cannot hold one model. Each setting is refused before anything is built, and the message says
+which line to change.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from typing import Any
 
 from gemini.errors import ConfigError, printable
 
-_MOST_CHARACTERS = 80  # of a setting, in an error
+_MOST_CHARACTERS = 80  # shown of a setting in an error
 _HELD = "but gemini manages it: only one of them can hold it"
-# Arguments of TrainingArguments: the engine, the file that is usually given, and what goes with it.
+# Arguments of TrainingArguments -> (engine, usual file name, related arguments).
 _ARGUMENTS = {
     "deepspeed": ("DeepSpeed", "ds_config.json", ""),
     "fsdp": ("FSDP", "fsdp_config.json", " and fsdp_config="),
 }
-# What accelerate launch sets, and the engine that it asks for.
+# Variables that accelerate launch sets -> the engine that they select.
 _VARIABLES = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "Accelerate's parallelism_config",
 }
-# Arguments of Accelerate's Accelerator.
+# Arguments of Accelerate's Accelerator -> the engine that they select.
 _PLUGINS = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
@@ -37,7 +38,7 @@ _TRUE = ("1", "true", "yes", "y", "t", "on")
 
 
 def refuse_in_arguments(arguments: Any) -> None:
-    """Raise ConfigError for TrainingArguments that give the model to another engine."""
+    """Raise ConfigError if TrainingArguments give the model to another engine."""
     for name, (engine, file, others) in _ARGUMENTS.items():
         value = getattr(arguments, name, None)
         if not value:
@@ -50,7 +51,7 @@ def refuse_in_arguments(arguments: Any) -> None:
 
 
 def refuse_in_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments of an Accelerator that give models to another engine."""
+    """Raise ConfigError if arguments of an Accelerator give models to another engine."""
     for name, engine in _PLUGINS.items():
         if options.get(name) is not None:
             raise ConfigError(
@@ -60,9 +61,9 @@ def refuse_in_options(options: Mapping[str, Any]) -> None:
 
 
 def refuse_in_environment(target: str) -> None:
-    """Raise ConfigError for a variable of accelerate launch that gives models to another engine.
+    """Raise ConfigError if a variable of accelerate launch gives models to another engine.
 
-    ``target``: of ``gemini convert-config --for``.
+    ``target``: the value for ``gemini convert-config --for``.
     """
     for name, engine in _VARIABLES.items():
         value = os.environ.get(name, "")

@@ -1,8 +1,8 @@
-"""This rank's part of a model of transformers, read straight into its chunks.
+"""Loads this rank's part of a transformers model directly into chunks.
 
-transformers loads a whole model that never gets values: what it assigns to a module is cut, and the part is
-written to the chunk of a second model, which has this rank's shapes. So names, conversions, ties and first
-values of what the files lack are transformers' own, and one whole tensor at a time is in memory.
+transformers loads a whole model that never gets values: each value that it assigns to a module is cut, and
+the part is written to the chunk of a second model with this rank's shapes. So names, conversions, ties and
+initial values of missing weights are transformers' own, and only one whole tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from gemini.system.input_files import errors_of
 
 
 def load_part(directory: Path, axis: Axis, **options: Any) -> tuple[nn.Module, Region]:
-    """Return this rank's part of the causal language model of a directory, managed by itself with
-    ``options`` of :func:`gemini.manage`, and what its cut layers share. It answers and never trains. All
-    ranks of ``axis`` call it.
+    """Return this rank's part of the causal language model in ``directory``, managed separately with
+    ``options`` of :func:`gemini.manage`, and the region that its cut layers share. It is for inference only.
+    Collective over ``axis``.
 
     Raises:
         OutOfBudgetError: the part cannot fit the budgets.
@@ -78,7 +78,7 @@ class _PartLoading:
 
     def __init__(self, axis: Axis, options: dict[str, Any]) -> None:
         self._axis, self._options = axis, options
-        # Where values of the whole model's parameters go, by the identity of those.
+        # id of a parameter of the whole model -> the slot for its values, and its cut.
         self._targets: dict[int, tuple[ManagedSlot, Cut | None]] = {}
         self._names: dict[str, tuple[ManagedSlot, Cut | None]] = {}
         self._made: tuple[Opened, Built, Filling, Region] | None = None
@@ -86,7 +86,7 @@ class _PartLoading:
     def load(
         self, original: Callable[..., Any], model: Any, state: Any, files: Any, *rest: Any, **options: Any
     ) -> Any:
-        """Stand in for ``_load_pretrained_model``: the model is built, its files are known."""
+        """Replaces ``_load_pretrained_model``: the model is built and its files are known."""
         if self._made is not None:
             raise ConfigError(f"loading loads another model, a {type(model).__name__}, which is not cut")
         if not files or not all(str(file).endswith(".safetensors") for file in files):
@@ -108,12 +108,12 @@ class _PartLoading:
         self._targets = {id(param): self._names[name] for name, param in whole.named_parameters()}
 
     def take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        """Take over what is assigned to a module, where that is a value of a parameter."""
+        """Parameter registration hook: write the value of a parameter into its chunk."""
         before = module._parameters.get(name)
         if before is None or param is None or id(before) not in self._targets or id(param) in self._targets:
             return None
         if not getattr(param, "_is_hf_initialized", False):
-            return None  # transformers will give it its first values
+            return None  # transformers will initialize it later
         self._write(self._targets[id(before)], param)
         before._is_hf_initialized = True  # type: ignore[attr-defined]
         return before
@@ -126,7 +126,9 @@ class _PartLoading:
             self._made[2].write(slot, plain if cut is None else cut.part(plain, self._axis.rank))
 
     def finish(self, whole: Any) -> tuple[nn.Module, Region]:
-        """Give the part what files lack, the first rank's values on all, and buffers; return it."""
+        """Initialize weights that the files lack, with rank 0's values on all ranks, and copy buffers; return
+        the part.
+        """
         if self._made is None:
             raise ConfigError(f"{type(whole).__name__} did not load as a model of transformers does")
         opened, built, filling, region = self._made
@@ -146,6 +148,6 @@ class _PartLoading:
         return part, region
 
     def close(self) -> None:
-        """Give back what was made."""
+        """Release everything that was made."""
         if self._made is not None:
             self._made[1].manager.close(run_pending=False)

@@ -1,4 +1,4 @@
-"""``gemini.from_pretrained``: a model with its weights, read straight into chunks on their tiers."""
+"""``gemini.from_pretrained``: loads a model's weights directly into chunks on their tiers."""
 
 from __future__ import annotations
 
@@ -44,55 +44,54 @@ def from_pretrained(
     trains: bool = True,
     **options: Any,
 ) -> Any:
-    """Build a model on ``meta``, manage it in place and read its weights straight into chunks: beside the
-    budgets it takes one tensor at a time, and what a transformers model is made of otherwise::
+    """Build a model on ``meta``, manage it in place and read its weights directly into chunks. Beside the
+    budgets this takes the memory of one tensor at a time, and that of the model's Python objects::
 
         model = gemini.from_pretrained("llama-7b", AutoModelForCausalLM, mixed_precision="bf16",
                                        device_bytes="20GiB", disk_dir="/mnt/nvme")
         optimizer = gemini.GeminiAdamOptimizer(model, lr=1e-5)
 
-    transformers itself decides what the files' names mean and which weights are tied, and initializes what
-    they lack, with a report; the numbers are those of its own ``from_pretrained``. Over ranks all call it,
-    and each keeps its part.
+    transformers itself maps the names in files, ties weights, initializes missing ones and reports; the
+    numbers are those of its own ``from_pretrained``. Collective: each rank keeps its part.
 
-    Weights that would go to the DISK tier stay in the directory's safetensors until something writes to them,
-    as the first step does to what trains; frozen ones stay there. This holds on the CPU and in one process,
-    for weights that have the type of the files and no fp32 masters. A file that is changed meanwhile is
-    refused with IoError; one that is replaced or deleted is read as it was.
+    Weights for the DISK tier stay in the directory's safetensors until something writes to them, such as the
+    first step; frozen ones stay there. This holds on the CPU and in one process, for weights with the dtype
+    of the files and without fp32 masters. If a file is changed in place meanwhile, reads raise IoError; if it
+    is replaced or deleted, the old content is still read.
 
     Args:
-        path_or_config: a directory that ``save_pretrained`` made (safetensors, one file or shards), a name
-            that transformers resolves, or a config: then weights are initialized, by the model's own rules.
-        auto_class: what to build: a class of transformers (``AutoModelForCausalLM``,
-            ``LlamaForCausalLM``), its name, or ``None`` for the class that the config names. Any other
-            callable is called without arguments and returns the module; then the directory's files are to
-            hold exactly its state, and transformers is not needed.
-        dtype: of the parameters outside chunks, as of ``from_pretrained``; ``None``: that of the files.
-            ``mixed_precision`` is what they compute in.
-        trains: False for a model that only answers: no parameter gets a gradient, and the directory's
-            safetensors are the DISK tier. Weights that are as the files have them are read there whenever
-            they come to DEVICE: nothing is copied, ``disk_dir`` is not needed, and the first pass reads each
-            byte once, past the page cache. On the CPU and in one process; elsewhere they are copied.
-        adapter: a PEFT config (``LoraConfig(...)``) for new adapters, or the directory of saved ones, on top:
-            the model itself is frozen, adapters train.
-        options: those of :class:`gemini.GeminiDDP`; all others are handed to transformers
+        path_or_config: a directory from ``save_pretrained`` (safetensors, one file or shards), a name that
+            transformers resolves, or a config: then weights are initialized by the model's own rules.
+        auto_class: a class of transformers (``AutoModelForCausalLM``, ``LlamaForCausalLM``), its name, or
+            ``None`` for the class that the config names. Any other callable is called without arguments and
+            returns the module; then the directory's files must contain exactly its state, and transformers is
+            not needed.
+        dtype: of parameters outside chunks, as for ``from_pretrained``; ``None``: that of the files. The
+            compute dtype is ``mixed_precision``.
+        trains: False for a model for inference only: no parameter gets a gradient, and the directory's
+            safetensors are the DISK tier. Unchanged weights are read from there whenever they come to DEVICE:
+            nothing is copied, ``disk_dir`` is not needed, and the first pass reads each byte once, past the
+            page cache. Only on the CPU and in one process; elsewhere they are copied.
+        adapter: a PEFT config (``LoraConfig(...)``) for new adapters, or the directory of saved ones: the
+            model itself is frozen, adapters train.
+        options: those of :class:`gemini.GeminiDDP`; all others are passed to transformers
             (``attn_implementation``, ``ignore_mismatched_sizes``, ``trust_remote_code``). With
             ``quantization_config``, or for a directory of a quantized model, each weight goes into its chunk
-            as soon as it is quantized. It is frozen, and none stays in the directory.
+            as soon as it is quantized. It is frozen, and does not stay in the directory.
 
     Returns:
         The module, managed as by :func:`gemini.manage`; :func:`gemini.handle_of` finds its handle.
 
     Raises:
         OutOfBudgetError: the model cannot fit the budgets.
-        InputError: a file of a directory is damaged, no regular file, outside of it, lacks what its index
-            names, or holds what the model does not; it is also a CheckpointError, and an OSError, ValueError
+        InputError: a file in a directory is damaged, not regular or outside of it, lacks a tensor of its
+            index, or has one that the model lacks. It is also a CheckpointError, and an OSError, ValueError
             and RuntimeError where transformers raises one of these.
-        CheckpointError: files hold two names of one tied tensor of a module that is not transformers' with
-            different values.
+        CheckpointError: files have two names of one tied tensor, with different values, for a module that is
+            not from transformers.
         OSError: there is no model of that name.
-        TypeError: there is no such option.
-        ConfigError: there is no such directory, an option that cannot be, or transformers (peft) is not
+        TypeError: an unknown option.
+        ConfigError: the directory does not exist, an option is invalid, or transformers (peft) is not
             installed.
     """
     for name, way_out in _REFUSED.items():
@@ -117,7 +116,7 @@ def from_pretrained(
     try:
         return load_pretrained(path_or_config, auto_class, dtype, adapter, managed, others, trains=trains)
     except TypeError as error:
-        # Options of the config are among what transformers takes, so only it knows which it does not.
+        # transformers accepts any option of the config, so only it knows which are unknown.
         refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if refused and refused[1] in others:
             _refuse_misspelled([refused[1]], error)
@@ -125,7 +124,7 @@ def from_pretrained(
 
 
 def _refuse_misspelled(names: Iterable[str], cause: Exception | None = None) -> None:
-    """Raise TypeError for the first of ``names`` that is nearly one of ours."""
+    """Raise TypeError for the first of ``names`` that resembles one of our options."""
     for name in names:
         if guess := did_you_mean(name, _MANAGED | _OWN):
             raise TypeError(f"from_pretrained() has no argument {name!r}{guess}") from cause
@@ -145,7 +144,7 @@ def _is_other_callable(auto_class: Any) -> bool:
 def _load_other(
     directory: Path, build: Callable[[], nn.Module], options: dict[str, Any], *, trains: bool
 ) -> nn.Module:
-    """Build, manage and load a module that transformers does not know."""
+    """Build, manage and load a module that is not from transformers."""
     with SafetensorsFiles.of_directory(directory) as files:
         with init_on("meta"):
             module = build()
@@ -188,20 +187,20 @@ def _load_other(
 
 
 class _TiedValues(StoredValues):
-    """The values of files that hold a tied tensor under one of its names."""
+    """The values in files that have a tied tensor under only one of its names."""
 
     def __init__(self, files: SafetensorsFiles, module: nn.Module, names: Mapping[str, str]) -> None:
-        """``names``: by each further name of a tied tensor, the one that the files have it under."""
+        """``names``: for each further name of a tied tensor, its name in the files."""
         super().__init__(files)
         self._names = {name: name for name in files} | dict(names)
         self._wanted = list(module.state_dict(keep_vars=True))
 
     def stored_names(self) -> Iterable[str]:
-        """Return the names in the files in the order in which the module takes them."""
+        """Return the names in the files in the order in which the module loads them."""
         return dict.fromkeys(self._names[name] for name in self._wanted if name in self._names)
 
     def outline(self, name: str) -> torch.Tensor:
-        """Return a tensor without values: its shape and type."""
+        """Return a meta tensor with the shape and dtype."""
         return super().outline(self._names[name])
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -215,10 +214,10 @@ class _TiedValues(StoredValues):
 
 
 def _other_names(module: nn.Module, files: SafetensorsFiles, directory: Path) -> dict[str, str]:
-    """Return, by each further name of a tied tensor, the first that ``files`` have.
+    """Return for each further name of a tied tensor its first name in ``files``.
 
     Raises:
-        CheckpointError: they have several, with different values.
+        CheckpointError: they have several of its names, with different values.
     """
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -227,7 +226,7 @@ def _other_names(module: nn.Module, files: SafetensorsFiles, directory: Path) ->
     for names in by_tensor.values():
         first, *others = [name for name in names if name in files] or [""]
         for name in others:
-            # Another shape is refused as anywhere else.
+            # A wrong shape is reported when the tensor is loaded.
             alike = files[first].shape != files[name].shape or files[first].holds_the_same_as(files[name])
             if not alike:
                 raise values_differ(directory, first, name)

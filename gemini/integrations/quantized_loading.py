@@ -1,9 +1,9 @@
-"""Weights that transformers quantizes while it loads them, or finds quantized in safetensors.
+"""Weights that transformers quantizes while loading, or finds quantized in safetensors.
 
 Chunks are laid out before weights are read, so the layout of each quantized weight is needed first. One
-weight of each kind and shape is quantized from zeros, or read from the files. Copies of it stand in the model
-while adapters are put on and chunks are laid out. Then transformers loads one weight after another: each goes
-into its chunk as soon as it is quantized, and its 16-bit values are freed.
+weight of each kind and shape, a sample, is quantized from zeros or read from the files. Copies of samples
+stand in the model while adapters are applied and chunks are laid out. Then transformers loads one weight
+after another: each goes into its chunk as soon as it is quantized, and its 16-bit values are freed.
 """
 
 from __future__ import annotations
@@ -29,38 +29,40 @@ from gemini.runtime.intercept.quantized import form_of, like
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage
 from gemini.system.input_files import InputDirectory, errors_of
 
-_BYTES_BEFORE = 2  # of an element, in most files
-# What was freed stays with the C library: tensors of less than 32 MiB lie between others that are in use.
+_BYTES_BEFORE = 2  # per element before quantization, in most files
+# malloc keeps freed tensors of less than 32 MiB that lie between used ones; trim after this many bytes.
 _MOST_FREED_BYTES = 8 * 2**20
-_Kind = tuple[Any, ...]  # what weights have in common that are quantized to the same layout
+_Kind = tuple[Any, ...]  # a key: weights with equal keys are quantized to the same layout
 
 
 def loads_part_by_part(quantizer: Any, *, safetensors: bool) -> bool:
-    """Say whether quantized weights can be written to chunks one by one. Otherwise transformers loads the
+    """Return whether quantized weights can be written to chunks one by one. If not, transformers loads the
     whole model first: torch files of quantized weights are read at once, and torchao unties embeddings that
-    it quantizes only while it does so."""
+    it quantizes only then.
+    """
     unties = getattr(quantizer.quantization_config, "untie_embedding_weights", False)
     return not unties and (safetensors or not quantizer.pre_quantized)
 
 
 class QuantizedWeights:
-    """The quantized weights of one model on ``meta``, while transformers loads it; for one thread."""
+    """The quantized weights of one model on ``meta`` while transformers loads it. For one thread."""
 
     def __init__(self, model: nn.Module, samples: Mapping[str, nn.Parameter], quantizer: Any) -> None:
-        """``samples``: a quantized weight by the name of each that gets the same layout."""
+        """``samples``: for the name of each quantized weight, a weight with the same layout."""
         self._model, self._quantizer = model, quantizer
-        # Found before adapters change the names of modules.
+        # Looked up now, before adapters change the names of modules.
         self._places = [(*_place(model, name), sample) for name, sample in samples.items()]
-        # By the id of a module and the name there: where the weight goes, and its sample.
+        # (id of a module, parameter name) -> the slot of the weight, and its sample.
         self._awaited: dict[tuple[int, str], tuple[ManagedSlot, nn.Parameter]] = {}
-        self._freed_bytes = 0  # about as much, since the system was given back what was freed
+        self._freed_bytes = 0  # estimate of the bytes freed since the last malloc_trim
         self.adopted: list[Adopted] = []
 
     @classmethod
     def of(cls, model: Any, loading: Any, stored: SafetensorsFiles | None) -> QuantizedWeights:
-        """Return the weights of ``model`` that will be quantized when it is loaded as ``loading`` says
-        (transformers' LoadStateDictConfig); ``stored`` are the files. Takes the memory of the largest weight
-        in 16 bits, and of one quantized weight of each kind."""
+        """Return the weights of ``model`` that loading will quantize. ``loading``: transformers'
+        LoadStateDictConfig. ``stored``: the files. Takes the memory of the largest weight in 16 bits, and of
+        one quantized weight of each kind.
+        """
         quantizer = loading.hf_quantizer
         if quantizer.pre_quantized and stored is not None:
             makers = _stored_samples(model, loading, stored)
@@ -70,7 +72,7 @@ class QuantizedWeights:
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Have quantized weights of the right layout in the model within the block; see :meth:`stand_in`."""
+        """Put samples into the model for the block; see :meth:`stand_in`."""
         before = [owner._parameters[key] for owner, key, _ in self._places]
         self.stand_in()
         try:
@@ -80,26 +82,28 @@ class QuantizedWeights:
                 owner._parameters[key] = without_values
 
     def stand_in(self) -> None:
-        """Put quantized weights of the right layout, with any values, into the model, and have it say that it
-        is quantized, as PEFT asks."""
+        """Put quantized weights of the right layout, with arbitrary values, into the model, and mark it as
+        quantized, which PEFT checks.
+        """
         model: Any = self._model
         model.hf_quantizer = self._quantizer
         self._quantizer.postprocess_model(model)
         for owner, key, sample in self._places:
-            for param in owner.parameters(recurse=False):  # what is not quantized, as loading it would
+            for param in owner.parameters(recurse=False):  # unquantized ones, as after loading
                 param.requires_grad_(param.is_floating_point())
             owner._parameters[key] = like(sample, owner)
 
     def await_values(self, module: nn.Module, storage: ModelStorage) -> None:
-        """Note which slot each weight goes to; ``module`` is the model or what adapters have made of it. Call
-        it while they stand in."""
+        """Record the slot of each weight. ``module``: the model, with adapters if there are any. Call it
+        while samples stand in the model.
+        """
         slots = {id(param): storage.slots[name] for name, param in module.named_parameters()}
         for owner, key, sample in self._places:
             self._awaited[id(owner), key] = slots[id(owner._parameters[key])], sample
 
     def take(self, owner: nn.Module, key: str, param: nn.Parameter | None, filling: Filling) -> bool:
-        """Put ``param``, which ``owner`` gets as ``key``, into its chunk and make it managed, where it is the
-        quantized weight that was awaited; say whether it was.
+        """If ``param``, which ``owner`` gets as ``key``, is an awaited quantized weight, move it into its
+        chunk and make it managed. Return whether it is one.
 
         Raises:
             ConfigError: it was quantized to another layout than the sample.
@@ -107,7 +111,7 @@ class QuantizedWeights:
         if param is None or (id(owner), key) not in self._awaited or not is_quantized(param):
             return False
         slot, sample = self._awaited[id(owner), key]
-        param.requires_grad_(False)  # of some that were stored quantized transformers says that they train
+        param.requires_grad_(False)  # transformers marks some stored quantized weights as trainable
         form, expected = form_of(slot.name, param, owner), form_of(slot.name, sample, owner)
         if str(form) != str(expected):
             raise ConfigError(
@@ -123,7 +127,7 @@ class QuantizedWeights:
         return True
 
     def refuse_missing(self) -> None:
-        """Raise ConfigError where a weight never came."""
+        """Raise ConfigError if an awaited weight was not loaded."""
         for slot, _ in self._awaited.values():
             raise ConfigError(
                 f"the files lack values of {slot.name!r}, which is to be quantized; give a directory with "
@@ -132,8 +136,9 @@ class QuantizedWeights:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the type that transformers loads the model of a directory in: that of its config, or of its
-    first floating-point weight. Raises InputError."""
+    """Return the dtype in which transformers loads the model of a directory: that of its config, or of its
+    first floating-point weight. Raises InputError.
+    """
     fields = InputDirectory(directory).json(CONFIG, MAX_CONFIG_BYTES)
     named = getattr(torch, str(fields.get("dtype") or fields.get("torch_dtype")), None)
     if isinstance(named, torch.dtype):
@@ -144,18 +149,20 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 class QuantizedOutline:
-    """Gives models on ``meta`` quantized weights of the layout that loading them has, and any values."""
+    """Gives models on ``meta`` quantized weights with the layout that loading them gives, and arbitrary
+    values.
+    """
 
     def __init__(self, quantization: Any, dtype: torch.dtype) -> None:
-        """``quantization``: a config of transformers; ``dtype``: of the files."""
+        """``quantization``: a config of transformers. ``dtype``: of the files."""
         self._quantization, self._dtype = quantization, dtype
-        self._made: dict[_Kind, nn.Parameter] = {}  # the same for each model that is built again
+        self._made: dict[_Kind, nn.Parameter] = {}  # reused when the model is built again
 
     def put_on(self, model: Any) -> None:
-        """Quantize ``model``, one of transformers. Takes memory as :meth:`QuantizedWeights.of`.
+        """Quantize ``model``, from transformers. Takes memory like :meth:`QuantizedWeights.of`.
 
         Raises:
-            ConfigError: transformers cannot.
+            ConfigError: transformers cannot quantize it.
         """
         from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -176,7 +183,9 @@ _Makers = Iterable[tuple[str, _Kind, Callable[[], nn.Parameter]]]
 
 
 def _samples(model: Any, makers: _Makers, made: dict[_Kind, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return a quantized weight by the name of each; ``made`` has those of each kind, and gets more."""
+    """Return a sample for the name of each quantized weight. ``made`` caches samples by kind and
+    is extended.
+    """
     samples: dict[str, nn.Parameter] = {}
     for name, kind, make in makers:
         if kind not in made:
@@ -187,7 +196,7 @@ def _samples(model: Any, makers: _Makers, made: dict[_Kind, nn.Parameter]) -> di
 
 
 def _fresh_samples(model: Any, quantizer: Any) -> _Makers:
-    """Yield the weights to quantize, each with its kind and a way to make one of that kind from zeros."""
+    """Yield (name, kind, make) for the weights to quantize; ``make()`` quantizes zeros."""
     by_name = hasattr(getattr(quantizer.quantization_config, "quant_type", None), "fqn_to_config")
     for name, param in list(model.named_parameters()):
         if not quantizer.param_needs_quantization(model, name):
@@ -195,7 +204,7 @@ def _fresh_samples(model: Any, quantizer: Any) -> _Makers:
         owner, _ = _place(model, name)
         source = getattr(
             owner, "source_cls", None
-        )  # of bitsandbytes' layer; Conv1D has its weight transposed
+        )  # set on bitsandbytes' layers; Conv1D stores its weight transposed
         shape = param.shape[::-1] if getattr(source, "__name__", "") == "Conv1D" else param.shape
         kind = (type(owner), source, shape, param.dtype, name if by_name else "")
         yield name, kind, partial(_quantize_zeros, model, quantizer, name, shape, param.dtype)
@@ -214,7 +223,7 @@ def _quantize_zeros(
 
 
 def _stored_samples(model: Any, loading: Any, stored: SafetensorsFiles) -> _Makers:
-    """Yield the weights that files hold quantized, each with its kind and a way to read one of that kind."""
+    """Yield (name, kind, make) for the weights that are quantized in the files; ``make()`` reads one."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     mapping = loading.weight_mapping or []
@@ -254,7 +263,7 @@ def _read_sample(
 
 
 def _kept_as_it_was(model: nn.Module, name: str, make: Callable[[], nn.Parameter]) -> nn.Parameter:
-    """Return what ``make`` returns, and have the module of the weight ``name`` as before."""
+    """Return the result of ``make`` and restore the module of the weight ``name`` afterwards."""
     owner, key = _place(model, name)
     changed = (owner._parameters, vars(owner._parameters[key]), vars(owner))
     before = [dict(each) for each in changed]
@@ -267,6 +276,6 @@ def _kept_as_it_was(model: nn.Module, name: str, make: Callable[[], nn.Parameter
 
 
 def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that holds a parameter, and its name there."""
+    """Return the module that has a parameter, and the parameter's name there."""
     path, _, key = name.rpartition(".")
     return model.get_submodule(path), key

@@ -1,8 +1,8 @@
-"""``save_pretrained`` of managed weights that torchao has quantized.
+"""``save_pretrained`` for managed weights that torchao has quantized.
 
-torchao takes its own weights apart by class and copies their inner tensors. So it gets outlines without
-values, for the names and the metadata of the files. Inner tensors are copied one after another: to a file of
-the DISK tier if there is one.
+torchao takes its weights apart by class and copies their inner tensors. So it gets meta tensors, for the
+names and metadata of the files. The inner tensors are then copied one after another: to a file of the DISK
+tier if there is one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _TORCHAO = "torchao"
 
 
 def flatten_managed(model: nn.Module) -> None:
-    """Have a quantizer that takes managed weights apart instead of that of ``model``, one of
-    transformers."""
+    """Replace the torchao quantizer of ``model``, from transformers, by one that takes managed
+    weights apart.
+    """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None or isinstance(quantizer, _Flattening):
         return
@@ -38,7 +39,7 @@ def flatten_managed(model: nn.Module) -> None:
 
 
 class _Flattening:
-    """What is put before the class of a quantizer."""
+    """Mixin for the class of a quantizer."""
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[Any, Any]:
         """Return the tensors of the files by name, and the metadata."""
@@ -74,7 +75,7 @@ def _outline(value: torch.Tensor) -> torch.Tensor:
 
 
 def _place_for(weights: Sequence[QuantizedParameter]) -> MappedTensors | None:
-    """Return a file for the inner tensors of all these weights; None: they have room in memory."""
+    """Return a file for the inner tensors of these weights; None to use memory."""
     manager: Any = weights[0]._ref.manager
     directory = manager.chunks.budgets.disk_dir
     if directory is None:
@@ -89,5 +90,5 @@ def _copied(leaf: torch.Tensor, place: MappedTensors | None) -> torch.Tensor:
 
 
 def _holding(state: Mapping[str, torch.Tensor]) -> Any:
-    """Return what has a state dict, as the quantizer asks a model for it."""
+    """Return an object with a ``state_dict`` method, which is all that the quantizer uses of a model."""
     return SimpleNamespace(state_dict=lambda: dict(state))

@@ -1,8 +1,8 @@
-"""Safetensors files of a model, one tensor read at a time: what the library maps counts as the process's
-memory.
+"""Safetensors files of a model, read one tensor at a time. The safetensors library maps files instead, and
+mapped pages count as the process's memory.
 
-The next tensors are read ahead, into as much memory as the largest of them takes. That memory is used again
-and again: the kernel zeroes new pages first, which takes as long as reading them from the page cache.
+The next tensors are read ahead, into at most as much memory as the largest tensor takes. That memory is
+reused: the kernel zeroes new pages, which takes as long as reading them from the page cache.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gemini.system.input_files import AGAIN, InputDirectory
 from gemini.system.parsing import parse_json_input
 from gemini.system.threads import Workers
 
-# More keeps a disk no busier, and leaves less for memory that is used again.
+# Reading more ahead does not speed up a disk, and leaves less memory for reuse.
 _MOST_AHEAD_BYTES = 64 * 2**20
-# Of what is freed the C library keeps up to 64 MiB for each thread, once it has seen blocks as large.
+# malloc keeps up to 64 MiB of freed memory per thread once it has seen blocks of that size; trim before that.
 _MOST_FREED_BYTES = 48 * 2**20
 
 
@@ -46,18 +46,16 @@ class Readable(Protocol):
     def nbytes(self) -> int: ...
 
     def read(self, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
-        """Return a copy in ``memory``, which is of its size, or in some of its own; may be called on another
-        thread."""
+        """Return a copy, in ``memory`` of exactly its size if given. May be called on another thread."""
         ...
 
 
 class TensorReads:
-    """Hands out tensors of files, for one thread; close it before the files.
+    """Reads tensors of files for one thread, ahead of time. Close it before the files.
 
-    A caller that has written a tensor's values where they belong puts it into ``spent``: the next of its size
-    gets its memory. ``stand_in``: see :meth:`hand_out`.
-    Spare memory, what was handed out last and what waits for its turn take at most what the
-    largest tensor of the order does.
+    A caller that has copied a tensor's values puts the tensor into ``spent``; the next one of its size reuses
+    the memory. ``stand_in``: see :meth:`hand_out`. Spare memory, the last tensor and those read ahead
+    together take at most the memory of the largest tensor in the order.
     """
 
     def __init__(self) -> None:
@@ -66,29 +64,29 @@ class TensorReads:
         self._is_over = False  # the files are closed
         self._order: list[Readable] = []
         self._places: dict[str, int] = {}
-        self._next = 0  # in the order: what nobody has read yet
+        self._next = 0  # index in the order of the first tensor not read yet
         self._most_bytes = 0
         self._spare = _Spare()
-        self._freed_bytes = 0  # since the system was given back what was freed
+        self._freed_bytes = 0  # since the last malloc_trim
         self._ahead: dict[str, _TensorRead] = {}
         self._ahead_bytes = 0
         self._workers: Workers | None = None
 
     def hand_out(self, stand_in: Callable[[StoredTensor], torch.Tensor]) -> None:
-        """Give callers what ``stand_in`` makes of a tensor instead of its values."""
+        """Make reads return ``stand_in(tensor)`` instead of values."""
         self.stand_in = stand_in
 
     def end(self) -> None:
-        """Refuse to read from now on."""
+        """Close, and refuse all further reads."""
         self.close()
         self._is_over = True
 
     def expect(self, order: Iterable[Readable]) -> None:
-        """Say in which order tensors will be asked for, as far as that is known: one that comes at another
-        time is read then, one that never comes holds its memory until the end.
+        """Set the expected order of reads. A tensor out of order is read on demand; one that is never
+        requested keeps its memory until the end.
 
         Raises:
-            ThreadError: the system starts no thread.
+            ThreadError: the system does not start a thread.
         """
         self.close()
         self._order = list(order)
@@ -98,8 +96,9 @@ class TensorReads:
         self._workers = Workers(1)
 
     def take(self, tensor: Readable) -> torch.Tensor:
-        """Return the values of ``tensor``, which are the caller's, and begin to read those that follow.
-        Raises what reading it raised."""
+        """Return the values of ``tensor``, owned by the caller, and start reading the next ones. Raises the
+        error of the read.
+        """
         if self._is_over:
             raise CheckpointError(f"{tensor.name} was to be read after its file was closed")
         while self.spent:
@@ -117,7 +116,7 @@ class TensorReads:
         return values
 
     def _begin(self, in_use_bytes: int) -> None:
-        """Begin to read what follows, as far as there is room beside what is in use."""
+        """Start reading the next tensors, as far as memory allows beside ``in_use_bytes``."""
         most_bytes = min(self._most_bytes - in_use_bytes, _MOST_AHEAD_BYTES)
         while self._workers is not None and self._next < len(self._order):
             tensor = self._order[self._next]
@@ -130,7 +129,7 @@ class TensorReads:
             self._next += 1
 
     def _keep_within(self, in_use_bytes: int) -> None:
-        """Free spare memory for which there is no room beside what is in use and read ahead."""
+        """Free spare memory that exceeds the limit, given the bytes in use and those read ahead."""
         room_bytes = max(0, self._most_bytes - in_use_bytes - self._ahead_bytes)
         self._freed_bytes += self._spare.shrink_to(room_bytes)
         if self._workers is not None and self._freed_bytes >= _MOST_FREED_BYTES:
@@ -138,28 +137,29 @@ class TensorReads:
             self._workers.submit(_give_back)
 
     def close(self) -> None:
-        """End the thread, and give the system back what reading took. Idempotent."""
+        """End the thread, and return all memory to the system. Idempotent."""
         workers, self._workers = self._workers, None
         if workers is not None:
             workers.close()
             self._ahead.clear()
             self._ahead_bytes = 0
             self._spare.shrink_to(0)
-            _give_back()  # what each thread had
+            _give_back()  # trims the arenas of all threads
 
 
 def _give_back() -> None:
-    """Have the C library give the system what was freed."""
+    """Make the C library return freed memory to the system."""
     _C.malloc_trim()
 
 
 class _Spare:
-    """Memory that nobody uses, for tensors of the same size. Every call takes constant time: there may be as
-    many pieces as tensors."""
+    """Unused memory for tensors of equal sizes. Every call takes constant time, because there may be as many
+    pieces as tensors.
+    """
 
     def __init__(self) -> None:
-        self._storages: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # the oldest first
-        self._of_size: defaultdict[int, deque[int]] = defaultdict(deque)  # their keys, in the same order
+        self._storages: OrderedDict[int, torch.UntypedStorage] = OrderedDict()  # oldest first
+        self._of_size: defaultdict[int, deque[int]] = defaultdict(deque)  # keys by size, oldest first
         self._next = 0
         self._nbytes = 0
 
@@ -171,7 +171,7 @@ class _Spare:
             self._nbytes += storage.nbytes()
 
     def take(self, nbytes: int) -> torch.UntypedStorage | None:
-        """Return some of exactly ``nbytes``, which is the caller's, if there is any."""
+        """Return memory of exactly ``nbytes``, owned by the caller; None if there is none."""
         keys = self._of_size.get(nbytes)
         if not keys:
             return None
@@ -179,11 +179,11 @@ class _Spare:
         return self._storages.pop(keys.popleft())
 
     def shrink_to(self, most_bytes: int) -> int:
-        """Free what is more than ``most_bytes``, the oldest first; return how many bytes that was."""
+        """Free the oldest memory until at most ``most_bytes`` are left; return the number of freed bytes."""
         freed_bytes = 0
         while self._nbytes > most_bytes:
             _, storage = self._storages.popitem(last=False)
-            self._of_size[storage.nbytes()].popleft()  # the oldest of all is the oldest of its size
+            self._of_size[storage.nbytes()].popleft()  # the oldest overall is the oldest of its size
             freed_bytes += storage.nbytes()
             self._nbytes -= storage.nbytes()
             storage.resize_(0)
@@ -191,7 +191,7 @@ class _Spare:
 
 
 class _TensorRead:
-    """A tensor that is being read on another thread."""
+    """A running read of a tensor on another thread."""
 
     def __init__(self, tensor: Readable, memory: torch.UntypedStorage | None, workers: Workers) -> None:
         self.nbytes = tensor.nbytes
@@ -203,7 +203,7 @@ class _TensorRead:
         self._values = self._tensor.read(self._memory)
 
     def result(self) -> torch.Tensor:
-        """Wait for the values and return them; raise what reading raised."""
+        """Wait for the values and return them, or raise the error of the read."""
         self._done.result()
         assert self._values is not None
         return self._values
@@ -211,8 +211,8 @@ class _TensorRead:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _METADATA = "__metadata__"
-_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
-_MAX_DIMS = 64  # as torch
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+_MAX_DIMS = 64  # torch's limit
 _MOST = 2**63 - 1
 _READ_AHEAD_BYTES = 64 * 2**20
 _LARGEST_READ_BYTES = 2**30  # the kernel moves at most 2 GiB in one call
@@ -221,7 +221,9 @@ _COMPARED_NUMEL = 2**20
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, which ``[...]`` reads, through ``reads``; ``begin`` is its first byte there."""
+    """The place of a tensor in a file; ``[...]`` reads it through ``reads``. ``begin``: the offset of its
+    first byte.
+    """
 
     name: str
     path: Path
@@ -234,27 +236,26 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return what it takes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def get_shape(self) -> list[int]:
-        """Return the shape, as safetensors does."""
+        """Return the shape, as in safetensors' slices."""
         return list(self.shape)
 
     def get_dtype(self) -> str:
-        """Return the type's name in the format, as safetensors does."""
+        """Return the format's name of the dtype, as in safetensors' slices."""
         return self.type_name
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a copy of the tensor, or a part of one; what stands for it, where ``reads`` says so."""
+        """Return a copy of the tensor or of a part; for ``[...]`` the stand-in, if ``reads`` has one."""
         if index is ... and self.reads.stand_in is not None:
             return self.reads.stand_in(self)
         whole = self.reads.take(self)
         return whole if index is ... else whole[index]
 
     def read(self, memory: torch.UntypedStorage | None = None) -> torch.Tensor:
-        """Return a copy of the tensor in ``memory``, or in some of its own, while the kernel fetches what
-        follows it.
+        """Return a copy of the tensor, in ``memory`` if given; the kernel reads ahead meanwhile.
 
         Raises:
             CheckpointError: the file cannot be read, or is too short.
@@ -266,8 +267,9 @@ class StoredTensor:
         return self._read(copy, self.begin)
 
     def holds_the_same_as(self, other: StoredTensor) -> bool:
-        """Return whether two tensors have equal values, of whatever types; some MiB are read at a time.
-        Raises as :meth:`read`."""
+        """Return whether two tensors have equal values, even in different dtypes. Reads a few MiB at a time.
+        Raises like :meth:`read`.
+        """
         return self.shape == other.shape and all(
             hold_the_same(one, another) for one, another in zip(self._pieces(), other._pieces(), strict=True)
         )
@@ -279,14 +281,14 @@ class StoredTensor:
             yield self._read(piece, self.begin + start * self.dtype.itemsize)
 
     def _read(self, tensor: torch.Tensor, begin: int) -> torch.Tensor:
-        """Fill ``tensor``, in memory of its own, with the bytes at ``begin`` of the file, and return it."""
+        """Fill ``tensor`` with the file's bytes at offset ``begin`` and return it."""
         nbytes = tensor.nbytes
-        with suppress(OSError):  # a hint
+        with suppress(OSError):  # only a hint
             end = begin + nbytes
             os.posix_fadvise(self.descriptor, end, _READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
         if not nbytes:
             return tensor
-        # Not numpy's view: memory that numpy has seen cannot be given back early.
+        # Not through numpy: a storage with a numpy view cannot be resized to 0, so could not be freed early.
         raw = memoryview((ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr()))
         done = 0
         try:
@@ -302,14 +304,14 @@ class StoredTensor:
 
 
 class SafetensorsFiles(Mapping[str, StoredTensor]):
-    """Open safetensors files, by the names of their tensors. Close it after the last read.
+    """Open safetensors files: a mapping tensor name -> StoredTensor. Close it after the last read.
 
     Raises:
-        CheckpointError: a file cannot be opened, is damaged, or is not what the index says.
+        CheckpointError: a file cannot be opened, is damaged, or contradicts the index.
     """
 
     def __init__(self, paths: list[Path], named: Mapping[str, str] | None = None) -> None:
-        """Open ``paths``; ``named``: which file each tensor is in, as an index has it."""
+        """Open ``paths``. ``named``: {tensor: file} from an index, to be checked."""
         self.reads = TensorReads()
         self._tensors: dict[str, StoredTensor] = {}
         self._stack = ExitStack()
@@ -326,8 +328,9 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
 
     @classmethod
     def of_directory(cls, path: Path) -> SafetensorsFiles:
-        """Open a model's files in the directory at ``path``: one, or shards with an index. Raises as the
-        class."""
+        """Open the files of the model in the directory ``path``: one, or shards with an index. Raises like
+        the class.
+        """
         directory = InputDirectory(path)
         if INDEX in directory:
             named = read_index(directory, INDEX)
@@ -363,8 +366,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         return len(self._tensors)
 
     def expect(self, order: Iterable[str]) -> None:
-        """Say in which order the tensors will be asked for: they are read before that. See
-        :meth:`TensorReads.expect`."""
+        """Set the expected order of reads, so that tensors are read ahead. See :meth:`TensorReads.expect`."""
         self.reads.expect([self._tensors[name] for name in order])
 
     def close(self) -> None:
@@ -382,7 +384,9 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
 
 
 class StoredValues(Mapping[str, torch.Tensor]):
-    """The same as tensors, each read again at every use: what ``load_state_dict`` takes one by one."""
+    """The files as a mapping name -> tensor; every access reads the tensor again. For ``load_state_dict``,
+    which takes one at a time.
+    """
 
     def __init__(self, files: SafetensorsFiles) -> None:
         self._files = files
@@ -391,7 +395,7 @@ class StoredValues(Mapping[str, torch.Tensor]):
         return self._files[name][...]
 
     def outline(self, name: str) -> torch.Tensor:
-        """Return a tensor without values: its shape and type."""
+        """Return a meta tensor with the shape and dtype."""
         stored = self._files[name]
         return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
 
@@ -403,11 +407,11 @@ class StoredValues(Mapping[str, torch.Tensor]):
 
 
 def _read_header(descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return type, shape and first byte of each tensor of an open file, by its name.
+    """Return dtype name, shape and first byte of each tensor of an open file, by name.
 
     Raises:
-        ValueError: it is no safetensors file: what the header says is not what the file holds, each byte
-            once. OSError: it cannot be read.
+        ValueError: it is not a safetensors file, or its tensors do not cover each byte exactly once.
+        OSError: it cannot be read.
     """
     size = os.fstat(descriptor).st_size
     head = int.from_bytes(os.pread(descriptor, 8, 0), "little")
@@ -438,7 +442,9 @@ def _read_header(descriptor: int) -> dict[str, tuple[str, tuple[int, ...], int]]
 
 
 def _entry_of(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-    """Return type, shape, first byte and end of a tensor. Raises ValueError for what says none of that."""
+    """Return dtype name, shape, first byte and end of a tensor. Raises ValueError if the entry is
+    malformed.
+    """
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name!r:.200} has not dtype, shape and data_offsets")
     type_name, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -461,5 +467,5 @@ def _check_metadata(said: Any) -> None:
 
 
 def _types() -> dict[str, torch.dtype]:
-    """Return torch's types by their names in the format."""
+    """Return {name in the format: torch dtype}."""
     return {name: dtype for dtype, name in TYPE_NAMES.items()}

@@ -1,11 +1,10 @@
-"""Weights that stay where a checkpoint has them: chunks are read from its safetensors until they are written.
+"""Weights that stay in a checkpoint's safetensors: chunks are read from there until they are written.
 
-The files are the DISK tier of these chunks: no second copy is written, and nothing is read before it is used.
-A chunk that is changed, as by the first step of what trains, goes to the file of the DISK tier.
+The files are the DISK tier of these chunks: no copy is written, and nothing is read before it is used. A
+chunk that is changed, for example by the first step, moves to the file of the DISK tier.
 
-A loader gets tensors that were not read yet. What it only assigns, or puts together from several, stays
-unread; whatever else it does with one, such as a cast, reads it, and the result is written into chunks as
-usual.
+The loader gets tensors that are not read yet. A tensor that it only assigns, or concatenates with others,
+stays unread; any other operator, such as a cast, reads it, and its result is written into chunks as usual.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ _MOST_PIECES = 2**16
 
 
 class Piece(NamedTuple):
-    """Bytes of a tensor that lie in a file: ``offset`` is where they begin in ``stored``, ``begin`` where in
-    the tensor."""
+    """Bytes of a tensor that are in a file. ``offset``: their start within ``stored``. ``begin``: their start
+    within the tensor.
+    """
 
     stored: StoredTensor
     offset: int
@@ -49,19 +49,21 @@ class Piece(NamedTuple):
 
 
 class UnreadTensor(torch.Tensor):
-    """A tensor of a file that nobody has read, or some that were put together: an operator on it reads it."""
+    """A tensor of a file that has not been read, or a concatenation of such tensors. An operator on it reads
+    it.
+    """
 
     pieces: Sequence[Piece]
     _read: Callable[[], torch.Tensor]
 
     @staticmethod
     def __new__(cls, stored: StoredTensor) -> UnreadTensor:
-        """Return what passes for the tensor that ``stored`` is."""
+        """Return an unread tensor for ``stored``."""
         pieces = [Piece(stored, 0, 0, stored.nbytes)]
         return cls._made(stored.shape, stored.dtype, pieces, lambda: stored.reads.take(stored))
 
     def __init__(self, stored: StoredTensor) -> None:
-        """Do nothing: it was made."""
+        """Do nothing: ``__new__`` has made it."""
 
     @classmethod
     def _made(
@@ -85,8 +87,9 @@ class UnreadTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Read what ``func`` is given, but where it only passes it on or puts tensors behind each other, as
-        loaders do with experts that files have one by one."""
+        """Read the arguments and run ``func``. Operators that only pass a tensor on or concatenate tensors,
+        as loaders do with experts that are stored one by one, return unread tensors.
+        """
         if func in _SAME or (func in _RESHAPES and tuple(args[1]) == tuple(args[0].shape)):
             return cls._made(args[0].shape, args[0].dtype, args[0].pieces, args[0].read)
         if func in (torch.ops.aten.stack.default, torch.ops.aten.cat.default) and not kwargs:
@@ -98,7 +101,9 @@ class UnreadTensor(torch.Tensor):
 
     @classmethod
     def _joined(cls, func: Any, tensors: Sequence[Any], dim: int = 0) -> UnreadTensor | None:
-        """Return several tensors as one; None where they are not alike, or would be very many pieces."""
+        """Return a concatenation as one unread tensor; None if the tensors do not fit together, or if it
+        would have very many pieces.
+        """
         alike = all(type(t) is UnreadTensor and t.dtype == tensors[0].dtype for t in tensors)
         if not alike or len({t.dim() for t in tensors}) > 1:
             return None
@@ -106,7 +111,7 @@ class UnreadTensor(torch.Tensor):
             described = [torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for t in tensors]
         shape = func(described, dim).shape
         outer = math.prod(shape[: dim % len(shape)])
-        # Each of the tensors is cut at most once more than it has parts in the whole.
+        # An upper bound: each boundary between parts splits at most one piece.
         if outer * len(tensors) + sum(len(t.pieces) for t in tensors) > _MOST_PIECES:
             return None
         pieces: list[Piece] = []
@@ -124,8 +129,9 @@ class UnreadTensor(torch.Tensor):
 
 
 def _part(pieces: Sequence[Piece], first: int, nbytes: int, at: int) -> Iterator[Piece]:
-    """Yield ``nbytes`` of ``pieces``, which ascend, from ``first`` on; they begin at ``at`` in another
-    tensor."""
+    """Yield ``nbytes`` of the ascending ``pieces``, from byte ``first`` on, placed at byte ``at`` of another
+    tensor.
+    """
     place = max(0, bisect_right(pieces, first, key=lambda piece: piece.begin) - 1)
     for piece in islice(pieces, place, None):
         if piece.begin >= first + nbytes:
@@ -136,7 +142,7 @@ def _part(pieces: Sequence[Piece], first: int, nbytes: int, at: int) -> Iterator
 
 
 class StoredWeights:
-    """Which parameters of one model lie in files as they are, while it is loaded."""
+    """The parameters of one model that stay in files, while it is loaded."""
 
     def __init__(self, storage: ModelStorage, manager: GeminiManager) -> None:
         self._storage, self._manager = storage, manager
@@ -144,9 +150,10 @@ class StoredWeights:
 
     @classmethod
     def of(cls, built: Built, filling: Filling, files: SafetensorsFiles) -> StoredWeights | None:
-        """Return the weights of a model that is about to be loaded from ``files``, whose tensors are not read
-        then before somebody uses them. None: they are copied, because that writes nothing, or because most of
-        them would be copied in any case."""
+        """Return the weights of a model that is about to be loaded from ``files``, and make its tensors
+        unread until they are used. None if weights are copied instead: because copying writes nothing to
+        disk, or because most weights could not stay in the files.
+        """
         manager = built.manager
         if not manager.chunks.can_read_files:
             budgets, is_alone = manager.chunks.budgets, not manager.is_sharded and manager.part is None
@@ -163,7 +170,9 @@ class StoredWeights:
         return slot in self._stored
 
     def take(self, slot: ManagedSlot, tensor: UnreadTensor) -> bool:
-        """Say whether a parameter can be read where ``tensor`` is; then it need not be written."""
+        """Return whether the parameter can be read from the place of ``tensor``; if so it need not be
+        written.
+        """
         view = slot.param_view
         fits = view.dtype == tensor.dtype and view.shape == tensor.shape and view.is_contiguous()
         if not fits or slot.group.shard is not None or slot.group.has_master:
@@ -172,12 +181,13 @@ class StoredWeights:
         return True
 
     def values_of(self, slot: ManagedSlot) -> torch.Tensor:
-        """Return what a parameter that was taken has."""
+        """Read the values of a parameter that was taken."""
         return self._stored[slot].read()
 
     def finish(self, module: nn.Module, write: Callable[[ManagedSlot, torch.Tensor], None]) -> None:
-        """Have the chunks that hold nothing else read from the files; ``write`` gets the parameters of all
-        others, and buffers of ``module`` their values."""
+        """Make chunks that contain only stored parameters read from the files. ``write`` gets the stored
+        parameters of all other chunks; unread buffers of ``module`` are read.
+        """
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if isinstance(buffer, UnreadTensor):
@@ -217,15 +227,16 @@ class StoredWeights:
         self._manager.chunks.find_on_disk(tensors, files, chunks)
 
     def _placed(self, slot: ManagedSlot) -> Iterator[Piece]:
-        """Yield the pieces of a parameter by where they begin in its chunk."""
+        """Yield the pieces of a parameter, placed within its chunk."""
         tensor = self._stored[slot]
         for piece in tensor.pieces:
             yield piece._replace(begin=piece.begin + slot.start * tensor.itemsize)
 
 
 def _kept_bytes(storage: ModelStorage, files: SafetensorsFiles) -> int:
-    """Return how many bytes of ``files`` can stay there at most: parameters of their type have no masters,
-    which are copies of another type."""
+    """Return an upper bound of the bytes of ``files`` that can stay there: parameters in their dtype and
+    without masters, which are copies in another dtype.
+    """
     room: Counter[torch.dtype] = Counter()
     for slot in storage.slots.values():
         if not slot.group.has_master:
@@ -237,7 +248,7 @@ def _kept_bytes(storage: ModelStorage, files: SafetensorsFiles) -> int:
 
 
 def _chunks_of(group: ChunkGroup) -> Iterator[tuple[Chunk, int]]:
-    """Yield the chunks that a group's chunk of parameters is, with the byte at which each begins."""
+    """Yield (chunk, first byte) for the chunks of a group's parameters."""
     first = 0
     for chunk in group.param.parts if isinstance(group.param, CutChunk) else (group.param,):
         yield chunk, first

@@ -1,7 +1,7 @@
-"""Checkpoints of a GeminiTrainer: each is whole or absent, and what is not whole is not resumed from.
+"""Checkpoints of a GeminiTrainer: each is complete or absent, and incomplete ones are not resumed from.
 
-A checkpoint is written to ``.checkpoint-N.partial/checkpoint-N`` by all ranks, then made durable and given
-its name. ``gemini.json`` in it, the last file, names the save that ``gemini/`` is of.
+All ranks write a checkpoint to ``.checkpoint-N.partial/checkpoint-N``; then it is fsynced and renamed. Its
+last file, ``gemini.json``, has the identity of the save in ``gemini/``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARTIAL = re.compile(r"\.checkpoint-\d+\.partial")
 
 
 def clear(run: Path) -> None:
-    """Remove what killed saves have left in ``run``."""
+    """Remove the remains of killed saves in ``run``."""
     for path in run.iterdir():
         if _PARTIAL.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -50,7 +50,9 @@ def clear(run: Path) -> None:
 
 
 def seal(made: Path, step: int) -> None:
-    """Write down in a checkpoint which save of ``gemini/`` it is of, and what else it has to have."""
+    """Write the record of a checkpoint: the identity of the save in ``gemini/``, and the files that it must
+    have.
+    """
     folder = made / FOLDER
     save = identity_of(latest(folder)) if folder.is_dir() else None
     own = (SCHEDULER, "scaler.pt")
@@ -60,8 +62,9 @@ def seal(made: Path, step: int) -> None:
 
 
 def remove_older(run: Path, keep: int, kept: set[Path]) -> None:
-    """Remove the oldest checkpoints in ``run`` until ``keep`` are left; ``kept`` stay. None of them is ever
-    there in part."""
+    """Remove the oldest checkpoints in ``run`` until ``keep`` are left, but not those in ``kept``. A partly
+    removed one never keeps its name.
+    """
     found = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, _step(path)))
     others = [path for path in found if path not in kept]
     for path in others[: max(0, len(found) - max(keep, len(kept)))]:
@@ -72,12 +75,13 @@ def remove_older(run: Path, keep: int, kept: set[Path]) -> None:
 
 
 def newest(run: Path) -> Path | None:
-    """Return the newest checkpoint in ``run`` that can be resumed from; None: there is none at all. Those
-    that cannot are named in the log. Raises CheckpointError where there are some and all cannot."""
+    """Return the newest checkpoint in ``run`` that can be resumed from; None if there are none at all. Others
+    are logged. Raises CheckpointError if there are some and none can be resumed from.
+    """
     if not run.is_dir():
         return None
     with io_errors("look for checkpoints", run):
-        clear(run)  # nothing else would, where no step is left to train
+        clear(run)  # no save will do it if no step is left to train
         found = sorted(_checkpoints(run), key=_step, reverse=True)
     first: CheckpointError | None = None
     for path in found:
@@ -104,18 +108,19 @@ def _step(path: Path) -> int:
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
-    """Say whether ``gemini/`` has the weights and states of a checkpoint."""
+    """Return whether the checkpoint has weights and states in ``gemini/``."""
     return (Path(directory) / FOLDER).is_dir()
 
 
 def check(directory: Path) -> None:
-    """Look for all that a run needs to go on as if it had not ended. Raises CheckpointError, in one line.
+    """Check that a checkpoint has everything that a bit-exact resume needs. Raises CheckpointError with a
+    one-line message.
 
-    Whatever transformers may open in the directory is a regular file inside it.
+    Every file that transformers may open must be a regular file inside the directory.
     """
     files_there = InputDirectory(directory)
     for name in files_there.names:
-        if not (directory / name).is_dir():  # one in a file's place is refused where the file is read
+        if not (directory / name).is_dir():  # a directory instead of a file is refused when it is read
             files_there.check(name)
     step = _step_of(files_there)
     record = files_there.json(_RECORD, _MAX_BYTES) if _RECORD in files_there else None
@@ -137,7 +142,7 @@ def check(directory: Path) -> None:
 
 
 def _check_save(directory: Path, record: dict[str, Any], step: object) -> None:
-    """Raise CheckpointError unless the parts of a checkpoint are of one save."""
+    """Raise CheckpointError unless all parts of a checkpoint are from the same save."""
     if record.get("save") is None:
         raise CheckpointError(f"{directory} was saved with save_only_model=True: {_FRESH}")
     folder = directory / FOLDER
@@ -160,7 +165,9 @@ def _check_save(directory: Path, record: dict[str, Any], step: object) -> None:
 
 
 def _check_plain(directory: Path) -> None:
-    """Raise CheckpointError for a checkpoint of a Trainer that has no states."""
+    """Raise CheckpointError if a checkpoint of transformers' own Trainer lacks optimizer or
+    scheduler states.
+    """
     for name in (_OPTIMIZER, SCHEDULER):
         if not (directory / name).exists():
             raise CheckpointError(f"{directory} has neither {FOLDER}/ nor {name}: {_FRESH}")
@@ -168,14 +175,16 @@ def _check_plain(directory: Path) -> None:
 
 
 def _check_torch_file(path: Path) -> None:
-    """Raise CheckpointError for what is no whole file of ``torch.save``. Nothing in it is looked at."""
+    """Raise CheckpointError unless the file is a complete file of ``torch.save``. Its contents are not
+    loaded.
+    """
     if not path.exists():
         raise CheckpointError(f"{path} is not there; copy all of a checkpoint")
     if not path.is_file():
         raise CheckpointError(f"{path} is no regular file; copy all of a checkpoint")
     with errors_of(f"{path} is damaged"), zipfile.ZipFile(path) as file:
-        # torch stores members as they are: those that unpack to more than the file has are of another maker,
-        # and there is no end to what they may unpack to.
+        # torch stores members uncompressed. A file that unpacks to more than its size is not torch's, and may
+        # unpack without bound.
         if sum(member.file_size for member in file.infolist()) > path.stat().st_size:
             raise InputError(f"{path} is damaged: it unpacks to more than it has; {AGAIN}")
         damaged = file.testzip()
@@ -184,12 +193,14 @@ def _check_torch_file(path: Path) -> None:
 
 
 def _step_of(directory: InputDirectory) -> int:
-    """Return the step of a checkpoint, whose state transformers will take as it is."""
+    """Return the step of a checkpoint, and check its trainer_state.json, which transformers would accept
+    unchecked.
+    """
     state = directory.json(_STATE, _MAX_BYTES)
     path, step = directory.path / _STATE, state.get("global_step")
     if type(step) is not int or not 0 <= step < 2**63:
         raise InputError(f"{path} is damaged: its global_step is {step!r:.200}, no number of steps; {AGAIN}")
-    # As it is declared, except for what the program of a Trainer turns into objects.
+    # Fields have their declared types, except stateful_callbacks, which the Trainer turns into objects.
     kinds = {**get_type_hints(TrainerState), "stateful_callbacks": dict}
     for name, value in state.items():
         if name not in kinds or not _is_of(value, kinds[name]):
@@ -202,7 +213,7 @@ def _step_of(directory: InputDirectory) -> int:
 
 
 def _is_of(value: object, hint: Any) -> bool:
-    """Say whether a value of a document can be one of what a program declares."""
+    """Return whether a JSON value fits a type hint."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds = tuple(get_origin(kind) or kind for kind in kinds)
     if type(value) in (int, float):

@@ -1,11 +1,11 @@
 """transformers' Trainer with managed models: ``from gemini.integrations.transformers import GeminiTrainer``.
 
-The line that makes the Trainer is the one that changes::
+Only the line that makes the Trainer changes::
 
     trainer = GeminiTrainer(model=model, args=args, train_dataset=data,
                             gemini={"device_bytes": "8GiB", "disk_dir": "/mnt/nvme"})
 
-Trainers of others become ours in the same line, those of TRL for example::
+Other Trainer classes, for example TRL's, are adapted in the same line::
 
     trainer = GeminiTrainerMixin.on(SFTTrainer)(model=model, args=args, train_dataset=data,
                                                 gemini={"device_bytes": "8GiB", "disk_dir": "/mnt/nvme"})
@@ -50,17 +50,17 @@ logger = logging.getLogger(__name__)
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 TRAINER_STATE_NAME = "trainer_state.json"
-_OF_TORCH = ("sgd", "rmsprop", "adagrad")  # GeminiOptimizer drives the class that the Trainer makes
+_OF_TORCH = ("sgd", "rmsprop", "adagrad")  # GeminiOptimizer drives the optimizers that the Trainer makes
 
 
 class GeminiTrainerMixin:
-    """What a Trainer needs to train a managed model, with the numbers of an unmanaged one.
+    """Makes a Trainer class train a managed model, with the numbers of an unmanaged one.
 
-    The model is managed in place, unless it is already (:func:`gemini.from_pretrained`). Optimizer states go
-    to and from ``checkpoint-N/gemini``, streamed, with fp32 masters where there are any: resuming goes on bit
-    for bit. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW; ``sgd``, ``rmsprop`` and
-    ``adagrad`` are torch's, on chunks. What the trainer evaluates
-    beside the model, such as DPO's reference, becomes managed too, under budgets of its own.
+    The model is managed in place, unless it already is (:func:`gemini.from_pretrained`). Optimizer states are
+    streamed to and from ``checkpoint-N/gemini``, with fp32 masters if there are any, so a resume is
+    bit-exact. ``adamw_torch`` and ``adamw_torch_fused`` are replaced by our AdamW; ``sgd``, ``rmsprop`` and
+    ``adagrad`` are torch's, on chunks. Models that the trainer only evaluates, such as DPO's reference,
+    become managed too, with their own budgets.
     """
 
     model: Any
@@ -73,7 +73,7 @@ class GeminiTrainerMixin:
     callback_handler: Any
     label_smoother: Any
     optimizer_cls_and_kwargs: Any
-    _staging: Path | None = None  # while a checkpoint is saved: the directory that it is written in
+    _staging: Path | None = None  # while saving: the directory in which the checkpoint is written
     _to_push = False
 
     def __init__(
@@ -89,15 +89,15 @@ class GeminiTrainerMixin:
         Args:
             gemini: options of :func:`gemini.manage` for a model that is not managed yet. With ``"plan"``, a
                 :class:`gemini.parallel.ParallelPlan` or its file, budgets, precision and recomputed blocks
-                are those of the plan; the arguments have to say its batches.
-            gemini_optimizer: options of :class:`gemini.GeminiOptimizer` and of our AdamW beside those in the
+                are the plan's; the TrainingArguments must have its batch sizes.
+            gemini_optimizer: options of :class:`gemini.GeminiOptimizer` and of our AdamW, in addition to the
                 TrainingArguments, such as ``state_dtype`` and ``overlap``.
-            gemini_reference: options of :func:`gemini.manage` for what is only evaluated and not managed yet;
-                None: those of the model. Each has budgets of its own.
+            gemini_reference: options of :func:`gemini.manage` for models that are only evaluated and not
+                managed yet; None: those of the model. Each has its own budgets.
 
         Raises:
             OutOfBudgetError: the model cannot fit the budgets.
-            ConfigError: the arguments ask for what cannot be done with a managed model.
+            ConfigError: the arguments are not supported with a managed model.
         """
         self._options = dict(gemini or {})
         plan = self._options.pop("plan", None)
@@ -108,18 +108,20 @@ class GeminiTrainerMixin:
         if self.label_smoother is not None and self.handle.tiled_heads is not None:
             self.label_smoother = _Smoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
         self._figures = GeminiCallback()
-        self.callback_handler.callbacks.insert(0, self._figures)  # reporters after it see what it adds
+        self.callback_handler.callbacks.insert(0, self._figures)  # first: reporters after it see its figures
 
     @staticmethod
     @cache
     def on(trainer: type[Trainer]) -> Any:
-        """Return ``trainer``, a class, with this mixin."""
+        """Return a subclass of the class ``trainer`` with this mixin."""
         return type(f"Gemini{trainer.__name__}", (GeminiTrainerMixin, trainer), {"__module__": __name__})
 
     # -- the model -------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Manage the model, which every trainer has by now, and make an accelerator that leaves it alone."""
+        """Manage the model, which exists by now in every trainer, and make an accelerator that
+        supports it.
+        """
         other_engines.refuse_in_arguments(self.args)
         other_engines.refuse_in_environment("trainer")
         if self.args.fp16:
@@ -135,7 +137,7 @@ class GeminiTrainerMixin:
             self.accelerator.manage_reference = self._manage_reference
 
     def call_model_init(self, trial: Any = None) -> Any:
-        """Make the model again, managed; one that was made before returns its memory."""
+        """Make the model again, managed; the memory of an earlier one is freed."""
         before = managed(getattr(self, "model", None))
         if before is not None:
             before.close()
@@ -157,7 +159,9 @@ class GeminiTrainerMixin:
             )
 
     def _planned(self, plan: ParallelPlan, model: nn.Module) -> dict[str, Any]:
-        """Return the options of a plan, and those beside it. Raises ConfigError for what contradicts it."""
+        """Return the options of a plan, joined with the user's. Raises ConfigError if they contradict the
+        plan.
+        """
         options = plan.joined(plan.managed_options("GeminiTrainer"), self._options)
         plan.check(model, self.args.world_size)
         said = {
@@ -173,23 +177,25 @@ class GeminiTrainerMixin:
         return options
 
     def _manage_reference(self, model: nn.Module) -> None:
-        """Manage what is only evaluated; without masters, which are for what changes."""
+        """Manage a model that is only evaluated, without fp32 masters, which only trained parameters need."""
         if not getattr(self.args, "sync_ref_model", False):
             model.requires_grad_(False)
         if self._reference_options is None:
-            manage(model, config=replace(self.handle.config, tiled_loss=False))  # it has no loss
+            manage(model, config=replace(self.handle.config, tiled_loss=False))  # no loss is computed on it
         else:
             manage(model, **self._reference_options)
 
     @property
     def handle(self) -> ManagedModel:
-        """The handle of the model that is trained: ``stats()``, ``plan()``, ``record_timeline()``."""
+        """The handle of the trained model: ``stats()``, ``plan()``, ``record_timeline()``."""
         return handle_of(self.model)
 
     # -- the optimizer ---------------------------------------------------------------------------
 
     def create_optimizer(self, *args: Any, **options: Any) -> Any:
-        """Make the optimizer: the Trainer's groups, our AdamW unless another one was given or named."""
+        """Make the optimizer: the Trainer's groups, with our AdamW unless another optimizer was given or
+        named.
+        """
         own = self._optimizer_options
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and self._optim not in _OF_TORCH:
             self.optimizer_cls_and_kwargs = (HybridAdam, self._adam_options())
@@ -202,7 +208,7 @@ class GeminiTrainerMixin:
 
     @property
     def _optim(self) -> str:
-        """The optimizer that the TrainingArguments name."""
+        """The name of the optimizer in the TrainingArguments."""
         return str(getattr(self.args.optim, "value", self.args.optim))
 
     def _adam_options(self) -> dict[str, Any]:
@@ -225,11 +231,11 @@ class GeminiTrainerMixin:
     # -- files -----------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
-        """Train as transformers does. ``resume_from_checkpoint=True`` takes the newest checkpoint that is
-        whole and names in the log what it passes over; one that is named has to be whole.
+        """Train as transformers does. ``resume_from_checkpoint=True`` takes the newest complete checkpoint
+        and logs those that it skips; a named checkpoint must be complete.
 
         Raises:
-            CheckpointError: a file is missing or damaged, or files of several saves lie together.
+            CheckpointError: a file is missing or damaged, or files of several saves are mixed.
         """
         if resume_from_checkpoint:
             rank, named = self.handle.rank(), resume_from_checkpoint is not True
@@ -246,22 +252,23 @@ class GeminiTrainerMixin:
         return super().train(resume_from_checkpoint, *args, **options)  # type: ignore[misc]
 
     def _run_epoch(self, *args: Any, **options: Any) -> None:
-        """Train for an epoch; not where a run that was killed after its last save goes on: transformers looks
-        for the last step only after a further one."""
+        """Train for an epoch. Skipped if a run that was killed after its last save is resumed: transformers
+        checks for the last step only after another step.
+        """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, **options)  # type: ignore[misc]
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Return the directory of checkpoints, or where one of them is being written."""
+        """Return the directory of checkpoints; while one is being saved, its temporary directory."""
         if self._staging is not None:
             return str(self._staging)
         found: str = super()._get_output_dir(trial)  # type: ignore[misc]
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a checkpoint that is whole or absent, then remove older ones and push it."""
+        """Save a checkpoint that is complete or absent, then remove old ones and push it."""
         run, step = Path(self._get_output_dir(trial)), int(self.state.global_step)
         target = run / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
@@ -290,33 +297,33 @@ class GeminiTrainerMixin:
             trainer_files.remove_older(run, limit, {target, *([Path(best)] if best is not None else [])})
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push what is being written once it has its name."""
+        """Push a checkpoint, if it is still being written after it has its name."""
         if self._staging is not None:
             self._to_push = True
         else:
             super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the weights as transformers does; over ranks all give their parts."""
+        """Save the weights as transformers does. Collective over ranks."""
         if state_dict is None and self.handle.peers is not None:
             state_dict = self.handle.state_dict(only_rank_0=True)  # type: ignore[attr-defined]
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Stream weights, masters and states of the optimizer to ``gemini`` in ``output_dir``."""
+        """Stream weights, masters and optimizer states to ``gemini`` in ``output_dir``."""
         folder = Path(output_dir) / trainer_files.FOLDER
         checkpoint.save(folder, self.handle, unwrapped(self.optimizer), keep=1)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / trainer_files.SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Leave weights to :meth:`_load_optimizer_and_scheduler` where it has them."""
+        """Load weights only if :meth:`_load_optimizer_and_scheduler` will not load them."""
         if not trainer_files.is_ours(resume_from_checkpoint):
             with _resuming(resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load what :meth:`_save_optimizer_and_scheduler` has saved."""
+        """Load a checkpoint from :meth:`_save_optimizer_and_scheduler`."""
         if checkpoint is None or not trainer_files.is_ours(checkpoint):
             with _resuming(checkpoint):
                 super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
@@ -342,22 +349,24 @@ class GeminiTrainerMixin:
     # -- the loss --------------------------------------------------------------------------------
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
-        """Take the loss as the trainer does; of a model with a tiled loss by tiles, with smoothed labels and
-        a loss function of the user, too."""
+        """Compute the loss as the trainer does; for a model with a tiled loss by tiles, also with label
+        smoothing or the user's own loss function.
+        """
         with self.handle.expecting_loss():
             return super().compute_loss(*args, **options)  # type: ignore[misc]
 
     # -- what is logged --------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """Train on a batch, whose tokens are counted. With ``auto_find_batch_size`` a pass that runs out of
-        memory is repeated with less model data on DEVICE before the Trainer takes a smaller batch."""
+        """Train on a batch and count its tokens. With ``auto_find_batch_size`` a pass that runs out of memory
+        is first repeated with less model data on DEVICE, before the Trainer takes a smaller batch.
+        """
         name = getattr(self.model, "main_input_name", "input_ids")
         tokens = inputs.get(name) if hasattr(inputs, "get") else None
         self._figures.num_tokens += tokens.numel() if isinstance(tokens, torch.Tensor) else 0
 
         def step() -> Any:
-            given = copy.copy(inputs)  # what a trainer takes out of it is there at the second call
+            given = copy.copy(inputs)  # a trainer may remove entries, which a second call needs again
             return super(GeminiTrainerMixin, self).training_step(model, given, *args, **options)  # type: ignore[misc]
 
         if not self.args.auto_find_batch_size or self.handle.peers is not None:
@@ -368,17 +377,20 @@ class GeminiTrainerMixin:
             if error.__cause__ is None or not ran_out_of_memory(error.__cause__):
                 raise
             self.handle.zero_grad()
-            raise RuntimeError(f"{error}: out of memory.") from error  # what Accelerate looks for
+            raise RuntimeError(f"{error}: out of memory.") from error  # the text that Accelerate looks for
 
 
 def _resuming(checkpoint: str | None) -> AbstractContextManager[None]:
-    """Return what names the checkpoint where something in it cannot be taken over. Without one a Trainer's
-    errors stay as they are."""
+    """Return a context that names the checkpoint in errors of loading it; without a checkpoint errors are
+    unchanged.
+    """
     return nullcontext() if checkpoint is None else errors_of(f"cannot go on from {checkpoint}")
 
 
 class _Smoother(LabelSmoother):  # type: ignore[misc, unused-ignore]
-    """transformers' smoothed labels as torch has them: the same loss, which tiles can compute."""
+    """transformers' label smoothing through torch's cross entropy: the same loss, which can be computed by
+    tiles.
+    """
 
     def __call__(
         self,
@@ -407,35 +419,37 @@ class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc, unused-i
 
 
 class _TrainersAccelerator(GeminiAccelerator):
-    """An accelerator that also has managed what its trainer evaluates beside the model."""
+    """An accelerator that also manages the models that its trainer only evaluates."""
 
     manage_reference: Callable[[nn.Module], None]
 
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As :meth:`GeminiAccelerator.prepare_model`; before a model goes whole where operators run."""
+        """Manage a model that is only evaluated before it would be moved to the device whole; then see
+        :meth:`GeminiAccelerator.prepare_model`.
+        """
         if evaluation_mode and managed(model) is None:
             self.manage_reference(model)
         return super().prepare_model(model, device_placement, evaluation_mode)
 
 
 class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Adds to what a Trainer logs of a managed model: stalls, what is on each tier, tokens per second, and
-    what a step took beside what the plan expected of it, once there is one.
+    """Adds figures of a managed model to a Trainer's logs: stalls, bytes on each tier, tokens per second, and
+    the measured step time beside the plan's, once there is one.
 
-    For any Trainer, before the callbacks that report; GeminiTrainer has one. ``num_tokens`` is counted up by
-    whoever trains.
+    Works with any Trainer, placed before the reporting callbacks; GeminiTrainer includes it. The training
+    loop must count up ``num_tokens``.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self._since = (time.perf_counter(), 0)
-        self._begun: float | None = None  # when the step under way did
-        self._steps: list[float] = []  # seconds of those since the last logs
+        self._begun: float | None = None  # start time of the current step
+        self._steps: list[float] = []  # seconds of the steps since the last log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._since = (time.perf_counter(), self.num_tokens)
         self._begun, self._steps = None, []
         handle = managed(model)
@@ -443,11 +457,11 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             handle.stats(since_last=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Begin to time a step."""
+        """Start timing a step."""
         self._begun = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Note what it took, with all passes of an accumulation and the update."""
+        """Record the time of the step, including all accumulation passes and the update."""
         if self._begun is not None:
             self._steps.append(time.perf_counter() - self._begun)
         self._begun = None
@@ -455,7 +469,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **others: Any
     ) -> None:
-        """Add to the logs of a training step what happened since those before."""
+        """Add the figures since the last log to the logs of a training step."""
         handle = managed(model)
         if handle is None or not logs or "loss" not in logs:
             return

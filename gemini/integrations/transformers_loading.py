@@ -1,8 +1,8 @@
-"""transformers' own way of loading a model, with parameters that go into chunks.
+"""Loads transformers models with transformers' own code, but into chunks.
 
-``from_pretrained`` of transformers builds the model on ``meta``, maps names of files to names of parameters,
-converts, ties, initializes what is missing, and reports. All of that is left to it. Between building and
-loading the parameters become managed; what it assigns to a module is written to the chunk in its place.
+transformers' ``from_pretrained`` builds the model on ``meta``, maps names in files to parameters, converts,
+ties, initializes missing weights, and reports. All of that stays its own. Between building and loading the
+parameters become managed; values that transformers assigns to a module are written to the chunks instead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gemini.runtime.build import Built
 from gemini.runtime.storage.model_storage import ManagedSlot, slot_of
 from gemini.system.input_files import InputDirectory, errors_of
 
-_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' own: tensors are read when they are needed
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # transformers' switch: read tensors when they are needed
 _QUANTIZED_BY = ("bitsandbytes", "torchao")
 _PATCHED = threading.Lock()
 _REFUSED_KEYWORD = re.compile(r"unexpected keyword argument '(\w+)'")
@@ -56,8 +56,9 @@ def load_pretrained(
     *,
     trains: bool = True,
 ) -> Any:
-    """Do what :func:`gemini.from_pretrained` does for a model of transformers; ``options`` are GeminiDDP's,
-    ``others`` transformers'."""
+    """Implements :func:`gemini.from_pretrained` for a transformers model. ``options``: GeminiDDP's.
+    ``others``: transformers'.
+    """
     transformers = _transformers()
     if dtype is not None:
         others = {**others, "dtype": dtype}
@@ -79,24 +80,24 @@ def load_pretrained(
     if os.path.lexists(path):
         check_model(Path(path, others.get("subfolder") or ""))
     loading = _Loading(options, adapters, trains=trains)
-    others = {"trust_remote_code": False, **others}  # None asks, and takes an answer from standard input
+    others = {"trust_remote_code": False, **others}  # with None transformers asks on standard input
     try:
         chosen = _class_of(transformers, auto_class, path, others)
         if not _is_transformers(transformers, chosen) and not others["trust_remote_code"]:
             del others["trust_remote_code"]
         if is_quantized(path, others):
-            others["device_map"] = "cpu"  # else a GPU, where there is one
+            others["device_map"] = "cpu"  # the default would be a GPU, if there is one
         return loading.run(lambda: chosen.from_pretrained(path, **others))
-    except Exception as error:  # of as many classes as transformers has models
+    except Exception as error:  # transformers may raise anything
         _explain(error, path, others)
         raise
 
 
 def is_quantized(path: str, others: dict[str, Any]) -> bool:
-    """Say whether transformers is to load quantized weights.
+    """Return whether transformers will load quantized weights.
 
     Raises:
-        ConfigError: in a way that makes none that chunks hold.
+        ConfigError: chunks do not support the quantization method.
     """
     asked = others.get("quantization_config")
     directory = Path(path, others.get("subfolder") or "")
@@ -115,15 +116,16 @@ def is_quantized(path: str, others: dict[str, Any]) -> bool:
 
 
 def _is_transformers(transformers: Any, chosen: Any) -> bool:
-    """Say whether a class takes the options that those of transformers take."""
+    """Return whether a class accepts the options of transformers' classes."""
     return str(getattr(chosen, "__module__", "")).startswith("transformers.") or is_model_class(
         transformers, chosen
     )
 
 
 def _refuse_missing_directory(path: str) -> None:
-    """Raise ConfigError where ``path`` can only be a directory and is none: transformers would look for a
-    model of that name elsewhere."""
+    """Raise ConfigError if ``path`` can only be a directory and does not exist: transformers would look for a
+    model of that name elsewhere.
+    """
     is_path = path.startswith(("/", "./", "../", "~")) or path.rstrip("/").count("/") > 1
     if not is_path or Path(path).exists():
         return
@@ -135,7 +137,7 @@ def _refuse_missing_directory(path: str) -> None:
 
 
 def _explain(error: Exception, path: str, others: dict[str, Any]) -> None:
-    """Raise what says more of an error than transformers does, in one line, where more is known."""
+    """Raise a better one-line error than transformers' own, if there is one."""
     if isinstance(error, (GeminiError, torch.OutOfMemoryError)):
         return
     refused = _REFUSED_KEYWORD.search(str(error)) if isinstance(error, TypeError) else None
@@ -151,8 +153,9 @@ def _explain(error: Exception, path: str, others: dict[str, Any]) -> None:
 
 
 def keep_types(model: Any) -> None:
-    """Give the parameters that ``model`` keeps in fp32 that type, as loading them would: they are on ``meta``
-    and have the type of all others until then."""
+    """Cast the parameters that ``model`` keeps in fp32, as loading would do later: on ``meta`` they still
+    have the dtype of all others.
+    """
     from transformers.core_model_loading import build_glob_alternation
 
     types: dict[str, torch.dtype] = model._get_dtype_plan(model.dtype)
@@ -182,7 +185,7 @@ def _transformers() -> Any:
 
 
 def _class_of(transformers: Any, auto_class: Any, path: str, others: dict[str, Any]) -> Any:
-    """Return what has the ``from_pretrained`` that is meant."""
+    """Return the class to call ``from_pretrained`` on."""
     if auto_class is None:
         known = ("trust_remote_code", "revision", "cache_dir", "token", "subfolder", "local_files_only")
         config = transformers.AutoConfig.from_pretrained(
@@ -217,8 +220,9 @@ def _built(transformers: Any, config: Any, auto_class: Any, others: dict[str, An
 
 
 def meta_model_of(path: Path, auto_class: str | None = None) -> Any:
-    """Return the model of a directory on ``meta``: its modules and names, without its weights.
-    ``auto_class``: transformers' of what is to be built; None: what the config names.
+    """Return the model of a directory on ``meta``: its modules and names, without weights.
+
+    ``auto_class``: the name of a transformers class; None: the one that the config names.
 
     Raises:
         ConfigError: transformers is not installed, or has no model for the directory's config.
@@ -246,25 +250,25 @@ class _Loading:
     def __init__(self, options: dict[str, Any], adapters: Adapters | None, *, trains: bool) -> None:
         self._options = options
         self._trains = trains
-        self._stored: StoredWeights | None = None  # those that stay where they are
+        self._stored: StoredWeights | None = None  # weights that stay in the files
         self._quantized: QuantizedWeights | None = None
-        self._whole = False  # transformers loads all of it, and it is managed after that
+        self._whole = False  # True: transformers loads the whole model, which is managed afterwards
         self._adapters = adapters
         self._opened: Opened | None = None
         self._built: Built | None = None
         self._filling: Filling | None = None
         self._written: set[str] = set()
         self._spent: list[torch.Tensor] | None = None
-        # What transformers makes itself, as files lack it, by its id: the managed one in whose place it is.
+        # id of a parameter that transformers makes because files lack it -> (it, the managed one replaced).
         self._fresh: dict[int, tuple[nn.Parameter, ManagedParameter]] = {}
 
     @property
     def has_begun(self) -> bool:
-        """Whether the parameters are managed, and values may have been read."""
+        """Whether the parameters are managed, so that values may have been read."""
         return self._built is not None
 
     def run(self, load: Callable[[], Any]) -> Any:
-        """Call ``load``, which is ``from_pretrained`` with its arguments; return what it does, managed."""
+        """Call ``load``, which calls ``from_pretrained``; return its result, managed."""
         try:
             with before_loading(self._load), one_at_a_time():
                 take: Any = self._take
@@ -284,7 +288,7 @@ class _Loading:
     def _load(
         self, original: Callable[..., Any], model: Any, state: Any, files: Any, *rest: Any, **options: Any
     ) -> Any:
-        """Stand in for ``_load_pretrained_model``: the model is built, its files are known."""
+        """Replaces ``_load_pretrained_model``: the model is built and its files are known."""
         if self._built is not None:
             raise ConfigError(
                 f"loading {type(self._opened.module).__name__ if self._opened else 'the model'} loads "
@@ -316,7 +320,7 @@ class _Loading:
             return result
 
     def _begin(self, model: Any, apart: frozenset[str]) -> tuple[Built, Filling]:
-        """Tie what will be, put adapters on, and make the parameters managed."""
+        """Tie weights, apply adapters, and make the parameters managed."""
         tie(model, apart)
         with self._quantized.standing_in() if self._quantized is not None else nullcontext():
             module: nn.Module = model
@@ -336,7 +340,7 @@ class _Loading:
         return self._built, self._filling
 
     def _take(self, module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-        """Take over what is assigned to a module, where that is a parameter without values."""
+        """Parameter registration hook: write the value of a managed parameter into its chunk."""
         before = module._parameters.get(name)
         weights, filling = self._quantized, self._filling
         if weights is not None and filling is not None and weights.take(module, name, param, filling):
@@ -351,7 +355,7 @@ class _Loading:
         self._write(before, param)
         is_read = not isinstance(param, UnreadTensor)
         if is_read and param.untyped_storage().nbytes() == param.nbytes and self._spent is not None:
-            self._spent.append(param.data)  # transformers holds it until it has read the next
+            self._spent.append(param.data)  # reusable, although transformers keeps it until the next read
         before._is_hf_initialized = True  # type: ignore[attr-defined]
         return before
 
@@ -414,9 +418,10 @@ class _Loading:
         return module
 
     def _take_fresh(self, model: nn.Module) -> None:
-        """Write what transformers initialized, over ranks the first one's, and have the managed parameters
-        where they were."""
-        left = {id(param) for param in model.parameters()} & self._fresh.keys()  # others were tied since
+        """Write the weights that transformers initialized, over ranks rank 0's, and put the managed
+        parameters back in their places.
+        """
+        left = {id(param) for param in model.parameters()} & self._fresh.keys()  # the rest were tied since
         for key in sorted(left, key=list(self._fresh).index):  # over ranks in the same order
             self._write_new(self._fresh[key][1], self._fresh[key][0])
         for owner in model.modules():
@@ -437,8 +442,9 @@ class _Loading:
 
 @contextmanager
 def before_loading(stand_in: Callable[..., Any]) -> Iterator[None]:
-    """Have ``stand_in(original, ...)`` called instead of ``PreTrainedModel._load_pretrained_model`` on
-    this thread, for the block. transformers has no other place between building and loading."""
+    """Call ``stand_in(original, ...)`` instead of ``PreTrainedModel._load_pretrained_model`` on this thread
+    within the block. transformers has no hook between building and loading.
+    """
     import transformers
 
     owner: Any = transformers.PreTrainedModel
@@ -461,7 +467,7 @@ def before_loading(stand_in: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Have transformers read a tensor when it is needed, not all beforehand."""
+    """Make transformers read each tensor when it is needed instead of all in advance, within the block."""
     before = os.environ.get(_ONE_AT_A_TIME)
     os.environ[_ONE_AT_A_TIME] = "1"
     try:
@@ -474,7 +480,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def natural_order(name: str) -> list[Any]:
-    """Return what sorts names as transformers loads them: numbers by their size, of any length."""
+    """Return a sort key for names in transformers' loading order: numbers compare by value, of any length."""
     parts = re.split(r"([0-9]+)", name)
     numbers = (part.lstrip("0") for part in parts[1::2])
     parts[1::2] = [(len(number), number) for number in numbers]
@@ -482,8 +488,9 @@ def natural_order(name: str) -> list[Any]:
 
 
 def names_apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
-    """Yield which parameters stay untied although the config ties them, as transformers has it: files hold
-    both, with different values."""
+    """Yield the parameters that stay untied although the config ties them: the files have both, with
+    different values. This is transformers' rule.
+    """
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     held = _stored_as({*ties, *ties.values()}, stored)
     for target, source in ties.items():
@@ -497,9 +504,11 @@ def names_apart(model: Any, stored: SafetensorsFiles) -> Iterator[str]:
 
 
 def _stored_as(names: set[str], stored: Iterable[str]) -> dict[str, str]:
-    """Return the first name of each parameter in files, which may lack or have the prefix of a base model.
-    One pass over the files' names; there may be a million."""
-    ends: dict[str, list[str]] = {}  # which parameters a file may have under a shorter name
+    """Return the first name in files of each parameter; files may lack or add the prefix of a base model.
+
+    One pass over the files' names, of which there may be a million.
+    """
+    ends: dict[str, list[str]] = {}  # shorter name -> the parameters that a file may have under it
     for name in names:
         for place in range(len(name)):
             if place == 0 or name[place - 1] == ".":

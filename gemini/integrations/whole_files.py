@@ -1,4 +1,4 @@
-"""Files and directories that all ranks write, which have their name once they are whole."""
+"""Files and directories that all ranks write together and that get their names once they are complete."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ def written_whole(
     begin: Callable[[], None] = lambda: None,
     end: Callable[[], None] = lambda: None,
 ) -> Iterator[Path]:
-    """Yield a name that nothing has, of a file or directory that all ranks write; then it is made durable and
-    becomes ``target``. Rank 0 calls ``begin`` before, and ``end`` once all have written. Where one of them
-    raises all do, and what was there before is there.
+    """Yield a temporary path. All ranks write to it; on exit it is fsynced and renamed to ``target``.
 
-    Raises IoError, CheckpointError.
+    Rank 0 calls ``begin`` before, and ``end`` once all ranks have written. If one rank raises, all do, and
+    the old ``target`` stays. Raises IoError, CheckpointError.
     """
     made = partial_of(target) / target.name
 
@@ -47,7 +46,7 @@ def written_whole(
         except BaseException as error:
             rank.tell_failure(error)
             raise
-        rank.agree(lambda: "")  # all have written their files
+        rank.agree(lambda: "")  # wait until all ranks have written their files
         _lead(rank, finish)
     finally:
         if rank.index == 0:
@@ -55,10 +54,10 @@ def written_whole(
 
 
 def partial_of(target: Path) -> Path:
-    """Return the directory in which ``target`` is written; a kill leaves it behind."""
+    """Return the directory in which ``target`` is written; a killed process leaves it behind."""
     return target.with_name(f".{target.name}.partial")
 
 
 def _lead(rank: Rank, action: Callable[[], None]) -> None:
-    """Run ``action`` on rank 0; all ranks call this, and return once it has succeeded."""
+    """Run ``action`` on rank 0; returns on all ranks once it has succeeded. Collective."""
     rank.together(lambda: None if rank.index else action())
