@@ -29,6 +29,7 @@ _KIB = 1024
 _MESSAGE = struct.Struct("<cqd")  # what, step, loss
 _RESUMED, _STEP, _SAVED = b"r", b"s", b"c"
 _LONGEST_LIFE_SECONDS = 60.0
+_FEWEST_STEPS = 12  # of the whole run, on a machine so busy that processes are killed while they start, too
 
 
 class KillError(GeminiError):
@@ -79,7 +80,8 @@ def kill_and_resume(place: Path, kills: int, *, seed: int = 0) -> dict[str, Any]
             end = time.perf_counter() + dice.uniform(0, 2 * life)
             _live(place, lives, lambda _said, end=end: time.perf_counter() >= end)  # type: ignore[misc]
             lives.mid_save += bool(list((place / "run").glob("*.partial")))
-        _live(place, lives, lambda said: said >= 4)  # the last one, too, must have left what can be resumed
+        # The last kill, too, must have left a checkpoint that can be resumed.
+        _live(place, lives, lambda said: said >= 4 and len(lives.losses) >= _FEWEST_STEPS)
         steps = max(lives.losses) + 1
         want = Lives()
         _live(place / "undisturbed", want, lambda _said: len(want.losses) >= steps, every=0)
