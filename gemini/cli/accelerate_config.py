@@ -1,7 +1,7 @@
-"""A configuration of Accelerate, with FSDP or DeepSpeed in it, as options of ours.
+"""Converts a configuration of Accelerate, with FSDP or DeepSpeed in it, to our options.
 
-``accelerate config`` writes it; ``fsdp_config=`` of TrainingArguments has the same keys of FSDP, without a
-prefix, in a JSON of its own.
+``accelerate config`` writes such a file. A JSON for ``fsdp_config=`` of TrainingArguments has the same FSDP
+keys without a prefix.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gemini.errors import ConfigError
 
 _FSDP = "fsdp_config"
 _PLUGIN = "deepspeed_config"
-# The keys of a DeepSpeed plugin, by those of DeepSpeed.
+# Key of DeepSpeed -> key of Accelerate's DeepSpeed plugin.
 _OF_PLUGIN = {
     "zero_optimization.stage": "zero_stage",
     "zero_optimization.offload_param.device": "offload_param_device",
@@ -40,7 +40,13 @@ _OF_PLUGIN = {
     "gradient_clipping": "gradient_clipping",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # from 1
+_STRATEGIES = (
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_ZERO2",
+)  # numbered from 1
 
 _WRAPPING = "chunks hold all parameters; no module is wrapped"
 _NO_XLA = "TPUs are not supported: each rank computes on CPUs or one GPU"
@@ -113,10 +119,10 @@ def is_of_fsdp(document: Any) -> bool:
 
 
 def convert(document: Any, source: str, target: Target) -> Conversion:
-    """Return what a configuration of Accelerate becomes; ``source`` is the file's name.
+    """Convert a configuration of Accelerate; ``source`` is the file's name.
 
     Raises:
-        ConfigError: a value that Accelerate would refuse as well, by its key.
+        ConfigError: a value that Accelerate would refuse as well; the message names its key.
     """
     values, names = _in_words_of_deepspeed(document, source)
     found, given = Conversion(source, target), Document(values, source, names)
@@ -136,7 +142,7 @@ def convert(document: Any, source: str, target: Target) -> Conversion:
 
 
 def convert_fsdp(document: dict[str, Any], source: str, target: Target) -> Conversion:
-    """Return what a JSON for ``fsdp_config=`` of TrainingArguments becomes. Raises as :func:`convert`."""
+    """Convert a JSON for ``fsdp_config=`` of TrainingArguments. Raises the errors of :func:`convert`."""
     names: dict[Path, Path] = {
         (_FSDP, f"fsdp_{str(key).removeprefix('fsdp_')}"): (str(key),) for key in document
     }
@@ -149,7 +155,8 @@ def convert_fsdp(document: dict[str, Any], source: str, target: Target) -> Conve
 
 
 def _in_words_of_deepspeed(document: Any, source: str) -> tuple[Any, Mapping[Path, Path]]:
-    """Return the document with the keys of a DeepSpeed plugin where DeepSpeed has them, and their names."""
+    """Return the document with the plugin's keys moved to DeepSpeed's paths, and the user's name of each
+    moved key."""
     if not isinstance(document, dict) or _PLUGIN not in document:
         return document, {}
     plugin = dict(Document(document, source).section(_PLUGIN))
@@ -165,7 +172,7 @@ def _in_words_of_deepspeed(document: Any, source: str) -> tuple[Any, Mapping[Pat
     for name, value in plugin.items():
         key = str(name)
         path = own.get(key, (key,))
-        if path[0] in document:  # a key of Accelerate's has that name
+        if path[0] in document:  # Accelerate has a key of that name
             path = (_PLUGIN, key)
         names[path] = (_PLUGIN, key)
         _set(values, path, None if key.endswith("nvme_path") and value == "none" else value)

@@ -1,4 +1,4 @@
-"""``gemini check``: what this machine and this build have, and how to add what is missing."""
+"""``gemini check``: shows the features of this machine and this build, and how to add missing ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gemini.system.device import free_memory_bytes
 from gemini.system.threads import usable_processors
 
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "psutil", "rich", "matplotlib")
-LIBRARIES = ("transformers", "accelerate", "peft", "trl", "lightning")  # what models and trainers come from
+LIBRARIES = ("transformers", "accelerate", "peft", "trl", "lightning")  # sources of models and trainers
 PROBE_BYTES = 1 << 20
 HUGE_PAGES_FILE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DISTRIBUTION = "gemini-runtime"
@@ -61,7 +61,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report; return 0, also when optional parts are missing."""
+    """Print the report. Return 0, also if optional parts are missing."""
     facts = installation() if options.installation else collect(options.dir)
     if options.json:
         print_json(facts)
@@ -73,8 +73,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def installation() -> Facts:
-    """Return the facts that belong to the installation, in sections like those of :func:`collect`; no
-    directory is tried."""
+    """Return the facts about the installation, in the sections of :func:`collect`. No directory is
+    accessed."""
     facts: Facts = {"versions": versions(), "compiled": _C.build_info(), "gpu": gpu()}
     del facts["compiled"]["version"]
     facts["compatibility"] = compatibility(facts)
@@ -83,7 +83,8 @@ def installation() -> Facts:
 
 
 def compatibility(facts: Facts) -> Facts:
-    """Return, by pair of parts, whether their versions agree: ``yes``, or why not, or that one is absent."""
+    """Return whether the versions of each pair of parts agree: ``yes``, the reason if not, or that one is
+    absent."""
     built, torch_cuda, gpu = facts["compiled"]["cuda"], facts["gpu"]["torch_cuda"], facts["gpu"]
     if built is None or torch_cuda is None:
         absent = "the CUDA part" if built is None else "torch's CUDA"
@@ -102,7 +103,7 @@ def compatibility(facts: Facts) -> Facts:
 
 
 def _torch_fits(version: str | None) -> str:
-    """Say whether torch is as new as this build asks for."""
+    """Return whether torch is new enough for this build, as text."""
     from torch.torch_version import TorchVersion
 
     said = next((line for line in metadata.requires(DISTRIBUTION) or () if line.startswith("torch>=")), None)
@@ -152,7 +153,7 @@ def versions() -> Facts:
 
 
 def cpu() -> Facts:
-    """Return the CPU's model, the cores this process may use and the Adam kernels it can run."""
+    """Return the CPU's model, the cores that this process may use, and the Adam kernels that it can run."""
     return {
         "model": _cpu_model(),
         "cores": len(usable_processors()),
@@ -174,7 +175,7 @@ def _cpu_model() -> str:
 
 
 def memory() -> Facts:
-    """Return RAM, huge pages and how much may be locked; a limit of None is no limit."""
+    """Return RAM, huge pages and the limit of locked memory; None means no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return {
         "total_bytes": psutil.virtual_memory().total,
@@ -194,7 +195,7 @@ def _huge_pages() -> str:
 
 
 def io(directory: Path) -> Facts:
-    """Return what a DISK tier in ``directory`` would get; leaves nothing behind."""
+    """Return the I/O that a DISK tier in ``directory`` would use. Leaves nothing behind."""
     from gemini.offload.async_file import checked_directory
 
     checked_directory(directory)
@@ -214,16 +215,16 @@ def io(directory: Path) -> Facts:
 
 
 def _file_system(directory: Path) -> str:
-    """Return the type of the file system that a directory is on, ``unknown`` where nobody says."""
+    """Return the type of a directory's file system; ``unknown`` if it cannot be determined."""
     where = directory.resolve()
     found = [part for part in psutil.disk_partitions(all=True) if where.is_relative_to(part.mountpoint)]
-    # Of several mounted at one place the last one is seen.
+    # If several file systems are mounted at one place, the last one is visible.
     nearest = max(found, key=lambda part: (len(part.mountpoint), found.index(part)), default=None)
     return nearest.fstype if nearest is not None else "unknown"
 
 
 def gpu() -> Facts:
-    """Return the GPUs that the CUDA part sees, and what torch was built for."""
+    """Return the GPUs that the CUDA part sees, and torch's CUDA version."""
     import torch
 
     return {
@@ -235,7 +236,7 @@ def gpu() -> Facts:
 
 
 def missing(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Yield what is missing, why it would help, and the command that adds it."""
+    """Yield (missing part, its benefit, the command that adds it)."""
     yield from missing_from_build(facts)
     if facts["memory"]["huge_pages"] == "never":
         command = f"echo madvise | sudo tee {HUGE_PAGES_FILE}"
@@ -246,7 +247,7 @@ def missing(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def missing_from_build(facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Yield what is missing from the installation; as :func:`missing`."""
+    """Yield the parts that are missing from the installation, as :func:`missing`."""
     if facts["versions"]["matplotlib"] is None:
         yield "matplotlib", "pictures of memory per tier", "pip install 'gemini-runtime[plot]'"
     compiled, has_gpu = facts["compiled"], facts["gpu"]["driver"]
@@ -263,7 +264,7 @@ def missing_from_build(facts: Facts) -> Iterator[tuple[str, str, str]]:
 
 
 def render(facts: Facts, console: Console) -> None:
-    """Print the facts as one table, and below it what is missing."""
+    """Print the facts as one table, followed by the missing parts."""
     table = Table(title="gemini check", title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(style="cyan", no_wrap=True)
@@ -282,8 +283,8 @@ def render(facts: Facts, console: Console) -> None:
 
 
 def markdown(facts: Facts) -> str:
-    """Return the facts as a table for a report of an issue, without what tells whose machine it is: the
-    directory and the commands that name it. What is not installed is left out."""
+    """Return the facts as a table for an issue report. Packages that are not installed are left out, and
+    everything that identifies the machine: the directory, and commands that name it."""
     lines = ["| | | |", "|---|---|---|"]
     for section, rows in _sections(facts):
         shown = [(label, value) for label, value in rows if value is not None]
@@ -301,7 +302,7 @@ def markdown(facts: Facts) -> str:
 
 
 def _sections(facts: Facts) -> list[tuple[str, list[tuple[str, Any]]]]:
-    """Return the rows of each section that was collected."""
+    """Return the rows of each collected section."""
     rows: dict[str, tuple[str, Callable[[], list[tuple[str, Any]]]]] = {
         "versions": ("versions", lambda: list(facts["versions"].items())),
         "compiled": ("compiled", lambda: _compiled_rows(facts["compiled"])),

@@ -1,4 +1,4 @@
-"""``gemini ckpt``: what is in a checkpoint, whether it is whole, and other formats of it."""
+"""``gemini ckpt``: lists, verifies and converts checkpoints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gemini.errors import CheckpointError, GeminiError
 from gemini.system.config import format_bytes
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
-_WIDTH = 110  # where nobody says how many columns there are
+_WIDTH = 110  # columns if the output is not a terminal
 
 
 def render_checkpoints(found: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per checkpoint, and what is in the first, the newest."""
+    """Print one line per checkpoint, and the contents of the newest one that is not damaged."""
     console = _console()
     if found:
         console.print(f"{escape(str(Path(found[0]['path']).parent))}, newest first:", soft_wrap=True)
@@ -145,7 +145,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Print what there is, return the exit code. Raises CheckpointError where something could not be read."""
+    """Print the checkpoints, and return the exit code. Raises CheckpointError if a file could not be read."""
     from gemini.checkpoint.inspect import describe
 
     found, unread = _each(_checkpoints(options.path), describe)
@@ -159,7 +159,7 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Verify every checkpoint, print the verdicts, return the exit code. Raises CheckpointError where one
+    """Verify every checkpoint, print the verdicts, and return the exit code. Raises CheckpointError if a file
     could not be read."""
     from gemini.checkpoint.inspect import verdict
 
@@ -205,7 +205,7 @@ def _add(commands: Any, name: str, text: str, epilog: str) -> argparse.ArgumentP
 def _each(
     paths: Sequence[Path], look: Callable[[Path], dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], GeminiError | None]:
-    """Return what ``look`` returns of each path that can be read, and the error of the first that cannot."""
+    """Return the results of ``look`` for the readable paths, and the error of the first unreadable one."""
     from gemini.checkpoint.sealed_file import UnreadableError
 
     found, unread = [], None
@@ -218,11 +218,11 @@ def _each(
 
 
 def _directory(path: Path) -> Path:
-    """Return the directory of checkpoints that ``path`` means."""
+    """Return the directory of checkpoints for ``path``, which may be the directory of a run."""
     from gemini.checkpoint.directory import complete_checkpoints
     from gemini.checkpoint.sealed_file import reading
 
-    inner = path / "checkpoint"  # of a run of gemini train
+    inner = path / "checkpoint"  # if path is the directory of a run
     with reading(path):
         is_run = inner.is_dir()
     found = inner if is_run and not complete_checkpoints(path) else path
@@ -232,7 +232,7 @@ def _directory(path: Path) -> Path:
 
 
 def _refuse_parts(path: Path) -> None:
-    """Raise CheckpointError for what ranks with parts of a model have saved."""
+    """Raise CheckpointError for a checkpoint that was saved by ranks with parts of a model."""
     from gemini.checkpoint.sealed_file import reading
     from gemini.jobs.finetune.parts_checkpoint import lies_in
 

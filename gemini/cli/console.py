@@ -1,4 +1,4 @@
-"""The console of every command: what a stream does that takes no more is decided in one place."""
+"""Console output of every command, and how it handles streams that cannot be written to."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import rich.console
 class Console(rich.console.Console):
     """A console that never ends the process by itself.
 
-    A result that nobody reads any more raises BrokenPipeError, which the command ends with. Progress on
-    standard error is dropped while that takes none (its reader has left, its disk is full), and the work goes
-    on.
+    If nobody reads standard output any longer, writing a result raises BrokenPipeError, which ends the
+    command. Progress on standard error is dropped if it cannot be written (its reader has left, or its disk
+    is full), and the command continues.
     """
 
     @property
     def file(self) -> IO[str]:
-        """Where to write."""
+        """The stream to write to."""
         found = super().file
         return _Progress(found) if self.stderr else found  # type: ignore[return-value]
 
@@ -32,12 +32,12 @@ class Console(rich.console.Console):
         self._file = new_file
 
     def on_broken_pipe(self) -> None:
-        """Called where a write raised BrokenPipeError, while it is handled."""
+        """Re-raise the BrokenPipeError of a write; rich calls this while it is handled."""
         raise
 
 
 class _Progress:
-    """A text stream that drops what cannot be written."""
+    """A text stream that drops text that cannot be written."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -49,7 +49,7 @@ class _Progress:
         return len(text)
 
     def flush(self) -> None:
-        """Hand over what is in the buffer, as far as that is taken."""
+        """Write the buffer as far as possible."""
         with self._taking_what_it_can():
             self._stream.flush()
 
@@ -67,35 +67,35 @@ class _Progress:
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """Print a result for another program; with ``indent=None`` on one line."""
+    """Print a result as JSON; with ``indent=None`` on one line."""
     print(json.dumps(value, indent=indent))
 
 
 def say_error(error: object) -> None:
-    """Print on standard error what ends the command, where that can be written to."""
+    """Print the error that ends the command on standard error, if that can be written to."""
     with suppress(OSError):
         print(f"gemini: error: {error}", file=sys.stderr)
 
 
 def discard(descriptor: int) -> None:
-    """Have what is still written to ``descriptor`` vanish: the interpreter flushes once more as it ends."""
+    """Redirect ``descriptor`` to the null device: the interpreter flushes once more when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)
 
 
 def silence_packages() -> None:
-    """Keep advice out of the output that packages give when transformers and peft import them: on kernels for
-    GPUs that are not built, and on each other's names."""
+    """Silence log messages of packages that transformers and peft import: about GPU kernels that were not
+    built, and about each other's names."""
     for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def silence_transformers() -> None:
-    """Keep progress bars and advice of transformers out of the text."""
+    """Disable progress bars and log messages of transformers."""
     try:
         from transformers.utils import logging as of_transformers
     except ImportError:
-        return  # what needs it says so
+        return  # commands that need it raise their own error
     of_transformers.disable_progress_bar()
     of_transformers.set_verbosity_error()

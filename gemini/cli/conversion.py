@@ -1,4 +1,5 @@
-"""What another library's configuration becomes: options of ours, and a verdict on each of its keys."""
+"""The result of converting another library's configuration: our options, and a verdict on each of its
+keys."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ TAKEN = "taken"
 NOT_NEEDED = "not needed"
 NOT_SUPPORTED = "not supported"
 
-AUTO = "auto"  # transformers' Trainer, or Accelerate, fills the value in
+AUTO = "auto"  # placeholder that transformers' Trainer or Accelerate fills in
 _NOTHING = object()
 Path = tuple[str, ...]
-_ALIKE = 0.85  # how like another key one is that was mistyped
+_ALIKE = 0.85  # similarity from which an unknown key counts as a mistyped one
 
 
 class Target(Enum):
@@ -33,7 +34,7 @@ class Target(Enum):
 # ------------------------------------------------------------------------------- tables of keys
 @dataclass(frozen=True)
 class Kind:
-    """The values of a key: their types, their range, and the text of one in a program."""
+    """The permitted values of a key: their types, their range, and how to write one in a program."""
 
     types: tuple[type, ...]
     least: float = -math.inf
@@ -51,11 +52,13 @@ Sentence = str | Mapping[Target, str]
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a configuration, or a section with all that is below it.
+    """One key of a configuration, or a section with everything below it.
 
-    ``options`` has the option of ours that takes the value, as ``GROUP.NAME``, for each target or for all of
-    them; a key without one for the target is not taken there. ``off``: values that ask for nothing.
-    ``filled``: the option of TrainingArguments that the Trainer writes in where the file says "auto".
+    Attributes:
+        options: our option for the value, as ``GROUP.NAME``, one for each target or one for all. Without an
+            option for the target, the key is not taken.
+        off: values that have no effect.
+        filled: the option of TrainingArguments that the Trainer fills in for "auto".
     """
 
     path: str
@@ -71,7 +74,7 @@ class Key:
         return self.options if isinstance(self.options, str) else self.options.get(target, "")
 
     def sentence(self, target: Target) -> str:
-        """Return what there is to say about it; ``{GROUP}`` stands for the call that has these options."""
+        """Return the explanation for the user. ``{GROUP}`` is replaced by the call that has these options."""
         text = self.says if isinstance(self.says, str) else self.says.get(target, "")
         for group, names in _GROUPS.items():
             text = text.replace(f"{{{group}}}", names[target])
@@ -99,15 +102,16 @@ _LOOP = {
 
 
 def quoted(text: str) -> str:
-    """Return a text of the file as Python has it."""
+    """Return a text of the file as a Python literal."""
     return f'"{text}"' if re.fullmatch(r"[\w/. -]*", text, re.ASCII) else repr(text)
 
 
 # --------------------------------------------------------------------------------- the document
 class Document:
-    """The values of a configuration by their paths, such as ``"zero_optimization.stage"``.
+    """The values of a configuration by path, such as ``"zero_optimization.stage"``.
 
-    ``names`` has the path of a key in the user's file where it is another one; errors and reports say that.
+    ``names`` maps the path of a key to its path in the user's file, if they differ. Errors and reports use
+    the latter.
     """
 
     def __init__(self, values: Any, source: str, names: Mapping[Path, Path] | None = None) -> None:
@@ -116,7 +120,7 @@ class Document:
         self.source = source
         self._values = values
         self._names = dict(names or {})
-        self.asked: set[Path] = set()  # the paths of the keys that were looked for
+        self.asked: set[Path] = set()  # the paths of all keys that were looked up
 
     def name(self, path: str | Path) -> str:
         """Return the path of a key in the user's file."""
@@ -131,7 +135,8 @@ class Document:
         return self._find(path) is not _NOTHING
 
     def section(self, path: str) -> dict[str, Any]:
-        """Return the keys under one; none where the file has none. Raises ConfigError for another value."""
+        """Return the keys of a section; empty if the file does not have it. Raises ConfigError if the value
+        is not a section."""
         found = self._find(path)
         if found is _NOTHING or found is None:
             return {}
@@ -142,7 +147,8 @@ class Document:
         return found
 
     def take(self, path: str, types: tuple[type, ...], default: Any = None) -> Any:
-        """Return the value of a key, ``"auto"`` as it is. Raises ConfigError where it has another type."""
+        """Return the value of a key; ``"auto"`` is returned unchanged. Raises ConfigError if it has another
+        type."""
         self.asked.add(_parts(path))
         section, _, key = path.rpartition(".")
         value = (self.section(section) if section else self._values).get(key)
@@ -158,7 +164,7 @@ class Document:
         return value
 
     def take_as(self, path: str, kind: Kind, default: Any = None) -> Any:
-        """Return the value of a key as :meth:`take`. Raises ConfigError where it is out of range, too."""
+        """Return the value of a key as :meth:`take` does. Raises ConfigError also if it is out of range."""
         value = self.take(path, kind.types, default)
         if type(value) in (int, float) and not kind.least <= value <= kind.most:
             wanted = (
@@ -168,11 +174,11 @@ class Document:
         return value
 
     def is_on(self, path: str) -> bool:
-        """Return whether a section has ``"enabled": true``, or ``"auto"``, which may become that."""
+        """Return whether a section has ``"enabled": true``, or ``"auto"``, which may become true."""
         return self.take(f"{path}.enabled", (bool,), False) in (True, AUTO)
 
     def leaves(self) -> Iterator[tuple[Path, Any]]:
-        """Return each key that has no keys below it, with its value, in the order of the file."""
+        """Return each key without keys below it, with its value, in the order of the file."""
         return _leaves(self._values, ())
 
     def _find(self, path: str) -> Any:
@@ -211,21 +217,21 @@ def _leaves(values: Any, above: Path) -> Iterator[tuple[Path, Any]]:
 # ------------------------------------------------------------------------------------ the result
 @dataclass(frozen=True)
 class Schedule:
-    """The rate of each update, as a share of the optimizer's: lines of Python.
+    """The learning rate of each update, as a factor of the optimizer's rate, as Python source lines.
 
-    ``settings`` are names with their values, which ``share`` and ``momentum`` use: the bodies of functions of
-    ``update``, the number of updates before it.
+    ``settings`` are names with their values. ``share`` and ``momentum`` are bodies of functions that use
+    them; their argument ``update`` is the number of updates before.
     """
 
     settings: tuple[tuple[str, str], ...]
     share: tuple[str, ...]
-    height: tuple[str, ...] = ()  # of a cycle, which both of the others call
+    height: tuple[str, ...] = ()  # body of the cycle function that the other two call
     momentum: tuple[str, ...] = ()
 
 
 @dataclass
 class Conversion:
-    """Options of ours by group, each as the text of its value, and what happened to each key.
+    """Our options by group, each as the text of its value, and the verdict on each key.
 
     Groups: ``model`` (of manage()), ``managed`` (of GeminiOptimizer), ``optimizer``, ``arguments`` (of
     TrainingArguments), ``accelerator`` and ``loop`` (``accumulation``, ``max_norm``, ``batch``).
@@ -245,19 +251,19 @@ class Conversion:
         return self.groups.setdefault(group, {})
 
     def drive(self, optimizer_class: str) -> None:
-        """Have this class make the optimizer."""
+        """Set the class of the optimizer."""
         self.optimizer_class = optimizer_class
 
     def follow(self, schedule: Schedule) -> None:
-        """Have the rates follow a schedule."""
+        """Set the learning rate schedule."""
         self.schedule = schedule
 
     def say(self, path: str, verdict: str, text: str) -> None:
-        """Note what happened to a key, or to all keys of a section."""
+        """Set the verdict on a key, or on all keys of a section."""
         self.said[_parts(path)] = (verdict, text)
 
     def put(self, option: str, text: str) -> str:
-        """Give an option, ``GROUP.NAME``, a value; return the words for a reader."""
+        """Set an option, ``GROUP.NAME``, and return its description for the user."""
         group, _, name = option.partition(".")
         self.of(group)[name] = text
         if group == "loop":
@@ -266,7 +272,7 @@ class Conversion:
         return f"{name}={text} of {call}"
 
     def take(self, document: Document, key: Key) -> None:
-        """Convert a key of a table, if the file has it and has not said of it yet."""
+        """Convert a key of a table, if the file has it and it has no verdict yet."""
         if key.kind is None or _parts(key.path) in self.said:
             return
         value = document.take_as(key.path, key.kind)
@@ -287,7 +293,8 @@ _AUTO_HERE = each(
 
 
 def auto(target: Target, filled: str) -> tuple[str, str]:
-    """Return the verdict on a key with ``"auto"``; ``filled`` names the options of TrainingArguments."""
+    """Return the verdict on a key with ``"auto"``. ``filled`` names the options of TrainingArguments that
+    replace it."""
     if target is not Target.TRAINER:
         return NOT_SUPPORTED, _AUTO_HERE[target]
     if not filled:
@@ -296,8 +303,8 @@ def auto(target: Target, filled: str) -> tuple[str, str]:
 
 
 def refuse_unknown(document: Document, path: str, kind: str, deepspeeds: Iterable[str], module: Any) -> None:
-    """Raise ConfigError for the ``kind`` at ``path`` that is none of ``deepspeeds``, and no class of torch's
-    ``module``."""
+    """Raise ConfigError if ``kind``, the value at ``path``, is neither in ``deepspeeds`` nor a class of
+    torch's ``module``."""
     known = [*deepspeeds, *(name for name, each in vars(module).items() if isinstance(each, type))]
     if kind not in known:
         raise ConfigError(
@@ -307,8 +314,8 @@ def refuse_unknown(document: Document, path: str, kind: str, deepspeeds: Iterabl
 
 
 def report(found: Conversion, document: Document, table: Mapping[str, Key], switched: frozenset[str]) -> None:
-    """Give each key of the file its verdict: one that was said already, that of its row, or of the nearest
-    section above it. ``switched`` are sections that do nothing without ``"enabled": true``."""
+    """Give each key of the file its verdict: an earlier one, or that of its row, or of the nearest section
+    above it. ``switched``: sections that have no effect without ``"enabled": true``."""
     rows = {_parts(path): row for path, row in table.items()}
     for path, value in document.leaves():
         found.keys.append((document.name(path), *_verdict(found, document, path, value, (rows, switched))))

@@ -1,4 +1,5 @@
-"""The program of a conversion: a loop, a script of transformers' Trainer, or a loop of Accelerate's."""
+"""Writes the program of a conversion: a plain loop, a script with transformers' Trainer, or a loop with
+Accelerate."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _HAS = {
     Target.TRAINER: "model and train_dataset",
     Target.ACCELERATE: "model and loader",
 }
-# The options of AdamW that TrainingArguments has names for.
+# Option of AdamW -> its name in TrainingArguments.
 _ARGUMENTS = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
 _VALUES = {
     "lr": "args.learning_rate",
@@ -84,7 +85,7 @@ def _loop(found: Conversion) -> Iterator[str]:
 
 
 def _params(found: Conversion) -> str:
-    """Return what the optimizer is given: Muon tells hidden matrices by their names."""
+    """Return the optimizer's first argument. Muon needs names, to recognize hidden matrices."""
     return "model.named_parameters()" if found.optimizer_class == "gemini.Muon" else "model.parameters()"
 
 

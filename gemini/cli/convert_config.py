@@ -1,4 +1,4 @@
-"""``gemini convert-config``: what a configuration of DeepSpeed or Accelerate becomes here."""
+"""``gemini convert-config``: prints our program for a configuration of DeepSpeed or Accelerate."""
 
 from __future__ import annotations
 
@@ -73,21 +73,22 @@ def run(options: argparse.Namespace) -> int:
     """Print the conversion; return 0.
 
     Raises:
-        ConfigError: the file cannot be read, holds what its own library refuses, or no key that is known.
+        ConfigError: the file cannot be read, has no known key, or has a value that its own library would
+            refuse.
     """
     found = convert(options.file, None if options.target is None else Target(options.target))
     if options.json:
         print_json(as_json(found))
         return 0
     print(program(found), end="")
-    console = Console(stderr=True, soft_wrap=True, highlight=False)  # no key is cut, however narrow
+    console = Console(stderr=True, soft_wrap=True, highlight=False)  # soft_wrap: never truncate a key
     for line in _report(found, is_guessed=options.target is None):
         console.print(Text(line))
     return 0
 
 
 def _report(found: Conversion, *, is_guessed: bool) -> list[str]:
-    """Return the lines about all keys, by their verdicts."""
+    """Return the lines about all keys, grouped by verdict."""
     others = " or ".join(f"--for {target.value}" for target in Target if target is not found.target)
     guess = f"; for another program: {others}" if is_guessed else ""
     lines = [f"keys of {found.source}, --for {found.target.value}{guess}"]
@@ -109,10 +110,10 @@ def as_json(found: Conversion) -> dict[str, Any]:
 
 
 def convert(path: Path, target: Target | None = None) -> Conversion:
-    """Return what the configuration at ``path`` becomes; without a ``target``, for the program that it
-    belongs to. Raises ConfigError."""
+    """Convert the configuration at ``path``. Without a ``target``, the program is chosen from the file.
+    Raises ConfigError."""
     document = _read(path)
-    source = ascii(path.name)[1:-1]  # one line of any name
+    source = ascii(path.name)[1:-1]  # a file name may contain newlines
     if accelerate_config.is_accelerates(document):
         found = accelerate_config.convert(document, source, target or Target.ACCELERATE)
     elif accelerate_config.is_of_fsdp(document):
@@ -125,7 +126,7 @@ def convert(path: Path, target: Target | None = None) -> Conversion:
 
 
 def _leaves_to_trainer(document: Any, source: str) -> bool:
-    """Return whether a file of DeepSpeed has values that transformers' Trainer fills in."""
+    """Return whether a DeepSpeed file has "auto" values that transformers' Trainer fills in."""
     return any(
         isinstance(value, str) and value == AUTO and not {*key} & {*_NO_AUTO_OF_THE_TRAINER}
         for key, value in Document(document, source).leaves()
@@ -133,7 +134,7 @@ def _leaves_to_trainer(document: Any, source: str) -> bool:
 
 
 def _require_known(document: Any, path: Path) -> None:
-    """Raise ConfigError for a document without any key of a configuration."""
+    """Raise ConfigError for a document without any known key."""
     known = {key.split(".")[0] for key in KEYS} | _TOP
     if not isinstance(document, dict) or not document or {str(key) for key in document} & known:
         return

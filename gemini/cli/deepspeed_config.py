@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed as options of ours."""
+"""Converts a configuration of DeepSpeed to our options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DEEPSPEEDS = ("Adam", "AdamW", "Lamb", "OneBitAdam", "ZeroOneAdam", "OneBitLamb
                "MuSGD", "Lion", "Muon")  # fmt: skip
 _ADAMS = ("adam", "adamw", "cpuadam", "deepspeedcpuadam", "fusedadam")
 _OURS = {"lion": "gemini.Lion", "lamb": "gemini.Lamb"}
-# torch's, which DeepSpeed finds by their names: the options of each that a file may set beside the rate.
+# torch's optimizers, which DeepSpeed finds by name, with the options that a file may set besides the rate.
 _DECAY, _MOMENTUM, _BETAS = ("weight_decay",), ("weight_decay", "momentum"), ("weight_decay", "eps", "betas")
 _TORCH: dict[str, tuple[str, tuple[str, ...]]] = {
     "sgd": ("SGD", (*_MOMENTUM, "dampening", "nesterov")),
@@ -55,7 +55,7 @@ _WITHOUT_RULE = {
     "muadamw": "scales the rate of each layer: give parameter groups with these rates to HybridAdam",
     "musgd": "scales the rate of each layer: give parameter groups with these rates to torch.optim.SGD",
 }
-# Those that send one bit of each value once a warmup is over, and the class that has the rule of the warmup.
+# Optimizers that send one bit per value after a warmup -> our class with the rule of the warmup.
 _ONE_BIT = {
     "onebitadam": "gemini.HybridAdam",
     "zerooneadam": "gemini.HybridAdam",
@@ -68,10 +68,10 @@ _OF_ONE_BIT = (
 
 
 def convert(document: Any, source: str, target: Target) -> Conversion:
-    """Return what a configuration of DeepSpeed becomes; ``source`` is the file's name.
+    """Convert a configuration of DeepSpeed; ``source`` is the file's name.
 
     Raises:
-        ConfigError: a value that DeepSpeed would refuse as well, by its key.
+        ConfigError: a value that DeepSpeed would refuse as well; the message names its key.
     """
     found = Conversion(source, target)
     given = Document(document, source)
@@ -81,9 +81,9 @@ def convert(document: Any, source: str, target: Target) -> Conversion:
 
 
 def fill(found: Conversion, document: Document) -> None:
-    """Convert all keys that have options here; the others get their verdicts from ``report``."""
+    """Convert all keys that have options here; ``report`` gives the others their verdicts."""
     for section in ("fp16", "bf16", "bfloat16", "activation_checkpointing", "zero_optimization", "optimizer"):
-        document.section(section)  # refuses what has no keys
+        document.section(section)  # raises if the value is not a section
     _precision(found, document)
     _batches(found, document)
     _zero(found, document)
@@ -103,7 +103,7 @@ def fill(found: Conversion, document: Document) -> None:
 
 
 def _defaults(found: Conversion, document: Document) -> None:
-    """Give the Trainer what DeepSpeed does by default where the Trainer does something else."""
+    """Set DeepSpeed's defaults explicitly where the Trainer's defaults differ."""
     if not document.has("gradient_clipping"):
         found.put("arguments.max_grad_norm", "0.0")
     is_named = found.said.get(("optimizer", "type"), ("",))[0] == TAKEN
@@ -162,7 +162,7 @@ def _loss_scale(found: Conversion, fixed: Any) -> None:
 
 
 def _perhaps_scaled(found: Conversion, document: Document) -> None:
-    """Say of the loss scale what to give where fp16 is chosen later: it is for fp16 alone."""
+    """Explain which loss scale options to set if fp16 is chosen later; only fp16 has a loss scale."""
     for path, default in _SCALES.items():
         key = KEYS.get(path)
         kind = NUMBER if key is None or key.kind is None else key.kind
@@ -257,7 +257,7 @@ def _zero(found: Conversion, document: Document) -> None:
 
 
 def _offload(found: Conversion, document: Document, where: str) -> None:
-    """Convert where parameters or states go."""
+    """Convert the offload section of parameters or states."""
     device = document.take(f"{where}.device", (str,), "none")
     path = document.take(f"{where}.nvme_path", (str,))
     pinned = document.take(f"{where}.pin_memory", (bool,))
@@ -304,7 +304,7 @@ _PARAMS = "optimizer.params"
 
 
 def note_optimizer(found: Conversion, document: Document) -> None:
-    """Say in the program where the file has no optimizer."""
+    """Add a comment to the program if the file has no optimizer."""
     if not document.section("optimizer") and found.target is not Target.TRAINER:
         found.notes.append("the file has no optimizer: write that of your script for HybridAdam")
 
@@ -371,7 +371,8 @@ def _param(found: Conversion, document: Document, key: str, path: str) -> None:
 
 
 def _one_bit(found: Conversion, params: dict[str, Any], kind: str) -> None:
-    """Convert an optimizer that compresses what ranks send: ``kind`` has its rule, and sends all."""
+    """Convert an optimizer that compresses gradients. ``kind``: our class with the same rule, without
+    compression."""
     found.drive(kind)
     found.say(
         "optimizer.type",
@@ -386,9 +387,9 @@ def _one_bit(found: Conversion, params: dict[str, Any], kind: str) -> None:
 
 
 def _muon(found: Conversion, document: Document) -> None:
-    """Convert Muon with its Adam: ``lr`` is the rate of both, as far as they have none of their own."""
+    """Convert Muon with its Adam. ``lr`` is the rate of both, unless they have their own."""
     found.drive("gemini.Muon")
-    found.of("model")["optimizer_rule"] = repr("muon")  # hidden matrices apart: one state of each
+    found.of("model")["optimizer_rule"] = repr("muon")  # separate chunks for hidden matrices: one state each
     found.say(
         "optimizer.type",
         TAKEN,
@@ -413,7 +414,8 @@ def _muon(found: Conversion, document: Document) -> None:
 
 
 def _adam_of_muon(found: Conversion, document: Document) -> None:
-    """Say that the Trainer gives optimizers no names, and give Adam the rate that it has beside Muon."""
+    """Report that Muon is not possible because the Trainer gives optimizers no names, and use the rate of
+    Muon's Adam for Adam."""
     found.say(
         "optimizer.type",
         NOT_SUPPORTED,
@@ -452,7 +454,7 @@ def _value(document: Document, key: str, path: str) -> Any:
 
 
 def _adam(found: Conversion, document: Document, *, decouples: bool) -> None:
-    """Adam of DeepSpeed decays as AdamW, unless ``adam_w_mode`` is false."""
+    """DeepSpeed's Adam decays weights as AdamW does, unless ``adam_w_mode`` is false."""
     path = f"{_PARAMS}.adam_w_mode"
     mode = document.take(path, (bool,), True)
     if not decouples and mode is False:
@@ -466,4 +468,4 @@ def _adam(found: Conversion, document: Document, *, decouples: bool) -> None:
         and "adamw_mode" not in found.of("optimizer")
         and not document.has(f"{_PARAMS}.weight_decay")
     ):
-        found.of("optimizer")["weight_decay"] = "0.01"  # of torch.optim.AdamW
+        found.of("optimizer")["weight_decay"] = "0.01"  # default of torch.optim.AdamW

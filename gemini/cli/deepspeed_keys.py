@@ -1,7 +1,7 @@
-"""The keys of a configuration of DeepSpeed: the option of ours that takes each, or why there is none.
+"""The table of DeepSpeed's configuration keys: our option for each, or why there is none.
 
-A key that is listed for its section stands for all keys below it. ``deepspeed_config`` has the code for keys
-that need more than a row: types of optimizers and schedulers, devices, batches.
+A key that is the path of a section covers all keys below it. ``deepspeed_config`` has code for keys that need
+more than a row: types of optimizers and schedulers, devices, batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemini.cli.conversion import (
     each,
 )
 
-MOST_POWER = 126  # of fp32
+MOST_POWER = 126  # limit of the exponent: scales are fp32 numbers
 _POWER = Kind((float,), least=0, most=MOST_POWER, text=lambda value: f"2**{int(value)}")
 _OFFLOAD = Kind((bool,), text=lambda value: 'torch.cuda.is_available() and "auto"')
 _REDUCED = Kind((str,), text=lambda value: '"fp16"' if value == "fp16" else '"bf16"')
@@ -253,7 +253,7 @@ SWITCHED = frozenset(
     )
 )  # fmt: skip
 
-# What the Trainer fills in where the file says "auto", by the key.
+# Key -> the TrainingArguments that the Trainer fills in for "auto".
 FILLED = {
     "train_batch_size": "per_device_train_batch_size= and gradient_accumulation_steps=",
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size=",

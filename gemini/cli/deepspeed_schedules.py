@@ -1,7 +1,7 @@
-"""DeepSpeed's schedules of the learning rate, as lines of Python with the same rates.
+"""DeepSpeed's learning rate schedules as Python source lines with the same rates.
 
-The engine of DeepSpeed steps its scheduler after each update. The scheduler of a warmup counts from -1: the
-first update has the lowest rate, and update ``n`` behind it (from 1) the rate of step ``n - 1``.
+DeepSpeed's engine steps its scheduler after each update. A warmup scheduler counts from -1: the first update
+has the lowest rate, and the n-th update after it (from 1) has the rate of step ``n - 1``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WARMUPS = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _DEEPSPEEDS = (*_WARMUPS, "OneCycle", "LRRangeTest")
 _HAS_BETAS = ("gemini.HybridAdam", "gemini.Lion", "gemini.Lamb", "torch.optim.NAdam", "torch.optim.RAdam",
               "torch.optim.Adamax")  # fmt: skip
-# What the Trainer fills in, where create_scheduler() has it.
+# Key -> (expression in create_scheduler() that the Trainer fills in for "auto", its description).
 _OF_TRAINER = {
     "warmup_min_lr": ("0.0", "0, which is what the Trainer filled in"),
     "warmup_max_lr": ("self.args.learning_rate", "learning_rate= of TrainingArguments"),
@@ -47,7 +47,7 @@ def fill(found: Conversion, document: Document) -> None:
     """Convert the scheduler of a configuration, after its optimizer.
 
     Raises:
-        ConfigError: a value that has no meaning, by its key.
+        ConfigError: a value is invalid; the message names its key.
     """
     if not document.section("scheduler"):
         return
@@ -90,12 +90,12 @@ def fill(found: Conversion, document: Document) -> None:
 
 
 def _is_one_number(values: list[Any]) -> bool:
-    """Say whether these are the rates of parameter groups that all have the same."""
+    """Return whether a list of parameter groups' rates has a single distinct value."""
     return all(type(each) in (int, float) for each in values) and len({*values}) == 1
 
 
 def _leave_out(found: Conversion, params: Iterable[str], unknown: list[str]) -> None:
-    """Say that there is no schedule, because nobody knows the values of these keys."""
+    """Report that the schedule is left out, because the values of these keys are unknown."""
     for key in params:
         found.say(f"{_PARAMS}.{key}", NOT_SUPPORTED, "the schedule is left out: see scheduler.type")
     names = " and ".join(unknown)
@@ -103,15 +103,15 @@ def _leave_out(found: Conversion, params: Iterable[str], unknown: list[str]) -> 
 
 
 class _Values:
-    """Takes the numbers of a schedule as texts, which may be expressions of the Trainer's."""
+    """Reads the numbers of a schedule as texts, which may be expressions of the Trainer."""
 
     def __init__(self, found: Conversion, document: Document) -> None:
         self.found = found
         self.document = document
-        self.unknown: list[str] = []  # keys with "auto" that nobody fills in
+        self.unknown: list[str] = []  # keys with an "auto" that is not filled in
 
     def number(self, key: str, default: str = "", kind: Kind = NUMBER) -> str:
-        """Return the text of a number. Raises ConfigError where it is missing and has no default."""
+        """Return a number as text. Raises ConfigError if it is missing and has no default."""
         path = f"{_PARAMS}.{key}"
         value = self._rate_of_groups(key, kind)
         if value is None:
@@ -129,8 +129,8 @@ class _Values:
         return kind.text(value)
 
     def _rate_of_groups(self, key: str, kind: Kind) -> float | None:
-        """Return the rate that all groups have, where the value is a list. Raises ConfigError where it is
-        out of range."""
+        """Return the common rate of all groups if the value is a list, otherwise None. Raises ConfigError if
+        it is out of range."""
         given = self.document.section(_PARAMS).get(key)
         if not isinstance(given, list):
             return None
@@ -143,17 +143,18 @@ class _Values:
         return rate
 
     def steps(self, key: str, default: str = "") -> str:
-        """Return the text of a number of steps."""
+        """Return a number of steps as text."""
         return self.number(key, default, Kind((float,), least=0, text=lambda value: f"{int(value)}"))
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Return a value that is true or false."""
+        """Return a boolean value."""
         value = self.document.take(f"{_PARAMS}.{key}", (bool,), default)
         self.found.say(f"{_PARAMS}.{key}", TAKEN, "a setting of the schedule that is printed")
         return value is True
 
     def peak(self, key: str, default: str = "") -> str:
-        """Return the rate that shares are of, and make it the optimizer's. Raises ConfigError for 0."""
+        """Return the rate to which shares refer, and make it the optimizer's rate. Raises ConfigError if it
+        is 0."""
         text = self.number(key, default)
         if _is_number(text) and float(text) == 0:
             raise ConfigError(
@@ -163,7 +164,7 @@ class _Values:
         return text
 
     def _set_rate(self, text: str, *, over: bool) -> None:
-        """Have the optimizer's rate be that of the schedule, as DeepSpeed's schedulers do: of all groups."""
+        """Set the optimizer's rate to that of the schedule. As in DeepSpeed, it applies to all groups."""
         for key in ("lr", "muon_lr", "adam_lr"):
             if over and self.document.take(f"optimizer.params.{key}", (float,)) not in (None, AUTO):
                 self.found.say(f"optimizer.params.{key}", NOT_NEEDED, "scheduler.params sets the rate")
@@ -191,14 +192,14 @@ def _is_number(text: str) -> bool:
 
 
 def _share_of(part: str, whole: str) -> str:
-    """Return the text of a quotient, as a number where both are numbers."""
+    """Return a quotient as text; a number if both are numbers."""
     if _is_number(part) and _is_number(whole):
         return repr(float(part) / float(whole))
     return "0.0" if part == "0.0" else f"{part} / {whole}"
 
 
 # --------------------------------------------------------------------------------------- warmups
-_FALLING = {  # what follows a warmup: lines, and the words for them
+_FALLING = {  # the schedule after a warmup: source lines, and a description
     "WarmupLR": (("return 1.0",), "then the rate stays"),
     "WarmupDecayLR": (
         (
@@ -313,12 +314,12 @@ def _one_cycle(values: _Values) -> Schedule:
 
 
 def _part(place: str, size: str, stairs: str) -> str:
-    """Return the text of a part of a cycle's half, in so many stairs; 0 of them for none."""
+    """Return the expression for half a cycle with this number of stairs; "0" means no stairs."""
     return f"{place} / {size}" if stairs == "0" else f"{place} * {stairs} // {size} / {stairs}"
 
 
 def _momentum(values: _Values, settings: list[tuple[str, str]], *, decays: bool) -> tuple[str, ...]:
-    """Return the body of a function with the first of an optimizer's betas; () where it stays."""
+    """Return the body of a function for the optimizer's first beta; () if it is constant."""
     cycles = values.flag("cycle_momentum", default=True)
     kind = Kind((float,), least=0, most=1)
     least = values.number("cycle_min_mom", "0.8", kind)

@@ -1,4 +1,4 @@
-"""``gemini export``: a model as files for other programs."""
+"""``gemini export``: writes a model as files for other programs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Export, say what was written, and return the exit code."""
+    """Export, print what was written, and return the exit code."""
     form = options.format or ("gguf" if options.out.suffix == ".gguf" else "safetensors")
     notes: tuple[str, ...] = ()
     if form == "gguf":

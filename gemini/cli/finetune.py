@@ -1,6 +1,5 @@
-"""``gemini finetune``: train a checkpoint of Hugging Face on text or conversations, under byte budgets.
-Before it loads anything it says: does it fit, what is where, how long is a step.
-"""
+"""``gemini finetune``: trains a Hugging Face checkpoint on text or conversations, under byte budgets. Before
+it loads the model, it prints a forecast: whether it fits, the memory of each tier, the time of a step."""
 
 from __future__ import annotations
 
@@ -136,12 +135,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def config_from(options: argparse.Namespace) -> FineTuneConfig:
-    """Return the run that parsed ``options`` describe: they win over the recipe's, those over what a run that
-    is resumed had.
+    """Return the config for parsed ``options``. They override those of the recipe, which override the stored
+    options of a run to resume.
 
     Raises:
-        ConfigError: it cannot work, or the recipe cannot be read.
-        CheckpointError: the options of the run that is resumed cannot be read.
+        ConfigError: the options are invalid, or the recipe cannot be read.
+        CheckpointError: the stored options of the run cannot be read.
     """
     from gemini.jobs.finetune.config import read_recipe, with_plan
 
@@ -152,7 +151,7 @@ def config_from(options: argparse.Namespace) -> FineTuneConfig:
     if given.get("resume", "no") != "no" and given.get("output"):
         saved = saved_options(given["output"], FineTuneConfig, COMMAND)
     config = FineTuneConfig(**{**saved, **with_plan(given)})
-    if options.recipe is None:  # where there is one, a default that is given here takes back what it says
+    if options.recipe is None:  # with a recipe, an option may be given only to reset the recipe's value
         config.refuse_unread(given)
     return config
 
@@ -174,8 +173,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _without_nproc(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments of a rank, which knows how many there are. torchrun takes ``--nproc`` for the
-    beginning of options of its own, even behind the name of the program."""
+    """Return the arguments for a rank, without ``--nproc``. torchrun would read ``--nproc`` as an
+    abbreviation of its own options, even after the program's name."""
     return [
         each
         for before, each in zip(("", *arguments), arguments, strict=False)
@@ -184,7 +183,8 @@ def _without_nproc(arguments: Sequence[str]) -> list[str]:
 
 
 def _on_ranks(config: FineTuneConfig, ranks: int) -> FineTuneConfig:
-    """Return the run of one of ``ranks`` that were started. Raises ConfigError where it asks for others."""
+    """Return the config for one of ``ranks`` running ranks. Raises ConfigError if it is for another
+    number."""
     config.data_ranks(ranks)
     if config.nproc not in (1, ranks):
         raise ConfigError(
@@ -194,7 +194,7 @@ def _on_ranks(config: FineTuneConfig, ranks: int) -> FineTuneConfig:
 
 
 def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
-    """Do what :func:`run` does, in this process."""
+    """Run :func:`run` in this process."""
     try:
         from transformers.utils import logging
     except ImportError as error:
@@ -214,12 +214,12 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
         return 0
     if config.plan is not None or config.recompute:
         _check_model(config)
-    logging.disable_progress_bar()  # or they are drawn across the display
+    logging.disable_progress_bar()  # otherwise they would be drawn across the display
     console = Console(stderr=True)
     with options_named(), place_among_ranks() as rank, warnings.catch_warnings():
-        # What transformers and peft are to change between them is nothing for who runs this.
+        # Deprecations between transformers and peft do not concern the user.
         warnings.simplefilter("ignore", FutureWarning)
-        # PEFT means layers; it has set these itself, for arrays of experts, which have them.
+        # PEFT sets these patterns itself for arrays of experts, then warns that no layer matches them.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
         result = job.run(
             config,
@@ -238,8 +238,8 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
 
 
 def _check_model(config: FineTuneConfig) -> None:
-    """Raise ConfigError if the plan or the blocks to recompute are not of the model; it is built on ``meta``,
-    as ``gemini plan`` does."""
+    """Raise ConfigError if the plan or the blocks to recompute do not belong to the model, which is built on
+    ``meta`` as in ``gemini plan``."""
     plain = replace(config, recompute="", quantize=NO)
     model = forecast_source(plain, config.seq or _ANY_SEQ).example(1).model
     if config.plan is not None:
@@ -491,15 +491,13 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
 
 
 _SAMPLE_SECONDS = 1.0
-_ANY_SEQ = 8  # where only the parameters matter
+_ANY_SEQ = 8  # used if only the parameters matter
 _TIERS = ("device", "host", "disk")
 
 
 def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
-    """Yield what planning says of a run with rows of ``seq`` tokens, a line each.
-
-    It asks nothing and refuses nothing: where it cannot say anything, it says why.
-    """
+    """Yield the forecast of a run with rows of ``seq`` tokens, line by line. It asks and refuses nothing; if
+    there is no forecast, a line gives the reason."""
     if trains_parts(config) or (config.plan is not None and config.num_ranks > 1):
         yield _line_of_layout(config)
         return
@@ -519,7 +517,7 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
 
 def _line_of_layout(config: FineTuneConfig) -> str:
-    """Return what the plan of a run over ranks says, or what would say it."""
+    """Return the prediction of the plan of a run over ranks, or the command that makes a plan."""
     plan = plan_of(config)
     if plan is None:
         sizes = {**{name: getattr(config, name) for name in PARTS}, "dp": config.data_ranks(config.num_ranks)}
@@ -535,7 +533,7 @@ def _line_of_layout(config: FineTuneConfig) -> str:
 
 
 def _lines_of_rank(config: FineTuneConfig, seq: int) -> Iterator[str]:
-    """Yield what planning says of each rank of a run in which they share whole models in chunks."""
+    """Yield the forecast of each rank in a run in which ranks share whole models in chunks."""
     _refuse_devices(config)
     ranks, options = config.num_ranks, config.managed_options()
     del options["device"]
@@ -543,7 +541,7 @@ def _lines_of_rank(config: FineTuneConfig, seq: int) -> Iterator[str]:
         options["device_bytes"] = default_budget_bytes() // ranks
     rows, passes = config.rows_of_rank(ranks)
     if config.objective == DPO:
-        rows *= 2  # of a pair
+        rows *= 2  # a pair has two rows
     settings = GeminiConfig.from_options(**options)
     outlook = look_at_rank(forecast_source(config, seq), settings, rows, ranks, accumulation=passes)
     yield from _verdict(config, outlook, where=f" on each of {ranks} ranks", refused=_misfits(outlook))
@@ -551,7 +549,7 @@ def _lines_of_rank(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
 def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     source, settings = forecast_source(config, seq), _settings(config)
-    rows = 2 if config.objective == DPO else 1  # of a pair
+    rows = 2 if config.objective == DPO else 1  # a pair has two rows
     outlook = look(source, settings, config.batch * rows)
     yield from _verdict(config, outlook, where="", refused=_is_refused(outlook, settings))
     if outlook.obstacles:
@@ -574,8 +572,8 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
 
 def _verdict(config: FineTuneConfig, outlook: Outlook, *, where: str, refused: bool) -> Iterator[str]:
-    """Yield whether a step fits, and if not why. ``refused``: loading will say the same; ``where``: of which
-    processes that is said."""
+    """Yield whether a step fits, and the reasons if not. ``refused``: loading will raise the same error;
+    ``where``: the processes that the lines are about."""
     size = outlook.blueprint.context.size.total_bytes
     needs = (
         f"{format_bytes(size)} of model data, at most {format_bytes(outlook.non_model_bytes)} of activations "
@@ -593,7 +591,7 @@ def _verdict(config: FineTuneConfig, outlook: Outlook, *, where: str, refused: b
             return
         yield f"plan: it {'may' if smaller else 'does'} not fit{where}: {needs}{smaller}"
         if not smaller:
-            return  # loading says why
+            return  # loading will raise the reason
     elif outlook.obstacles and config.activations == "keep":
         yield f"plan: activations will exceed the budget{where}: {needs}{smaller}"
     elif outlook.obstacles:
@@ -609,7 +607,7 @@ def _verdict(config: FineTuneConfig, outlook: Outlook, *, where: str, refused: b
 
 
 def _is_refused(outlook: Outlook, settings: Settings) -> bool:
-    """Return whether the model data does not fit, so that nothing will be loaded."""
+    """Return whether the model data does not fit, so that loading will be refused."""
     blueprint = outlook.blueprint
     if _misfits(outlook):
         return True
@@ -619,7 +617,7 @@ def _is_refused(outlook: Outlook, settings: Settings) -> bool:
 
 
 def _misfits(outlook: Outlook) -> bool:
-    """Return whether the budgets cannot hold the model data."""
+    """Return whether the budgets are too small for the model data."""
     try:
         outlook.blueprint.refuse_misfit()
     except OutOfBudgetError:
@@ -628,7 +626,7 @@ def _misfits(outlook: Outlook) -> bool:
 
 
 def forecast_source(config: FineTuneConfig, seq: int) -> ModelSource:
-    """Return the model that a run trains, with rows of ``seq`` tokens, on ``meta``. Raises ConfigError."""
+    """Return the model of a run with rows of ``seq`` tokens, on ``meta``. Raises ConfigError."""
     directory = Path(config.model)
     quantization = quantization_of(config) or stored_quantization(directory)
     change = adapting(adapter_of(config), quantization, directory)
@@ -667,6 +665,6 @@ def _settings(config: FineTuneConfig) -> Settings:
 
 
 def _refuse_devices(config: FineTuneConfig) -> None:
-    """Raise ConfigError for a device that has no forecast."""
+    """Raise ConfigError for a device that cannot be forecast."""
     if config.device_kind != "cpu":
         raise ConfigError(f"steps on {config.device} are not planned ahead: the first one is measured")

@@ -1,9 +1,9 @@
 """Entry point of the ``gemini`` command.
 
-Other distributions add commands by entry points of the group ``gemini.commands``: ``NAME =
-"module:function"`` adds ``gemini NAME``; the function gets the subparsers of argparse, adds a parser of that
-name, and gives it a default ``run(options) -> exit code``. A command line that is wrong is answered with a
-few lines that guess what was meant.
+Other distributions add commands by entry points in the group ``gemini.commands``: ``NAME =
+"module:function"`` adds ``gemini NAME``. The function gets argparse's subparsers, adds a parser of that name,
+and sets its default ``run(options) -> exit code``. Errors in the command line are answered with a few lines
+that suggest the correct option.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ from gemini.system.config import did_you_mean
 GROUP = "gemini.commands"
 AddParser = Callable[[Any], object]
 
-# Commands of this project that are installed by themselves, and how.
+# Commands of this project that are installed separately, and how.
 ELSEWHERE = {"bench": "pip install ./benchmarks, in a checkout of gemini-runtime"}
 
 
 def added_commands(called: str, known: Collection[str]) -> dict[str, AddParser]:
-    """Return what installed distributions add, by name, besides the commands that are ``known`` already.
-
-    One that cannot be loaded is left out, so that it stops no other command.
+    """Return the commands that installed distributions add, by name, except ``known`` ones. A command that
+    cannot be loaded is left out, so that it does not break other commands.
 
     Raises:
-        ConfigError: it is the one that was ``called``, or that one is not installed.
+        ConfigError: the command that was ``called`` cannot be loaded, or is not installed.
     """
     found: dict[str, AddParser] = {}
     for entry in sorted(metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
@@ -76,28 +75,29 @@ _MOST_GUESSES = 3
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that takes options by their whole names only, and reports an error in three lines.
+    """A parser that accepts only whole option names, and reports an error in three lines.
 
-    A shortened option could change its meaning with the next option that is added. argparse makes the
-    parsers of subcommands of this class, too; each of them refuses the options that it does not know.
+    The meaning of an abbreviated option could change when another option is added. argparse uses this class
+    for the parsers of subcommands too; each of them refuses unknown options.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **{**settings, "allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse, and end the process where an option is unknown."""
+        """Parse, and end the process if an option is unknown."""
         options, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(each + self._guess(each) for each in unknown)}")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print ``message`` under one line on how the command is called, and exit with code 2."""
+        """Print ``message`` after a short usage line, and exit with code 2."""
         self.exit(_EXIT_USAGE, f"{self._short_usage()}\n{self.prog}: error: {message}\n")
 
     def _guess(self, unknown: str) -> str:
-        """Return in brackets the options that begin like ``unknown``, or else the nearest; "" for none."""
+        """Return, in brackets, the options that begin like ``unknown``, or otherwise the most similar ones;
+        "" if there are none."""
         if not unknown.startswith("-"):
             return ""
         name = unknown.partition("=")[0]
@@ -123,7 +123,7 @@ class CommandParser(argparse.ArgumentParser):
         except argparse.ArgumentError:
             kinds: dict[object, str] = {int: "a whole number", float: "a number"}
             if (kind := kinds.get(action.type)) is None:
-                raise  # such a type says itself what it takes
+                raise  # types other than numbers raise their own message
             raise argparse.ArgumentError(action, f"{arg_string!r} is not {kind}; give one") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -136,7 +136,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class WarningFormatter(logging.Formatter):
-    """Formats a record of the library as ``warning: ...``, in the words that ``translate`` makes of it."""
+    """Formats a log record of the library as ``warning: ...``. ``translate`` is applied to its text."""
 
     def __init__(self, translate: Callable[[str], str]) -> None:
         super().__init__()
@@ -187,17 +187,18 @@ Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves room for the indent of commands, so that the longest name has its help beside it."""
+    """Help formatter that accounts for the indent of commands, so that the longest name and its help are on
+    one line."""
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Measure ``action``."""
+        """Measure the width of ``action``."""
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
             self._action_max_length += self._indent_increment
 
 
 def build_parser(added: Mapping[str, AddParser] | None = None) -> argparse.ArgumentParser:
-    """Return the parser of the whole command, with ``added`` commands after its own."""
+    """Return the parser of the whole command. ``added`` commands come after the built-in ones."""
     parser = CommandParser(
         prog="gemini",
         description=DESCRIPTION,
@@ -212,11 +213,12 @@ def build_parser(added: Mapping[str, AddParser] | None = None) -> argparse.Argum
 
 
 def main(arguments: Sequence[str] | None = None, *, added: Mapping[str, AddParser] | None = None) -> int:
-    """Run one command and return its exit code. ``added`` commands are there beside those that are installed.
+    """Run one command, and return its exit code. ``added``: commands besides the installed ones.
 
-    An error of ours is one line on standard error and code 2; Ctrl-C is code 130. Any other exception, of a
-    model's own code for one, is shown as Python does, and is code 2 as well: 1 is a verdict of the command. A
-    reader of standard output that has left (head, less) is no error; a full disk under it is one.
+    A GeminiError is printed as one line on standard error, with code 2; Ctrl-C gives code 130. Any other
+    exception, for example of a model's own code, prints a traceback and also gives code 2, because 1 is
+    reserved for verdicts of commands. It is no error if the reader of standard output has left (head, less);
+    a full disk is one.
     """
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments), added or {})
@@ -233,8 +235,8 @@ def main(arguments: Sequence[str] | None = None, *, added: Mapping[str, AddParse
         if error.errno != errno.ENOSPC or error.filename is not None:
             code = _unexpected(error)
         else:
-            code = _lost(error)  # what Python and rich write in between
-    except SystemExit as end:  # of --help, --version and wrong usage
+            code = _lost(error)  # standard output could not be written to a full disk
+    except SystemExit as end:  # from --help, --version and usage errors
         if (lost := _flush()) and not end.code:
             return lost
         raise
@@ -248,10 +250,10 @@ def main(arguments: Sequence[str] | None = None, *, added: Mapping[str, AddParse
 
 def _run(arguments: list[str], added: Mapping[str, AddParser]) -> int:
     options = _parsed(arguments, added)
-    if logging.lastResort is not None:  # not the root logger, which a script that is traced may configure
+    if logging.lastResort is not None:  # not the root logger, which a traced script may configure
         is_ours = arguments[0] in ("train", "finetune") or (arguments[0] == "trace" and not options.script)
         logging.lastResort.setFormatter(WarningFormatter(train.with_options if is_ours else str))
-    if not getattr(options, "script", None):  # what a script says is its own
+    if not getattr(options, "script", None):  # do not change the output of a user's script
         silence_packages()
     _require_directory()
     perform: Callable[[argparse.Namespace], int] = options.run
@@ -259,7 +261,7 @@ def _run(arguments: list[str], added: Mapping[str, AddParser]) -> int:
 
 
 def _require_directory() -> None:
-    """Raise ConfigError where the working directory was removed: torch and Python ask for its name."""
+    """Raise ConfigError if the working directory was removed: torch and Python need its name."""
     try:
         Path.cwd()
     except OSError as error:
@@ -285,8 +287,9 @@ def _unexpected(error: Exception) -> int:
 
 
 def _flush() -> int:
-    """Write what the standard streams still hold; left to the interpreter's end, a failure would be the code.
-    Return that of a failure to write the result, else 0. A stream that the caller has closed is None."""
+    """Flush the standard streams now, because a failure at the interpreter's end would change the exit code.
+    Return the code of a failure to write the result, otherwise 0. A stream that the caller has closed is
+    None."""
     if sys.stderr is not None:
         try:
             sys.stderr.flush()

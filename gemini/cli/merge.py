@@ -1,4 +1,4 @@
-"""``gemini merge``: adapters of PEFT become part of the weights that they were trained on."""
+"""``gemini merge``: merges PEFT adapters into the weights that they were trained on."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Merge, say what was done, and return the exit code."""
+    """Merge, print the result, and return the exit code."""
     from gemini.jobs.after_training.adapter_merge import merge
 
     silence_transformers()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what transformers and PEFT are to change between them
+        warnings.simplefilter("ignore")  # deprecations between transformers and PEFT
         merged = merge(options.base, options.adapter, options.out)
     copied = merged.copied
     if options.json:

@@ -1,4 +1,4 @@
-"""``gemini benchmark``: the modes of tensor parallelism, compared over the GPUs of a machine."""
+"""``gemini benchmark``: compares the modes of tensor parallelism over the GPUs of a machine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def render(facts: dict[str, Any], console: Console) -> None:
-    """Print a row for each mode, and why sizes do not go over one."""
+    """Print a row for each mode, and the reason for each mode that the sizes do not permit."""
     where = f"{facts['ranks']} ranks on {facts['device']} over {facts['backend']}"
     shape = " x ".join(map(str, facts["input"]))
     table = Table(

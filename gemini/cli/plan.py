@@ -1,4 +1,5 @@
-"""``gemini plan``: will a model fit, how long is a step, what bounds it; before any of it exists."""
+"""``gemini plan``: forecasts whether a model fits, how long a step takes and which resource bounds it,
+without its weights."""
 
 from __future__ import annotations
 
@@ -50,14 +51,14 @@ examples:
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. What the numbers mean: docs/plan.md.
 """
 
-# What makers of common 1 TB drives promise.
+# Endurance that makers of common 1 TB drives promise.
 DEFAULT_TBW = "600TB"
 DEFAULT_SEQ = 1024
 _SAMPLE_SECONDS = 5.0
 _DTYPES = ("fp32", "bf16", "fp16")
 _AXES = ("tp", "pp", "sp", "dp")
 _SEQUENCE_MODES = ("ulysses", "ring")
-# Those of gemini.parallel.pipeline.SCHEDULES, which takes the time of importing torch to ask.
+# Same as gemini.parallel.pipeline.SCHEDULES; importing that would import torch, which takes seconds.
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "zbv", "dualpipev")
 EXIT_MISFIT = 1
 
@@ -246,7 +247,7 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the forecast; return 0 where it fits, 1 where it does not."""
+    """Print the forecast. Return 0 if the model fits, 1 if not."""
     from gemini.cli.plan_model import ModelOptions, find_model
     from gemini.cli.plan_output import render, render_collectives
     from gemini.cli.plan_search import refuse_contradictions
@@ -310,7 +311,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_without_model(options: argparse.Namespace) -> int:
-    """Measure this machine and its ranks. Raises ConfigError where a model was to be planned."""
+    """Measure this machine and its ranks. Raises ConfigError if options require a model."""
     from gemini.cli.plan_output import render_collectives
 
     axes = [f"--{name}" for name in _AXES if getattr(options, name) is not None]
@@ -327,7 +328,7 @@ def _run_without_model(options: argparse.Namespace) -> int:
 
 
 def _require_measurable(options: argparse.Namespace) -> None:
-    """Raise ConfigError where ranks cannot be measured as asked, before anything takes time."""
+    """Raise ConfigError if ranks cannot be measured as requested, before anything that takes time."""
     from gemini.parallel.collective_speeds import parse_ranks
 
     parse_ranks(options.measure_ranks)
@@ -339,7 +340,7 @@ def _require_measurable(options: argparse.Namespace) -> None:
 
 
 def _kept(options: argparse.Namespace, machine: Any, tell: Callable[[str], object]) -> Any:
-    """Return the machine, with the speeds of ranks where they are asked for; save it where that is."""
+    """Return the machine, with measured speeds of collectives if requested, and save it if requested."""
     ranks = options.measure_ranks
     if ranks is None and options.machine is None and (options.ranks or 1) > 1:
         ranks = str(options.ranks)
@@ -355,11 +356,11 @@ def _kept(options: argparse.Namespace, machine: Any, tell: Callable[[str], objec
 
 
 def settings_from(options: argparse.Namespace, *, ranks: int = 1) -> Any:
-    """Return the settings that parsed ``options`` ask for; measures this machine, divided among
-    ``ranks``, unless another is described.
+    """Return the settings for parsed ``options``. Measures this machine, divided among ``ranks``, unless a
+    machine file is given.
 
     Raises:
-        ConfigError: a tier without a place or without measured links.
+        ConfigError: a tier has no directory or no measured links, or DEVICE has no positive budget.
     """
     from gemini.forecast.forecast import Settings
     from gemini.forecast.machine import MachineSpeeds, measure_machine, threads_of_a_rank
@@ -412,7 +413,8 @@ def settings_from(options: argparse.Namespace, *, ranks: int = 1) -> Any:
 
 
 def _require_links(machine: Any, *, host: bool, disk: bool, disk_dir: str | None) -> None:
-    """Raise ConfigError where a tier's links are unknown; ``disk_dir`` is that of a disk on this machine."""
+    """Raise ConfigError if the speeds of a tier's links are unknown. ``disk_dir``: directory of a disk on
+    this machine."""
     from gemini.placement.probe import LARGE_BYTES
 
     needed = (["h2d", "d2h"] if host else []) + (["disk_read", "disk_write"] if disk else [])
@@ -432,11 +434,11 @@ def _require_links(machine: Any, *, host: bool, disk: bool, disk_dir: str | None
 
 
 def _first(*values: int | None) -> int | None:
-    """Return the first that is not None."""
+    """Return the first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
-_LARGEST_COUNT = 2**20  # of a batch, a sequence: sizes of tensors beyond are no numbers of torch's
+_LARGEST_COUNT = 2**20  # limit of a batch and a sequence: larger products overflow torch's sizes
 
 
 def _count(text: str) -> int:

@@ -1,6 +1,7 @@
-"""The arguments of a Hugging Face model: their names, their shapes, and the most tokens.
+"""Derives the inputs of a Hugging Face model: their names, their shapes, and the maximum number of tokens.
 
-Decided by the names of its parameters and the fields of its config; nothing here needs transformers.
+Everything follows from the parameter names of ``forward`` and the fields of the config; transformers is not
+needed.
 """
 
 from __future__ import annotations
@@ -13,26 +14,30 @@ from typing import Any
 
 import torch
 
-# What each kind of data is called with, in the order of preference.
+# Kind of data -> argument names, in order of preference.
 _MODALITIES = {
     "text": ("input_ids",),
     "image": ("pixel_values",),
     "video": ("pixel_values", "pixel_values_videos"),
     "audio": ("input_features", "input_values"),
 }
-_IMAGE_SIZE, _CHANNELS = 224, 3  # of most image models, where a config does not say
+_IMAGE_SIZE, _CHANNELS = 224, 3  # defaults if a config does not say
 _SAMPLING_RATE = 16_000
 _PARTS = {"image": ("vision_config", "backbone_config", "encoder"), "audio": ("audio_config", "encoder")}
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
-# One number per sample, besides "labels".
+# Arguments with one number per sample, besides "labels".
 _SAMPLE_LABELS = ("next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
 _CHOICES = 2
 
 
 @dataclass(frozen=True)
 class ModelKind:
-    """What inputs follow from. ``parameters``: of ``forward``, each with whether it must be given;
-    ``modalities``: the kinds of data, as the class declares them."""
+    """The properties of a model from which its inputs follow.
+
+    Attributes:
+        parameters: name of each parameter of ``forward``, and whether it is required.
+        modalities: the kinds of data that the class declares.
+    """
 
     name: str
     config: Any
@@ -42,10 +47,9 @@ class ModelKind:
 
     @property
     def data(self) -> tuple[str, ...]:
-        """The parameters that data is given to: the main input, those without a default, one of each kind.
-
-        Images and sounds whose place among the tokens is known by value are left out.
-        """
+        """The parameters that receive data: the main input, required parameters, and one for each kind of
+        data. Images and sounds are left out if placeholder tokens mark their places, because these depend on
+        values."""
         names = [self.main_input] if self.main_input in self.parameters else []
         names += [name for name, required in self.parameters.items() if required]
         for modality in self.modalities:
@@ -56,19 +60,19 @@ class ModelKind:
 
     @property
     def has_placeholders(self) -> bool:
-        """Whether tokens of the text stand for images or sounds."""
+        """Whether some tokens of the text represent images or sounds."""
         return "input_ids" in self.parameters and any(
             _field(self.config, name) is not None for name in _PLACEHOLDERS
         )
 
     @property
     def decodes_text(self) -> bool:
-        """Whether a decoder is given tokens of its own."""
+        """Whether a decoder gets its own tokens."""
         return "decoder_input_ids" in self.parameters and bool(_field(self.config, "is_encoder_decoder"))
 
     @property
     def unit(self) -> str:
-        """What ``--seq`` counts: tokens, frames of a sound; ``samples`` where it counts nothing."""
+        """The unit of ``--seq``: tokens, or frames of a sound; ``samples`` if it has no meaning."""
         if "input_ids" in self.data or self.decodes_text:
             return "tokens"
         sounds = {"input_values", "input_features"} & set(self.data)
@@ -76,7 +80,7 @@ class ModelKind:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided that the config does not say, a line each."""
+        """Assumptions that the config does not state, one line each."""
         notes = []
         if "pixel_values" in self.data and _field(self.config, "image_size", part="image") is None:
             notes.append(
@@ -91,7 +95,7 @@ class ModelKind:
         return tuple(notes)
 
     def inputs(self, batch: int, seq: int) -> dict[str, Any]:
-        """Return the keyword arguments of a training step, as far as they are known, on ``meta``."""
+        """Return the known keyword arguments of a training step, on ``meta``."""
         inputs: dict[str, Any] = {}
         for name in self.data:
             shape = _data_shape(name, self, batch, seq)
@@ -114,7 +118,7 @@ class ModelKind:
         return targets if labels is None else {**targets, "labels": labels}
 
     def _labels(self, batch: int, seq: int) -> torch.Tensor | None:
-        """Return labels, or None where a loss looks at their values (boxes, transcripts)."""
+        """Return labels; None if a loss depends on their values (boxes, transcripts)."""
         if re.search("For(Sequence|Image|Video|Audio)Classification", self.name):
             labels = _field(self.config, "num_labels") or 0
             if _field(self.config, "problem_type") == "multi_label_classification":
@@ -135,7 +139,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> torch.Te
 
 
 def _data_shape(name: str, kind: ModelKind, batch: int, seq: int) -> tuple[int, ...] | None:
-    """Return the shape of one input, None for one that is not known."""
+    """Return the shape of one input; None if it is unknown."""
     config = kind.config
     if name in _TOKENS:
         return (batch, _CHOICES, seq) if kind.name.endswith("ForMultipleChoice") else (batch, seq)
@@ -163,7 +167,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 
 def waveform_samples(config: Any, frames: int) -> int:
-    """Return how many samples of a sound a model hears as so many frames."""
+    """Return the number of waveform samples that a model converts to this number of frames."""
     kernels, strides = (_field(config, name, part="audio") for name in ("conv_kernel", "conv_stride"))
     if kernels and strides:
         samples = frames
@@ -175,7 +179,7 @@ def waveform_samples(config: Any, frames: int) -> int:
 
 
 def _features(config: Any, seq: int) -> tuple[int, int]:
-    """Return the two dimensions of a spectrogram, or of what stands for one."""
+    """Return the two dimensions of a spectrogram or of similar features."""
     fixed = _fixed_frames(config)
     if fixed is not None:
         return fixed
@@ -185,19 +189,19 @@ def _features(config: Any, seq: int) -> tuple[int, int]:
 
 
 def _fixed_frames(config: Any) -> tuple[int, int] | None:
-    """Return the shape of spectrograms that may have one length alone, None where any length will do."""
+    """Return the shape of spectrograms with a fixed length; None if any length is possible."""
     mels = _field(config, "num_mel_bins", part="audio")
     if mels is None:
         return None
     positions = _field(config, "max_source_positions", part="audio")
-    if positions is not None:  # as Whisper has them, before a convolution of stride 2
+    if positions is not None:  # Whisper: counted after a convolution of stride 2
         return mels, 2 * positions
     length = _field(config, "max_length", part="audio")
     return None if length is None else (length, mels)
 
 
 def _field(config: Any, *names: str, part: str | None = None) -> Any:
-    """Return the first of some fields that a config has, or its part for images or for sounds."""
+    """Return the first of these fields that is set in a config, or in its part for images or sounds."""
     for each in (config, *(getattr(config, name, None) for name in _PARTS.get(part or "", ()))):
         for name in names:
             found = each.get(name) if isinstance(each, Mapping) else getattr(each, name, None)
@@ -208,7 +212,7 @@ def _field(config: Any, *names: str, part: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class PositionTable:
-    """An embedding by its name in the model; the first position has the row ``first``."""
+    """An embedding by its name in the model; ``first`` is the row of the first position."""
 
     name: str
     rows: int
@@ -216,15 +220,13 @@ class PositionTable:
 
 
 def most_tokens(tables: Iterable[PositionTable], kind: ModelKind) -> int | None:
-    """Return how many tokens the tables of learned positions have room for; None: any number.
-
-    Without values no lookup would find out that a row is not there.
-    """
+    """Return the maximum number of tokens for the tables of learned positions; None: no limit. On ``meta``, a
+    lookup beyond the table would not raise."""
     if kind.unit != "tokens":
         return None
     other = r"vision|visual|image|audio"
     if not {"input_ids"} & set(kind.data):
-        other += r"|(^|\.)encoder\."  # of what is not text
+        other += r"|(^|\.)encoder\."  # the encoder's input is not text
     limits = [
         table.rows - table.first
         for table in tables

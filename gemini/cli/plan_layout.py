@@ -1,4 +1,4 @@
-"""``gemini plan --tp --pp --sp --dp``: what each rank of a layout will hold, and how long it will be idle."""
+"""``gemini plan --tp --pp --sp --dp``: forecasts the memory of each rank of a layout, and its idle time."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _NEED_MACHINE = ("host_bytes", "disk_dir", "disk_bytes", "machine", "save_machin
 
 
 def run(options: argparse.Namespace, source: ModelSource) -> int:
-    """Print the plan of a layout; return 0, or 1 where a rank does not fit ``--device-bytes``.
+    """Print the plan of a layout. Return 0, or 1 if a rank does not fit ``--device-bytes``.
 
     Raises:
-        ConfigError: the model does not go over so many ranks, or an option has no meaning here.
+        ConfigError: the model cannot be cut for this layout, or an option has no meaning here.
     """
     if strange := [name for name in _NEED_MACHINE if getattr(options, name)]:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
@@ -80,7 +80,8 @@ def _choices(options: argparse.Namespace) -> LayoutChoices:
 
 
 def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: LayoutChoices) -> LayoutPlan:
-    """Plan ``choices`` for a model, whose micro-batches have ``batch`` samples. Raises as plan_layout."""
+    """Plan ``choices`` for a model with micro-batches of ``batch`` samples. Raises the errors of
+    plan_layout."""
     example = source.example(batch)
     if any(map(is_quantized, example.module.parameters())):
         return _plan_quantized(example, source, dtype, choices)
@@ -93,8 +94,8 @@ def plan_source(source: ModelSource, batch: int, dtype: torch.dtype, choices: La
 def _plan_quantized(
     example: Example, source: ModelSource, dtype: torch.dtype, choices: LayoutChoices
 ) -> LayoutPlan:
-    """Plan ranks that divide the data alone, of a model with quantized weights: only chunks hold these.
-    Activations are those of the fullest moment, with what operators need then.
+    """Plan data-parallel ranks for a model with quantized weights, which must be in chunks. Activations are
+    the peak of non-model data, including temporaries of operators.
 
     Raises:
         ConfigError: ``choices`` have no chunks, or the model cannot be rehearsed.
@@ -125,8 +126,8 @@ def _plan_quantized(
 
 
 def run_on(example: Example, inputs: tuple[Any, ...], loss: LossFunction) -> Run:
-    """Return what runs the model of ``example``, or a part of it, on ``inputs``, of which a rank of ``sp``
-    takes its part."""
+    """Return a function that runs the model of ``example``, or a rank's part of it, on ``inputs``. A rank of
+    ``sp`` gets its part of them."""
     names = list(inspect.signature(example.module.forward).parameters)
 
     def run_once(model: nn.Module, sequence: SequenceOutline | None) -> torch.Tensor:
@@ -144,8 +145,8 @@ def run_on(example: Example, inputs: tuple[Any, ...], loss: LossFunction) -> Run
 def _run_part(
     model: nn.Module, sequence: SequenceOutline, inputs: dict[str, Any], loss: LossFunction
 ) -> torch.Tensor:
-    """Run a part of ``inputs``, by the names that ``model`` has for them; one that is called with tokens may
-    have any name for these."""
+    """Run a rank's part of ``inputs``, which are named by parameter of ``model``. If the first input looks
+    like tokens, its parameter may have any name."""
     tokens = next(iter(inputs.values()))
     if "input_ids" in inputs or "inputs_embeds" in inputs or not _are_tokens(tokens):
         own = sequence.cut(inputs)
@@ -156,12 +157,12 @@ def _run_part(
 
 
 def _are_tokens(value: Any) -> bool:
-    """Say whether ``value`` looks like token ids (batch, length)."""
+    """Return whether ``value`` looks like token ids ``[batch, length]``."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def misfits_of(plan: LayoutPlan, device_bytes: int) -> list[str]:
-    """Return why ranks do not fit. With ``zero_stage=3`` model data may lie below DEVICE."""
+    """Return the reasons why ranks do not fit. With ``zero_stage=3``, model data may lie below DEVICE."""
     found = []
     for rank in plan.ranks:
         chunked = plan.choices.zero_stage == 3
@@ -210,7 +211,7 @@ def render(
 
 
 def _columns(plan: LayoutPlan) -> dict[str, str]:
-    """Return the sizes of a table, by title: fields of RankPlan."""
+    """Return the size columns of the table: title -> field of RankPlan."""
     sizes = ["parameters", "gradients", "states", "activations"]
     if plan.choices.layout.sp > 1:
         sizes.append("messages")

@@ -1,4 +1,4 @@
-"""``gemini plan MODEL --search --measure N``: steps of the best plans, run on ranks of this machine."""
+"""``gemini plan MODEL --search --measure N``: runs steps of the best plans on ranks of this machine."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from gemini.system.device import gpu_count
 from gemini.system.durable import write_text
 from gemini.system.threads import usable_processors
 
-STEPS = 3  # that count
-_SETTLING = 4  # first steps in which activation_offload="auto" finds out what stays on DEVICE
+STEPS = 3  # measured steps
+_SETTLING = 4  # unmeasured steps in which activation_offload="auto" decides which activations stay on DEVICE
 _PLAN, _JOB, _SECONDS = "plan.json", "job.json", "seconds"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks train: the model as the command line names it, and the directory of DISK."""
+    """The job of the ranks: the model as named on the command line, and the directory of DISK."""
 
     model: str
     seq: int
@@ -56,7 +56,7 @@ class Job:
 
 
 def refuse_unmeasurable(options: argparse.Namespace) -> None:
-    """Raise ConfigError where plans cannot be run here, before anything takes time."""
+    """Raise ConfigError if plans cannot be run here, before anything that takes time."""
     ranks = options.ranks or 1
     if options.machine is not None and (other := MachineSpeeds.load(options.machine).name) != own_name():
         raise ConfigError(
@@ -73,8 +73,13 @@ def refuse_unmeasurable(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Trials:
-    """What is run: ``count`` of the best plans. ``plan_at`` makes the plan in a place of what was found;
-    ``run``: how long a step takes; ``tell`` hears which plan runs."""
+    """Runs the best plans of a search until ``count`` of them have run.
+
+    Attributes:
+        plan_at: returns the plan of the result at an index.
+        run: runs a plan, and returns the seconds of a step.
+        tell: called with the description of each plan before it runs.
+    """
 
     count: int
     plan_at: Callable[[Found, int], ParallelPlan]
@@ -83,9 +88,11 @@ class Trials:
     _runnable: set[Layout] = field(default_factory=set, init=False)
 
     def fastest(self, searching: Search, found: Found) -> tuple[Found, ParallelPlan]:
-        """Return the plan whose steps took the shortest time, and what was found at last, by ``found`` first.
-        Where the library does not take a layout for this model, it searches without; a plan that fails
-        otherwise is left out.
+        """Return the plan with the fastest steps, and the last result of the search; ``found`` is the first
+        one.
+
+        If the library refuses a layout for this model, the search is repeated without the layout. A plan that
+        fails for another reason is left out.
 
         Raises:
             StateError: no plan could be run.
@@ -109,7 +116,7 @@ class Trials:
         return found, after_trials(self.plan_at(found, place), best, trials)
 
     def _try(self, found: Found, trials: dict[str, Trial], impossible: dict[Layout, str]) -> None:
-        """Run the best of what was found until enough have run."""
+        """Run the best plans of ``found`` until ``count`` of them have run."""
         for place, price in enumerate(found.prices):
             ran, name = sum(each.seconds is not None for each in trials.values()), str(price.combination)
             layout = price.combination.layout
@@ -130,8 +137,8 @@ class Trials:
 
 
 def run_on_ranks(plan: ParallelPlan, job: Job) -> float:
-    """Return the median seconds of a step, of the slowest rank in each. Raises StateError where a rank has
-    failed."""
+    """Return the median time of a step in seconds; the slowest rank counts in each step. Raises StateError if
+    a rank has failed."""
     with directory_of_job() as directory:
         plan.save(directory / _PLAN)
         write_text(directory / _JOB, json.dumps(asdict(job)), "write what ranks train")
@@ -145,12 +152,12 @@ def run_on_ranks(plan: ParallelPlan, job: Job) -> float:
 
 
 def seconds_of_steps(plan: ParallelPlan, job: Job) -> list[float]:
-    """Train as this rank of a plan; return how long each step took, except for the first ones."""
+    """Train as this rank of a plan. Return the seconds of each step after the first ones."""
     source, samples = job.source(), plan.num_microbatches * plan.microbatch_size
-    # Chunks get their first values where they lie; below ZeRO 3 the whole model has them before it is cut.
+    # With ZeRO 3, values are initialized in chunks; below, the whole model needs values before it is cut.
     example = source.example(samples) if plan.zero_stage == 3 else source.build(samples)
     example.module.train()
-    torch.manual_seed(0)  # ranks along tp, pp and sp take the same samples; those along dp may
+    torch.manual_seed(0)  # ranks along tp, pp and sp must have the same samples
     batch, inputs_of = _batch(example)
 
     def loss_of(outputs: Any, own: Any) -> torch.Tensor:
@@ -163,7 +170,7 @@ def seconds_of_steps(plan: ParallelPlan, job: Job) -> list[float]:
     first = 1 if plan.activation_offload is None else _SETTLING
     for _ in range(first + STEPS):
         optimizer.zero_grad()
-        ranks.agree(None)  # all are here
+        ranks.agree(None)  # barrier: all ranks begin the step together
         begin = time.perf_counter()
         booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)
         optimizer.step()
@@ -172,8 +179,8 @@ def seconds_of_steps(plan: ParallelPlan, job: Job) -> list[float]:
 
 
 def _batch(example: Example) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """Return a batch with values, as a dict of the model's keywords, and what makes of one the inputs that a
-    loss is given."""
+    """Return a batch with values, as a dict of the model's keywords, and a function that converts such a dict
+    to the inputs for the loss."""
     inputs: tuple[Any, ...] = map_tensors(example.inputs, _with_values)
     if len(inputs) == 1 and isinstance(inputs[0], Mapping):
         return dict(inputs[0]), lambda batch: (batch,)
@@ -197,7 +204,8 @@ def _names(model: nn.Module, count: int) -> Sequence[str]:
 
 
 def _with_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return random numbers for one that has none, or 0 and 1: tokens and classes of almost every model."""
+    """Return a meta tensor with random values: normal floats, True, or integers 0 and 1, which are valid
+    tokens and classes for almost every model. Other tensors are returned unchanged."""
     if not tensor.is_meta:
         return tensor
     if tensor.is_floating_point():
@@ -208,14 +216,14 @@ def _with_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _main(directory: Path) -> None:
-    """What each rank runs."""
+    """Entry point of each rank."""
     with as_rank(directory):
         join_launched_group()
         job = Job(**json.loads((directory / _JOB).read_text()))
         seconds = seconds_of_steps(ParallelPlan.load(directory / _PLAN), job)
         text, rank = json.dumps(seconds), os.environ["RANK"]
         write_text(directory / f"{_SECONDS}-{rank}", text, "write how long steps took")
-        Ranks().agree(None)  # nobody waits for one that has gone
+        Ranks().agree(None)  # barrier: no rank ends while others still use its connections
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
-"""What ``gemini plan MODEL`` may name, a Hugging Face ``config.json`` among it, and how it becomes a model on
-``meta``. Nothing is downloaded.
-"""
+"""Builds the model that ``gemini plan MODEL`` names, on ``meta``: a preset, a GPT shape, a Hugging Face
+config or a factory. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ _FACTORY = "write a factory (package.module:function, docs/plan.md) that returns
 
 @dataclass(frozen=True)
 class HuggingFaceModel:
-    """A config, as transformers reads it, and the class to build; ``architecture`` None: without a head."""
+    """A config as transformers reads it, and the class to build. ``architecture`` None: the model without a
+    head."""
 
     path: Path
     config: Any
@@ -48,7 +48,7 @@ class HuggingFaceModel:
     checkpointing: bool
 
     def build(self) -> nn.Module:
-        """Return the model; all of it is on ``meta`` if torch makes everything there."""
+        """Return the model. It is on ``meta`` if that is torch's default device."""
         import transformers  # type: ignore[import-not-found, unused-ignore]
 
         headless: Any = transformers.AutoModel
@@ -60,7 +60,7 @@ class HuggingFaceModel:
             )
             if self.checkpointing:
                 recompute_layers(module)
-        except Exception as error:  # of as many classes as there are models
+        except Exception as error:  # model code may raise anything
             raise ConfigError(
                 f"transformers cannot build the model of {self.path}: {in_words(error)}; correct the config"
             ) from error
@@ -69,7 +69,7 @@ class HuggingFaceModel:
         return built
 
     def kind(self, module: nn.Module) -> ModelKind:
-        """Return what the inputs of a built model follow from."""
+        """Return the properties of a built model from which its inputs follow."""
         modalities = getattr(module, "input_modalities", None) or ()
         return ModelKind(
             type(module).__name__,
@@ -84,10 +84,10 @@ class HuggingFaceModel:
         )
 
     def inputs(self, module: Any, batch: int, seq: int) -> dict[str, Any]:
-        """Return the keyword arguments of a step; what is not known is as in the model's ``dummy_inputs``.
+        """Return the keyword arguments of a step; unknown ones are shaped like the model's ``dummy_inputs``.
 
         Raises:
-            ConfigError: an argument that must be given is not even there.
+            ConfigError: the shape of a required argument is unknown.
         """
         kind = self.kind(module)
         inputs = kind.inputs(batch, seq)
@@ -113,12 +113,11 @@ def hugging_face(
     checkpointing: bool,
     adapted: Callable[[nn.Module], nn.Module] | None = None,
 ) -> ModelSource:
-    """Return the model that a config describes, with what ``adapted`` puts on top of it.
-
-    A ``seq`` that nobody asked for is shortened to what the model has positions for.
+    """Return the model that a config describes, with ``adapted`` applied to it. A ``seq`` that the user did
+    not ask for is shortened to the model's number of positions.
 
     Raises:
-        ConfigError: the file, transformers or the model will not do.
+        ConfigError: the file, transformers or the model cannot be used.
     """
     fields = _read_config(path)
     model = _model_of(path, fields, checkpointing)
@@ -174,12 +173,12 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
             f"{path} describes a {fields['model_type']!r} model, which the package transformers builds: "
             f"pip install transformers ({error})"
         ) from error
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # what it says of values that there are none of
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about missing values on meta
     kept = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
     check_config(kept, path)
-    try:  # without a dtype: --dtype says what to compute in; masters are fp32
+    try:  # without a dtype: --dtype decides, and masters are fp32
         config = transformers.AutoConfig.for_model(**kept)
-    except Exception as error:  # of as many classes as transformers has checks
+    except Exception as error:  # checks of configs may raise anything
         raise ConfigError(
             f"transformers takes {path} for no {fields['model_type']!r} model: {in_words(error)}; correct "
             "it, or install the version of transformers that it was written by"
@@ -198,7 +197,7 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
 
 
 def _leave_memory(module: nn.Module) -> None:
-    """Put on ``meta`` what old constructors (``torch.Tensor(8)``) make in memory anyway."""
+    """Move parameters to ``meta`` that old constructors (``torch.Tensor(8)``) allocate in memory."""
     if torch.get_default_device().type != "meta":
         return
     moved: dict[nn.Parameter, nn.Parameter] = {}
@@ -213,26 +212,26 @@ def _position_tables(module: nn.Module) -> list[PositionTable]:
     tables = []
     for name, each in module.named_modules():
         if isinstance(each, nn.Embedding):
-            # As RoBERTa counts, whose positions begin behind that of padding; as BART does.
+            # RoBERTa's positions begin after the padding row; BART has an explicit offset.
             behind = 0 if each.padding_idx is None else each.padding_idx + 1
             tables.append(PositionTable(name, each.num_embeddings, getattr(each, "offset", behind)))
     return tables
 
 
 class _Keywords(nn.Module):
-    """A model that is called with a dict of its keyword arguments."""
+    """Wraps a model such that it is called with a dict of its keyword arguments."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, arguments: dict[str, Any]) -> Any:
-        """Call the model. Raises ConfigError for whatever it raises."""
+        """Call the model. Raises ConfigError for any exception that it raises."""
         try:
             return self.model(**arguments)
         except GeminiError:
             raise
-        except Exception as error:  # of as many classes as there are models
+        except Exception as error:  # model code may raise anything
             given = ", ".join(
                 f"{name} {list(each.shape)}" if isinstance(each, torch.Tensor) else f"{name}={each}"
                 for name, each in arguments.items()
@@ -253,18 +252,18 @@ PRESETS = {
     "gpt3-13b": "gpt:layers=40,hidden=5120,heads=40,vocab=50257",
     "gpt3-175b": "gpt:layers=96,hidden=12288,heads=96,vocab=50257",
 }
-_MOST_WIDTH = 10_000_000  # bytes of a weight are counted in 64 bits
+_MOST_WIDTH = 10_000_000  # larger weights could overflow 64-bit byte counts
 _GPT_KEYS = ("layers", "hidden", "heads", "vocab")
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What the command line says about the model besides its name."""
+    """Options of the command line about the model."""
 
     seq: int
     checkpointing: bool
     seq_is_asked: bool = True
-    adapted: Callable[[nn.Module], nn.Module] | None = None  # of a directory; None: as it is
+    adapted: Callable[[nn.Module], nn.Module] | None = None  # only for a Hugging Face directory
 
 
 def find_model(name: str, options: ModelOptions) -> ModelSource:
@@ -272,7 +271,7 @@ def find_model(name: str, options: ModelOptions) -> ModelSource:
     Face config.
 
     Raises:
-        ConfigError: it stands for none, or what it needs is not installed.
+        ConfigError: the name is unknown, or a required package is not installed.
     """
     name_or_shape = PRESETS.get(name, name)
     if name_or_shape.startswith("gpt:"):
@@ -297,7 +296,7 @@ def find_model(name: str, options: ModelOptions) -> ModelSource:
 def _is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # a name that is too long, a directory that may not be looked into
+    except OSError:  # a name that is too long, or a directory without permission
         return False
 
 
@@ -321,7 +320,7 @@ def _gpt(name: str, shape: str, options: ModelOptions) -> ModelSource:
 
 
 def _checked(key: str, value: str, name: str) -> int:
-    """Return a size of a GPT. Raises ConfigError where nobody would live to see it built."""
+    """Return a size of a GPT. Raises ConfigError if it is too large to build in a reasonable time."""
     most = MOST_LAYERS if key == "layers" else _MOST_WIDTH
     if len(value) > 18 or int(value) > most:
         raise ConfigError(f"{key} is {value:.20} in {name!r:.100}; at most {most} are built: correct it")
@@ -402,7 +401,7 @@ def _import(name: str) -> Callable[..., Any]:
 
 
 def _with_batch(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
-    """Give every input another first dimension."""
+    """Return the inputs with another first dimension."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(batch, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
@@ -412,15 +411,15 @@ def _with_batch(inputs: tuple[Any, ...], batch: int) -> tuple[Any, ...]:
 
 
 _NO_ADAPTERS = ("space", "operators")
-_NOT_QUANTIZED = ("tp", "pp", "sp", "search")  # what needs weights that can be cut
+_NOT_QUANTIZED = ("tp", "pp", "sp", "search")  # options that need weights that can be cut
 
 
 def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]:
-    """Return what quantizes a model on ``meta`` and puts adapters on it, as ``--lora`` and ``--quantize`` of
-    ``gemini plan`` ask for.
+    """Return a function that quantizes a model on ``meta`` and puts adapters on it, for ``--lora`` and
+    ``--quantize`` of ``gemini plan``.
 
     Raises:
-        ConfigError: they do not go with the other options, or a package is missing.
+        ConfigError: they are incompatible with other options, or a package is missing.
     """
     given = "--lora" if options.lora else "--quantize"
     directory = Path(options.model)

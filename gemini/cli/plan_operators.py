@@ -1,4 +1,4 @@
-"""``gemini plan MODEL --ranks N --operators``: layouts for every operator of a step."""
+"""``gemini plan MODEL --ranks N --operators``: plans layouts for every operator of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gemini.runtime.intercept.nested import cast_floating, map_tensors
 
 
 class _Called(nn.Module):
-    """A model that is called with the inputs of an example."""
+    """Wraps a model such that it is called with the tuple of an example's inputs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Called(nn.Module):
 
 
 def refuse_unused(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options of a search that a plan of operators does not follow."""
+    """Raise ConfigError for search options that a plan of operators does not use."""
     unused = {"--save-plan": options.save_plan, "--measure": options.measure, "--pin": options.pin}
     for name, value in unused.items():
         if value:
@@ -46,8 +46,11 @@ def refuse_unused(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, settings: Any) -> int:
-    """Print the plan; return 0, or 1 where nothing fits. What cannot be captured is planned by blocks, and
-    the reason is printed. Raises ConfigError where the machine has no speeds between ranks."""
+    """Print the plan. Return 0, or 1 if nothing fits.
+
+    If the step cannot be captured, the reason is printed and the model is planned by blocks. Raises
+    ConfigError if the machine has no speeds of collectives.
+    """
     ranks = options.ranks or 1
     require_speeds(settings.machine, ranks)
     example = source.example(options.batch)

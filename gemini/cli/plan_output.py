@@ -1,4 +1,4 @@
-"""A forecast for people."""
+"""Prints a forecast for people."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORDS = {
 
 
 def render(report: Report, console: Console) -> None:
-    """Print the verdict, what stands in the way, and the numbers."""
+    """Print the verdict, the obstacles, and the numbers."""
     console.print(_verdict(report))
     console.print(_sizes(report))
     console.print(_peaks_note(report), highlight=False)
@@ -38,7 +38,7 @@ def render(report: Report, console: Console) -> None:
 
 
 def render_collectives(speeds: CollectiveSpeeds, console: Console) -> None:
-    """Print how fast ranks exchange tensors."""
+    """Print the speeds of collectives."""
     table = Table(title="between ranks", title_justify="left", box=None)
     for name in ("collective", "ranks", "latency", "bytes per second", "1 MiB takes"):
         table.add_column(name, justify="left" if name == "collective" else "right")
@@ -78,7 +78,7 @@ def _verdict(report: Report) -> Panel:
 
 
 def _sizes(report: Report) -> Table:
-    """Return what the step needs; each peak says of what."""
+    """Return a table of the memory that the step needs."""
     table = Table(title="memory", title_justify="left", box=None)
     for name in ("what", "bytes", "budget"):
         table.add_column(name, justify="left" if name == "what" else "right")
@@ -94,7 +94,7 @@ def _sizes(report: Report) -> Table:
 
 
 def _peaks_note(report: Report) -> str:
-    """Say how the peaks go together."""
+    """Return a sentence about how the peaks relate."""
     device_bytes = format_bytes(report.budgets["device"])
     if report.step is None:
         return f"No step was simulated. Both needs of DEVICE share its budget of {device_bytes}."
@@ -149,7 +149,7 @@ def _wear(wear: Wear) -> str:
 
 
 def _sureness(report: Report, step: StepTime) -> str:
-    """Say how far the times can be trusted."""
+    """Return a sentence about how reliable the times are."""
     if not report.settings.sample_seconds:
         return (
             f"Times are estimated from the speeds of {report.settings.machine.name!r}; nothing was timed.\n"

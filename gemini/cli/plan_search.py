@@ -1,4 +1,5 @@
-"""``gemini plan MODEL --ranks N --search``: the fastest way to train a model over ranks and tiers."""
+"""``gemini plan MODEL --ranks N --search``: searches the fastest way to train a model over ranks and
+tiers."""
 
 from __future__ import annotations
 
@@ -28,15 +29,15 @@ from gemini.planner.space import Pins
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
 from gemini.system.config import MOST_BYTES
 
-_SHOWN = 5  # runners-up
+_SHOWN = 5  # runners-up to print
 
 
 def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, settings: Any) -> int:
-    """Print the best plan and keep it where that is asked; return 0, or 1 where nothing fits.
+    """Print the best plan, and save it if requested. Return 0, or 1 if nothing fits.
 
     Raises:
-        ConfigError: pins leave nothing, or the machine has no speeds between ranks.
-        StateError: plans were to be run, and none could be.
+        ConfigError: the pins exclude everything, or the machine has no speeds of collectives.
+        StateError: plans were to be measured, and none could be run.
     """
     question = question_of(options, settings)
     example = source.example(1)
@@ -47,7 +48,7 @@ def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, s
         found = searching.run()
 
     def make(found: Found, place: int = 0) -> ParallelPlan:
-        """Return a plan of the model that a plugin is given, and casts."""
+        """Return a plan for the model that plugins get, which they cast themselves."""
         return plan_of(found, question, example.model, options.dtype, place=place)
 
     try:
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace, asked: ModelOptions, source: ModelSource, s
 
 
 def runner_of(options: argparse.Namespace, source: ModelSource) -> tuple[nn.Module, RunOf]:
-    """Return the model in the type that is asked for, and what runs it on so many samples."""
+    """Return the model in the requested type, and a function that returns its run for a number of samples."""
     example, dtype = source.example(1), DTYPES[options.dtype]
 
     def run_of(samples: int) -> Run:
@@ -88,7 +89,7 @@ def _measured(
     options: argparse.Namespace,
     asked: ModelOptions,
 ) -> tuple[Found, ParallelPlan]:
-    """Return the fastest of the plans that are run, and what was found. Raises StateError."""
+    """Return the last result of the search and the fastest measured plan. Raises StateError."""
     from gemini.cli.plan_measure import Job, Trials, run_on_ranks
 
     job = Job(options.model, asked.seq, asked.seq_is_asked, options.disk_dir)
@@ -98,7 +99,7 @@ def _measured(
 
 
 def question_of(options: argparse.Namespace, settings: Any) -> Question:
-    """Return what is asked. Raises ConfigError."""
+    """Return the input of the search. Raises ConfigError."""
     machine, config = settings.machine, settings.config
     require_speeds(machine, options.ranks or 1)
     return Question(
@@ -112,7 +113,7 @@ def question_of(options: argparse.Namespace, settings: Any) -> Question:
 
 
 def _disk_bytes(config: Any) -> int:
-    """Return the budget of DISK: as much as anybody asks for where it has none."""
+    """Return the budget of DISK; unlimited if there is a directory without a budget."""
     if config.disk_dir is None:
         return 0
     return config.disk_bytes if config.disk_bytes is not None else MOST_BYTES
@@ -139,7 +140,8 @@ def _render(plan: ParallelPlan, found: Found, options: argparse.Namespace, conso
 
 
 def _finetune_command(plan: ParallelPlan, options: argparse.Namespace) -> str:
-    """Return the ``gemini finetune`` that runs the plan: with what it was asked for and does not say."""
+    """Return the ``gemini finetune`` command that runs the plan, with the options that the plan does not
+    contain."""
     has_disk = any(plan.budgets_of(rank).disk_bytes for rank in range(plan.layout.pp))
     asked = {
         "--model": options.model,
@@ -167,7 +169,8 @@ def _render_left_out(found: Found, console: Console) -> None:
 
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raise ConfigError where options say what a search decides, or belong to one and there is none."""
+    """Raise ConfigError for options that fix what a search decides, or that need a search without
+    ``--search``."""
     of_spaces = ("import_plan", "export_plan", "annotate", "seed")
     if given := [f"--{name.replace('_', '-')}" for name in of_spaces if getattr(options, name) is not None]:
         raise ConfigError(f"{', '.join(given)} belong to other systems: add --space NAME")

@@ -1,4 +1,5 @@
-"""``gemini plan MODEL --ranks N --space NAME``: the plan of another system, and whether it runs."""
+"""``gemini plan MODEL --ranks N --space NAME``: prints the plan of another system, and whether it can run
+here."""
 
 from __future__ import annotations
 
@@ -35,11 +36,10 @@ def run_without_model(options: argparse.Namespace) -> int:
 
 
 def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
-    """Print what a system finds for a model, and keep it where that is asked; return 0, or 1 where nothing
-    fits.
+    """Print the plan of a system, and save it if requested. Return 0, or 1 if nothing fits.
 
     Raises:
-        ConfigError: the system does not plan such a model or so many ranks, or what was to be kept is not
+        ConfigError: the system does not support the model or the number of ranks, or the plan to save is not
             uniform.
     """
     question = question_of(options, settings)
@@ -83,7 +83,7 @@ def _annotations(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _imported(options: argparse.Namespace, asked: Asked) -> Answer:
-    """Return the price of a plan of Galvatron's."""
+    """Return the price of an imported Galvatron plan."""
     file = GalvatronFile.load(options.import_plan)
     plan = file.layerwise(asked.ranks)
     return dataclasses.replace(
@@ -177,7 +177,8 @@ def _print_trees(options: argparse.Namespace) -> None:
 
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raise ConfigError where options say what a space decides, or belong to another way of planning."""
+    """Raise ConfigError for options that fix what a space decides, or that belong to another way of
+    planning."""
     if options.space == LIST:
         raise ConfigError("--space list takes no MODEL")
     system(options.space)

@@ -1,4 +1,4 @@
-"""``gemini run``: a program on the ranks of one machine or several, over torchrun and ssh."""
+"""``gemini run``: runs a program on the ranks of one machine or several, with torchrun and ssh."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
     ended = _run(options, program)
     if ended.reason:
         say_error(ended.reason)
-    # To ssh 255 says that there was no connection.
+    # ssh itself exits with 255 if the connection failed, so the program must not.
     return 1 if options.told_by_stdin and ended.code == 255 else ended.code
 
 
@@ -106,10 +106,10 @@ def _run(options: argparse.Namespace, program: Program) -> Ended:
 
 
 def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
-    """Return the machines that are started from here and where they meet; None: only this one is.
+    """Return the machines to start from here, and the address where they meet; None: only this machine.
 
     Raises:
-        ConfigError: options contradict each other, or name what cannot be.
+        ConfigError: options contradict each other, or have invalid values.
     """
     from gemini.parallel.launch.over_hosts import (
         Hosts,
@@ -145,7 +145,7 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
 
 
 def _known_variable(name: str) -> str:
-    """Return the name of a variable; raise ConfigError where none of that name could be passed on."""
+    """Return the name of an environment variable. Raise ConfigError if it is not set."""
     if name not in os.environ:
         wanted = name if "=" in name else f"{name}=..."
         raise ConfigError(
@@ -156,7 +156,7 @@ def _known_variable(name: str) -> str:
 
 
 def _node_from(options: argparse.Namespace) -> Node:
-    """Return this machine's part of the run. Raises ConfigError where it cannot be."""
+    """Return this machine's part of the run. Raises ConfigError if the options are invalid."""
     from gemini.parallel.launch.over_hosts import checked_address
     from gemini.parallel.launch.torchrun import DEFAULT_PORT, Node, chosen_port
 

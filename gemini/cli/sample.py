@@ -1,4 +1,4 @@
-"""``gemini sample``: texts of a model that need not fit in memory."""
+"""``gemini sample``: generates texts with a model that need not fit in memory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     say = partial(print, end="", flush=True)
     try:
         with options_named(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what transformers and PEFT are to change between them
+            warnings.simplefilter("ignore")  # deprecations between transformers and PEFT
             sample(config, say, sampled)
     except KeyboardInterrupt:
         say("\n")
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def summary(sampled: Any) -> str:
-    """Return what the texts took, in one line."""
+    """Return a line about the tokens, time and memory."""
     budget = "" if sampled.budget_bytes is None else f" of {format_bytes(sampled.budget_bytes)}"
     process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return (
@@ -152,7 +152,7 @@ def summary(sampled: Any) -> str:
 
 
 def size(text: str) -> int | None:
-    """Return the bytes of an option; None for "auto"."""
+    """Parse a size in bytes; "auto" gives None."""
     try:
         return None if text == "auto" else parse_bytes(text)
     except ConfigError as error:

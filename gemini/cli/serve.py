@@ -1,4 +1,4 @@
-"""``gemini serve``: answers over HTTP of a model that need not fit in memory."""
+"""``gemini serve``: answers over HTTP with a model that need not fit in memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _add(group: argparse._ArgumentGroup, name: str) -> None:
-    """Add an option. Those that are not given are left to the file, and to ServeConfig."""
+    """Add an option. Options that are not given keep the value of the configuration file or of
+    ServeConfig."""
     field = _FIELDS.get(name, name.replace("-", "_"))
     given: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field}
     if name in _SIZES:
@@ -157,7 +158,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _config_from(options: argparse.Namespace, ranks: int) -> ServeConfig:
-    """Return what to serve, on one of ``ranks`` that were started. Raises ConfigError."""
+    """Return the config of the server, for one of ``ranks`` running ranks. Raises ConfigError."""
     from gemini.jobs.serve.config import ServeConfig, read_config_file
 
     given = {name: value for name, value in vars(options).items() if name in ServeConfig.__dataclass_fields__}

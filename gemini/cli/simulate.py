@@ -1,4 +1,4 @@
-"""``gemini simulate``: what a recorded iteration would take on some machine."""
+"""``gemini simulate``: estimates the time of a recorded iteration on a described machine."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def simulated(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the steady step as plain data. Raises OutOfBudgetError where it does not fit."""
+    """Return the simulated steady step as plain data. Raises OutOfBudgetError if it does not fit."""
     from gemini.placement.bound import lower_bound
     from gemini.placement.problem import Iteration, order_of
     from gemini.placement.simulator import Simulator
@@ -136,7 +136,7 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hints(policy: str, iteration: Iteration, machine: Machine) -> tuple[str, Hints | None]:
-    """Return the plan that a policy makes, and its name."""
+    """Return the name of a policy's plan, and its hints."""
     from gemini.placement.planner import by_density, choose_plan, static
     from gemini.placement.policies import make_hints
     from gemini.placement.problem import PlanProblem
@@ -181,7 +181,7 @@ def _require_links(links: Sequence[LinkSpeed], option: str, nbytes: int, needed:
 
 
 def _budget(text: str, name: str, model_data: int, reserve: int = 0) -> int:
-    """Return bytes; a share is one of ``model_data``, with ``reserve`` on top."""
+    """Return a budget in bytes. A percentage is a share of ``model_data``, plus ``reserve``."""
     if not text.endswith("%"):
         return parse_bytes(text, name=name) or 0
     try:
@@ -194,7 +194,7 @@ def _budget(text: str, name: str, model_data: int, reserve: int = 0) -> int:
 
 
 def _links(given: Sequence[str], recorded: Sequence[LinkSpeed]) -> Iterator[LinkSpeed]:
-    """Yield the recorded links, with those that were given in their place."""
+    """Yield the recorded links; given ones replace them."""
     speeds = {}
     for text in given:
         match = _SPEED.fullmatch(text)

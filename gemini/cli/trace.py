@@ -1,6 +1,5 @@
-"""``gemini trace``: the timeline of real training steps of a job or a user's script, as a trace file, a page
-and a table.
-"""
+"""``gemini trace``: records the timeline of real training steps, of a job or a user's script, as a trace
+file, a page and a table."""
 
 from __future__ import annotations
 
@@ -102,9 +101,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Return the arguments of the command up to ``--script``, and the script with its own, or None.
+    """Return the command's arguments up to ``--script``, and the script with its arguments, or None.
 
-    argparse looks at all arguments alike: it takes options of a script for its own, and ``--`` for an end.
+    argparse cannot do this: it would read options of the script as its own, and ``--`` as an end of options.
     """
     for index, argument in enumerate(arguments):
         option, has_value, value = argument.partition("=")
@@ -161,25 +160,25 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
     return code or out.exit_code
 
 
-# What the files of a recording are for.
+# Hint for the user about each file of a recording.
 _USES = {"html": "open it in a browser", "chrome": "for ui.perfetto.dev", "step": "for gemini simulate"}
 _OWN_NAME = re.compile(r"trace(-\d+)?(-step)?\.(html|json)", re.ASCII)
 
 
 class _Output:
-    """The files and the summaries of one command."""
+    """Writes the files and prints the summaries of one command."""
 
     def __init__(self, directory: Path, *, as_json: bool) -> None:
         self.exit_code = 0
-        self._directory = directory.absolute()  # a script may go to another
+        self._directory = directory.absolute()  # a script may change the working directory
         self._as_json = as_json
         self._num_written = 0
 
     def prepare(self) -> None:
-        """Make the directory and try to write there, before any work is done that would be lost.
+        """Create the directory and test writing to it, before any work that could be lost.
 
         Raises:
-            ConfigError: it cannot be made or written.
+            ConfigError: it cannot be created or written.
         """
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -192,13 +191,13 @@ class _Output:
             ) from error
 
     def keep(self, recorder: TimelineRecorder, title: str) -> None:
-        """Write the files of a recording and print its summary. Raise nothing where that fails, for an error
-        of the training or further recordings may wait: say so, which also makes ``exit_code`` 2."""
+        """Write the files of a recording, and print its summary. A failure is printed and sets ``exit_code``
+        to 2, but is not raised: an error of the training or further recordings may follow."""
         try:
             files = self._write(recorder, title)
             self._print(files, title, recorder.summary())
         except BrokenPipeError:
-            return  # of the summary: who wanted it has left, the files are there
+            return  # nobody reads the summary, but the files were written
         except (GeminiError, OSError) as error:
             self.exit_code = EXIT_UNWRITTEN
             self.warn(f"gemini: error: {error}")
@@ -217,7 +216,7 @@ class _Output:
         return files
 
     def _remove_older(self) -> None:
-        """Remove what an earlier command has left: it would pass for what this one has written."""
+        """Remove the files of an earlier command, which would be mistaken for new ones."""
         with io_errors("remove the files of an earlier recording", self._directory):
             for path in self._directory.iterdir():
                 if _OWN_NAME.fullmatch(path.name) and path.is_file():
@@ -236,7 +235,7 @@ class _Output:
         console.print(f"wrote {', '.join(wrote)}", soft_wrap=True, highlight=False, markup=False)
 
     def warn(self, text: str) -> None:
-        """Say something that is no result."""
+        """Print a message on standard error."""
         Console(stderr=True).print(text, soft_wrap=True, highlight=False, markup=False)
 
 
@@ -246,11 +245,12 @@ def _title(config: TrainConfig) -> str:
 
 
 class ScriptRecording:
-    """While entered: records ``steps`` steps of every GeminiDDP that trains, after ``warmup`` of its steps.
+    """Context manager that records ``steps`` steps of every GeminiDDP that trains, after ``warmup`` of its
+    steps.
 
-    It learns of forward passes by torch's own hook for all modules, so the script needs no change. A model
-    that is being recorded by the script itself is left alone; where it begins to be, what was recorded until
-    then is kept. ``recorders``: each with its model's class.
+    It detects forward passes by torch's global module hook, so the script needs no change. A model that the
+    script records itself is left alone; if the script begins to record later, the steps recorded until then
+    are kept. ``recorders``: (recorder, class name of its model).
     """
 
     def __init__(self, *, warmup: int, steps: int) -> None:
@@ -286,10 +286,10 @@ class ScriptRecording:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> int:
-    """Run ``path`` as ``python path arguments...`` does and return its exit code.
+    """Run ``path`` as ``python path arguments...`` would, and return its exit code.
 
-    What it raises is shown as Python does, with the lines of the script; an error of ours too, for the way
-    out is in the script. KeyboardInterrupt passes. SIGTERM ends it as ``sys.exit`` does.
+    An exception is printed as Python does, with the lines of the script; a GeminiError too, because the
+    remedy is in the script. KeyboardInterrupt passes. SIGTERM ends the script as ``sys.exit`` does.
     """
     argv, search = sys.argv, list(sys.path)
     sys.argv = [path, *arguments]
@@ -302,7 +302,7 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    except Exception as error:  # as the interpreter does where a script ends by one
+    except Exception as error:  # print it as the interpreter would
         frames = _frames_of_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         return 1
@@ -312,7 +312,7 @@ def run_script(path: str, arguments: Sequence[str]) -> int:
 
 
 def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """Return ``traceback`` from the script's own first line on."""
+    """Return ``traceback`` without the frames before the script's first line."""
     ours = (__file__, runpy.run_path.__code__.co_filename)
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
@@ -321,7 +321,7 @@ def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 @contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """While entered SIGTERM raises SystemExit, unless it has been given another meaning."""
+    """Context manager in which SIGTERM raises SystemExit, unless it has another handler."""
     is_ours = threading.current_thread() is threading.main_thread()
     if not is_ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -338,7 +338,8 @@ def _exit(signum: int, _frame: FrameType | None) -> None:
 
 
 def step_table(title: str, steps: Sequence[StepSummary]) -> Table:
-    """Return one column per step: what its time went into, what moved, how much of that was hidden."""
+    """Return a table with one column per step: how its time was spent, the bytes transferred, and the share
+    of transfers hidden behind computing."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     table.add_column("share", justify="right")

@@ -1,4 +1,4 @@
-"""``gemini train``: train a GPT on text, under byte budgets, with a live display."""
+"""``gemini train``: trains a GPT on text, under byte budgets, with a live display."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def config_from(options: argparse.Namespace, **changes: Any) -> TrainConfig:
-    """Return the run that parsed ``options``, all or some of those there are, describe, with ``changes``.
-    One that is resumed has the options it last had where none are given.
+    """Return the config for parsed ``options`` (all or some of them) with ``changes``. For a resumed run,
+    options that are not given keep their stored values.
 
-    Raise ConfigError for one that cannot work, CheckpointError for a run whose options cannot be read.
+    Raise ConfigError for invalid options, CheckpointError if the stored options cannot be read.
     """
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(options).items() if name in names}
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def refuse_ranks(command: str) -> None:
-    """Raise ConfigError where torchrun has started several processes: each would train all of it again."""
+    """Raise ConfigError if torchrun has started several processes: each would train the whole model again."""
     ranks = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1:
         raise ConfigError(
@@ -131,7 +131,7 @@ def refuse_ranks(command: str) -> None:
 
 @contextmanager
 def options_named() -> Iterator[None]:
-    """Have errors of the training inside name options, not the parameters of GeminiDDP that those set."""
+    """Context manager that makes errors name command line options instead of GeminiDDP's parameters."""
     try:
         yield
     except (ConfigError, OutOfBudgetError) as error:
@@ -140,14 +140,14 @@ def options_named() -> Iterator[None]:
 
 
 def with_options(text: str) -> str:
-    """Return what the library says with options instead of its parameters."""
+    """Replace the library's parameter names in a text with command line options."""
     for said, option in _WITH_VALUES.items():
         text = text.replace(said, option)
     return _PARAMETERS.sub(lambda found: "--" + found[0].replace("_", "-"), text)
 
 
 def add_model_options(group: argparse._ArgumentGroup) -> None:
-    """Add what the model is and what it learns from."""
+    """Add the options of the model and its text."""
     add_option(
         group,
         "--data",
@@ -168,7 +168,7 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_training_options(group: argparse._ArgumentGroup) -> None:
-    """Add how a step is done."""
+    """Add the options of a training step."""
     add_option(group, "--batch", type=int, metavar="N", help="sequences per forward pass")
     add_option(
         group,
@@ -196,7 +196,7 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainConfig) -> None:
-    """Add where operators compute, budgets, tiers and policy, with the defaults of ``kind``."""
+    """Add the options of device, budgets, tiers and policy, with the defaults of ``kind``."""
     add_option(
         group,
         "--device",
@@ -304,7 +304,7 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
 
 
 def add_resume_option(group: argparse._ArgumentGroup, kind: type[Any], directory: str) -> None:
-    """Add whether the run in the directory of an option goes on."""
+    """Add ``--resume``, for the run in the directory of an option."""
     add_option(
         group,
         "--resume",
@@ -317,7 +317,7 @@ def add_resume_option(group: argparse._ArgumentGroup, kind: type[Any], directory
 
 
 def add_report_option(group: argparse._ArgumentGroup, kind: type[Any] = TrainConfig) -> None:
-    """Add which packages get the metrics; it may be given several times."""
+    """Add ``--report-to``, which may be given several times."""
     add_option(
         group,
         "--report-to",
@@ -330,7 +330,7 @@ def add_report_option(group: argparse._ArgumentGroup, kind: type[Any] = TrainCon
 
 
 class _JoinedByCommas(argparse.Action):
-    """Joins the values of an option that is given several times by commas."""
+    """Action that joins the values of a repeated option by commas."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None
@@ -342,7 +342,8 @@ class _JoinedByCommas(argparse.Action):
 def add_option(
     group: argparse._ArgumentGroup, option: str, *, kind: type[Any] = TrainConfig, **settings: Any
 ) -> None:
-    """Add ``option``, absent where it is not given; the help names the default of its field in ``kind``."""
+    """Add ``option`` without a default value in the namespace. The help names the default of its field in
+    ``kind``."""
     name = option.lstrip("-").replace("-", "_")
     default = kind.__dataclass_fields__[name].default
     if not isinstance(default, bool) and default not in (None, ""):
