@@ -13,7 +13,7 @@
 namespace gemini {
 namespace {
 
-constexpr int64_t kMaxRequestBytes = 1 << 30;  // the kernel moves less than 2 GiB by one call
+constexpr int64_t kMaxRequestBytes = 1 << 30;  // one call of the kernel moves less than 2 GiB
 constexpr int kMaxDepth = 1024;
 constexpr size_t kMaxAreas = 512;  // of one request; the kernel allows 1024
 
@@ -82,7 +82,7 @@ struct AsyncFile::Parts {
   StripedFile file;
   std::optional<BlockChecksums> checksums;
   RequestQueue queue;
-  std::unique_ptr<IoBackend> backend;  // after the queue: its threads end first
+  std::unique_ptr<IoBackend> backend;  // after the queue: its threads must end first
 };
 
 AsyncFile::AsyncFile(const std::vector<std::string>& dirs, int64_t nbytes, AsyncFileOptions options,
@@ -192,7 +192,7 @@ std::vector<IoPiece> AsyncFile::cut(IoKind kind, const std::vector<iovec>& areas
   const int64_t end = position + total_bytes(areas);
   std::vector<IoPiece> pieces;
   auto area = areas.begin();
-  size_t used = 0;  // bytes of *area that are in pieces
+  size_t used = 0;  // bytes of *area that are in pieces already
   while (position < end) {
     const StripedFile::Stretch stretch = parts_->file.locate(position, end - position);
     IoPiece& piece = pieces.emplace_back();

@@ -1,4 +1,4 @@
-// Reads and writes of one private file in the background.
+// AsyncFile: reads and writes one private file in the background.
 #pragma once
 
 #include <sys/uio.h>
@@ -18,11 +18,13 @@ namespace gemini {
 
 struct AsyncFileOptions {
   BackendKind backend = BackendKind::kAuto;
-  int depth = 8;  // requests at the device at one time; in memory one per processor at most
-  int64_t request_bytes = 1 << 20;  // larger transfers are cut; a multiple of 4 KiB, at most 1 GiB
-  bool direct = true;               // bypass the page cache where the file system can
-  bool reserve = true;              // take the disk space at once; else where it is written
-  bool checksums = false;           // remember CRC32C of what is written, verify what is read
+  int depth = 8;  // requests at the device at one time; for a file system in memory at most one per
+                  // processor
+  int64_t request_bytes = 1 << 20;  // larger transfers are split; a multiple of 4 KiB, at most 1
+                                    // GiB
+  bool direct = true;               // bypass the page cache if the file system can
+  bool reserve = true;              // reserve the disk space at once; else when it is written
+  bool checksums = false;           // remember the CRC32C of written blocks, verify blocks read
 };
 
 struct AsyncFileStats {
@@ -31,21 +33,21 @@ struct AsyncFileStats {
 };
 
 // A preallocated scratch file without a name, or one in each of several directories. A transfer is
-// cut into pieces that are executed in the order of submission, `depth` at a time; transfers that
-// overlap in the file or in memory are ordered only by waiting. Short transfers are continued and
-// EINTR, EAGAIN and ECANCELED repeated; every other failure is kept for `wait`.
+// split into pieces that are executed in the order of submission, `depth` at a time. Transfers that
+// overlap in the file or in memory are ordered only by waiting. Short transfers are continued, and
+// EINTR, EAGAIN and ECANCELED are retried; every other failure is kept for `wait`.
 //
-// Thread-safe. A buffer must stay valid until its ticket is done, also when it fails. In a forked
-// child every call but the destructor throws StateError.
+// Thread-safe. A buffer must stay valid until its ticket is done, even if the transfer fails. In a
+// forked child every call except the destructor throws StateError.
 class AsyncFile {
  public:
   using Ticket = RequestQueue::Ticket;
 
-  // Reserves `nbytes` on disk (rounded up to 4 KiB). Throws IoError and StateError; then nothing is
+  // Reserves `nbytes` on disk (rounded up to 4 KiB). Throws IoError and StateError; then no file is
   // left behind. `hook` is for tests.
   AsyncFile(const std::vector<std::string>& dirs, int64_t nbytes, AsyncFileOptions options = {},
             std::shared_ptr<IoHook> hook = nullptr);
-  // Drops the pieces that have not started, waits for those that have.
+  // Drops the pieces that have not started, and waits for the others.
   ~AsyncFile();
   AsyncFile(const AsyncFile&) = delete;
   AsyncFile& operator=(const AsyncFile&) = delete;
@@ -59,31 +61,32 @@ class AsyncFile {
   [[nodiscard]] Ticket readv(const std::vector<iovec>& areas, int64_t offset);
   [[nodiscard]] Ticket writev(const std::vector<iovec>& areas, int64_t offset);
 
-  // Keeps memory pinned for cheaper transfers until `forget` or `close`. False where the system
-  // refuses: nothing is different then. The memory must stay mapped until then.
+  // Keeps memory pinned for cheaper transfers until `forget` or `close`. Returns false if the
+  // system refuses; transfers work unchanged then. The memory must stay mapped until then.
   bool pin(void* address, int64_t nbytes);
   void forget(void* address);
 
-  // Whether no thread will touch the ticket's buffer any more. Says nothing about success.
+  // Whether no thread will touch the ticket's buffer any longer. Says nothing about success.
   [[nodiscard]] bool done(Ticket ticket) const;
   // Blocks until done and throws the ticket's first error, again on every call: IoError, or
   // ChecksumError.
   void wait(Ticket ticket);
   // Blocks until every transfer is done and throws the first error that no wait has thrown yet.
   void wait_all();
-  // Gives the disk space of a range back, for files that do not `reserve`; no transfer on it may be
-  // under way. Throws IoError, also where the file system cannot, and StateError.
+  // Returns the disk space of a range to the file system, for files without `reserve`; no transfer
+  // of the range may be in flight. Throws IoError, also if the file system does not support it, and
+  // StateError.
   void discard(int64_t offset, int64_t nbytes);
-  // Makes the file longer; see UnlinkedFile. Transfers may be under way. Throws IoError, and
-  // StateError where there are checksums, or the file is closed.
+  // Makes the file longer; see UnlinkedFile. Transfers may be in flight. Throws IoError, and
+  // StateError if there are checksums or the file is closed.
   void grow(int64_t nbytes);
   // Completes all transfers, joins the threads and frees the disk space. Idempotent. Failures
   // remain readable by `wait`.
   void close();
 
   [[nodiscard]] bool direct() const noexcept { return direct_; }
-  // Whether `discard` gives space back: not on every file system, and of a file with `reserve` only
-  // once it has grown.
+  // Whether `discard` returns space: not every file system can, and a file with `reserve` can only
+  // after it has grown.
   [[nodiscard]] bool can_discard() const noexcept { return can_discard_; }
   [[nodiscard]] int64_t size() const noexcept { return size_; }
   [[nodiscard]] const std::string& path() const noexcept { return path_; }
@@ -92,7 +95,7 @@ class AsyncFile {
   [[nodiscard]] AsyncFileStats stats() const;
 
  private:
-  struct Parts;  // what threads use
+  struct Parts;  // the state that threads use
 
   [[nodiscard]] Ticket submit(IoKind kind, const std::vector<iovec>& areas, int64_t offset);
   void check_range(int64_t nbytes, int64_t offset) const;
@@ -102,11 +105,12 @@ class AsyncFile {
 
   ProcessGuard process_;
   const AsyncFileOptions options_;
-  std::unique_ptr<Parts> parts_;  // leaked in a forked child: its locks may be held there for ever
+  std::unique_ptr<Parts> parts_;  // leaked in a forked child: its locks may be held there
+                                  // indefinitely
   int depth_;
   bool direct_ = false;
   std::atomic<bool> can_discard_ = false;
-  std::atomic<int64_t> size_ = 0;  // threads that submit see it grow
+  std::atomic<int64_t> size_ = 0;  // atomic: submitting threads read it during grow()
   std::string path_;
   BackendKind backend_kind_ = BackendKind::kThreads;
 };

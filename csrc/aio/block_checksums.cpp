@@ -8,7 +8,7 @@
 namespace gemini {
 namespace {
 
-// Calls visit(index of the block, its bytes) for all of `piece`, until it returns false.
+// Calls visit(index of the block, its bytes) for all blocks of `piece`, until it returns false.
 template <class Visit>
 void for_each_block(const IoPiece& piece, Visit visit) {
   auto block = static_cast<size_t>(piece.position / kPageBytes);

@@ -1,4 +1,4 @@
-// CRC32C of the 4 KiB blocks of a file, kept in memory: damage on the way or on disk is noticed.
+// CRC32C of the 4 KiB blocks of a file, kept in memory to detect damage in transit or on disk.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,13 @@ class BlockChecksums {
  public:
   explicit BlockChecksums(int64_t file_bytes);
 
-  // Remembers the blocks that `piece` is about to write. Positions and sizes are whole blocks.
+  // Records the checksums of the blocks that `piece` is about to write. Positions and sizes are
+  // whole blocks.
   void remember(const IoPiece& piece);
-  // The position of the first block of `piece`, just read, whose bytes are not those remembered; -1
-  // when there is none. Blocks never written have nothing to be compared with.
+  // The position of the first block of `piece`, just read, that differs from its recorded checksum;
+  // -1 if there is none. Blocks never written are not compared.
   [[nodiscard]] int64_t find_damage(const IoPiece& piece) const;
-  // What was discarded reads as anything.
+  // Forgets a discarded range: it may read as anything.
   void forget(int64_t position, int64_t nbytes);
 
  private:

@@ -9,7 +9,7 @@
 namespace gemini {
 namespace {
 
-// Attempts at one piece that make no progress, after which it counts as failed.
+// Attempts at one piece without progress before it fails.
 constexpr int kMaxRetries = 1000;
 
 bool is_transient(int64_t result) {
@@ -51,7 +51,7 @@ bool RequestQueue::take_waiting(IoPiece& piece, IfEmpty if_empty) {
     piece = std::move(waiting_.front());
     waiting_.pop_front();
     num_waiting_ = static_cast<int64_t>(waiting_.size());
-    // The rest of a failed transfer is not worth the device's time.
+    // Do not spend device time on the rest of a failed transfer.
     if (!in_flight_.at(piece.ticket).error) return true;
     finish_locked(piece, nullptr);
   }
@@ -71,8 +71,8 @@ int64_t RequestQueue::allowed(const IoPiece& piece) {
   return std::min(round_up(most, kPageBytes), left);
 }
 
-// What of `result` counts: O_DIRECT refuses to go on inside a page, so an incomplete one is
-// repeated.
+// The part of `result` that counts: O_DIRECT cannot continue inside a page, so an incomplete page
+// is repeated.
 int64_t RequestQueue::usable(const IoPiece& piece, int64_t result) const {
   const bool complete = result == piece.nbytes - piece.done_bytes;
   if (result <= 0 || !whole_pages_ || complete) return result;
@@ -91,7 +91,7 @@ bool RequestQueue::settle(IoPiece& piece, int64_t result) {
     return false;
   }
   if (is_transient(result) && ++piece.retries <= kMaxRetries) return true;
-  // No progress without an error is the end of the file or a broken file system: repeating the
+  // No progress without an error means the end of the file or a broken file system: repeating the
   // request would never end.
   fail(piece, result == 0 ? EIO : static_cast<int>(-result), "");
   return false;

@@ -1,4 +1,5 @@
-// The requests of one AsyncFile on their way: accepted as pieces, executed by a backend, judged.
+// RequestQueue: the requests of one AsyncFile. It accepts pieces, hands them to a backend, and
+// evaluates the results.
 #pragma once
 
 #include <atomic>
@@ -19,51 +20,50 @@
 namespace gemini {
 
 struct QueueStats {
-  int64_t requests = 0;  // executed well, continuations not counted
+  int64_t requests = 0;  // successful ones, without counting continuations
   int64_t bytes_read = 0;
   int64_t bytes_written = 0;
 };
 
-// Thread-safe. A ticket is done when all its pieces are; the first error of one is the ticket's.
+// Thread-safe. A ticket is done when all its pieces are; its error is the first error of a piece.
 class RequestQueue {
  public:
   using Ticket = uint64_t;  // unique per queue, never 0
-  // Around the execution of a piece, on the backend's thread: before the first attempt, and when
-  // all of it was transferred; an exception that the latter returns fails it after all.
+  // Called around the execution of a piece, on the backend's thread: before the first attempt, and
+  // after all of it was transferred. An exception returned by `complete` makes the piece fail.
   struct Steps {
     std::function<void(const IoPiece&)> prepare;
     std::function<std::exception_ptr(const IoPiece&)> complete;
   };
 
-  // `whole_pages`: O_DIRECT, which can go on only at page boundaries. `hook` may be null.
+  // `whole_pages`: O_DIRECT, which can continue only at page boundaries. `hook` may be null.
   RequestQueue(std::string path, bool whole_pages, std::shared_ptr<IoHook> hook, Steps steps);
 
-  // Queues a transfer; without pieces its ticket is done at once. Throws StateError when closed.
+  // Queues a transfer; without pieces its ticket is done at once. Throws StateError if closed.
   [[nodiscard]] Ticket push(std::vector<IoPiece> pieces);
   [[nodiscard]] bool done(Ticket ticket) const;
   void wait(Ticket ticket);
   void wait_all();
 
-  // Accepts nothing more; returns whether it did until now.
+  // Stops accepting transfers; returns whether it accepted them until now.
   bool close();
-  // Forgets what no backend has taken. Only when nobody will wait.
+  // Drops pieces that no backend has taken. Call it only if nobody will wait for them.
   void drop();
-  // Lets `take` end once the queue is empty. Closes, too.
+  // Makes `take` return false once the queue is empty. Also closes.
   void stop() noexcept;
 
-  // -- the backend's side
+  // -- for the backend
 
   enum class IfEmpty : bool { kReturn, kWait };
-  // Moves the next piece to `piece`; false when there is none, with kWait only after `stop`.
+  // Moves the next piece to `piece`; false if there is none, with kWait only after `stop`.
   [[nodiscard]] bool take(IoPiece& piece, IfEmpty if_empty);
-  // The most bytes the next attempt at `piece` may move, or a negated errno that is its result.
+  // The most bytes that the next attempt at `piece` may move, or a negated errno as its result.
   [[nodiscard]] int64_t allowed(const IoPiece& piece);
-  // Judges one attempt by `result`, the bytes moved or a negated errno. True: attempt the rest.
+  // Evaluates one attempt by `result`, the bytes moved or a negated errno. True: attempt the rest.
   [[nodiscard]] bool settle(IoPiece& piece, int64_t result);
-  // Ends a piece that was taken without another attempt, because of `code`; `why` begins the
-  // message.
+  // Ends a taken piece without another attempt, with the error `code`; `why` begins the message.
   void fail(const IoPiece& piece, int code, const std::string& why);
-  // Whether pieces are waiting; may be out of date at once.
+  // Whether pieces are waiting; may be outdated at once.
   [[nodiscard]] bool has_waiting() const noexcept { return num_waiting_.load() > 0; }
 
   [[nodiscard]] QueueStats stats() const;
@@ -94,7 +94,7 @@ class RequestQueue {
   Condition ticket_done_;  // a ticket finished
   std::deque<IoPiece> waiting_ GEMINI_GUARDED_BY(mutex_);
   std::unordered_map<Ticket, Progress> in_flight_ GEMINI_GUARDED_BY(mutex_);
-  std::map<Ticket, Failure> failed_ GEMINI_GUARDED_BY(mutex_);  // successes are forgotten
+  std::map<Ticket, Failure> failed_ GEMINI_GUARDED_BY(mutex_);  // successes are not stored
   Ticket next_ticket_ GEMINI_GUARDED_BY(mutex_) = 1;
   bool closed_ GEMINI_GUARDED_BY(mutex_) = false;
   bool stopping_ GEMINI_GUARDED_BY(mutex_) = false;

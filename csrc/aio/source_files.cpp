@@ -129,7 +129,7 @@ SourceFiles::Ticket SourceFiles::read(const std::vector<SourcePart>& parts) {
                        std::to_string(part.offset) + " of source file " +
                        std::to_string(part.file));
     }
-    // Later pieces begin at a block, so that none of them reads one twice.
+    // Later pieces begin at a block, so that no block is read twice.
     for (int64_t begin = 0; begin < part.nbytes;) {
       const int64_t end =
           std::min(part.nbytes, round_down(part.offset + begin + kPieceBytes) - part.offset);
@@ -201,7 +201,7 @@ void SourceFiles::read_piece(const SourcePart& part, char* buffer) const {
   } else {
     read_buffered(part);
   }
-  require_unchanged(part);  // what was read before a change belongs to what was there
+  require_unchanged(part);  // bytes read before a change belong to the old version
 }
 
 void SourceFiles::read_direct(const SourcePart& part, char* buffer) const {

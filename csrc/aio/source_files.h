@@ -1,4 +1,5 @@
-// Files of others, read in the background and never written to: a checkpoint that serves as a tier.
+// SourceFiles: reads other programs' files in the background, never writes to them. Used for a
+// checkpoint that serves as a tier.
 #pragma once
 
 #include <sys/stat.h>
@@ -14,7 +15,7 @@
 
 namespace gemini {
 
-// Bytes of one file and where in memory they go; neither need be aligned.
+// A range of one file and its destination in memory; neither needs alignment.
 struct SourcePart {
   int32_t file = 0;  // the index of its path
   int64_t offset = 0;
@@ -22,28 +23,28 @@ struct SourcePart {
   int64_t nbytes = 0;
 };
 
-// Reads past the page cache: with O_DIRECT, through an aligned buffer for each thread, and where
-// the file system has no O_DIRECT it drops what was read. A file that was changed since it was
-// opened is refused: its weights would belong to two versions.
+// Reads without filling the page cache: with O_DIRECT, through an aligned buffer for each thread;
+// without O_DIRECT it drops the pages it has read. A file that was changed since it was opened is
+// refused, because its weights would mix two versions.
 //
-// Thread-safe. Memory must stay valid until its ticket is done. In a forked child every call but
+// Thread-safe. Memory must stay valid until its ticket is done. In a forked child every call except
 // the destructor throws StateError.
 class SourceFiles {
  public:
   using Ticket = uint64_t;  // never 0
 
-  // Opens regular files, read-only. Throws IoError, StateError for none, and ThreadError.
+  // Opens regular files, read-only. Throws IoError, StateError if `paths` is empty, and
+  // ThreadError.
   explicit SourceFiles(std::vector<std::string> paths, int num_threads = 4);
-  ~SourceFiles();  // drops what has not started, waits for the rest
+  ~SourceFiles();  // drops parts that have not started, waits for the others
   SourceFiles(const SourceFiles&) = delete;
   SourceFiles& operator=(const SourceFiles&) = delete;
 
-  // Starts to read. Throws StateError for a file that is not there, a negative range, or when
-  // closed.
+  // Starts to read. Throws StateError for an unknown file, a negative range, or if closed.
   [[nodiscard]] Ticket read(const std::vector<SourcePart>& parts);
-  // Blocks until all parts are there, and throws the first error; once for each ticket.
+  // Blocks until all parts are read, and throws the first error; call it once for each ticket.
   void wait(Ticket ticket);
-  // Waits for what has started and closes the files. Idempotent.
+  // Waits for started reads and closes the files. Idempotent.
   void close();
 
   [[nodiscard]] const std::vector<std::string>& paths() const noexcept { return paths_; }
@@ -73,7 +74,8 @@ class SourceFiles {
   ProcessGuard process_;
   std::vector<std::string> paths_;
   std::vector<File> files_;
-  std::unique_ptr<State> state_;  // leaked in a forked child: its locks may be held there for ever
+  std::unique_ptr<State> state_;  // leaked in a forked child: its locks may be held there
+                                  // indefinitely
 };
 
 }  // namespace gemini

@@ -1,4 +1,5 @@
-// Blocking system calls on a few threads: works on every file system and in every container.
+// ThreadBackend: blocking system calls on a few threads. Works on every file system and in every
+// container.
 #pragma once
 
 #include <atomic>
@@ -13,13 +14,13 @@ namespace gemini {
 
 class ThreadBackend final : public IoBackend {
  public:
-  // Starts `depth` threads. `one_writer`: only one writes at a time, for file systems that lock the
-  // file meanwhile: a second thread would spin on that lock.
+  // Starts `depth` threads. `one_writer`: only one thread writes at a time, for file systems that
+  // lock the file during a write: a second thread would spin on that lock.
   ThreadBackend(RequestQueue& queue, std::vector<int> descriptors, int depth, bool one_writer);
   ~ThreadBackend() override { join(); }
 
   [[nodiscard]] BackendKind kind() const noexcept override { return BackendKind::kThreads; }
-  void wake() noexcept override {}  // the threads wait at the queue
+  void wake() noexcept override {}  // the threads wait in the queue
   void join() noexcept override;
   bool pin(void*, int64_t) override { return false; }
   void forget(void*) override {}

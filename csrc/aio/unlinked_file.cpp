@@ -47,12 +47,13 @@ int open_and_unlink(const std::string& dir) {
 
 int open_private(const std::string& dir) {
   const int fd = open_nameless(dir);
-  // Without O_TMPFILE support open() says one of these; all other errors are about the directory.
+  // Without O_TMPFILE support open() returns one of these; all other errors are about the
+  // directory.
   const bool unsupported = fd == -EOPNOTSUPP || fd == -EISDIR || fd == -EINVAL;
   return unsupported ? open_and_unlink(dir) : fd;
 }
 
-// Switches the page cache off and proves with one page that the file system means it.
+// Disables the page cache, and verifies with one page that the file system supports it.
 bool enable_direct(int fd) {
 #ifdef O_DIRECT
   const int flags = ::fcntl(fd, F_GETFL);
@@ -69,14 +70,14 @@ bool enable_direct(int fd) {
   return false;
 }
 
-// Whether the file system has `nbytes` free, as far as it says.
+// Whether the file system reports `nbytes` free, or reports nothing.
 bool has_room(int fd, int64_t nbytes) {
   struct statvfs found;
-  if (::fstatvfs(fd, &found) != 0 || found.f_blocks == 0) return true;  // it does not say
+  if (::fstatvfs(fd, &found) != 0 || found.f_blocks == 0) return true;  // it reports nothing
   return static_cast<uint64_t>(nbytes) / found.f_frsize <= found.f_bavail;
 }
 
-// Reserves disk space by writing zeros, where there is no other way to. Returns 0 or an errno.
+// Reserves disk space by writing zeros, if there is no other way. Returns 0 or an errno.
 int fill_with_zeros(int fd, int64_t nbytes) {
   const std::vector<char> zeros(static_cast<size_t>(std::min(nbytes, kZerosBytes)));
   for (int64_t done = 0; done < nbytes;) {
@@ -95,8 +96,8 @@ int allocate(int fd, int64_t nbytes) {
   do {
     code = ::fallocate(fd, 0, 0, nbytes) == 0 ? 0 : errno;
   } while (code == EINTR);
-  // glibc's posix_fallocate writes for EOPNOTSUPP alone; a sandbox says ENOSYS or, of a file that
-  // may be written, EPERM.
+  // glibc's posix_fallocate falls back to writing only for EOPNOTSUPP; a sandbox returns ENOSYS or,
+  // for a writable file, EPERM.
   const bool unsupported = code == EOPNOTSUPP || code == ENOSYS || code == EPERM;
   return unsupported ? fill_with_zeros(fd, nbytes) : code;
 #else
@@ -106,13 +107,13 @@ int allocate(int fd, int64_t nbytes) {
 
 int set_size(int fd, int64_t nbytes, bool reserve, IoHook* hook) {
   if (!reserve) return ::ftruncate(fd, nbytes) == 0 ? 0 : errno;
-  // To reserve more than there is takes all there is before it fails, from every other process too.
+  // Reserving more than is free takes all free space before it fails, also from other processes.
   if (!has_room(fd, nbytes)) return ENOSPC;
   const int refused = hook != nullptr ? hook->allocate(nbytes) : 0;
   return refused != 0 ? refused : allocate(fd, nbytes);
 }
 
-// Takes the space of a range back from the file. Returns 0 or an errno.
+// Releases the space of a range of the file. Returns 0 or an errno.
 int punch(int fd, int64_t offset, int64_t nbytes) {
 #ifdef FALLOC_FL_PUNCH_HOLE
   int code = 0;
@@ -141,13 +142,13 @@ UnlinkedFile::UnlinkedFile(const std::string& dir, int64_t nbytes, bool direct, 
   if (fd < 0) throw IoError(-fd, dir, 0, "cannot make a private file in");
   fd_ = fd;
   try {
-    // Before O_DIRECT is set: where space is reserved by writing, those writes are not aligned.
+    // Before O_DIRECT is set: if space is reserved by writing, those writes are not aligned.
     const int code = set_size(fd_, size_, reserve, hook);
     if (code != 0) {
       throw IoError(code, path_, 0, "cannot reserve " + std::to_string(size_) + " bytes of");
     }
     direct_ = direct && enable_direct(fd_);
-    if (!reserve) can_discard_ = punch(fd_, 0, kPageBytes) == 0;  // also what the proof wrote
+    if (!reserve) can_discard_ = punch(fd_, 0, kPageBytes) == 0;  // enable_direct()'s page too
   } catch (...) {
     close();
     throw;
@@ -158,7 +159,7 @@ UnlinkedFile::~UnlinkedFile() { close(); }
 
 void UnlinkedFile::close() noexcept {
   if (fd_ < 0) return;
-  ::close(fd_);  // an error here concerns data that is being thrown away
+  ::close(fd_);  // an error concerns data that is being discarded
   fd_ = -1;
 }
 
@@ -178,7 +179,7 @@ void UnlinkedFile::grow(int64_t nbytes) {
   if (after <= before) return;
   if (::ftruncate(fd_, after) != 0) throw IoError(errno, path_, before, "cannot add to");
   size_ = after;
-  can_discard_ = punch(fd_, before, kPageBytes) == 0;  // nothing is there yet
+  can_discard_ = punch(fd_, before, kPageBytes) == 0;  // the new range is still empty
 }
 
 void UnlinkedFile::discard(int64_t offset, int64_t nbytes) {

@@ -33,7 +33,7 @@ namespace {
 constexpr unsigned kMaxPinned = 64;  // areas of pinned memory per ring
 constexpr uint64_t kWakeTag = ~uint64_t{0};
 
-// An io_uring that is given back.
+// RAII owner of an io_uring.
 class Ring {
  public:
   explicit Ring(unsigned entries) {
@@ -55,7 +55,7 @@ class UringBackend final : public IoBackend {
       : queue_(queue),
         descriptors_(std::move(descriptors)),
         ring_(std::in_place,
-              static_cast<unsigned>(depth) + 2),  // and the event that wakes the thread
+              static_cast<unsigned>(depth) + 2),  // plus the event that wakes the thread
         event_(::eventfd(0, EFD_CLOEXEC)),
         slots_(static_cast<size_t>(depth)) {
     if (event_.get() < 0) throw SystemError(errno, "cannot make an eventfd");
@@ -72,7 +72,7 @@ class UringBackend final : public IoBackend {
   void wake() noexcept override {
     if (!asleep_.load()) return;
     constexpr uint64_t kOne = 1;
-    // Cannot fail but when the counter is full, and then the thread wakes up anyway.
+    // Fails only if the counter is full, and then the thread wakes up anyway.
     (void)!::write(event_.get(), &kOne, sizeof kOne);
   }
 
@@ -93,7 +93,7 @@ class UringBackend final : public IoBackend {
     while (index_used(index)) ++index;
     const iovec area{address, static_cast<size_t>(nbytes)};
     if (::io_uring_register_buffers_update_tag(ring(), index, &area, nullptr, 1) != 1) {
-      return false;  // RLIMIT_MEMLOCK, mostly
+      return false;  // mostly because of RLIMIT_MEMLOCK
     }
     pinned_.push_back({static_cast<char*>(address), nbytes, static_cast<int>(index)});
     return true;
@@ -120,7 +120,7 @@ class UringBackend final : public IoBackend {
  private:
   struct Slot {
     IoPiece piece;
-    std::vector<iovec> areas;  // of the attempt under way: the kernel may read them late
+    std::vector<iovec> areas;  // of the current attempt: the kernel may read them late
   };
   struct Pinned {
     char* address;
@@ -142,7 +142,7 @@ class UringBackend final : public IoBackend {
     ended_cpu_seconds_ += own_cpu_seconds();
   }
 
-  // Blocks until there is a piece, and starts it. False when the queue has stopped.
+  // Blocks until there is a piece, and starts it. Returns false if the queue has stopped.
   bool wait_for_work() {
     const size_t index = free_.back();
     if (!queue_.take(slots_[index].piece, RequestQueue::IfEmpty::kWait)) return false;
@@ -151,7 +151,7 @@ class UringBackend final : public IoBackend {
     return true;
   }
 
-  // Prepares requests until the device has as many as it may or nothing is waiting.
+  // Prepares requests until the device has the maximum number or none is waiting.
   void fill() {
     while (!free_.empty() && queue_.has_waiting()) {
       const size_t index = free_.back();
@@ -161,7 +161,7 @@ class UringBackend final : public IoBackend {
     }
   }
 
-  // Prepares an attempt at the piece of a slot, unless its result is known without one.
+  // Prepares an attempt at the piece of a slot, unless its result is known without an attempt.
   void start(size_t index) {
     Slot& slot = slots_[index];
     for (;;) {
@@ -181,14 +181,16 @@ class UringBackend final : public IoBackend {
     }
   }
 
-  // The ring is broken, and a thread must not throw. Fails what the kernel has not taken and all
-  // that comes later. What it has taken ends without us, and only then is its memory free.
+  // The ring is broken, and a thread must not throw. Fails the requests that the kernel has not
+  // taken, and all later ones. Requests that it has taken end by themselves; only then is their
+  // memory free.
   void fail_all() {
     for (const uint64_t tag : unsubmitted_) {
       if (tag != kWakeTag) fail(tag);
     }
     while (num_in_flight() > 0) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // only the call waits better
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // only the broken system call
+                                                                  // would wait without polling
       collect();
     }
     while (wait_for_work()) {
@@ -236,7 +238,8 @@ class UringBackend final : public IoBackend {
     return sqe;
   }
 
-  // Hands over what is prepared, waits for at least one completion and judges what has completed.
+  // Submits the prepared requests, waits for at least one completion, and evaluates the completed
+  // ones.
   void exchange() {
     if (!unsubmitted_.empty() && queue_.has_waiting()) {
       depth_.sample(static_cast<int64_t>(num_in_flight()));
@@ -248,7 +251,7 @@ class UringBackend final : public IoBackend {
       sqe->user_data = kWakeTag;
       event_armed_ = true;
     }
-    // A piece that was pushed before `asleep_` was seen would wait for the next completion.
+    // A piece pushed before `asleep_` was visible would wait for the next completion.
     const bool missed = asleep_ && queue_.has_waiting();
     enter(missed ? 0 : 1);
     asleep_ = false;
@@ -264,9 +267,9 @@ class UringBackend final : public IoBackend {
       const auto taken = std::min(unsubmitted_.size(), static_cast<size_t>(code));
       unsubmitted_.erase(unsubmitted_.begin(), unsubmitted_.begin() + static_cast<int64_t>(taken));
     } else if (code == -EAGAIN || code == -EBUSY) {
-      ::sched_yield();  // short of memory, or completions must be collected first
+      ::sched_yield();  // out of memory, or completions must be collected first
     } else if (code != -EINTR) {
-      error_ = -code;  // of the ring itself: the kernel has taken nothing by this call
+      error_ = -code;  // of the ring itself: this call has submitted nothing
     }
   }
 
@@ -312,16 +315,16 @@ class UringBackend final : public IoBackend {
   const std::vector<int> descriptors_;
   std::optional<Ring> ring_;  // until join
   UniqueFd event_;
-  bool fixed_files_ = false;  // the ring knows the descriptors by their index
+  bool fixed_files_ = false;  // the ring has registered the descriptors
   Mutex pin_mutex_;
   bool can_pin_ GEMINI_GUARDED_BY(pin_mutex_) = false;
   std::vector<Pinned> pinned_ GEMINI_GUARDED_BY(pin_mutex_);
 
-  // The thread's own.
-  std::vector<Slot> slots_;  // never resized: requests under way point into it
+  // Used by the thread only.
+  std::vector<Slot> slots_;  // never resized: requests in flight point into it
   std::vector<size_t> free_;
   std::deque<uint64_t> unsubmitted_;  // tags of prepared requests that the kernel has not taken
-  int error_ = 0;                     // why the ring is used no more
+  int error_ = 0;                     // why the ring is no longer used
   bool event_armed_ = false;
   uint64_t event_count_ = 0;  // written by the kernel
 

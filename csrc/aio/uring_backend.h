@@ -1,4 +1,5 @@
-// io_uring: one thread hands requests over in batches and collects them, without blocking on any.
+// The io_uring backend: one thread submits requests in batches and collects them, without blocking
+// on any.
 #pragma once
 
 #include <memory>
@@ -8,7 +9,7 @@
 
 namespace gemini {
 
-// Throws Error when the system refuses; ask uring_refusal() first.
+// Throws Error if the system refuses; check uring_refusal() first.
 [[nodiscard]] std::unique_ptr<IoBackend> make_uring_backend(RequestQueue& queue,
                                                             std::vector<int> descriptors,
                                                             int depth);

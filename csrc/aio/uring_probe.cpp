@@ -14,17 +14,17 @@
 namespace gemini {
 namespace {
 
-constexpr int kMaxAttempts = 1000;        // at a call that was interrupted
-constexpr unsigned kMaxOperations = 256;  // that a kernel can be asked about
+constexpr int kMaxAttempts = 1000;        // of an interrupted call
+constexpr unsigned kMaxOperations = 256;  // number of operations to probe
 
-// Says why not all operations that are needed are there, or may be known to be; empty: they are.
+// Returns why required operations are missing or cannot be probed; "" if all are supported.
 std::string lacking_operations(io_uring& ring) {
   const size_t nbytes = sizeof(io_uring_probe) + kMaxOperations * sizeof(io_uring_probe_op);
   const std::unique_ptr<io_uring_probe, decltype(&std::free)> probe(
       static_cast<io_uring_probe*>(std::calloc(1, nbytes)), &std::free);
   if (!probe) return std::string("io_uring_register: ") + std::strerror(ENOMEM);
   const int code = ::io_uring_register_probe(&ring, probe.get(), kMaxOperations);
-  // A kernel that does not know the question has none of the operations either.
+  // A kernel that does not support probing has none of the operations either.
   if (code < 0 && code != -EINVAL) {
     return std::string("io_uring_register: ") + std::strerror(-code);
   }
@@ -36,8 +36,8 @@ std::string lacking_operations(io_uring& ring) {
   return all ? "" : "the kernel is older than Linux 5.6";
 }
 
-// Hands over a request that does nothing and waits for it: a filter of system calls may allow a
-// ring to be set up and nothing to be done with it. Returns 0 or a negated errno.
+// Submits a no-op and waits for it: a system call filter may allow setting up a ring but not using
+// it. Returns 0 or a negated errno.
 int try_request(io_uring& ring) {
   ::io_uring_prep_nop(::io_uring_get_sqe(&ring));
   int code = 0;
