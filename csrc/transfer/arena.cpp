@@ -34,7 +34,7 @@ Arena::Arena(int64_t capacity_bytes, pages::Mover mover)
       parked_(*ledger_) {}
 
 Arena::~Arena() {
-  if (!process_.is_owner()) return;  // the child did not inherit the pages: others may be there
+  if (!process_.is_owner()) return;  // the child has no such pages: addresses may be reused
   parked_.drop_all();
 }
 
@@ -57,14 +57,14 @@ void Arena::map(Window& window, Content content) {
   map_pieces(window, pieces);
 }
 
-// Puts what was taken from the parked blocks under the window, and fresh pages where none was.
+// Maps the taken parked pieces under the window, and fresh pages for the others.
 void Arena::map_pieces(Window& window, std::vector<Piece>& pieces) {
   int64_t taken_bytes = 0;
   for (const Piece& piece : pieces) {
     if (piece.address) taken_bytes += piece.nbytes;
   }
   const int64_t fresh_bytes = window.span_bytes() - taken_bytes;
-  // What was taken is counted as parked until it is mapped.
+  // Taken pieces count as parked until they are mapped.
   const int64_t limit_bytes = capacity() - mapped_bytes() - fresh_bytes;
   int64_t counted_bytes = 0;
   try {
@@ -99,7 +99,7 @@ bool Arena::try_park(Window& window) {
   if (debug_level() >= kPoisonLevel) {
     std::memset(window.address(), kPoison, static_cast<size_t>(nbytes));
   }
-  // Moving whole huge pages needs the same alignment on both sides.
+  // Moving whole huge pages requires the same alignment on both sides.
   const int64_t alignment = nbytes >= kHugePageBytes ? kHugePageBytes : kPageBytes;
   parked_.reserve(window.pieces_.size());
   char* const slot = pages::reserve(nbytes, alignment);

@@ -1,4 +1,4 @@
-// The physical memory of one tier: a hard limit, and blocks that are recycled between windows.
+// Arena: the physical memory of one tier, with a hard limit; blocks are recycled between windows.
 #pragma once
 
 #include <cstdint>
@@ -14,29 +14,30 @@
 
 namespace gemini {
 
-// Gives windows memory and takes it back. Memory taken back is either returned to the system at
-// once or parked: kept, with its pages, for the next windows, which then cost a few system calls
-// and no page faults. mapped_bytes() + parked_bytes() <= capacity() at every moment.
+// Gives memory to windows and takes it back. Memory taken back is either returned to the system at
+// once or parked: kept, with its pages, for the next windows, which then need a few system calls
+// and no page faults. Invariant: mapped_bytes() + parked_bytes() <= capacity().
 //
-// Thread-safe, but one window must not be mapped or unmapped by two threads at once. In a forked
-// child map, unmap and trim throw StateError.
+// Thread-safe, but two threads must not map or unmap the same window at once. In a forked child
+// map, unmap and trim throw StateError.
 class Arena {
  public:
-  // `mover` moves pages between ranges. Where it refuses, fresh pages are used instead: slower,
-  // with the same result.
+  // `mover` moves pages between ranges. If it refuses, fresh pages are used: slower, with the same
+  // result.
   explicit Arena(int64_t capacity_bytes, pages::Mover mover = pages::move);
-  // Returns the parked memory. Windows still mapped keep theirs until their space goes.
+  // Returns the parked memory to the system. Windows that are still mapped keep their memory until
+  // their space is destroyed.
   ~Arena();
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  // Puts memory under an unmapped window, with any content or zeros. Throws
-  // OutOfBudget when it does not fit beside what is mapped (parked blocks make room), StateError
-  // when it is mapped already, Error when the system refuses. Then no window has changed.
+  // Maps memory under an unmapped window, with any content or zeros. Throws OutOfBudget if it does
+  // not fit beside the mapped windows (parked blocks are dropped to make room), StateError if it is
+  // mapped already, Error if the system refuses. Then no window has changed.
   void map(Window& window, Content content);
 
-  // Takes the memory from a window this arena mapped; its content is gone. No transfer from or to
-  // it may be under way. Throws StateError when the window is not this arena's.
+  // Takes the memory from a window that this arena mapped; its content is lost. No transfer of it
+  // may be in flight. Throws StateError if another arena mapped the window.
   void unmap(Window& window, Spare spare);
 
   // Returns parked blocks to the system, oldest first, until at most `parked_limit_bytes` are left.

@@ -1,4 +1,4 @@
-// How many bytes of memory an arena has under windows and parked.
+// ArenaLedger: the bytes that an arena has under windows and parked.
 #pragma once
 
 #include <atomic>
@@ -6,8 +6,8 @@
 
 namespace gemini {
 
-// Shared by an arena and the windows it has mapped, so that the numbers stay true whichever of
-// them is destroyed first. Reads from any thread; `mapped + parked` is never overstated.
+// Shared by an arena and the windows it has mapped, so that the counts stay correct whichever is
+// destroyed first. May be read from any thread; `mapped + parked` is never overstated.
 class ArenaLedger {
  public:
   explicit ArenaLedger(int64_t capacity_bytes) : capacity_bytes_(capacity_bytes) {}

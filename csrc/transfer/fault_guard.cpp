@@ -21,7 +21,7 @@ struct Slot {
   std::atomic<uintptr_t> begin{0};
   std::atomic<uintptr_t> end{0};
   std::atomic<FaultTarget*> target{nullptr};
-  std::atomic<int> answering{0};  // handlers that may be using `target`
+  std::atomic<int> answering{0};  // number of handlers that may be using `target`
   Slot* next = nullptr;           // set before the handler can see the slot
 
   [[nodiscard]] bool holds(uintptr_t address) const {
@@ -30,19 +30,19 @@ struct Slot {
   }
 };
 
-// A slot is used again but never freed: a handler on another thread may stand at it.
+// A slot is reused but never freed: a handler on another thread may be reading it.
 constinit std::atomic<Slot*> first_slot{nullptr};
 constinit Mutex registry_mutex;
 constinit std::atomic<uint64_t> num_strays{0};
 constinit std::atomic<uintptr_t> first_stray{0};
 constinit std::atomic<bool> chaining{false};
-// Written under `registry_mutex`, stable once the handler is installed, which reads it.
+// Written under `registry_mutex`, stable before the handler, which reads it, is installed.
 struct sigaction previous_segv;
 struct sigaction previous_bus;
 
-// Repeated faults at one mapped address mean that something else took its access rights away. A
-// window that other threads keep mapping and unmapping is retried now and then too, but rarely this
-// often in a row without a poisoned page between.
+// Repeated faults at one mapped address mean that other code has changed its protection. A window
+// that other threads map and unmap all the time is retried too, but rarely this often in a row
+// without a poisoned page in between.
 constexpr int kMaxRetries = 100000;
 constinit std::atomic<uintptr_t> retried_address{0};
 constinit std::atomic<int> num_retries{0};
@@ -55,7 +55,7 @@ bool may_retry(uintptr_t address) {
 FaultAnswer answer(uintptr_t address, bool bus_error) {
   for (Slot* slot = first_slot.load(); slot != nullptr; slot = slot->next) {
     if (!slot->holds(address)) continue;
-    // Counted before it is asked again: who empties the slot after that waits for the answer.
+    // Count before checking again: code that clears the slot afterwards waits for the answer.
     ++slot->answering;
     const bool held = slot->holds(address);
     FaultAnswer result = FaultAnswer::kForeign;
@@ -66,8 +66,8 @@ FaultAnswer answer(uintptr_t address, bool bus_error) {
   return FaultAnswer::kForeign;
 }
 
-// Hands a signal to the handler that was there before ours. Default and ignored dispositions are
-// restored: a real fault then happens again and ends the process as it would have without us.
+// Passes a signal to the handler installed before ours. Default and ignored dispositions are
+// restored: a real fault then happens again and ends the process as it would without us.
 void chain(int signal, siginfo_t* info, void* context) {
   const struct sigaction& previous = signal == SIGSEGV ? previous_segv : previous_bus;
   const bool has_info = (previous.sa_flags & SA_SIGINFO) != 0;
@@ -75,8 +75,8 @@ void chain(int signal, siginfo_t* info, void* context) {
   const bool is_ignored = !has_info && previous.sa_handler == SIG_IGN;
   const bool raised = info->si_code <= 0;
   if (raised && is_ignored) return;
-  // Handlers such as Python's faulthandler raise the signal again for their predecessor. If that
-  // is us, we have been here already.
+  // Handlers such as Python's faulthandler raise the signal again for their predecessor. If that is
+  // us, we were here before.
   if (is_default || is_ignored || (raised && chaining.load())) {
     ::signal(signal, SIG_DFL);
     if (raised) ::raise(signal);
@@ -116,7 +116,7 @@ void install(int signal, struct sigaction& previous) GEMINI_REQUIRES(registry_mu
   previous = current;  // before ours can be called
   struct sigaction ours = {};
   ours.sa_sigaction = on_fault;
-  // Not on the alternate stack: the one that Python's faulthandler sets up is smaller than a signal
+  // Not on the alternate stack: Python's faulthandler sets up one that is smaller than a signal
   // frame with AVX-512 state, and our faults never come from an exhausted stack.
   ours.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigemptyset(&ours.sa_mask);
@@ -144,7 +144,7 @@ void before_fork() GEMINI_ACQUIRES(registry_mutex) {
 
 void after_fork(ForkSide side) GEMINI_RELEASES(registry_mutex) {
   for (Slot* slot = first_slot.load(); slot != nullptr; slot = slot->next) {
-    if (side == ForkSide::kChild) slot->answering = 0;  // by threads that are not here
+    if (side == ForkSide::kChild) slot->answering = 0;  // of threads that do not exist in the child
     if (slot->begin.load() != 0) slot->target.load()->after_fork(side);
   }
   registry_mutex.unlock();

@@ -1,4 +1,5 @@
-// Turns a stray access to evicted memory into poison and a count, instead of a dead interpreter.
+// Answers a stray access to evicted memory with poison and a count, instead of ending the
+// interpreter.
 #pragma once
 
 #include <cstdint>
@@ -9,33 +10,34 @@ namespace gemini {
 enum class FaultAnswer {
   kPoisoned,  // the page now reads 0xFF (NaN in every float type); repeat the access
   kRetry,     // the page was mapped meanwhile; repeat the access
-  kForeign,   // not ours: hand the signal on
+  kForeign,   // not our address: pass the signal on
 };
 
 enum class ForkSide : bool { kParent, kChild };
 
-// A range of addresses whose faults are answered. All calls must be async-signal-safe.
+// A range of addresses with its fault handler. All calls must be async-signal-safe.
 class FaultTarget {
  public:
   virtual ~FaultTarget() = default;
 
-  // Answers a fault inside the range, on the faulting thread, in the signal handler.
+  // Answers a fault inside the range, on the faulting thread, inside the signal handler.
   virtual FaultAnswer absorb(uintptr_t address, bool bus_error) noexcept = 0;
 
-  // Around fork: the state must be consistent in the child, which inherits none of the pages.
+  // Called around fork: the state must be consistent in the child, which inherits none of the
+  // pages.
   virtual void before_fork() noexcept = 0;
   virtual void after_fork(ForkSide side) noexcept = 0;
 };
 
-// Starts answering faults in [begin, end); the process-wide SIGSEGV and SIGBUS handlers are
-// installed by the first call, and again by a later one if something replaced them. Faults
-// elsewhere go to the handlers that were there before.
+// Starts answering faults in [begin, end). The first call installs the process-wide SIGSEGV and
+// SIGBUS handlers, and a later one installs them again if they were replaced. Faults outside go to
+// the handlers that were installed before.
 void guard_faults(FaultTarget& target, uintptr_t begin, uintptr_t end);
 
-// Returns when no fault is being answered by `target` any more: then it may go.
+// Returns when `target` is not answering any fault; then it may be destroyed.
 void unguard_faults(FaultTarget& target) noexcept;
 
-// How many faults were poisoned since the process started. One stray access to a large tensor
+// The number of poisoned faults since the process started. One stray access to a large tensor
 // faults many times.
 [[nodiscard]] uint64_t stray_count() noexcept;
 

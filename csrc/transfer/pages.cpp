@@ -10,7 +10,7 @@
 #include "common/error.h"
 
 #if defined(__linux__) && !defined(MREMAP_DONTUNMAP)
-#define MREMAP_DONTUNMAP 4  // Linux 5.7; older kernels answer EINVAL, which is a refusal
+#define MREMAP_DONTUNMAP 4  // Linux 5.7; older kernels return EINVAL, which counts as a refusal
 #endif
 
 namespace gemini::pages {
@@ -53,7 +53,7 @@ void commit_at(char* address, int64_t nbytes) {
     fail("cannot map", nbytes, errno);
   }
 #ifdef __linux__
-  // Advice: a kernel built without huge pages refuses it, and everything works as well.
+  // Advice: a kernel without huge pages refuses it, which does no harm.
   if (nbytes >= kHugePageBytes) (void)::madvise(address, length(nbytes), MADV_HUGEPAGE);
   if (::madvise(address, length(nbytes), MADV_DONTFORK) != 0) {
     const int code = errno;

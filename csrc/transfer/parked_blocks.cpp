@@ -9,10 +9,9 @@
 namespace gemini {
 namespace {
 
-// Each piece is an entry in the kernel's table of mappings, and a call each time it moves.
+// Each piece is an entry in the kernel's table of mappings, and one system call for each move.
 constexpr size_t kMaxPieces = 16;
-// Fresh pages cost less than to move a piece that is smaller than this, unless it is a whole
-// window.
+// Fresh pages are cheaper than moving a smaller piece, unless it is a whole window.
 constexpr int64_t kLeastPieceBytes = 64 << 10;
 
 }  // namespace
@@ -36,7 +35,7 @@ void ParkedBlocks::add(char* address, const std::vector<Piece>& pieces) noexcept
 
 std::vector<Piece> ParkedBlocks::take(int64_t span_bytes) {
   std::vector<Piece> taken;
-  taken.reserve(kMaxPieces + 2);  // what was taken must not be lost
+  taken.reserve(kMaxPieces + 2);  // push_back must not throw: a taken piece would be lost
   small_.reserve(small_.size() + 1);
   int64_t missing_bytes = whole_huge_pages(span_bytes);
   const int64_t tail_bytes = span_bytes - missing_bytes;
@@ -58,8 +57,9 @@ std::vector<Piece> ParkedBlocks::take(int64_t span_bytes) {
   return taken;
 }
 
-// Moves up to `missing_bytes` to the end of `taken`, and returns how many: from the smallest block
-// that has them all, the last parked of several; or else all of the largest, and so on.
+// Moves up to `missing_bytes` to the end of `taken`, and returns the number of bytes: from the
+// smallest block that has them all, the last parked among equals; else all of the largest block,
+// and so on.
 int64_t ParkedBlocks::take_from(Blocks& blocks, Pages pages, int64_t missing_bytes,
                                 std::vector<Piece>& taken) {
   int64_t taken_bytes = 0;
@@ -88,7 +88,7 @@ int64_t ParkedBlocks::take_from(Blocks& blocks, Pages pages, int64_t missing_byt
   return taken_bytes;
 }
 
-// Makes the last huge page of the smallest block of them a block of small ones.
+// Converts the last huge page of the smallest huge block to a block of small pages.
 void ParkedBlocks::split_huge_page() {
   const auto block =
       std::min_element(huge_.begin(), huge_.end(),

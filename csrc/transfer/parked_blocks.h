@@ -1,4 +1,4 @@
-// Memory that no window has now, kept with its pages for the windows to come.
+// ParkedBlocks: memory of no current window, kept with its pages for future windows.
 #pragma once
 
 #include <cstdint>
@@ -8,47 +8,48 @@
 
 namespace gemini {
 
-enum class Pages : bool { kSmall, kHuge };  // huge: of 2 MiB, and whole
+enum class Pages : bool { kSmall, kHuge };  // huge: whole pages of 2 MiB
 
-// A part of a window that one call of the kernel moves.
+// A part of a window that one system call moves.
 struct Piece {
-  char* address;  // where its pages are; nullptr: they are to be fresh
+  char* address;  // where its pages are; nullptr: fresh pages
   int64_t nbytes;
   Pages pages;
 };
 
-// The parked blocks of an arena, which serializes the calls. Its ledger counts them: what is added
-// here is parked there already, what is taken is still; what is dropped here leaves it.
+// The parked blocks of an arena, which serializes the calls. The ledger counts them: added blocks
+// must be counted as parked already, taken ones stay counted; dropped ones are subtracted here.
 class ParkedBlocks {
  public:
   explicit ParkedBlocks(ArenaLedger& ledger) : ledger_(ledger) {}
-  // Leaves the memory alone, which a forked child does not have.
+  // Does not release the memory: a forked child does not have it.
   ~ParkedBlocks() = default;
   ParkedBlocks(const ParkedBlocks&) = delete;
   ParkedBlocks& operator=(const ParkedBlocks&) = delete;
 
   // Makes room for the pieces of one more window, so that add() cannot fail.
   void reserve(size_t num_pieces);
-  // Takes over the pieces of a window, which lie one behind the other from `address` on, huge ones
-  // at multiples of 2 MiB. Pieces that nobody would take go back to the system.
+  // Takes over the pieces of a window, which are contiguous from `address` on, huge ones at
+  // multiples of 2 MiB. Pieces that take() would not use are returned to the system.
   void add(char* address, const std::vector<Piece>& pieces) noexcept;
 
-  // Returns the pieces of a window of `span_bytes`, in the order in which they are to lie there.
-  // Those that nothing parked serves are fresh.
+  // Returns the pieces for a window of `span_bytes`, in their order in the window. Missing pieces
+  // are fresh.
   //
-  // Huge pages serve what is huge in the window, small ones its tail. Where huge pages are short
-  // and there are enough small ones, these serve instead, and where small ones are short, a huge
-  // page is split: to give some back to the system and have others zeroed would cost far more.
+  // Huge pages are used for the huge part of the window, small ones for its tail. If there are too
+  // few huge pages but enough small ones, small ones are used instead. If there are too few small
+  // ones, a huge page is split: returning some to the system and zeroing others would cost far
+  // more.
   [[nodiscard]] std::vector<Piece> take(int64_t span_bytes);
 
-  // Returns at least `nbytes` to the system, or all there is, oldest first: whole huge pages, and
+  // Returns at least `nbytes`, or all there is, to the system, oldest first: whole huge pages, and
   // small ones for the rest.
   void drop(int64_t nbytes);
   // Returns everything.
   void drop_all() noexcept;
 
  private:
-  // A range that one call of the kernel moves.
+  // A range that one system call moves.
   struct Block {
     char* address;
     int64_t nbytes;

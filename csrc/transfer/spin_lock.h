@@ -9,15 +9,15 @@
 
 namespace gemini {
 
-// Guards a few instructions or system calls. A mutex must not be locked in a signal handler; this
-// may, because a holder never faults inside the memory the handler guards.
+// Guards a few instructions or system calls. A signal handler must not lock a mutex, but may lock
+// this: a holder never faults inside the memory that the handler guards.
 class GEMINI_LOCKABLE SpinLock {
  public:
   void lock() noexcept GEMINI_ACQUIRES() {
     while (held_.test_and_set(std::memory_order_acquire)) ::sched_yield();
   }
   void unlock() noexcept GEMINI_RELEASES() { held_.clear(std::memory_order_release); }
-  // For a window, which knows the lock of its space by a name of its own.
+  // For Window, which refers to the lock of its space by another name.
   void is_held() const noexcept GEMINI_SAYS_HELD(this) {}
 
  private:

@@ -17,11 +17,12 @@
 namespace gemini {
 namespace {
 
-// A copy is cut so that the destructor need not wait for a whole chunk.
+// Copies are split so that the destructor need not wait for a whole chunk.
 constexpr int64_t kCopyBytes = 4 << 20;
 
-// What one disk link has at the file at a time, unless one transfer is larger: enough to keep the
-// device busy when chunks are small, little enough that reads need not queue behind many writes.
+// The bytes that one disk link has in flight at the file, unless one transfer is larger: enough to
+// keep the device busy with small chunks, and few enough that reads do not queue behind many
+// writes.
 constexpr int64_t kAheadBytes = 16 << 20;
 
 constexpr std::array kLinks = {Link::kHostToDevice, Link::kDeviceToHost, Link::kDiskRead,
@@ -36,20 +37,20 @@ bool is_disk(Link link) { return link == Link::kDiskRead || link == Link::kDiskW
 struct TransferEngine::Job {
   Ticket ticket = 0;
   Link link = Link::kHostToDevice;
-  char* dst = nullptr;        // null when writing to the file
-  const char* src = nullptr;  // null when reading from the file
+  char* dst = nullptr;        // null for a write to the file
+  const char* src = nullptr;  // null for a read from the file
   int64_t nbytes = 0;
   int64_t offset = 0;                    // in the file
-  SourceFiles* source = nullptr;         // read instead of the file, if any
+  SourceFiles* source = nullptr;         // read from this instead of the file, if set
   std::vector<SourcePart> parts = {};    // of `source`
-  uint64_t file_ticket = 0;              // of disk links, once started
+  uint64_t file_ticket = 0;              // for disk links, once started
   std::exception_ptr refusal = nullptr;  // why it could not be started
   Clock::time_point begin = {};          // once started
 };
 
 struct TransferEngine::Queue {
   std::deque<Job> jobs;
-  std::deque<Job> started;  // of disk links, at the file
+  std::deque<Job> started;  // for disk links, at the file
   int64_t started_bytes = 0;
   LinkStats stats;
 };
@@ -70,12 +71,12 @@ struct TransferEngine::State {
   Clock::time_point shared_until GEMINI_GUARDED_BY(mutex) = {};  // sharing is counted up to here
   bool closed GEMINI_GUARDED_BY(mutex) = false;
   bool stopping GEMINI_GUARDED_BY(mutex) = false;  // leave when the queue is empty
-  std::atomic<bool> abandoned{false};              // destructor: nobody will see the copy's result
+  std::atomic<bool> abandoned{false};              // destructor: the copy's result will not be read
 
   Worker& worker(Link link) { return workers[static_cast<size_t>(link)]; }
   Queue& queue(Link link) GEMINI_REQUIRES(mutex) { return queues[static_cast<size_t>(link)]; }
 
-  // Counts the time in which both disk links had something at the file. Called before `started` of
+  // Counts the time in which both disk links had transfers at the file. Call it before `started` of
   // a disk link changes.
   void count_sharing() GEMINI_REQUIRES(mutex) {
     const Clock::time_point now = Clock::now();
@@ -89,7 +90,7 @@ struct TransferEngine::State {
     shared_until = now;
   }
 
-  // Hands jobs of a disk link to the file, which works on several at once.
+  // Submits jobs of a disk link to the file, which executes several at once.
   void start_ready(Link link, AsyncFile* file) GEMINI_REQUIRES(mutex) {
     Queue& queue = this->queue(link);
     while (!queue.jobs.empty()) {
@@ -113,7 +114,7 @@ struct TransferEngine::State {
     }
   }
 
-  // Counts and publishes an outcome.
+  // Counts and publishes a result.
   void report(const Job& job, TransferResult&& result, double busy_seconds) GEMINI_REQUIRES(mutex) {
     LinkStats& stats = queue(job.link).stats;
     stats.bytes += result.ok ? job.nbytes : 0;
@@ -258,7 +259,7 @@ void TransferEngine::work(Link link) {
   }
 }
 
-// Reports transfers of a disk link in their order, while the file works on those behind.
+// Reports transfers of a disk link in order, while the file executes later ones.
 void TransferEngine::work_disk(Link link) {
   State& state = *state_;
   double last_s = 0;  // the link has been busy since then, or since its first transfer began

@@ -1,4 +1,5 @@
-// Transfers between tiers in the background: one first-in-first-out worker per link.
+// TransferEngine: transfers between tiers in the background, with one first-in-first-out worker per
+// link.
 #pragma once
 
 #include <array>
@@ -24,56 +25,57 @@ inline constexpr int kNumLinks = 4;
 struct TransferResult {
   uint64_t ticket;
   bool ok;
-  int error_code;       // errno, 0 when ok or when no system call failed
+  int error_code;       // errno, 0 if ok or if no system call failed
   std::string path;     // of the file, empty for copies
   int64_t offset;       // in the file, where it failed
   std::string message;  // empty when ok
-  // When the link began to work on it and when it was seen to have ended: seconds of the steady
-  // clock, which on Linux is that of Python's time.perf_counter(). Copies of one link never
-  // overlap; transfers of a disk link do where the file works on several (see below).
+  // When the link began to work on it, and when its end was noticed: seconds of the steady clock,
+  // which on Linux is that of Python's time.perf_counter(). Copies of one link never overlap;
+  // transfers of a disk link do if the file executes several at once (see below).
   double begin_s = 0;
   double end_s = 0;
 };
 
 struct LinkStats {
   int64_t bytes = 0;   // of successful transfers
-  double seconds = 0;  // the link was busy, failures included
-  // Of a disk link: while the other one had something at the file too, so that each had a part of
-  // the disk. 0 of copies.
+  double seconds = 0;  // time in which the link was busy, including failures
+  // For a disk link: time in which the other disk link was busy too, so that each had a part of the
+  // disk's bandwidth. 0 for copies.
   double shared_seconds = 0;
   int64_t transfers = 0;  // finished
 };
 
-// Transfers on one link are reported in the order of submission; those of a disk link may be at the
-// file together, so what overlaps must wait for the report. Transfers on different links overlap.
+// Transfers on one link are reported in the order of submission. Those of a disk link may run
+// concurrently, so a transfer that overlaps another must wait for its report. Transfers on
+// different links run concurrently.
 //
-// A buffer must stay mapped until its transfer was reported by `poll`. Thread-safe. In a forked
-// child every call but the destructor throws StateError.
+// A buffer must stay mapped until `poll` has reported its transfer. Thread-safe. In a forked child
+// every call except the destructor throws StateError.
 class TransferEngine {
  public:
   using Ticket = uint64_t;  // unique per engine, never 0
 
-  // `file` serves the disk links and must outlive the engine; without one they refuse transfers.
+  // `file` serves the disk links and must outlive the engine; without it they refuse transfers.
   explicit TransferEngine(AsyncFile* file);
-  // Drops the transfers that have not started, waits for those that have.
+  // Drops the transfers that have not started, and waits for the others.
   ~TransferEngine();
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // Start a transfer of `nbytes`. Throw StateError for a link of another kind, a negative size or
-  // a closed engine. A range outside the file is reported as a failed completion.
+  // Start a transfer of `nbytes`. Throw StateError for a link of another kind, a negative size or a
+  // closed engine. A range outside the file is reported as a failed completion.
   [[nodiscard]] Ticket copy(void* dst, const void* src, int64_t nbytes, Link link);
   [[nodiscard]] Ticket read(void* dst, int64_t nbytes, int64_t offset, Link link);
   [[nodiscard]] Ticket write(const void* src, int64_t nbytes, int64_t offset, Link link);
-  // Starts to read parts of `source`, which must outlive the transfer, over the disk's link.
+  // Starts to read parts of `source`, which must outlive the transfer, over the disk read link.
   [[nodiscard]] Ticket read_source(SourceFiles& source, std::vector<SourcePart> parts);
 
-  // Returns what finished since the last call, each once, in the order of completion.
+  // Returns the results since the last call, each once, in the order of completion.
   [[nodiscard]] std::vector<TransferResult> poll();
   // Blocks until `poll` would return something, nothing is in flight, or `timeout_s` seconds have
-  // passed (for ever when negative). Returns whether `poll` would return something.
+  // passed (a negative value waits without limit). Returns whether `poll` would return something.
   [[nodiscard]] bool wait_any(double timeout_s);
-  // Blocks until nothing is in flight. What finished remains to be polled.
+  // Blocks until nothing is in flight. Results remain to be polled.
   void drain();
   // Completes all transfers and joins the threads. Idempotent; `poll` still works.
   void close();
@@ -97,7 +99,8 @@ class TransferEngine {
 
   ProcessGuard process_;
   AsyncFile* const file_;         // not owned, may be null
-  std::unique_ptr<State> state_;  // leaked in a forked child: its locks may be held there for ever
+  std::unique_ptr<State> state_;  // leaked in a forked child: its locks may be held there
+                                  // indefinitely
 };
 
 }  // namespace gemini

@@ -28,8 +28,8 @@ void Window::map(std::vector<Piece>& pieces, pages::Mover mover) {
 
 bool Window::unmap_to(char* slot, pages::Mover mover) {
   const Lock lock(lock_);
-  // The source is kept, then replaced: leaving a hole for an instant would let another thread's
-  // mmap take these addresses.
+  // Keep the source and replace it later: a momentary hole would let another thread's mmap take
+  // these addresses.
   for (const Piece& piece : pieces_) {
     char* const place = slot + (piece.address - address_);
     if (!mover(piece.address, place, piece.nbytes, pages::Source::kKept)) return false;

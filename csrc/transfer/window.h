@@ -1,4 +1,5 @@
-// A window: an address range that is a chunk's for the whole run, with or without memory behind it.
+// Window: an address range that belongs to a chunk for the whole run, with or without memory behind
+// it.
 #pragma once
 
 #include <atomic>
@@ -13,8 +14,8 @@
 
 namespace gemini {
 
-// Made by WindowSpace, which owns it; given memory by Arena. An access while it is not mapped
-// reads poison and is counted (fault_guard.h).
+// Created and owned by WindowSpace; Arena gives it memory. An access while it is unmapped reads
+// poison and is counted (fault_guard.h).
 class Window {
  public:
   Window(const Window&) = delete;
@@ -22,9 +23,9 @@ class Window {
 
   // Never changes.
   [[nodiscard]] char* address() const noexcept { return address_; }
-  // As asked for.
+  // As requested.
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
-  // Rounded up to whole pages: what it costs an arena.
+  // Rounded up to whole pages: its cost in an arena.
   [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }
   [[nodiscard]] bool mapped() const noexcept { return mapped_.load(); }
 
@@ -35,15 +36,15 @@ class Window {
   Window(char* address, int64_t nbytes, int64_t span_bytes, SpinLock& lock)
       : address_(address), nbytes_(nbytes), span_bytes_(span_bytes), lock_(lock) {}
 
-  // Transitions. Each happens under the space's lock, so that a fault on another thread is
-  // answered before or after it, never in between: poison cannot land in a mapped window.
+  // Transitions. Each happens under the space's lock, so that a fault on another thread is answered
+  // before or after it, never in between: poison cannot get into a mapped window.
 
-  // Moves `pieces`, which are all of it, under it; fresh pages where one is to be fresh or `mover`
-  // refuses it. A piece that has moved gets no address. Throws Error when the system refuses fresh
-  // pages: then the window is not mapped, and what had moved is gone.
+  // Maps `pieces`, which cover the whole window: moves their pages, or uses fresh pages for a fresh
+  // piece and if `mover` refuses. Sets the address of a moved piece to nullptr. Throws Error if the
+  // system refuses fresh pages: then the window is not mapped, and moved pages are lost.
   void map(std::vector<Piece>& pieces, pages::Mover mover);
-  // Moves its pages to `slot`. False where `mover` refuses, Error when the system does: it is
-  // mapped then, its content gone.
+  // Moves its pages to `slot`. Returns false if `mover` refuses. Throws Error if the system
+  // refuses: then the window is mapped, and its content is lost.
   [[nodiscard]] bool unmap_to(char* slot, pages::Mover mover);
   void unmap();
 
@@ -52,9 +53,9 @@ class Window {
   const int64_t span_bytes_;
   SpinLock& lock_;                                  // the space's
   std::atomic<bool> mapped_{false};                 // written under lock_
-  bool poisoned_ GEMINI_GUARDED_BY(lock_) = false;  // poison pages lie in the unmapped window
-  std::vector<Piece> pieces_;            // as they are mapped, in order; guarded by the arena
-  std::shared_ptr<ArenaLedger> ledger_;  // whose memory it is; written by Arena
+  bool poisoned_ GEMINI_GUARDED_BY(lock_) = false;  // the unmapped window contains poison pages
+  std::vector<Piece> pieces_;                       // as mapped, in order; guarded by the arena
+  std::shared_ptr<ArenaLedger> ledger_;  // of the arena with its memory; written by Arena
 };
 
 }  // namespace gemini

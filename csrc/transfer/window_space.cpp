@@ -15,11 +15,11 @@
 namespace gemini {
 namespace {
 
-// Poisoned at once on a stray access: fewer faults than single pages, little memory.
+// Poison this many bytes on a stray access: fewer faults than with single pages, little memory.
 constexpr uintptr_t kPoisonBytes = 64 << 10;
 constexpr int kPoison = 0xFF;
 
-// Padding to a 2 MiB boundary is less than the window behind it, so twice the total is enough.
+// Padding to a 2 MiB boundary is smaller than the window behind it, so twice the total is enough.
 int64_t reservation(int64_t total_bytes) {
   constexpr int64_t kMaxBytes = std::numeric_limits<int64_t>::max() / 4;
   if (total_bytes <= 0 || total_bytes > kMaxBytes) {
@@ -133,7 +133,7 @@ void WindowSpace::before_fork() noexcept { lock_.lock(); }
 void WindowSpace::after_fork(ForkSide side) noexcept {
   if (side == ForkSide::kChild) {
     // The pages were not inherited, so there are holes. Unless they are filled, the child's own
-    // allocations would land in them and be taken for windows.
+    // allocations could get these addresses and be taken for windows.
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE;
     (void)::mmap(begin_, static_cast<size_t>(reserved_bytes_), PROT_NONE, kFlags, -1, 0);
     for (const auto& window : windows_) {

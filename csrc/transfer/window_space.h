@@ -1,4 +1,4 @@
-// One reservation of virtual addresses, cut into windows.
+// WindowSpace: one reservation of virtual addresses, divided into windows.
 #pragma once
 
 #include <cstdint>
@@ -15,28 +15,28 @@ namespace gemini {
 // Where a window begins.
 enum class Begin : bool { kAligned, kBehindLast };
 
-// Costs addresses only; memory comes from an Arena. Owns its windows: they must not be used after
-// it. Thread-safe. In a forked child all windows are unmapped and read poison.
+// Takes addresses only; memory comes from an Arena. Owns its windows, which must not be used after
+// it is destroyed. Thread-safe. In a forked child all windows are unmapped and read poison.
 class WindowSpace : private FaultTarget {
  public:
-  // Reserves room for windows of `total_bytes` together, each counted in whole 4 KiB pages.
-  // Throws StateError when not positive, Error when the system refuses.
+  // Reserves room for windows of `total_bytes` in total, each counted in whole 4 KiB pages. Throws
+  // StateError if not positive, Error if the system refuses.
   explicit WindowSpace(int64_t total_bytes);
-  // Unmaps everything, mapped windows included, whose bytes go back to their arenas.
+  // Unmaps all windows; the bytes of mapped ones are returned to their arenas.
   ~WindowSpace() override;
   WindowSpace(const WindowSpace&) = delete;
   WindowSpace& operator=(const WindowSpace&) = delete;
 
-  // Cuts off the next window: on a 2 MiB boundary when it is that large (huge pages), else on a
-  // page; kBehindLast: on the page behind the last window. Throws StateError when not positive,
-  // OutOfBudget when the reservation is used up.
+  // Creates the next window: at a 2 MiB boundary if it is that large (huge pages), else at a page;
+  // kBehindLast: at the page behind the last window. Throws StateError if not positive, OutOfBudget
+  // if the reservation is used up.
   Window* create(int64_t nbytes, Begin begin = Begin::kAligned);
 
   // The index, in order of creation, of the window that contains `address`; -1 if none does.
   [[nodiscard]] int64_t find(uintptr_t address) const;
 
-  // Takes the poison out of unmapped windows that were touched, with the memory it costs (up to
-  // the size of the window). Returns their number.
+  // Removes the poison from unmapped windows that were accessed, with its memory (up to the size of
+  // the window). Returns their number.
   int64_t heal();
 
   [[nodiscard]] char* address() const noexcept { return begin_; }
@@ -54,7 +54,7 @@ class WindowSpace : private FaultTarget {
   char* begin_;
   mutable SpinLock lock_;
   int64_t used_bytes_ GEMINI_GUARDED_BY(lock_) = 0;
-  std::vector<std::unique_ptr<Window>> windows_ GEMINI_GUARDED_BY(lock_);  // ascending addresses
+  std::vector<std::unique_ptr<Window>> windows_ GEMINI_GUARDED_BY(lock_);  // by ascending address
 };
 
 }  // namespace gemini
