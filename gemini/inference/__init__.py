@@ -1,4 +1,4 @@
-"""Answers of models that need not fit in memory: requests, and the engine that batches them.
+"""Inference for models that need not fit in memory: requests, and an engine that batches them.
 
 Imported on use: ``from gemini.inference import Engine, Request``.
 """

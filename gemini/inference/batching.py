@@ -1,4 +1,4 @@
-"""Rules that say how many waiting requests begin before the next pass."""
+"""Batching rules: how many waiting requests begin before the next pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ Batching = Literal["continuous", "bucket"]
 
 
 def continuous(waiting: Iterable[Request], running: int, max_batch: int) -> int:
-    """Return how many of ``waiting``, from the front, may begin: as many as there are free places."""
+    """Return how many of ``waiting``, from the front, may begin: one for each free place."""
     return sum(1 for _ in islice(waiting, max(0, max_batch - running)))
 
 
 def bucket(waiting: Iterable[Request], running: int, max_batch: int) -> int:
-    """Return how many of ``waiting`` make the next batch: the first one and those right behind it that draw
-    in the same way and ask for at most as many tokens. A batch begins when the one before has ended.
+    """Return how many of ``waiting`` form the next batch: the first request and those right behind it with
+    the same sampling settings and at most as many ``max_tokens``. A batch begins when the previous one has
+    ended.
 
     Source: "executor_max_batch_size" in the documentation of EnergonAI's OPT service.
     """
@@ -36,7 +37,7 @@ def bucket(waiting: Iterable[Request], running: int, max_batch: int) -> int:
 
 
 def rule_of(batching: Batching) -> Callable[[Iterable[Request], int, int], int]:
-    """Return the rule of a name."""
+    """Return the rule with this name. Raises ConfigError if there is none."""
     if batching not in get_args(Batching):
         raise ConfigError(f"batching is {batching!r}; it must be 'continuous' or 'bucket'")
     return continuous if batching == "continuous" else bucket

@@ -1,4 +1,4 @@
-"""The next token of a sequence."""
+"""Chooser: samples the next token of a sequence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from gemini.inference.request import Request
 
 
 class Chooser:
-    """Chooses the tokens of one request, by a generator of its own: neighbours in a pass change no draw.
+    """Samples the tokens of one request with its own random generator, so other requests in a pass do not
+    change the result.
 
-    Temperature, top-k and top-p are those of transformers.
+    Temperature, top-k and top-p work as in transformers.
     """
 
     def __init__(self, request: Request) -> None:
@@ -27,17 +28,17 @@ class Chooser:
         """Return the token for ``logits``, [vocabulary].
 
         Raises:
-            GeminiError: they are no numbers.
+            GeminiError: the logits are not finite.
         """
         best, token = logits.max(dim=-1)
-        if not best.isfinite():  # NaN, if one of them is
+        if not best.isfinite():  # the maximum is NaN if any logit is
             raise GeminiError(
                 f"the model's likeliest token has the score {float(best)}, which is no number: its weights, "
                 "or its type's range, do not give any answer to this prompt"
             )
         if not self._draws:
             return int(token)
-        # The best one is 0, and numbers are wide: a tiny temperature makes no others of them than -inf.
+        # With the maximum at 0, in double: dividing by a tiny temperature gives at worst -inf, never NaN.
         scores = (logits - best).double().cpu()[None]
         for warp in self._warpers:
             scores = warp(None, scores)

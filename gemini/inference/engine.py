@@ -1,4 +1,4 @@
-"""An engine: requests of many threads, answered by one thread that owns the model."""
+"""Engine: answers requests of many threads with one thread that owns the model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from gemini.system.device import default_budget_bytes
 
 @dataclass
 class _Running:
-    """A request that has begun. ``fed``: tokens of the prompt that the model has seen."""
+    """A request that has begun. ``fed``: prompt tokens that the model has processed."""
 
     generation: Generation
     sequence: Sequence
@@ -47,7 +47,7 @@ class _Running:
         return self.fed < len(self.generation.request.tokens)
 
     def next_tokens(self, most: int) -> tuple[int, ...]:
-        """Return what the model sees next, at most ``most`` tokens."""
+        """Return the tokens of the next pass, at most ``most``."""
         if self.is_in_prompt:
             return self.generation.request.tokens[self.fed : self.fed + most]
         return (self.generation.last_token,)
@@ -60,30 +60,30 @@ class Engine:
             generation = engine.submit(Request(tokens, max_tokens=64, temperature=0.7))
             print(generation.result().tokens)
 
-    Each pass takes the next token of every answer and prompts that wait, at most ``max_pass_tokens`` in all:
-    the weights are read once for all of them. A request's attention is computed from its own keys and values
-    alone. Those lie in ``kv_bytes`` of memory, taken when a request begins for its prompt and
-    ``max_tokens``; so what has begun never lacks memory, and what finds none waits. With fewer
-    ``kv_device_bytes`` the rest of them lies below DEVICE, in the tiers of the model.
+    Each pass computes the next token of every running answer and parts of waiting prompts, at most
+    ``max_pass_tokens`` in all, so the weights are read once for all of them. A request's attention uses only
+    its own keys and values. They are in ``kv_bytes`` of memory, reserved for the prompt and ``max_tokens``
+    when a request begins: a request that has begun never lacks memory, and one that finds none waits. If
+    ``kv_device_bytes`` is less, the rest is below DEVICE, in the tiers of the model.
 
     Args:
-        model: the module, managed or not, with adapters of PEFT or without. While the engine is open, nobody
-            else calls it.
-        kv_bytes: for keys and values; text such as "512MiB", or None: room for ``max_batch`` sequences of
-            1,024 tokens, at most a quarter of the free memory.
-        kv_device_bytes: how much of ``kv_bytes`` is DEVICE memory; None: all. Less than all takes a managed
-            model, whose ``device_bytes`` then are for weights and these.
-        max_batch: most requests that run at a time.
-        max_pass_tokens: most tokens of a pass. Longer prompts take several passes.
-        queue_size: most requests that wait.
-        batching: "continuous": a request begins as soon as there is a place. "bucket": a batch begins when
-            the one before has ended, with the first request and those right behind it that draw in the same
-            way and ask for at most as many tokens.
-        ranks: the ranks that have the parts of ``model``, and this one is the first. The others
-            :func:`gemini.inference.ranks.follow`; ``kv_bytes`` are those of each.
+        model: the module, managed or not, with PEFT adapters or without. While the engine is open, only the
+            engine may call it.
+        kv_bytes: for keys and values; text such as "512MiB". None: room for ``max_batch`` sequences of 1,024
+            tokens, at most a quarter of the free memory.
+        kv_device_bytes: the part of ``kv_bytes`` that is DEVICE memory; None: all. Less than all needs a
+            managed model, with ``device_bytes`` for weights and this part together.
+        max_batch: the most requests that run at a time.
+        max_pass_tokens: the most tokens of a pass. Longer prompts take several passes.
+        queue_size: the most requests that wait.
+        batching: "continuous": a request begins as soon as there is a free place. "bucket": a batch begins
+            when the previous one has ended, with the first request and those right behind it with the same
+            sampling settings and at most as many ``max_tokens``.
+        ranks: the ranks that have the parts of ``model``; this one must be the first. The other ranks call
+            :func:`gemini.inference.ranks.follow`; ``kv_bytes`` apply to each.
 
     Raises:
-        ConfigError: the model's sequences cannot share a pass, or an option cannot be.
+        ConfigError: the model's sequences cannot share a pass, or an option is invalid.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Engine:
         self._wakes = threading.Condition()
         self._is_closing = False
         self._fatal: BaseException | None = None
-        self._handle: ManagedModel | None = None  # of a managed model
+        self._handle: ManagedModel | None = None  # None if the model is not managed
         with suppress(ConfigError):
             self._handle = handle_around(model)
         on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes")
@@ -137,7 +137,7 @@ class Engine:
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="gemini-engine", daemon=True)
         self._thread.start()
-        # A daemon thread would be inside of torch while the interpreter goes away.
+        # Close at exit: a daemon thread must not be inside torch while the interpreter shuts down.
         atexit.register(_close_at_exit, weakref.ref(self))
 
     @classmethod
@@ -156,14 +156,21 @@ class Engine:
         ranks: TensorRanks | None = None,
         **options: Any,
     ) -> Engine:
-        """Return an engine for a directory that ``save_pretrained()`` made. Weights are read where the
-        checkpoint has them (:func:`gemini.from_pretrained`). ``device_bytes`` is for weights and for the
-        keys and values on DEVICE together. ``adapter``: a directory of adapters that PEFT has saved; they
-        stay in ordinary memory. ``ranks``: each has its part of the weights, and budgets of its own.
+        """Return an engine for a directory from ``save_pretrained()``.
+
+        Weights are read from the checkpoint's files (:func:`gemini.from_pretrained`).
+
+        Args:
+            directory: the model.
+            device, host_bytes, disk_dir: as for :func:`gemini.from_pretrained`.
+            device_bytes: for weights, and for keys and values on DEVICE, together.
+            adapter: a directory of adapters saved by PEFT; they stay in ordinary memory.
+            kv_bytes, kv_device_bytes, max_batch, options: as for the class.
+            ranks: each rank has its part of the weights, and its own budgets.
 
         Raises:
             OutOfBudgetError: the model cannot fit.
-            ConfigError: the directory holds no such model, or the budget is less than what is for keys and
+            ConfigError: the directory has no such model, or the budget is smaller than the share for keys and
                 values.
         """
         loaded = load(
@@ -195,21 +202,22 @@ class Engine:
 
     @property
     def model(self) -> Any:
-        """Return the module. Call it after the engine is closed."""
+        """The module. It may be called after the engine is closed."""
         return self._packed.model
 
     @property
     def longest(self) -> int | None:
-        """Return how many tokens a prompt and its answer may have together, or None without a limit."""
+        """The most tokens of a prompt and its answer together; None without a limit."""
         return self._packed.longest
 
     def submit(self, request: Request, notify: Callable[[], object] | None = None) -> Generation:
-        """Take a request, from any thread. ``notify``: see :class:`Generation`.
+        """Queue a request. Thread-safe. ``notify``: see :class:`Generation`.
 
         Raises:
-            ConfigError: the prompt has a token that the model has not, or the answer may get too long.
-            OutOfBudgetError: keys and values of so many tokens never fit ``kv_bytes``.
-            QueueFullError: ``queue_size`` requests wait.
+            ConfigError: a token is outside the model's vocabulary, or the answer could exceed the model's
+                length.
+            OutOfBudgetError: keys and values of so many tokens can never fit ``kv_bytes``.
+            QueueFullError: ``queue_size`` requests are waiting.
             StateError: the engine is closed, or its thread has died.
         """
         self._check(request)
@@ -230,20 +238,21 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether requests are answered."""
+        """Whether the engine answers requests."""
         return self._thread.is_alive() and self._fatal is None
 
     def refuse_dead(self) -> None:
-        """Raise StateError where the thread that answers has died."""
+        """Raise StateError if the engine's thread has died."""
         if self._fatal is not None:
             raise self._stopped()
 
     def close(self, *, drain: bool = True) -> None:
-        """Refuse new requests, answer those that are here (``drain``) or cancel them, and give the model
-        back as it was. A model that :meth:`from_pretrained` loaded is closed. Idempotent, for any thread.
+        """Refuse new requests, finish the present ones (``drain``) or cancel them, and restore the model.
+
+        A model that :meth:`from_pretrained` loaded is closed. Idempotent and thread-safe.
 
         Raises:
-            StateError: ``notify`` of a request calls it, on the thread that it would wait for.
+            StateError: called by a request's ``notify``, on the thread that it would wait for.
         """
         if threading.current_thread() is self._thread:
             raise StateError("close() was called by notify, and would wait for itself; call it elsewhere")
@@ -271,10 +280,10 @@ class Engine:
         self.close(drain=kind is None)
 
     def stats(self) -> dict[str, Any]:
-        """Return counts since the beginning, and what is there now.
+        """Return counts since the start, and the present state.
 
-        ``requests``: submitted, refused, and by how they ended. ``waiting``, ``running``: now. ``passes``,
-        ``pass_seconds``, ``prompt_tokens``, ``tokens``: computed. ``kv``: used, peak and budget in bytes.
+        ``requests``: submitted, refused, and ended by reason. ``waiting``, ``running``: now. ``passes``,
+        ``pass_seconds``, ``prompt_tokens``, ``tokens``: totals. ``kv``: used, peak and budget in bytes.
         ``runtime``: the statistics of a managed model.
         """
         with self._wakes:
@@ -310,7 +319,7 @@ class Engine:
             )
         self._kv.check(total)
 
-    # All below runs on the engine's thread.
+    # Everything below runs on the engine's thread.
 
     def _run(self) -> None:
         try:
@@ -324,7 +333,7 @@ class Engine:
             self._end_all(self._stopped())
 
     def _wait(self) -> bool:
-        """Wait until there is something to do, and return whether there is."""
+        """Wait for work. Return False once the engine is closing and nothing is left."""
         while True:
             with self._wakes:
                 if self._wakes.wait_for(
@@ -334,7 +343,7 @@ class Engine:
             self._packed.idle()
 
     def _end_unwanted(self) -> None:
-        """End what was cancelled, and what has run out of time."""
+        """End requests that were cancelled or have timed out."""
         now = time.monotonic()
         with self._wakes:
             waiting = list(self._waiting)
@@ -346,7 +355,7 @@ class Engine:
                 self._end(generation, "timeout")
 
     def _begin(self) -> None:
-        """Let waiting requests begin, in their order, as the rule and the memory allow."""
+        """Begin waiting requests in order, as the batching rule and the memory allow."""
         with self._wakes:
             waiting = list(self._waiting)
         requests = (generation.request for generation in waiting)
@@ -365,7 +374,7 @@ class Engine:
                 self._running.append(_Running(generation, sequence, Chooser(request), stops))
 
     def _parts(self) -> Iterator[tuple[_Running, tuple[int, ...]]]:
-        """Yield what the next pass computes: one token of each answer first, then prompts."""
+        """Yield (request, tokens) for the next pass: one token of each answer first, then prompts."""
         left = min(self._max_pass_tokens, self._kv.first_tokens or self._max_pass_tokens)
         for one in sorted(self._running, key=lambda one: one.is_in_prompt):
             if left <= 0:
@@ -386,7 +395,7 @@ class Engine:
             logits = iter(self._packed.logits([(one.sequence, tokens) for one, tokens in parts], ended))
         except RanksLostError:
             raise
-        except Exception as error:  # of a model's own code, of any class
+        except Exception as error:  # the model's code may raise anything
             for one, _ in parts:
                 self._end(one.generation, "error", _known(error))
             return
@@ -398,7 +407,7 @@ class Engine:
                 self._take(one, next(logits))
 
     def _take(self, one: _Running, logits: torch.Tensor) -> None:
-        """Choose a token, and end the answer if it was the last."""
+        """Choose a token, and end the answer if it was the last one."""
         generation = one.generation
         try:
             token = one.chooser.choose(logits)
@@ -411,7 +420,7 @@ class Engine:
         self._counts["tokens"] += 1
         try:
             generation.add(token)
-        except Exception as error:  # of its notify
+        except Exception as error:  # raised by the request's notify
             self._end(generation, "error", _known(error))
             return
         if generation.num_tokens == generation.request.max_tokens:
@@ -440,7 +449,7 @@ class Engine:
 
 
 def _known(error: Exception) -> Exception:
-    """Return an error of the kinds that results raise."""
+    """Return ``error``, or a RuntimeError with its text if its class is not one that results raise."""
     if isinstance(error, (GeminiError, OSError, MemoryError, RuntimeError)):
         return error
     known = RuntimeError(f"{type(error).__name__}: {in_words(error)}")

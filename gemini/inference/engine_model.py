@@ -1,4 +1,4 @@
-"""A model for an engine, and the budgets of its weights and of its keys and values."""
+"""Loads a model for an engine and divides the budget between weights and keys and values."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gemini.model.handle import ManagedModel, handle_of
 from gemini.system.config import format_bytes, parse_bytes
 from gemini.system.device import default_budget_bytes
 
-SHARE_OF_KV = 0.25  # of the budget, at most, where kv_bytes is not given
+SHARE_OF_KV = 0.25  # the default kv_bytes is at most this share of the budget
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A managed model, and what its engine keeps keys and values in."""
+    """A managed model, and its engine's budgets for keys and values."""
 
     model: Any
     handle: ManagedModel
@@ -40,8 +40,9 @@ def load(
     max_batch: int = 16,
     ranks: TensorRanks | None = None,
 ) -> Loaded:
-    """Load a model as :meth:`gemini.inference.Engine.from_pretrained` does; over ``ranks`` this one's part of
-    it, with budgets of this rank. Raises as that does."""
+    """Load a model for :meth:`gemini.inference.Engine.from_pretrained`; over ``ranks`` this rank's part, with
+    this rank's budgets. Raises like that method.
+    """
     from gemini.integrations.transformers_loading import config_of
 
     budget = parse_bytes(device_bytes, name="device_bytes")

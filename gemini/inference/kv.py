@@ -1,8 +1,8 @@
-"""Keys and values of sequences: a fixed number of bytes, from which each sequence gets one piece for all of
-its tokens before its first pass.
+"""Memory for keys and values: a fixed number of bytes, from which each sequence gets one piece for all its
+tokens before its first pass.
 
-So a sequence that has begun never lacks memory, and nothing is copied when it grows. How many bytes a token
-takes is known after the first pass; until then one sequence has all bytes.
+So a sequence that has begun never lacks memory, and nothing is copied when it grows. The bytes of a token are
+known after the first pass; until then one sequence has all bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 class Sequence(Protocol):
-    """The keys and values of one sequence (or of a batch of rows of equal length). ``length`` tokens are
-    there; ``capacity`` is the most that there may be."""
+    """The keys and values of one sequence, or of a batch of rows of equal length. ``length``: tokens stored.
+    ``capacity``: the most tokens that it may have.
+    """
 
     length: int
     capacity: int
@@ -30,55 +31,57 @@ class Sequence(Protocol):
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int | None = None
     ) -> KeysAndValues:
-        """Store what a pass adds, [rows, heads, tokens, size], and return all that its tokens see: everything
-        so far, or with a ``window`` the last ones. The result may be used until :meth:`let_go`, which comes
-        before anything else of this sequence. A pass that fails and comes again writes the same places.
+        """Store the keys and values of new tokens, [rows, heads, tokens, size], and return all that these
+        tokens see: everything so far, or with a ``window`` the last ones.
+
+        The result is valid until :meth:`let_go`, which must be called before anything else on this sequence.
+        A pass that failed and is repeated overwrites the same places.
 
         Raises:
             OutOfBudgetError, IoError: the tokens have no place, or cannot be fetched.
         """
 
     def let_go(self) -> None:
-        """Say that nobody uses what :meth:`append` has returned any more."""
+        """Declare that the result of :meth:`append` is no longer used."""
 
     def advance(self, tokens: int) -> None:
-        """After a pass: its tokens are part of the sequence."""
+        """Add the ``tokens`` of a finished pass to the sequence."""
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
 
 
 class Keeper(Protocol):
-    """Has the keys and values of sequences."""
+    """Owns the keys and values of sequences."""
 
     nbytes: int
     peak_bytes: int
 
     @property
     def used_bytes(self) -> int:
-        """What sequences hold now."""
+        """The bytes that sequences hold now."""
 
     @property
     def first_tokens(self) -> int | None:
-        """The most tokens of the next pass, while it is not known what a token takes; None: any number."""
+        """The most tokens of the next pass while the size of a token is unknown; None: no limit."""
 
     def check(self, tokens: int) -> None:
-        """Raise OutOfBudgetError if a sequence of ``tokens`` is known to fit never."""
+        """Raise OutOfBudgetError if it is known that a sequence of ``tokens`` can never fit."""
 
     def reserve(self, tokens: int) -> Sequence | None:
-        """Return a sequence that will have at most ``tokens`` tokens, or None while others hold the memory.
+        """Return a sequence for at most ``tokens`` tokens, or None while other sequences hold the memory.
 
         Raises:
-            OutOfBudgetError: it never fits.
+            OutOfBudgetError: it can never fit.
         """
 
     def close(self) -> None:
-        """Give all memory back. Idempotent."""
+        """Free all memory. Idempotent."""
 
 
 @dataclass(frozen=True)
 class TokenShape:
-    """Of what one layer keeps of a token: rows of a batch, heads and their sizes, for keys and values."""
+    """The keys and values that one layer keeps per token: rows of a batch, heads, and sizes."""
 
     rows: int
     heads: int
@@ -88,36 +91,37 @@ class TokenShape:
 
     @classmethod
     def of(cls, key: torch.Tensor, value: torch.Tensor) -> TokenShape:
-        """Return that of keys and values [rows, heads, tokens, size]. Raises ConfigError where they differ in
-        type."""
+        """Return the shape for keys and values [rows, heads, tokens, size]. Raises ConfigError if their
+        dtypes differ.
+        """
         if key.dtype != value.dtype:
             raise ConfigError(f"keys are {key.dtype} and values {value.dtype}; they have to be of one type")
         return cls(key.shape[0], key.shape[1], key.shape[-1], value.shape[-1], key.dtype)
 
     def key_bytes(self, tokens: int) -> int:
-        """Return what the keys of ``tokens`` take, to the next place where others may begin."""
+        """Return the bytes of the keys of ``tokens``, rounded up to the alignment."""
         return aligned(self.rows * self.heads * self.key_size * tokens * self.dtype.itemsize)
 
     def nbytes(self, tokens: int) -> int:
-        """Return what the keys and the values of ``tokens`` take."""
+        """Return the bytes of the keys and values of ``tokens``."""
         values = self.rows * self.heads * self.value_size * tokens * self.dtype.itemsize
         return self.key_bytes(tokens) + aligned(values)
 
 
 class Pieces:
-    """Numbers from 0 to ``size``: pieces are taken, the first that is large enough, and given back."""
+    """A first-fit allocator over the integers from 0 to ``size``."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._free = [(0, size)] if size else []  # (first, end), in order, never touching
+        self._free = [(0, size)] if size else []  # (first, end), sorted, never adjacent
 
     @property
     def used(self) -> int:
-        """How many are taken."""
+        """The number of integers taken."""
         return self._size - sum(end - first for first, end in self._free)
 
     def take(self, count: int) -> int | None:
-        """Return the first of ``count`` that follow each other, or None where so many are not free."""
+        """Return the first of ``count`` consecutive integers; None if so many are not free."""
         for index, (first, end) in enumerate(self._free):
             if end - first >= count:
                 self._free[index : index + 1] = [(first + count, end)] if end - first > count else []
@@ -125,7 +129,7 @@ class Pieces:
         return None
 
     def give_back(self, first: int, end: int) -> None:
-        """Take a piece back, or a part of one."""
+        """Free a piece, or a part of one."""
         if first == end:
             return
         pieces = sorted([*self._free, (first, end)])
@@ -138,8 +142,9 @@ class Pieces:
 
 
 class KVMemory:
-    """``nbytes`` bytes of ``device`` for keys and values. Pages are taken from the system when they are first
-    written. See :class:`Keeper`."""
+    """``nbytes`` bytes on ``device`` for keys and values; implements :class:`Keeper`. On the CPU the system
+    allocates pages when they are first written.
+    """
 
     first_tokens = None
 
@@ -156,7 +161,7 @@ class KVMemory:
         return self._pieces.used
 
     def needed_bytes(self, tokens: int) -> int | None:
-        """Return what a sequence of ``tokens`` takes, or None before the first pass."""
+        """Return the bytes of a sequence of ``tokens``; None before the first pass."""
         if not self._is_measured:
             return None
         return sum(shape.nbytes(tokens) for shape in self._shapes.values())
@@ -171,7 +176,7 @@ class KVMemory:
         needed = self.needed_bytes(tokens)
         if needed is None:
             if self.used_bytes:
-                return None  # the first one is still in its first pass
+                return None  # the first sequence is still in its first pass
             needed = self.nbytes
         first = self._pieces.take(needed)
         if first is None:
@@ -180,18 +185,20 @@ class KVMemory:
         return PlainSequence(self, first, first + needed, tokens)
 
     def close(self) -> None:
-        """Do nothing: the memory goes with its tensors."""
+        """Do nothing: the memory is freed with its tensors."""
 
     def shape_of(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> TokenShape:
-        """Return what ``layer`` keeps of a token."""
+        """Return the shape of ``layer``, recorded at the first call."""
         return self._shapes.setdefault(layer, TokenShape.of(key, value))
 
     def bytes_of(self, first: int, nbytes: int) -> torch.Tensor:
-        """Return a piece of the memory."""
+        """Return a view of ``nbytes`` bytes of the memory from ``first`` on."""
         return self._memory[first : first + nbytes]
 
     def measured(self, sequence: PlainSequence) -> None:
-        """After a pass with ``sequence``, which used each layer: a token's bytes are known from now on."""
+        """Record, after the first pass with ``sequence``, the size of a token, and free the sequence's unused
+        bytes.
+        """
         if not self._is_measured:
             self._is_measured = True
             needed = self.needed_bytes(sequence.capacity) or 0
@@ -200,13 +207,14 @@ class KVMemory:
             self.peak_bytes = self.used_bytes
 
     def release(self, first: int, end: int) -> None:
-        """Take a piece back."""
+        """Free a piece."""
         self._pieces.give_back(first, end)
 
 
 class PlainSequence:
-    """A sequence in one piece of a :class:`KVMemory`, [rows, heads, capacity, size] for keys and for values
-    of each layer."""
+    """A sequence in one piece of a :class:`KVMemory`: per layer [rows, heads, capacity, size] for keys and
+    for values.
+    """
 
     def __init__(self, memory: KVMemory, first: int, end: int, capacity: int) -> None:
         self.first, self.end, self.capacity = first, end, capacity
@@ -228,7 +236,7 @@ class PlainSequence:
         return keys[:, :, first:end], values[:, :, first:end]
 
     def let_go(self) -> None:
-        """Do nothing: the memory stays where it is."""
+        """Do nothing: the memory does not move."""
 
     def advance(self, tokens: int) -> None:
         self._memory.measured(self)
@@ -253,17 +261,19 @@ class PlainSequence:
 
 
 def first_seen(length: int, window: int | None) -> int:
-    """Return the first token that the one behind ``length`` others sees, of ``window`` with itself."""
+    """Return the index of the first token that the token behind ``length`` others sees, with a ``window``
+    that includes itself.
+    """
     return 0 if window is None else max(0, length - window + 1)
 
 
 def aligned(nbytes: int) -> int:
-    """Return the next place, at or behind ``nbytes``, where keys or values may begin."""
+    """Return ``nbytes`` rounded up to the alignment of keys and values."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def too_long(tokens: int, needed: int, budget: int, *, at_least: bool = False) -> OutOfBudgetError:
-    """Return the error of a sequence that never fits."""
+    """Return the error for a sequence that can never fit."""
     return OutOfBudgetError(
         f"keys and values of {tokens:,} tokens take {'over ' if at_least else ''}{format_bytes(needed)}, "
         f"and kv_bytes is {format_bytes(budget)}; ask for fewer tokens, or raise kv_bytes"

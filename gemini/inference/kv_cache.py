@@ -20,25 +20,26 @@ from gemini.system.config import parse_bytes
 
 
 class KVCache(Cache):
-    """A cache for transformers' ``generate()``. Its keys and values move between DEVICE, HOST and DISK as the
-    weights do, within the same budgets::
+    """A cache for transformers' ``generate()``. Its keys and values move between DEVICE, HOST and DISK like
+    the weights, within the same budgets::
 
         with KVCache(model, kv_bytes="4GiB", kv_device_bytes="256MiB") as cache:
             model.generate(**inputs, cache=cache, max_new_tokens=20_000)
 
     Versions of transformers without ``cache=`` call it ``past_key_values=``.
 
-    Logits have the bits of transformers' own cache. The bytes are divided evenly among the layers; how many
-    tokens they are for depends on the batch. A layer with a sliding window gives up what is behind it.
+    Logits are bit-identical to those with transformers' own cache. The bytes are divided evenly among the
+    layers; the number of tokens that fit depends on the batch. A layer with a sliding window frees the tokens
+    behind it.
 
     Args:
         model: managed by :func:`gemini.manage` or :func:`gemini.from_pretrained`, or a ``GeminiDDP``.
         kv_bytes: for keys and values on all tiers.
-        kv_device_bytes: how much of DEVICE plans leave to them.
+        kv_device_bytes: the part of DEVICE that plans leave to them.
 
     Raises:
-        ConfigError: nobody manages the model, its layers keep other things than keys and values, or its tiers
-            cannot have such chunks; beams and other changes of the batch, when they are asked for.
+        ConfigError: the model is not managed, its layers keep other data than keys and values, or its tiers
+            cannot have such chunks; later, if generation uses beams or changes the batch in another way.
         OutOfBudgetError, IoError: the tiers cannot hold so much beside the model.
     """
 
@@ -61,15 +62,15 @@ class KVCache(Cache):
         super().__init__(layers=layers)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         self._memory.close()
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        """Raise ConfigError: its memory is the model's."""
+        """Raise ConfigError: its memory belongs to the model."""
         raise ConfigError("a KVCache cannot be copied; keep the tokens, and make a new cache from them")
 
     def __reduce__(self) -> NoReturn:
-        """Raise ConfigError: its memory is the model's."""
+        """Raise ConfigError: its memory belongs to the model."""
         raise ConfigError("a KVCache cannot be pickled; keep the tokens, and make a new cache from them")
 
     def __enter__(self) -> KVCache:
@@ -82,7 +83,7 @@ class KVCache(Cache):
 
 
 class _Memory:
-    """The room of a cache; its layers have equal parts."""
+    """The memory of a cache, divided equally among its layers."""
 
     def __init__(self, room: KVRoom, num_layers: int) -> None:
         self.num_layers = num_layers
@@ -90,7 +91,7 @@ class _Memory:
 
     @property
     def room(self) -> KVRoom:
-        """The memory. Raises StateError once it was given back."""
+        """The memory. Raises StateError after :meth:`close`."""
         if self._room is None:
             raise StateError("this cache is closed; make a new one")
         return self._room
@@ -100,7 +101,7 @@ class _Memory:
         return array_of(self.room, self.room.nbytes // self.num_layers)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Free the memory. Idempotent."""
         room, self._room = self._room, None
         if room is not None:
             room.close()
@@ -118,7 +119,7 @@ class _RoomLayer(CacheLayerMixin):
         self.is_croppable = window is None
         self._memory, self._window = memory, window
         self._length = 0
-        self._rows: Rows | None = None  # before the first token nobody knows them
+        self._rows: Rows | None = None  # unknown before the first token
 
     @cached_property
     def array(self) -> KVArray:
@@ -163,7 +164,7 @@ class _RoomLayer(CacheLayerMixin):
         self._memory.room.free(self.array.holding(0, self.array.nbytes))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens, ``-tokens_to_remove`` of them."""
+        """Forget the last ``-tokens_to_remove`` tokens."""
         if tokens_to_remove > 0 or self._window is not None:
             raise ConfigError("of this cache only the last tokens of layers without a window can be removed")
         self._length = max(0, self._length + tokens_to_remove)
@@ -178,10 +179,10 @@ class _RoomLayer(CacheLayerMixin):
         raise _other_batch("selects from the batch")
 
     def offload(self) -> None:
-        """Do nothing: the runtime moves what lies here."""
+        """Do nothing: the runtime moves the chunks."""
 
     def prefetch(self) -> None:
-        """Do nothing: the runtime moves what lies here."""
+        """Do nothing: the runtime moves the chunks."""
 
     def _store(self, rows: Rows, key: torch.Tensor, value: torch.Tensor, end: int) -> None:
         room, begin = self._memory.room, self._length * rows.nbytes
@@ -195,7 +196,7 @@ class _RoomLayer(CacheLayerMixin):
             room.let_go(written, written)
 
     def _rows_of(self, key: torch.Tensor, value: torch.Tensor) -> Rows:
-        """Return how tokens lie here. Raises ConfigError where these are of another batch than the others."""
+        """Return the layout of tokens. Raises ConfigError if the shapes differ from those stored before."""
         if self._rows is None:
             self.lazy_initialization(key, value)
         assert self._rows is not None
@@ -209,7 +210,7 @@ class _RoomLayer(CacheLayerMixin):
 
 
 def _windows_of(model: nn.Module) -> list[int | None]:
-    """Return the sliding window, or None, of each layer that transformers' own cache has for this model."""
+    """Return the sliding window, or None, of each layer in transformers' own cache for this model."""
     config = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is no model of transformers: it has no configuration")

@@ -1,8 +1,8 @@
-"""Keys and values in chunks of a managed model: what DEVICE cannot hold of them lies on HOST or DISK.
+"""Keys and values in chunks of a managed model: the part that DEVICE cannot hold is on HOST or DISK.
 
-A token's keys and values of one layer lie side by side, one token behind the other, so a chunk that is full
-never changes again: it is written below DEVICE once, and dropping it costs no write afterwards. Attention
-fetches one sequence of one layer at a time, so nothing larger has to fit at once.
+A token's keys and values of one layer are adjacent, one token after the other, so a full chunk never changes
+again: it is written below DEVICE once, and dropping it later writes nothing. Attention fetches one sequence
+of one layer at a time, so nothing larger must fit at once.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from gemini.model.handle import ManagedModel
 from gemini.runtime.kv_room import KVArray, KVRoom
 from gemini.system.config import format_bytes
 
-_CHUNK_BYTES = 256 * 2**10  # a disk reads it at nearly its full speed
-_CHUNKS_PER_ARRAY = 64  # at least: a sequence wastes a part of its last one
+_CHUNK_BYTES = 256 * 2**10  # large enough for nearly full disk speed
+_CHUNKS_PER_ARRAY = 64  # at least: a sequence wastes part of its last chunk
 _CHUNKS_ON_DEVICE = 32  # at least
 _LINE = 64
-# Rows at distances of a multiple of this share few places of a processor's first cache.
+# Rows at distances of a multiple of this compete for few lines of the L1 cache.
 _CACHE_WAY_BYTES = 2**10
 _FIRST_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where keys and values of one layer lie: ``nbytes`` from token to token."""
+    """The layout of keys and values of one layer; ``nbytes``: the distance from token to token."""
 
     shape: TokenShape
     nbytes: int
 
     @classmethod
     def of(cls, shape: TokenShape) -> Rows:
-        """Return the rows of a layer."""
+        """Return the layout of a layer, padded to avoid conflicts in the L1 cache."""
         nbytes = shape.nbytes(1)
         return cls(shape, nbytes + _LINE if nbytes % _CACHE_WAY_BYTES == 0 else nbytes)
 
     def views(self, memory: torch.Tensor, begin: int, tokens: int) -> KeysAndValues:
-        """Return keys and values, [rows, heads, tokens, size], that begin at the byte ``begin``."""
+        """Return keys and values, [rows, heads, tokens, size], that begin at byte ``begin``."""
         shape = self.shape
         itemsize = shape.dtype.itemsize
         typed = memory.view(shape.dtype)
@@ -64,8 +64,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Layer:
-    """An array of a room, and the pieces of it that sequences have. Layers of equal rows share the pieces:
-    a sequence has the same place in each."""
+    """An array of a room, and the pieces of it that sequences have. Layers with equal rows share the
+    allocator, so a sequence has the same place in each of them.
+    """
 
     rows: Rows
     array: KVArray
@@ -73,7 +74,7 @@ class _Layer:
 
 
 class _SequencePlace:
-    """Keys and values of one sequence in one layer."""
+    """The keys and values of one sequence in one layer."""
 
     def __init__(self, layer: _Layer, first_chunk: int, capacity: int) -> None:
         self._rows, self._array = layer.rows, layer.array
@@ -81,20 +82,20 @@ class _SequencePlace:
         self.keys, self.values = layer.rows.views(layer.array.tensor, self._begin, capacity)
 
     def holding(self, first: int, end: int) -> list[int]:
-        """Return the tensors that hold the tokens from ``first`` to ``end``."""
+        """Return the chunk tensors that contain the tokens from ``first`` to ``end``."""
         row = self._rows.nbytes
         return self._array.holding(self._begin + first * row, self._begin + end * row)
 
     def before(self, first: int) -> list[int]:
-        """Return the tensors that hold only tokens before ``first``."""
+        """Return the chunk tensors that contain only tokens before ``first``."""
         return self._array.within(self._begin, self._begin + first * self._rows.nbytes)
 
 
 class ChunkedKV:
-    """Keys and values in the chunks of ``room``. See :class:`gemini.inference.kv.Keeper`.
+    """Keys and values in the chunks of ``room``; implements :class:`gemini.inference.kv.Keeper`.
 
-    A sequence gets its places for all its tokens before it begins. The first pass of all shows what a token
-    takes; what it stores lies in ordinary memory until it is over.
+    A sequence gets its places for all tokens before it begins. The very first pass shows the size of a token;
+    its keys and values are in ordinary memory until it is over.
     """
 
     def __init__(self, room: KVRoom) -> None:
@@ -136,7 +137,7 @@ class ChunkedKV:
         return sequence if self.place(sequence) else None
 
     def place(self, sequence: ChunkedSequence) -> bool:
-        """Give ``sequence`` its places, and say whether there were any."""
+        """Give ``sequence`` its places; return whether there was room."""
         taken: dict[Rows, tuple[int, int]] = {}
         for layer in self.layers.values():
             if layer.rows in taken:
@@ -157,7 +158,7 @@ class ChunkedKV:
         return True
 
     def measured(self, shapes: dict[int, TokenShape]) -> None:
-        """Make the arrays, for as many tokens as the bytes are for: all of them or none."""
+        """Make the arrays of all layers, or none after an error, for as many tokens as fit the bytes."""
         rows = {layer: Rows.of(shape) for layer, shape in sorted(shapes.items())}
         token = sum(each.nbytes for each in rows.values())
         tokens = self.nbytes // token
@@ -176,7 +177,7 @@ class ChunkedKV:
             self.layers[layer] = _Layer(rows[layer], array, pieces)
 
     def release(self, sequence: ChunkedSequence) -> None:
-        """Take the places of ``sequence`` back."""
+        """Free the places of ``sequence``."""
         for place in sequence.places.values():
             self.room.free(place.holding(0, sequence.capacity))
         for rows, piece in sequence.pieces.items():
@@ -189,7 +190,7 @@ class ChunkedKV:
 
 
 class ChunkedSequence:
-    """A sequence in chunks. See :class:`gemini.inference.kv.Sequence`."""
+    """A sequence in chunks; implements :class:`gemini.inference.kv.Sequence`."""
 
     def __init__(self, memory: ChunkedKV, capacity: int) -> None:
         self.length, self.capacity = 0, capacity
@@ -197,8 +198,8 @@ class ChunkedSequence:
         self.places: dict[int, _SequencePlace] = {}
         self._memory = memory
         self._windows: dict[int, int | None] = {}
-        self._early: dict[int, KeysAndValues] = {}  # of the first pass of all
-        self._pinned: tuple[list[int], list[int]] | None = None  # what is in use, and what was written
+        self._early: dict[int, KeysAndValues] = {}  # of the very first pass
+        self._pinned: tuple[list[int], list[int]] | None = None  # tensors in use, and those written
 
     def append(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, window: int | None = None
@@ -234,7 +235,7 @@ class ChunkedSequence:
         self.pieces, self.places, self._early = {}, {}, {}
 
     def _settle(self) -> None:
-        """Move what the first pass of all has stored into its places."""
+        """Move the keys and values of the very first pass into their places."""
         memory, early = self._memory, self._early
         if not memory.layers:
             memory.measured({layer: TokenShape.of(*stored) for layer, stored in early.items()})
@@ -255,11 +256,11 @@ class ChunkedSequence:
 def keeper_of(
     model: Any, handle: ManagedModel | None, device: torch.device, nbytes: int, device_bytes: int | None
 ) -> Keeper:
-    """Return what has the keys and values of ``model``: memory of DEVICE, or where ``device_bytes`` are fewer
-    than ``nbytes`` chunks of the model, which ``handle`` manages.
+    """Return the keeper for the keys and values of ``model``: DEVICE memory or, if ``device_bytes`` is less
+    than ``nbytes``, chunks of the managed model with handle ``handle``.
 
     Raises:
-        ConfigError: nobody manages it.
+        ConfigError: the second case, and the model is not managed.
     """
     if device_bytes is None or device_bytes >= nbytes:
         return KVMemory(nbytes, device)
@@ -273,15 +274,14 @@ def keeper_of(
 
 
 def array_of(room: KVRoom, nbytes: int) -> KVArray:
-    """Return an array of at least ``nbytes``, in chunks that are small beside it and beside DEVICE."""
+    """Return an array of at least ``nbytes``, in chunks that are small compared with it and with DEVICE."""
     most = min(_CHUNK_BYTES, nbytes // _CHUNKS_PER_ARRAY, room.usable_device_bytes // _CHUNKS_ON_DEVICE)
     return room.array(nbytes, 1 << max(most, 1).bit_length() - 1)
 
 
 def check_at_once(room: KVRoom, tokens: int, nbytes: int, chunk_bytes: int) -> None:
-    """Raise OutOfBudgetError where ``nbytes`` of one layer, those of ``tokens``, cannot be on DEVICE at
-    once."""
-    at_once = (-(-nbytes // chunk_bytes) + 1) * chunk_bytes  # they may begin within a chunk
+    """Raise OutOfBudgetError if ``nbytes`` of one layer, those of ``tokens``, cannot be on DEVICE at once."""
+    at_once = (-(-nbytes // chunk_bytes) + 1) * chunk_bytes  # the bytes may begin inside a chunk
     if at_once > room.usable_device_bytes:
         raise OutOfBudgetError(
             f"keys and values of {tokens:,} tokens take {format_bytes(at_once)} in one layer, which "

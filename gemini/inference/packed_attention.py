@@ -1,10 +1,9 @@
-"""Attention of packed passes: the new tokens of several sequences in one row, each sequence with its own keys
+"""Attention for packed passes: new tokens of several sequences in one row, each sequence with its own keys
 and values.
 
-A function of transformers' registry of attention implementations. The model calls it with the projections of
-all new tokens. It appends keys and values to what each sequence has, and attends within the sequence.
-Nothing is padded, prompts and single tokens share a pass, and no sequence is computed from another one's
-numbers.
+:func:`attend` is registered with transformers as an attention implementation. The model calls it with the
+projections of all new tokens; it appends keys and values to each sequence and attends within the sequence.
+Nothing is padded, prompts and single tokens share a pass, and no sequence affects another one's numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from gemini.inference.kv import Sequence
 
 NAME = "gemini_sequences"
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# What attention is called with that changes nothing here: dropout in eval mode, positions that rotary
-# embeddings have used, names of what is returned beside the output.
+# Options of attention calls without effect here: dropout in eval mode, positions that rotary embeddings have
+# already used, and requests for further outputs.
 _WITHOUT_EFFECT = {
     "dropout",
     "position_ids",
@@ -37,20 +36,20 @@ _WITHOUT_EFFECT = {
     "position_embeddings",
 }
 _APPLIED = {"sliding_window", "softcap", "s_aux"}
-# Their frequencies depend on the longest sequence of a pass, so neighbours would change a sequence.
+# Rope types with frequencies that depend on the longest sequence of a pass: it would affect the others.
 _SHARED_FREQUENCIES = {"dynamic", "longrope"}
 
 
 class NotPackedError(StateError):
-    """A model attends outside of a packed pass, while it may not."""
+    """The model was called outside of a packed pass while an engine uses it."""
 
 
 class Packed:
-    """The sequences of one pass, each with the number of its tokens in it, in the order of the tokens."""
+    """The sequences of one pass with their numbers of new tokens, in the order of the tokens."""
 
     def __init__(self, parts: Iterable[tuple[Sequence, int]]) -> None:
         self.parts = list(parts)
-        self.layers: set[int] = set()  # that have attended
+        self.layers: set[int] = set()  # layers that have attended
 
     def attend(
         self,
@@ -64,7 +63,9 @@ class Packed:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Append ``key`` and ``value``, [1, heads, tokens, size], and return [1, tokens, heads, size]."""
+        """Append ``key`` and ``value``, [1, heads, tokens, size], and return the output [1, tokens, heads,
+        size].
+        """
         if layer in self.layers:
             raise ConfigError(
                 f"sequences cannot share a pass: layer {layer} attends more than once in it; use "
@@ -72,7 +73,7 @@ class Packed:
             )
         self.layers.add(layer)
         if sinks is not None:
-            sinks = sinks.clone()  # one use of the parameter, however many sequences there are
+            sinks = sinks.clone()  # one use of the managed parameter instead of one per sequence
         outputs, first = [], 0
         for sequence, count in self.parts:
             tokens = slice(first, first + count)
@@ -104,7 +105,7 @@ def attend(
     packed: Packed | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within the sequences of ``packed``; for transformers' registry."""
+    """Attend within the sequences of ``packed``; registered as transformers' attention implementation."""
     if packed is None:
         raise NotPackedError(
             "an engine serves with this model: submit requests to the engine, or close it before you call "
@@ -127,11 +128,11 @@ def attend(
 
 @contextmanager
 def attending(model: Any) -> Iterator[None]:
-    """Let ``model`` attend by :func:`attend`. It gets no masks: transformers makes none for an implementation
-    that has registered none. Dropout rests meanwhile.
+    """Make ``model`` use :func:`attend` within the block, in eval mode. It gets no masks: transformers makes
+    none for an implementation without a registered mask function.
 
     Raises:
-        StateError: it does already.
+        StateError: it already does.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -151,7 +152,7 @@ def attending(model: Any) -> Iterator[None]:
 
 
 def refuse_other_models(model: Any) -> None:
-    """Raise ConfigError for a model whose sequences cannot be packed into one pass."""
+    """Raise ConfigError if the sequences of ``model`` cannot be packed into one pass."""
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         raise ConfigError(f"{type(model).__name__} is no model of transformers: it has no configuration")
     config = model.config.get_text_config()
@@ -183,8 +184,7 @@ def refuse_other_models(model: Any) -> None:
 def _refuse_other_calls(
     module: torch.nn.Module, attention_mask: torch.Tensor | None, options: dict[str, Any]
 ) -> None:
-    """Raise ConfigError for a layer that asks for more than what is computed here: nothing is left out in
-    silence."""
+    """Raise ConfigError if a layer needs more than this attention computes, instead of ignoring it."""
     unknown = sorted(
         name
         for name, value in options.items()
@@ -205,7 +205,7 @@ def _refuse_other_calls(
 
 
 def _window(module: torch.nn.Module, layer: int, given: int | None) -> int | None:
-    """Return how many tokens, itself included, a token of this layer sees at most."""
+    """Return how many tokens, itself included, a token of this layer sees at most; None: all."""
     if given is not None:
         return given
     config = getattr(module, "config", None)
@@ -221,7 +221,7 @@ def _window(module: torch.nn.Module, layer: int, given: int | None) -> int | Non
 
 
 def _mask(count: int, length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return which of ``length`` keys each of the last ``count`` tokens sees, [count, length]."""
+    """Return which of ``length`` keys each of the last ``count`` tokens sees: bool [count, length]."""
     own = torch.arange(length - count, length, device=device)[:, None]
     keys = torch.arange(length, device=device)[None]
     seen = keys <= own
@@ -241,7 +241,9 @@ def _written_out(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend with capped scores, or sinks that take a share of each softmax: [1, heads, tokens, size]."""
+    """Attend with capped scores or attention sinks, without the fused kernel; returns [1, heads, tokens,
+    size].
+    """
     groups = query.shape[1] // keys.shape[0]
     keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
     scores = query[0] @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

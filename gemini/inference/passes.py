@@ -1,4 +1,4 @@
-"""One forward pass over the new tokens of several sequences."""
+"""PackedModel: one forward pass over the new tokens of several sequences."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gemini.inference.packed_attention import NotPackedError, Packed, refuse_oth
 
 
 class RanksLostError(StateError):
-    """Other processes have parts of the model, and no pass can be made with them any more."""
+    """A process with a part of the model is gone, so no further pass is possible."""
 
 
 class PackedModel:
-    """A causal language model of transformers that computes packed passes; of PEFT's wrapper, the model
-    within, which has the adapters.
+    """A causal language model of transformers that computes packed passes; for PEFT's wrapper, the model
+    inside, which has the adapters.
 
     Raises:
         ConfigError: its sequences cannot share a pass.
@@ -43,26 +43,26 @@ class PackedModel:
     """After how long without a pass :meth:`idle` is to be called; None: never."""
 
     def idle(self) -> None:
-        """Do what is to be done while there is no pass. Raises RanksLostError."""
+        """Called after ``idle_seconds`` without a pass. Raises RanksLostError."""
 
     def close(self) -> None:
-        """End: the model makes no pass after this. Idempotent."""
+        """Declare that there are no further passes. Idempotent."""
 
     @property
     def device(self) -> torch.device:
-        """Return where inputs are."""
+        """The device of inputs."""
         device: torch.device = next(iter(self.model.parameters())).device
         return device
 
     @property
     def longest(self) -> int | None:
-        """Return how many tokens a sequence may have, or None where nothing says so."""
+        """The most tokens of a sequence; None if the config does not say."""
         found = getattr(self.config, "max_position_embeddings", None)
         return int(found) if found else None
 
     @property
     def stop_tokens(self) -> frozenset[int]:
-        """Return the tokens that end an answer, by the model's generation_config."""
+        """The tokens that end an answer, from the model's generation_config."""
         generation = getattr(self.model, "generation_config", None)
         found = getattr(generation, "eos_token_id", None)
         if found is None:
@@ -70,9 +70,11 @@ class PackedModel:
         return frozenset(found if isinstance(found, (list, tuple)) else () if found is None else (found,))
 
     def logits(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
-        """Run the new tokens of each sequence, and return the logits, [vocabulary], behind the last token of
-        those sequences for which ``ended`` is true. Sequences have grown when this returns, and are as
-        before when it raises."""
+        """Run the new tokens of each sequence. Return the logits, [vocabulary], after the last token of each
+        sequence with a true entry in ``ended``.
+
+        On return the sequences have grown; after an error they are as before.
+        """
         logits = self.run(parts, ended)
         for sequence, tokens in parts:
             sequence.advance(len(tokens))
@@ -80,7 +82,7 @@ class PackedModel:
 
     @torch.no_grad()
     def run(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
-        """Do what :meth:`logits` does, except for the growth: a pass may come again."""
+        """Compute :meth:`logits` without growing the sequences, so that the pass may be repeated."""
         device = self.device
         ids = [token for _, tokens in parts for token in tokens]
         positions = [sequence.length + index for sequence, tokens in parts for index in range(len(tokens))]
@@ -92,7 +94,7 @@ class PackedModel:
         kept = torch.tensor(last, dtype=torch.long, device=device)
         packed = Packed((sequence, len(tokens)) for sequence, tokens in parts)
         options: dict[str, Any] = {"logits_to_keep": kept} if self._keeps_logits else {}
-        with suppress(NotPackedError):  # layers that do not hand on what they are called with
+        with suppress(NotPackedError):  # layers that do not pass on ``packed``; refused below
             out = self.model(
                 input_ids=torch.tensor([ids], dtype=torch.long, device=device),
                 position_ids=torch.tensor([positions], dtype=torch.long, device=device),
@@ -111,8 +113,9 @@ class PackedModel:
 
 
 def default_kv_bytes(config: Any, max_batch: int, most: int) -> int:
-    """Return room for ``max_batch`` sequences of 1,024 tokens, or of the longest that the model takes, but at
-    most ``most`` bytes. An estimate: what a token takes is measured in the first pass."""
+    """Return an estimate of the bytes for ``max_batch`` sequences of 1,024 tokens, or of the model's limit if
+    shorter, at most ``most``. The first pass measures the real size of a token.
+    """
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -123,7 +126,7 @@ def default_kv_bytes(config: Any, max_batch: int, most: int) -> int:
 
 
 def _within_peft(model: Any) -> Any:
-    """Return the model that PEFT has put adapters into; any other as it is."""
+    """Return the model inside PEFT's wrapper; other models unchanged."""
     kinds = getattr(model, "peft_config", None)
     if not hasattr(model, "get_base_model") or not kinds:
         return model
@@ -136,7 +139,7 @@ def _within_peft(model: Any) -> Any:
 
 
 def _parameters_of_forward(kind: type) -> set[str]:
-    """Return the names that ``forward`` of a class takes, wrappers around it left out."""
+    """Return the parameter names of a class's ``forward``, including those of its base classes."""
     names: set[str] = set()
     for base in kind.__mro__:
         if "forward" in vars(base):

@@ -1,8 +1,8 @@
-"""Passes over ranks: the first one leads, and the others follow with their parts of the model and their own
-keys and values.
+"""Passes over ranks: the first rank leads, the others follow with their parts of the model and their own keys
+and values.
 
-The lead's engine decides alone. With each pass it tells the others which sequences have begun and ended since
-the last one, and the new tokens of each, so they take and give back memory in the same order as the lead.
+Only the lead's engine makes decisions. With each pass it sends which sequences have begun and ended since the
+last one, and the new tokens of each, so all ranks reserve and free memory in the same order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BEGIN, _END = "begin", "end"
 
 
 class LeadingModel(PackedModel):
-    """A part of a model whose passes the other ranks make too."""
+    """This rank's part of a model; every pass is also run by the other ranks."""
 
     idle_seconds = _IDLE_SECONDS
 
@@ -38,22 +38,22 @@ class LeadingModel(PackedModel):
         super().__init__(model)
         self._ranks = ranks
         self._passes = _Passes(ranks, self)
-        self._events: list[tuple[str, int, int]] = []  # of sequences, that the others have not heard of
+        self._events: list[tuple[str, int, int]] = []  # of sequences, not sent to the other ranks yet
         self._numbers = count()
         self._is_over = False
 
     def keeping(self, keeper: Keeper) -> Keeper:
-        """Return ``keeper``, of whose sequences the others hear."""
+        """Return a wrapper of ``keeper`` that reports its sequences to the other ranks."""
         return _LeadingKeeper(keeper, self)
 
     def begun(self, sequence: Sequence) -> Sequence:
-        """Return a new sequence under a number that the others know it by."""
+        """Return a new sequence with a number by which the other ranks know it."""
         number = next(self._numbers)
         self._events.append((_BEGIN, number, sequence.capacity))
         return _Numbered(sequence, number, self)
 
     def ended(self, number: int) -> None:
-        """Note that a sequence has ended."""
+        """Record that a sequence has ended."""
         self._events.append((_END, number, 0))
 
     def logits(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
@@ -67,7 +67,7 @@ class LeadingModel(PackedModel):
         return self._passes.make(own, ended)
 
     def idle(self) -> None:
-        """Show the others that this rank is there, and see that they are."""
+        """Send an empty order, which shows both sides that the ranks are alive."""
         self._tell({})
 
     def close(self) -> None:
@@ -86,13 +86,14 @@ class LeadingModel(PackedModel):
 
 
 def follow(ranks: TensorRanks, directory: str, **options: Any) -> None:
-    """As a rank that does not lead, load this rank's part of a model and make the lead's passes until it
-    closes its engine. ``options``: those of :meth:`Engine.from_pretrained` that the lead has, which are for
-    each rank by itself.
+    """As a rank that does not lead, load this rank's part of a model and run the lead's passes until it
+    closes its engine.
+
+    ``options``: the lead's options of :meth:`Engine.from_pretrained`; they apply to each rank separately.
 
     Raises:
-        RanksLostError: the lead, or another rank, is gone.
-        ConfigError, OutOfBudgetError: as :meth:`Engine.from_pretrained`.
+        RanksLostError: the lead or another rank is gone.
+        ConfigError, OutOfBudgetError: as in :meth:`Engine.from_pretrained`.
     """
     loaded = load(directory, ranks=ranks, **options)
     handle = loaded.handle
@@ -109,16 +110,16 @@ def follow(ranks: TensorRanks, directory: str, **options: Any) -> None:
 
 
 class _Passes:
-    """Passes of one rank, which the others make at the same time."""
+    """Runs this rank's share of passes that all ranks run at the same time."""
 
     def __init__(self, ranks: TensorRanks, packed: PackedModel) -> None:
         self._ranks, self._packed = ranks, packed
         self._is_first = True
 
     def make(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
-        """Do what :meth:`PackedModel.logits` does. Raises as :meth:`TensorRanks.together`."""
+        """Compute :meth:`PackedModel.logits`. Raises like :meth:`TensorRanks.together`."""
         logits = self._ranks.together(lambda: self._packed.run(parts, ended))
-        if self._is_first:  # it shows what a token takes, to all of them or to none
+        if self._is_first:  # it measures the size of a token: all ranks must succeed, or none
             self._ranks.together(lambda: _grow(parts))
             self._is_first = False
         else:
@@ -132,7 +133,7 @@ def _grow(parts: Items[tuple[Sequence, Items[int]]]) -> None:
 
 
 class _Follower:
-    """Makes the lead's passes with this rank's part."""
+    """Runs the lead's passes with this rank's part."""
 
     def __init__(self, ranks: TensorRanks, packed: PackedModel, keeper: Keeper) -> None:
         self._ranks, self._keeper = ranks, keeper
@@ -140,7 +141,7 @@ class _Follower:
         self._sequences: dict[int, Sequence] = {}
 
     def run(self) -> None:
-        """Go on until the lead says that it was the last one. Raises RanksLostError."""
+        """Run passes until the lead sends the end. Raises RanksLostError."""
         while True:
             order = self._ranks.hear()
             if order.get("stop"):
@@ -153,7 +154,7 @@ class _Follower:
                 self._pass(order["parts"], order["ended"])
             except RanksLostError:
                 raise
-            except Exception as error:  # of a model's own code, of any class; the lead tells who has asked
+            except Exception as error:  # the model's code may raise anything; the lead reports it to the user
                 logger.info("a pass has failed: %s", in_words(error))
 
     def _note(self, kind: str, number: int, capacity: int) -> None:
@@ -162,7 +163,7 @@ class _Follower:
             if ended is not None:
                 ended.close()
             return
-        with suppress(GeminiError):  # then the first pass of the sequence fails
+        with suppress(GeminiError):  # the first pass of the sequence will fail instead
             found = self._keeper.reserve(capacity)
             if found is not None:
                 self._sequences[number] = found
@@ -181,7 +182,9 @@ def _refuse() -> None:
 
 
 class _Numbered(Sequence):
-    """A sequence of the lead, ``own``, of whose end the others hear."""
+    """A sequence of the lead; closing it reports its end to the other ranks. ``own``: the wrapped
+    sequence.
+    """
 
     def __init__(self, own: Sequence, number: int, model: LeadingModel) -> None:
         self.own, self.number, self._model = own, number, model
@@ -207,7 +210,7 @@ class _Numbered(Sequence):
 
 
 class _LeadingKeeper(Keeper):
-    """A keeper of the lead, of whose sequences the others hear."""
+    """A keeper of the lead that reports its sequences to the other ranks."""
 
     def __init__(self, own: Keeper, model: LeadingModel) -> None:
         self._own, self._model = own, model

@@ -1,4 +1,4 @@
-"""What is asked of an engine, and what it answers."""
+"""Requests to an engine, and their answers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 
 
 class QueueFullError(GeminiError):
-    """As many requests wait as may wait; the request was not taken."""
+    """The queue of waiting requests is full; the request was not accepted."""
 
 
 @dataclass(frozen=True)
 class Request:
     """A prompt and how to continue it.
 
-    ``tokens``: the prompt. At most ``max_tokens`` follow. ``temperature`` 0 takes the likeliest token;
-    above, a token is drawn from the ``top_k`` likeliest (0: all) that together have the probability
-    ``top_p``. Draws with a ``seed`` are repeatable and do not depend on other requests. ``stop_tokens`` end
-    the answer and do not belong to it (None: those of the model's generation_config). ``timeout_s``: seconds
-    from the submission on, after which the answer ends where it is.
+    Attributes:
+        tokens: the prompt.
+        max_tokens: the most tokens of the answer.
+        temperature: 0 takes the likeliest token; above, a token is drawn.
+        top_k, top_p: draw from the ``top_k`` likeliest tokens (0: all) that together have the probability
+            ``top_p``.
+        seed: makes draws repeatable and independent of other requests; None: random.
+        stop_tokens: end the answer and are not part of it; None: those of the model's generation_config.
+        timeout_s: seconds after submission when the answer ends as it is; None: no limit.
 
-    Raise ConfigError for what cannot be.
+    Raises:
+        ConfigError: a value is invalid.
     """
 
     tokens: tuple[int, ...]
@@ -61,18 +66,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens that follow a prompt, and why they end: at a stop token ("stop"), at ``max_tokens``
-    ("length"), "cancelled" or by "timeout"."""
+    """The tokens after a prompt, and why they end: at a stop token ("stop"), at ``max_tokens`` ("length"),
+    "cancelled", or by "timeout".
+    """
 
     tokens: tuple[int, ...]
     finish_reason: FinishReason
 
 
 class Generation:
-    """An answer as it grows. Any thread may read it; the engine's thread writes it.
+    """A growing answer. Any thread may read it; the engine's thread writes it.
 
-    ``notify``, if given, is called on the engine's thread after each token and at the end: it must be quick.
-    An answer whose ``notify`` raises fails with that error.
+    ``notify``, if given, is called on the engine's thread after each token and at the end, so it must be
+    quick. If it raises, the answer fails with that error.
     """
 
     def __init__(self, request: Request, notify: Callable[[], object] | None = None) -> None:
@@ -89,36 +95,36 @@ class Generation:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the tokens so far."""
+        """The tokens so far."""
         return tuple(self._tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Return how many there are."""
+        """The number of tokens so far."""
         return len(self._tokens)
 
     @property
     def last_token(self) -> int:
-        """Return the newest one."""
+        """The newest token."""
         return self._tokens[-1]
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Return why it ended, or None before."""
+        """Why the answer ended; None before the end."""
         return self._finish_reason
 
     @property
     def error(self) -> BaseException | None:
-        """Return what made it fail."""
+        """The error that made it fail; None if there is none."""
         return self._error
 
     @property
     def is_cancelled(self) -> bool:
-        """Return whether nobody wants more of it."""
+        """Whether :meth:`cancel` was called."""
         return self._is_cancelled
 
     def cancel(self) -> None:
-        """End the answer after the pass that runs now. What ended before stays as it is."""
+        """End the answer after the current pass. No effect if it has ended."""
         self._is_cancelled = True
 
     def result(self, timeout: float | None = None) -> Answer:
@@ -126,7 +132,7 @@ class Generation:
 
         Raises:
             StateError: it has not ended in time.
-            GeminiError, OSError, MemoryError, RuntimeError: the pass failed, for the reason that it has.
+            GeminiError, OSError, MemoryError, RuntimeError: the error of the pass that failed.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._finish_reason is not None, timeout):
@@ -137,7 +143,7 @@ class Generation:
         return Answer(self.tokens, self._finish_reason)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the tokens as they come."""
+        """Yield the tokens as they arrive."""
         given = 0
         while True:
             with self._changed:
@@ -153,7 +159,7 @@ class Generation:
                 return
 
     def add(self, token: int) -> None:
-        """Take a token; for the engine."""
+        """Append a token. For the engine."""
         if self.first_token_at is None:
             self.first_token_at = time.monotonic()
         with self._changed:
@@ -163,7 +169,7 @@ class Generation:
             self._notify()
 
     def end(self, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End it; for the engine. The first end counts."""
+        """End the answer. Only the first call has an effect. For the engine."""
         with self._changed:
             if self._finish_reason is not None:
                 return
@@ -173,5 +179,5 @@ class Generation:
         if self._notify is not None:
             try:
                 self._notify()
-            except Exception:  # nothing is left that could fail
+            except Exception:  # the answer has already ended
                 logger.exception("notify of a request raised at the end of its answer")

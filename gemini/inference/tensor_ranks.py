@@ -1,5 +1,6 @@
-"""The ranks of tensor parallelism that answer together: what they say to each other about a pass, and how
-they go on where one of them has failed in it."""
+"""TensorRanks: ranks of tensor parallelism that run an engine together. Sends the lead's orders, agrees on
+each pass, and recovers if one rank failed in it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ T = TypeVar("T")
 
 
 class TensorRanks:
-    """Processes that each have a part of every layer. The first one leads: it decides what is computed, and
-    tells the others. All calls are collective, except for properties."""
+    """Processes that each have a part of every layer. The first one leads: it decides what is computed and
+    tells the others. All methods are collective; properties are not.
+    """
 
     def __init__(self, rank: Rank) -> None:
-        """``rank``: this process among two or more, which are all that torch.distributed was joined by."""
+        """``rank``: this process among at least two, which must be all processes of torch.distributed."""
         self._rank = rank
         mesh = Mesh(Layout(tp=rank.count))
         axis = mesh.axis("tp")
@@ -35,21 +37,21 @@ class TensorRanks:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._rank.count
 
     @property
     def is_lead(self) -> bool:
-        """Whether this is the first one."""
+        """Whether this is the first rank."""
         return self._rank.index == 0
 
     @property
     def axis(self) -> Axis:
-        """What their layers compute over."""
+        """The axis over which the layers communicate."""
         return self._axis if self._region is None else self._region.axis
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
+        """Return the minimum of ``number`` over the ranks."""
         return min(int(said) for said in self._rank.collect(lambda: str(number)))
 
     def load(
@@ -61,10 +63,10 @@ class TensorRanks:
         host_bytes: int | str | None,
         **options: Any,
     ) -> Any:
-        """Return this rank's part of a model, managed by itself.
+        """Return this rank's part of a model, managed separately.
 
         Raises:
-            ConfigError: what is asked for is for one process alone, or the model cannot be cut.
+            ConfigError: an option works in one process only, or the model cannot be cut.
             OutOfBudgetError: the part cannot fit.
         """
         from gemini.integrations.parts_loading import load_part
@@ -84,25 +86,26 @@ class TensorRanks:
         return model
 
     def tell(self, order: Any) -> None:
-        """As the lead, tell the others what to do. Raises RanksLostError."""
+        """As the lead, send an order to the other ranks. Raises RanksLostError."""
         self._exchange(json.dumps(order))
 
     def hear(self) -> Any:
-        """As another rank, wait for what the lead tells. Raises RanksLostError."""
+        """As another rank, wait for the lead's next order and return it. Raises RanksLostError."""
         return json.loads(self._exchange("")[0])
 
     def together(self, compute: Callable[[], T]) -> T:
-        """Compute one pass on all ranks; return its result here once all have succeeded. Where one has
-        failed, those that wait for it in a layer fail as well, and all are ready for another pass.
+        """Compute one pass on all ranks; return this rank's result once all have succeeded.
+
+        If one rank fails, those that wait for it in a layer fail as well, and all are ready for another pass.
 
         Raises:
-            Exception: what was raised here, or a GeminiError with the reason of another rank.
+            Exception: the error on this rank, or a GeminiError with the reason of another rank.
             RanksLostError: a rank is gone.
         """
         failure: Exception | None = None
         try:
             result = compute()
-        except Exception as error:  # of a model's own code, of any class
+        except Exception as error:  # the model's code may raise anything
             failure = error
             self.axis.leave(f"has failed in a pass: {_named(error)}")
         said = self._exchange("" if failure is None else _named(failure))
@@ -116,7 +119,7 @@ class TensorRanks:
         raise GeminiError(own[0]) from failure
 
     def _go_on_over_new_axis(self) -> None:
-        """Connections that a rank has broken off are of no use any more."""
+        """Replace the axis: connections that a rank has broken off cannot be used again."""
         if self._region is None:
             return
         try:

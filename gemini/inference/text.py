@@ -1,30 +1,31 @@
-"""Text from tokens that come one by one, up to the first stop text."""
+"""TextStream: text from tokens that arrive one by one, up to the first stop text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-_CONTEXT = 8  # tokens of the prompt that the first token is decoded with
-_UNFINISHED = "\ufffd"  # what a tokenizer makes of some bytes of a character
+_CONTEXT = 8  # prompt tokens decoded together with the first token
+_UNFINISHED = "\ufffd"  # the result of decoding an incomplete character
 
 
 class TextStream:
-    """Turns tokens into pieces of text. A piece holds whole characters, and nothing that a stop text may
-    still begin with. Together the pieces are the text of all tokens behind ``prompt``, up to the one of
-    ``stops`` that is complete first."""
+    """Turns tokens into pieces of text. A piece consists of whole characters and never contains the beginning
+    of a possible stop text. All pieces together are the text after ``prompt``, up to the first complete text
+    of ``stops``.
+    """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stop for stop in stops if stop)
         self._tokens = list(prompt[-_CONTEXT:])
-        self._context = 0  # first token that the next ones are decoded with
-        self._decoded = len(self._tokens)  # tokens whose text was taken
+        self._context = 0  # index of the first token to decode together with new ones
+        self._decoded = len(self._tokens)  # number of tokens already turned into text
         self._held = ""
         self.is_stopped = False
 
     def push(self, token: int) -> str:
-        """Take a token, and return the text that is certain now."""
+        """Add a token, and return the text that is final now."""
         if self.is_stopped:
             return ""
         self._tokens.append(token)
@@ -35,19 +36,20 @@ class TextStream:
         return self._give(new)
 
     def end(self) -> str:
-        """Return what is left, after the last token."""
+        """Return the remaining text, after the last token."""
         if self.is_stopped:
             return ""
         text = self._give(self._new_text())
-        held, self._held = self._held, ""  # nothing, if a stop text has come
+        held, self._held = self._held, ""  # empty if a stop text was found
         return text + held
 
     def _new_text(self) -> str:
-        """Return the text of new tokens. It is decoded with tokens before: a tokenizer may begin a text
-        without the space that a token has."""
+        """Return the text of new tokens. They are decoded together with earlier ones, because a tokenizer may
+        drop the leading space of the first token.
+        """
         known = self._decode(self._tokens[self._context : self._decoded])
         text = self._decode(self._tokens[self._context :])
-        if not text.startswith(known):  # the prompt ends within a character
+        if not text.startswith(known):  # the prompt ends inside a character
             known = known.rstrip(_UNFINISHED)
         return text[len(known) :]
 
@@ -69,6 +71,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of ``text`` that ``stop`` begins with."""
+    """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
