@@ -1,4 +1,4 @@
-"""What really happened in recorded steps, as data, as a trace file and as a page."""
+"""Recorded steps: what happened when, as data, as a trace file and as an HTML page."""
 
 from gemini.timeline.event_recorder import TimelineRecorder
 from gemini.timeline.events import (

@@ -1,4 +1,4 @@
-"""A timeline in the Trace Event Format, which Perfetto and chrome://tracing open."""
+"""Writes a timeline in the Trace Event Format, which Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from gemini.system.config import format_bytes
 from gemini.system.durable import replacing
 from gemini.timeline.events import LINKS, Timeline, in_turn
 
-_THREAD, _LINKS, _TIERS = 1, 2, 3  # "processes": groups of tracks
+_THREAD, _LINKS, _TIERS = 1, 2, 3  # process ids, used to group tracks
 _PHASES, _OPERATORS, _UPDATES, _WAITS, _STEPS = 1, 2, 3, 4, 0
 
 TraceEvent = dict[str, Any]
 
 
 def save_chrome(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write ``timeline`` to ``path``, whole or not at all. Raises IoError."""
+    """Write ``timeline`` to ``path``; the file is complete or absent. Raises IoError."""
     with replacing(Path(path), "write the trace") as temporary:
         temporary.write_text(json.dumps(to_chrome(timeline), separators=(",", ":")), encoding="ascii")
 
 
 def to_chrome(timeline: Timeline) -> dict[str, Any]:
-    """Return the trace as the object that its JSON says; times in microseconds."""
+    """Return the trace as the object to be written as JSON; times in microseconds."""
     events = [*_names(timeline), *_thread_events(timeline), *_link_events(timeline), *_counters(timeline)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

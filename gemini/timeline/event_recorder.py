@@ -1,4 +1,4 @@
-"""TimelineRecorder: notes what happens in steps as cheaply as it can; a Timeline is made of it later."""
+"""TimelineRecorder: records events of steps with little overhead; a Timeline is built from them later."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _now = time.perf_counter
 
 
 class TimelineRecorder:
-    """Record one model from entering the ``with`` block to leaving it; ask and save during it or afterwards.
+    """Records one model within a ``with`` block; its results can be read and saved during and after it.
 
-    Costs nothing outside the block, in it about half a microsecond and some hundred bytes per event. The
-    numbers of training do not change. Once left it holds labels and times but nothing of the model. For one
-    thread, the one that trains.
+    Outside the block it costs nothing, inside about half a microsecond and some hundred bytes per event.
+    Training results do not change. Afterwards it has labels and times, but no reference to the model. Only
+    for the training thread.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class TimelineRecorder:
         steps: int | None = None,
         gives_way: bool = False,
     ) -> None:
-        """``steps``: stop by itself after so many complete steps. ``gives_way``: also where another recorder
-        of the model starts."""
+        """``steps``: stop automatically after this many complete steps. ``gives_way``: also stop if another
+        recorder of the model starts.
+        """
         if steps is not None and steps < 1:
             raise StateError(f"steps is {steps}; a recording has at least one, or None until it is left")
         self._manager: GeminiManager | None = manager
@@ -54,19 +55,19 @@ class TimelineRecorder:
         self._gives_way = gives_way
         self._started = False
         self._raw: list[RawEvent] = []
-        self._late = False  # inside an update that was deferred
+        self._late = False  # True inside a deferred update
         self._in_step = False
         self._context = Context()
-        self._built: tuple[int, Timeline] | None = None  # of so many raw events
+        self._built: tuple[int, Timeline] | None = None  # (number of raw events, timeline)
         self._trace: Trace | None = None
 
     # -- the user's side -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin to record; entering the ``with`` block does it.
+        """Start recording; entering the ``with`` block calls it.
 
         Raises:
-            StateError: the model is being recorded already, or this recorder was used before.
+            StateError: the model is already being recorded, or this recorder was used before.
         """
         if self._started or self._manager is None or self._storage is None:
             raise StateError("a recorder records once; call record_timeline() again")
@@ -88,7 +89,7 @@ class TimelineRecorder:
         self._started = True
 
     def stop(self) -> None:
-        """End the recording and let go of the model; leaving the block does it. Idempotent."""
+        """End the recording and release the model; leaving the block calls it. Idempotent."""
         if self._manager is not None and self._manager.observer is self:
             self._trace = self._manager.trace
             self._manager.observe(None)
@@ -108,37 +109,39 @@ class TimelineRecorder:
 
     @property
     def is_recording(self) -> bool:
-        """Whether events are being collected."""
+        """Whether events are being recorded."""
         return self._started and self._manager is not None
 
     @property
     def trace(self) -> Trace | None:
-        """The order of a step, for ``gemini simulate`` once it is saved; None before one was recorded."""
+        """The trace of a step, which ``gemini simulate`` reads once it is saved; None before one was
+        recorded.
+        """
         return self._manager.trace if self._manager is not None else self._trace
 
     def timeline(self) -> Timeline:
-        """Return what was recorded so far."""
+        """Return the timeline recorded so far."""
         if self._built is None or self._built[0] != len(self._raw):
             self._built = (len(self._raw), build_timeline(self._raw, self._context))
         return self._built[1]
 
     def summary(self) -> list[StepSummary]:
-        """Return for each recorded step where its time went."""
+        """Return for each recorded step how its time was spent."""
         return summarize(self.timeline())
 
     def save_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace that https://ui.perfetto.dev and chrome://tracing open. Raises IoError."""
+        """Write a trace for https://ui.perfetto.dev or chrome://tracing. Raises IoError."""
         save_chrome(self.timeline(), path)
 
     def save_html(self, path: str | os.PathLike[str], *, title: str = "gemini timeline") -> None:
-        """Write one page that any browser shows, without a network. Raises IoError."""
+        """Write one HTML page that works in any browser without a network. Raises IoError."""
         save_html(self.timeline(), path, title=title)
 
     # -- the runtime's side: StepObserver --------------------------------------------------------
-    # Plain tuples, the kind first: anything more would cost more than what is measured.
+    # Events are plain tuples, the kind first: objects would cost more time than the events that are measured.
 
     def acquired(self, tensors: Sequence[int], asked_s: float, *, traced: bool) -> None:
-        """Note an operator."""
+        """Record the start of an operator."""
         manager = self._manager
         assert manager is not None
         self._raw.append(
@@ -155,34 +158,34 @@ class TimelineRecorder:
         )
 
     def released(self, tensors: Sequence[int]) -> None:
-        """Note the end of an operator."""
+        """Record the end of an operator."""
         self._raw.append(("released", _now(), tuple(tensors)))
 
     def prefetched(self, begin_s: float) -> None:
-        """Note that the operator before could not begin until now."""
+        """Record that prefetching delayed the last operator until now."""
         self._raw.append(("prefetched", begin_s, _now()))
 
     def waited(self, tensors: Sequence[int], begin_s: float, end_s: float) -> None:
-        """Note a wait."""
+        """Record a wait."""
         self._raw.append(("waited", begin_s, end_s, tuple(tensors)))
 
     def submitted(self, action: _C.Action) -> None:
-        """Note when a transfer was asked for."""
+        """Record the submission of a transfer."""
         self._raw.append(("submitted", _now(), action.id, *self._fill()))
 
     def ended(self, action: _C.Action, result: _C.TransferResult) -> None:
-        """Note a transfer."""
+        """Record a finished transfer."""
         what = (*_LINK_OF[action.kind], action.chunk, action.nbytes)
         times = (result.begin_s, result.end_s)
         self._raw.append(("ended", _now(), action.id, what, times, result.ok, *self._fill()))
 
     def step_begins(self, number: int) -> None:
-        """Note the beginning of a step."""
+        """Record the beginning of a step."""
         self._in_step = True
         self._raw.append(("step begins", _now(), number))
 
     def step_ended(self) -> None:
-        """Note the end of a step."""
+        """Record the end of a step."""
         if not self._in_step:
             return
         self._in_step = False
@@ -191,12 +194,12 @@ class TimelineRecorder:
             self._steps_left -= 1
 
     def step_settled(self) -> None:
-        """Stop after the last step that is wanted."""
+        """Stop after the last requested step."""
         if self._steps_left == 0:
             self.stop()
 
     def run_update(self, update: PendingUpdate, run: Callable[[], None]) -> None:
-        """Call ``run``, a part of an update that was deferred, and note it."""
+        """Call ``run``, a part of a deferred update, and record it."""
         begin_s = _now()
         outer, self._late = self._late, True
         try:
@@ -206,7 +209,7 @@ class TimelineRecorder:
             self._raw.append(("updated", begin_s, _now(), tuple(update.tensors)))
 
     def _fill(self) -> tuple[tuple[int, int, int], int]:
-        """Return what the tiers hold, and what model data may take of DEVICE now."""
+        """Return the bytes on each tier, and the current limit of model data on DEVICE."""
         assert self._manager is not None
         chunks = self._manager.chunks
         return chunks.usages(), chunks.table.limit()

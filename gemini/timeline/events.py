@@ -1,5 +1,5 @@
-"""The timeline of recorded steps as plain data: what tensors, chunks and operators are called on it, when the
-training thread was computing, and a link's transfers one after the other. Times are seconds since the
+"""The timeline of recorded steps as plain data, the labels of its tensors, chunks and operators, and two
+views of it: spans of computing, and the transfers of a link one after another. Times are seconds since the
 recording began.
 """
 
@@ -19,11 +19,11 @@ TIERS = ("device", "host", "disk")
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """Chunks pinned for one operator: asked for, there, given back.
+    """One operator: its chunks were requested (``asked_s``), pinned (``begin_s``) and unpinned (``end_s``).
 
-    From ``asked_s`` to ``begin_s`` the runtime prepares it and may wait; until ``end_s`` its operands are
-    pinned. ``moment`` is its place in the step's order, -1 outside (an evaluation, saving). ``late``: part of
-    an update that the step before had deferred. ``depth``: in how many other operators it runs.
+    Between the first two the runtime prepares it and may wait. ``moment``: its index in the step's order, -1
+    outside it (an evaluation, saving). ``late``: part of an update that the previous step deferred.
+    ``depth``: the number of operators within which it runs.
     """
 
     phase: str
@@ -38,7 +38,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class WaitShare:
-    """The part of a wait that one transfer on its way explains."""
+    """The part of a wait that one running transfer explains."""
 
     link: str
     chunk: int
@@ -47,9 +47,9 @@ class WaitShare:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The training thread stood still until the chunks of ``label`` were there.
+    """The training thread waited until the chunks of ``label`` were ready.
 
-    What ``shares`` do not cover went into mapping memory and deciding.
+    The time that ``shares`` do not cover was spent on mapping memory and on decisions.
     """
 
     label: str
@@ -60,9 +60,9 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A chunk on its way: given to its link, on it, there. ``kind``: fetch, load, evict or spill.
+    """A transfer of a chunk: submitted, started, ended. ``kind``: fetch, load, evict or spill.
 
-    Transfers of a disk link may overlap, because the file works on several; those of the others do not.
+    Transfers of a disk link may overlap, because the file works on several; those of other links do not.
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The update of one chunk group that the step before had deferred."""
+    """An update of one chunk group that the previous step had deferred."""
 
     label: str
     begin_s: float
@@ -86,7 +86,9 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Bytes of model data on each tier from this time on; ``limit_bytes`` is DEVICE's share for them then."""
+    """Bytes of model data on each tier from this time on; ``limit_bytes``: the limit of model data
+    on DEVICE.
+    """
 
     time_s: float
     device_bytes: int
@@ -97,7 +99,7 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Forward, backward or optimizer, as long as it lasts; updates that were deferred do not interrupt it."""
+    """A span of forward, backward or optimizer; deferred updates do not interrupt it."""
 
     name: str
     begin_s: float
@@ -106,7 +108,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """One optimizer step, ``number`` from 1; not ``complete`` where the recording or the step broke off."""
+    """One optimizer step, ``number`` from 1. ``complete`` is False if the recording or the step was
+    interrupted.
+    """
 
     number: int
     begin_s: float
@@ -116,9 +120,9 @@ class StepSpan:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Everything that was recorded, each kind in the order of its beginning.
+    """Everything that was recorded, each kind of event in order of start.
 
-    ``chunk_labels`` says what each chunk holds; ``budget_bytes`` is per tier, 0 for one that is absent.
+    ``chunk_labels``: a description of each chunk's contents. ``budget_bytes``: per tier; 0 if it is absent.
     """
 
     steps: tuple[StepSpan, ...] = ()
@@ -134,13 +138,13 @@ class Timeline:
 
     @property
     def num_events(self) -> int:
-        """How much there is to draw."""
+        """The number of events to draw."""
         kinds = (self.operators, self.waits, self.transfers, self.updates, self.fills)
         return sum(len(events) for events in kinds)
 
     @property
     def end_s(self) -> float:
-        """When the last event ended."""
+        """The time when the last event ended."""
         spans = (self.steps, self.operators, self.waits, self.transfers, self.updates)
         return max((event.end_s for events in spans for event in events), default=0.0)
 
@@ -149,23 +153,24 @@ class Timeline:
         return [operator for operator in self.operators if step.begin_s <= operator.asked_s < step.end_s]
 
     def budget(self, tier: str) -> int:
-        """Return the budget of ``tier`` in bytes, 0 where it is absent."""
+        """Return the budget of ``tier`` in bytes; 0 if it is absent."""
         return self.budget_bytes.get(tier, 0) if self.budget_bytes is not None else 0
 
     def tiers(self) -> list[str]:
-        """Return the tiers that there are."""
+        """Return the tiers with a budget."""
         return [tier for tier in TIERS if self.budget(tier) > 0]
 
     def chunk_label(self, chunk: int) -> str:
-        """Return what ``chunk`` holds, its number first."""
+        """Return the number and contents of ``chunk`` as text."""
         label = self.chunk_labels[chunk] if 0 <= chunk < len(self.chunk_labels) else ""
         return f"chunk {chunk}: {label}" if label else f"chunk {chunk}"
 
 
 def computing(operators: Sequence[Operator], step: StepSpan) -> Iterator[Phase]:
-    """Yield the spans of ``step`` that its ``operators`` leave, each in the phase of the one before.
+    """Yield the spans of ``step`` outside the preparation of its ``operators``, each in the phase of the
+    operator before it.
 
-    They are disjoint and in order. What comes before the first operator is forward.
+    They are disjoint and ordered. Time before the first operator counts as forward.
     """
     phase, since = FORWARD, step.begin_s
     for operator in operators:
@@ -177,10 +182,10 @@ def computing(operators: Sequence[Operator], step: StepSpan) -> Iterator[Phase]:
 
 
 def in_turn(transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, float, float]]:
-    """Yield the transfers of one link, each with the span in which it was the link's first in turn.
+    """Yield (transfer, begin, end) for the transfers of one link without overlaps.
 
-    A disk link has several at the file at once and reports them in order; the span begins where the one
-    before ended. The spans are disjoint and cover what the link was busy.
+    A disk link works on several transfers at once and reports them in order; a span begins where the previous
+    one ended. The spans are disjoint and cover the busy time of the link.
     """
     last = float("-inf")
     for transfer in sorted(transfers, key=lambda t: (t.end_s, t.begin_s)):
@@ -191,7 +196,7 @@ def in_turn(transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, float, fl
 
 @dataclass
 class Names:
-    """Labels of one model, looked up by the ids of its tensors and chunks; holds none of its memory."""
+    """Labels of one model by tensor and chunk id; refers to none of its memory."""
 
     chunks: tuple[str, ...] = ()
     chunk_of: dict[int, int] = field(default_factory=dict)
@@ -200,7 +205,7 @@ class Names:
     _operators: dict[tuple[int, ...], str] = field(default_factory=dict)
 
     def operator(self, tensors: Sequence[int]) -> str:
-        """Return what an operator on ``tensors`` is called: after the module that they have in common."""
+        """Return the label of an operator on ``tensors``: the module that they have in common."""
         key = tuple(tensors)
         label = self._operators.get(key)
         if label is None:
@@ -241,7 +246,7 @@ def name_model(storage: ModelStorage) -> Names:
 
 
 def common_module(params: Sequence[str]) -> str:
-    """Return the one parameter, or the innermost module of them all; otherwise how many there are.
+    """Return the only parameter, or the module that owns all of them; else the first name and how many more.
 
     >>> common_module(["blocks.0.mlp.up.weight", "blocks.0.mlp.up.bias"])
     'blocks.0.mlp.up'
@@ -253,7 +258,7 @@ def common_module(params: Sequence[str]) -> str:
 
 
 def _contents(group: ChunkGroup) -> list[tuple[int, str, list[str]]]:
-    """Return each chunk of a group, what kind it is, and the parameters that have a part of it."""
+    """Return (chunk id, kind, names of the parameters in it) for each chunk of a group."""
     everything = [slot.name for slot in group.slots]
     contents: list[tuple[int, str, list[str]]] = []
     for held, kind in ((group.param, ChunkKind.PARAM), (group.grad, ChunkKind.GRAD)):

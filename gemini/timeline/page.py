@@ -1,4 +1,4 @@
-"""A timeline as one HTML page that needs nothing else: no network, no other file."""
+"""Writes a timeline as one self-contained HTML page: it needs no network and no other file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 10
 
 
 def headline(steps: Sequence[StepSummary]) -> str:
-    """Return in a sentence or two how long a step takes, what for, and how well transfers hide."""
+    """Return one or two sentences: how long a step takes, on what, and how well transfers are hidden."""
     seconds = sum(step.seconds for step in steps) / max(1, len(steps))
     if seconds == 0:
         return "No training step was recorded."
@@ -39,7 +39,7 @@ def headline(steps: Sequence[StepSummary]) -> str:
 
 
 def share_bars(steps: Sequence[StepSummary]) -> str:
-    """Return one bar per step, all to the same scale, and a table that is their legend."""
+    """Return HTML: one bar per step, all on the same scale, and a table as their legend."""
     steps = [step for step in steps if step.seconds > 0]
     longest = max((step.seconds for step in steps), default=0.0)
     rows = []
@@ -56,7 +56,7 @@ def share_bars(steps: Sequence[StepSummary]) -> str:
 
 
 def tables(timeline: Timeline, steps: Sequence[StepSummary]) -> str:
-    """Return the tables of links, tiers and waits."""
+    """Return HTML tables of links, tiers and waits."""
     sections = [
         ("Links, mean of a step", _links(steps)),
         ("Tiers", _tiers(timeline, steps)),
@@ -125,7 +125,7 @@ def _waits(steps: Sequence[StepSummary]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of cells that are HTML already; none without rows."""
+    """Return a table of cells that are already HTML; "" without rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{cell}</th>" for cell in heads)
@@ -134,13 +134,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save_html(timeline: Timeline, path: str | os.PathLike[str], *, title: str) -> None:
-    """Write the page to ``path``, whole or not at all. Raises IoError."""
+    """Write the page to ``path``; the file is complete or absent. Raises IoError."""
     with replacing(Path(path), "write the page") as temporary:
         temporary.write_text(to_html(timeline, title=title), encoding="utf-8")
 
 
 def to_html(timeline: Timeline, *, title: str) -> str:
-    """Return the page. Every text from outside is escaped, so no name can become markup or script."""
+    """Return the page. All external texts are escaped, so no name can become markup or script."""
     steps = summarize(timeline)
     parts = {
         "STYLE": _resource("page.css"),
@@ -158,13 +158,13 @@ def to_html(timeline: Timeline, *, title: str) -> str:
 
 
 def embed(data: Any) -> str:
-    """Return ``data`` as JSON that may stand inside a script element: no text in it can end that."""
+    """Return ``data`` as JSON that is safe inside a script element: no text in it can close the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def page_data(timeline: Timeline) -> dict[str, Any]:
-    """Return what the page draws, column by column; times in whole microseconds."""
+    """Return the data that the page draws, column by column; times in whole microseconds."""
     words = _Words()
     operators = sorted(timeline.operators, key=lambda operator: operator.begin_s)
     computed = [span for step in timeline.steps for span in computing(timeline.operators_of(step), step)]
@@ -200,17 +200,17 @@ def page_data(timeline: Timeline) -> dict[str, Any]:
 
 
 class _Words:
-    """Texts that come again and again, each kept once."""
+    """Deduplicates repeated texts."""
 
     def __init__(self) -> None:
         self._places: dict[str, int] = {}
 
     def index(self, word: str) -> int:
-        """Return the place of ``word``."""
+        """Return the index of ``word``, which is added if it is new."""
         return self._places.setdefault(word, len(self._places))
 
     def all(self) -> list[str]:
-        """Return the words in the order of their places."""
+        """Return all words by index."""
         return list(self._places)
 
 

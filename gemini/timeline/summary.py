@@ -1,5 +1,6 @@
-"""Where the time of each recorded step went: computing, waiting, the runtime's own work; what links did; and
-what people read for these names."""
+"""Summaries of recorded steps: time spent computing, waiting and in the runtime, and the use of links. Also
+the titles of these parts for people.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ PART_TITLES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class LinkUse:
-    """What one link did in a step; what overlaps on it counts once in ``busy_seconds``.
+    """The use of one link in a step; overlapping transfers count once in ``busy_seconds``.
 
-    ``hidden_seconds``: of them, those in which the training thread did not wait.
+    ``hidden_seconds``: the busy time in which the training thread did not wait.
     """
 
     transfers: int
@@ -47,10 +48,10 @@ class LinkUse:
 class StepSummary:
     """One step: ``seconds`` = ``compute_seconds`` (per phase) + ``wait_seconds`` + ``runtime_seconds``.
 
-    Computing is whatever the training thread does between an operator's PreOp and the next one's. The
-    runtime's own time is that of the PreOps, less what they waited. ``wait_by_link`` and ``wait_by_chunk``
-    (label to seconds, longest first) say what for; a rest went into mapping memory. ``overlap_share``: of
-    the time in which any link was busy, the part in which the training thread did not wait; 1 where none was.
+    Computing is everything that the training thread does between an operator's PreOp and the next one's. The
+    runtime's own time is that of the PreOps without waits. ``wait_by_link`` and ``wait_by_chunk`` (label to
+    seconds, longest first) divide the waits; the remainder was spent on mapping memory. ``overlap_share``:
+    the fraction of the links' busy time in which the training thread did not wait; 1 if no link was busy.
     """
 
     number: int
@@ -68,7 +69,7 @@ class StepSummary:
     peak_bytes: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the summary as plain data."""
         return asdict(self)
 
 
@@ -78,7 +79,7 @@ def summarize(timeline: Timeline) -> list[StepSummary]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Return the union of ``spans`` as disjoint ones, in order."""
+    """Return the union of ``spans`` as disjoint, ordered spans."""
     union: list[Span] = []
     for begin, end in sorted(spans):
         if union and begin <= union[-1][1]:
@@ -89,12 +90,12 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Return the sum of the lengths of disjoint spans."""
+    """Return the total length of disjoint spans."""
     return sum(end - begin for begin, end in spans)
 
 
 def common_length(ones: Sequence[Span], others: Sequence[Span]) -> float:
-    """Return how long two lists of disjoint spans, both in order, coincide."""
+    """Return the length of the intersection of two ordered lists of disjoint spans."""
     total, position = 0.0, 0
     for begin, end in ones:
         while position < len(others) and others[position][1] <= begin:
@@ -145,7 +146,7 @@ def _clip(transfers: Iterable[Transfer], step: StepSpan) -> Iterator[Span]:
 
 
 def _link_use(transfers: Sequence[Transfer], waiting: Sequence[Span], step: StepSpan) -> LinkUse:
-    """Sum up a link; a transfer's bytes count where it ended."""
+    """Summarize a link; a transfer's bytes count in the step in which it ended."""
     spans = merged(_clip(transfers, step))
     ended = [t for t in transfers if t.end_s <= step.end_s and t.ok]
     busy = length(spans)
@@ -166,7 +167,7 @@ def _longest_first(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def parts(step: StepSummary) -> dict[str, float]:
-    """Return the seconds of a step by what they went into; they add up to its length."""
+    """Return the seconds of a step by part; they add up to its length."""
     unexplained = step.wait_seconds - sum(step.wait_by_link.values())
     found = {
         **step.compute_seconds,
@@ -178,7 +179,7 @@ def parts(step: StepSummary) -> dict[str, float]:
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration with three digits or so: ``1.93 s``, ``12.4 ms``, ``85 us``."""
+    """Return a duration with about three digits: ``1.93 s``, ``12.4 ms``, ``85 us``."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     if seconds >= 1e-3:

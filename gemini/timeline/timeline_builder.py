@@ -1,5 +1,6 @@
-"""From what a recorder noted, event after event, to a Timeline; and what each wait waited for: the transfers
-under way meanwhile, the most plausible one at each time."""
+"""Builds a Timeline from the events of a recorder, and attributes each wait to the transfers that ran
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from gemini.timeline.events import (
     WaitShare,
 )
 
-# Each one's kind first; "fill" is two values: the bytes on the three tiers, and what model data may take of
-# DEVICE.
+# Raw events, the kind first. "fill" is two values: the bytes on the three tiers, and the limit of model data
+# on DEVICE.
 # ("acquired", asked_s, ready_s, tensors, phase, late, traced, fill), ("prefetched", begin_s, end_s),
 # ("released", time_s, tensors), ("waited", begin_s, end_s, tensors), ("submitted", time_s, id, fill),
 # ("ended", time_s, id, (kind, link, chunk, nbytes), (begin_s, end_s), ok, fill),
@@ -35,7 +36,7 @@ _INCOMING = frozenset(("fetch", "load"))
 
 @dataclass(frozen=True)
 class Context:
-    """What a recording knows besides events. ``origin_s``: when it began, on the clock of the events."""
+    """Data of a recording beside its events. ``origin_s``: its start, on the clock of the events."""
 
     origin_s: float = 0.0
     names: Names = field(default_factory=Names)
@@ -44,7 +45,7 @@ class Context:
 
 
 def build_timeline(raw: Sequence[RawEvent], context: Context) -> Timeline:
-    """Return the timeline of ``raw``; what had not ended when the recording did ends with it."""
+    """Return the timeline of ``raw``. Spans that were still open end with the recording."""
     builder = _Builder(context)
     for event in raw:
         builder.add(event)
@@ -53,14 +54,14 @@ def build_timeline(raw: Sequence[RawEvent], context: Context) -> Timeline:
 
 @dataclass
 class _Open:
-    """An operator whose end has not been seen."""
+    """An operator that has not ended yet."""
 
     index: int
     tensors: tuple[int, ...]
 
 
 class _Builder:
-    """Puts together what belongs together, in one pass."""
+    """Assembles a timeline in one pass over the events."""
 
     def __init__(self, context: Context) -> None:
         self._names = context.names
@@ -79,7 +80,7 @@ class _Builder:
         self._moment = -1
 
     def add(self, event: RawEvent) -> None:
-        """Take the next event."""
+        """Process the next event."""
         match event:
             case ("acquired", asked, ready, tensors, phase, late, traced, *fill):
                 times = (self._at(asked), self._at(ready), self._at(ready))
@@ -114,7 +115,7 @@ class _Builder:
                 self._close_step(complete=True)
 
     def finish(self) -> Timeline:
-        """Return what has come together."""
+        """Return the timeline."""
         self._close_operators(self._now)
         self._close_step(complete=False)
         transfers = sorted(self._transfers, key=lambda transfer: transfer.submitted_s)
@@ -132,13 +133,13 @@ class _Builder:
         )
 
     def _at(self, time_s: float) -> float:
-        """Return a time since the recording began, and go on to it."""
+        """Return a time relative to the start of the recording, and advance the current time to it."""
         since = time_s - self._origin
         self._now = max(self._now, since)
         return since
 
     def _next_moment(self) -> int:
-        """Return the next place in the order of the step under way."""
+        """Return the next index in the order of the current step."""
         self._moment += self._in_step
         return self._moment if self._in_step else -1
 
@@ -147,7 +148,9 @@ class _Builder:
         self._operators.append(operator)
 
     def _released(self, time: float, tensors: tuple[int, ...]) -> None:
-        """Close the innermost operator that one of ``tensors`` belongs to; its others may come later."""
+        """Close the innermost operator that uses one of ``tensors``; its other tensors may be
+        released later.
+        """
         for place in reversed(range(len(self._open))):
             if not set(tensors).isdisjoint(self._open[place].tensors):
                 index = self._open.pop(place).index
@@ -180,7 +183,7 @@ class _Builder:
 
 
 def phases_of(steps: Sequence[StepSpan], operators: Sequence[Operator]) -> list[Phase]:
-    """Return the phases of each step one after the other; the first begins and the last ends with it."""
+    """Return the consecutive phases of each step; they cover the step completely."""
     phases: list[Phase] = []
     position = 0
     for step in steps:
@@ -196,16 +199,17 @@ def phases_of(steps: Sequence[StepSpan], operators: Sequence[Operator]) -> list[
 
 
 def explain_waits(waits: Iterable[tuple[Wait, frozenset[int]]], transfers: Sequence[Transfer]) -> list[Wait]:
-    """Return the waits, each for certain chunks, with their shares; ``transfers`` in order of submission.
+    """Return the waits with their shares. ``waits``: each with its chunks. ``transfers``: in order of
+    submission.
 
-    At each time a wait is put down to the transfer that brings one of its chunks, else to one that makes
-    room, else to whatever is under way; among equals to the one that ends first.
+    At each time a wait is attributed to the transfer that brings one of its chunks, else to one that frees
+    memory, else to any running transfer; among equals to the one that ends first.
     """
     submitted = [transfer.submitted_s for transfer in transfers]
     ended_by = list(itertools.accumulate((transfer.end_s for transfer in transfers), max))
     explained = []
     for wait, chunks in waits:
-        first = bisect_right(ended_by, wait.begin_s)  # all before it had ended
+        first = bisect_right(ended_by, wait.begin_s)  # all transfers before this one had ended
         last = bisect_right(submitted, wait.end_s)
         under_way = [t for t in transfers[first:last] if t.end_s > wait.begin_s]
         explained.append(replace(wait, shares=_shares(wait, chunks, under_way)))
