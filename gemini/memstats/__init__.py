@@ -1,4 +1,4 @@
-"""Memory statistics of one iteration: what is used when, and how much memory is not the model's."""
+"""Memory statistics of an iteration: which chunks are used when, and how much memory non-model data takes."""
 
 from gemini.memstats.collector import MemStatsCollector
 from gemini.memstats.monitor import FakeMonitor, MemoryMonitor, ProcessMonitor

@@ -1,4 +1,4 @@
-"""CollectiveSpeeds: how long ranks take to exchange tensors, by kind of collective and size of the group."""
+"""CollectiveSpeeds: how long ranks take for a collective, by its kind and the size of the group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gemini.errors import ConfigError
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 MEASURED, GIVEN, DEFAULT = "measured", "given", "default"
 RECORDED = (MEASURED, GIVEN, DEFAULT)
-INTERPOLATED, EXTRAPOLATED = "interpolated", "extrapolated"  # of speeds that no record has
+INTERPOLATED, EXTRAPOLATED = "interpolated", "extrapolated"  # sources of speeds without a record
 
 _MOST_RANKS = 2**20
 # Sums and products of numbers within these bounds stay finite.
@@ -25,7 +25,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A number and where it comes from."""
+    """A number and its source."""
 
     value: float
     source: str = GIVEN
@@ -38,10 +38,10 @@ _NO_OVERLAP = Figure(1.0, DEFAULT)
 class CollectiveSpeed:
     """A collective over ``ranks`` ranks takes ``latency_seconds + nbytes / bytes_per_second``.
 
-    ``nbytes`` are those that one rank passes to the call: the tensor of an all-reduce or a message, this
+    ``nbytes``: the bytes that one rank passes to the call: the tensor of an all-reduce or a message, this
     rank's part in an all-gather, the parts for all ranks in a reduce-scatter or an all-to-all.
-    ``computing_share``: the share of a rank's computing that the collective takes while it runs. 1, for one
-    that was not measured: the rank might as well wait for it.
+    ``computing_share``: the share of a rank's computing speed that the collective takes while it runs. The
+    default for an unmeasured collective is 1: no overlap, as if the rank waited for it.
     """
 
     kind: str
@@ -59,7 +59,7 @@ class CollectiveSpeed:
 class CollectiveSpeeds:
     """The recorded speeds, one per kind and group size, and estimates for other sizes.
 
-    Raises ConfigError where a record has a number that no machine has.
+    Raises ConfigError if a record has an impossible number.
     """
 
     records: tuple[CollectiveSpeed, ...] = ()
@@ -73,20 +73,20 @@ class CollectiveSpeeds:
             seen.add(key)
 
     def seconds(self, kind: str, ranks: int, nbytes: float) -> float:
-        """Return how long a collective takes; 0 on one rank alone. Raises as :meth:`speed`."""
+        """Return the duration of a collective; 0 on a single rank. Raises as :meth:`speed`."""
         return 0.0 if ranks == 1 else self.speed(kind, ranks).seconds(nbytes)
 
     def speed(self, kind: str, ranks: int) -> CollectiveSpeed:
-        """Return the record, or an estimate whose figures say that they are interpolated or extrapolated.
+        """Return the record, or an estimate with figures marked as interpolated or extrapolated.
 
-        An estimate divides each latency by the number of messages that follow each other, and each rate by
-        the bytes on a link. Between two group sizes these change linearly in the logarithm of the size;
-        beyond the smallest or largest size they stay. Messages and bytes are those of ring algorithms:
-        Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005;
-        the rate per link is the "bus bandwidth" of nccl-tests.
+        An estimate divides each latency by the number of sequential messages, and each rate by the bytes on a
+        link. Between two group sizes these change linearly in the logarithm of the size; beyond the smallest
+        or largest size they stay constant. Messages and bytes are those of ring algorithms: Thakur,
+        Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005; the rate
+        per link is the "bus bandwidth" of nccl-tests.
 
         Raises:
-            ConfigError: there is no such kind, group, or no record of the kind.
+            ConfigError: there is no such kind or group size, or no record of the kind.
         """
         if kind not in KINDS:
             raise ConfigError(f"there is no collective {reprlib.repr(kind)}; they are {', '.join(KINDS)}")
@@ -109,12 +109,12 @@ class CollectiveSpeeds:
         return _estimate(below[-1], above[0], ranks, INTERPOLATED)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return what :meth:`from_json` reads."""
+        """Return a document that :meth:`from_json` reads."""
         return [asdict(record) for record in self.records]
 
     @classmethod
     def from_json(cls, document: object) -> CollectiveSpeeds:
-        """Return what a document describes; a bare number counts as given. Raises ConfigError."""
+        """Parse a document; a bare number has the source "given". Raises ConfigError."""
         if not isinstance(document, list):
             raise ConfigError(f"collectives is {reprlib.repr(document)}; it must be a list")
         return cls(tuple(_record(entry) for entry in document))
@@ -133,7 +133,7 @@ def _record(entry: object) -> CollectiveSpeed:
             "have computing_share"
         )
     figures = {name: _figure(entry[name]) for name in _BOUNDS if name in entry}
-    if figures.get("computing_share") == Figure(0.0, DEFAULT):  # as files of 0.2 have it
+    if figures.get("computing_share") == Figure(0.0, DEFAULT):  # files of version 0.2 contain this
         figures["computing_share"] = _NO_OVERLAP
     return CollectiveSpeed(entry["kind"], entry["ranks"], **figures)
 
@@ -168,7 +168,7 @@ def _check(record: CollectiveSpeed) -> None:
 
 
 def _messages(kind: str, ranks: int) -> int:
-    """Return how many messages of a ring follow each other."""
+    """Return the number of sequential messages of a ring algorithm."""
     return {"all_reduce": 2 * (ranks - 1), "send": 1}.get(kind, ranks - 1)
 
 

@@ -1,4 +1,4 @@
-"""MemStatsCollector: the non-model memory of every period of one iteration."""
+"""MemStatsCollector: measures the non-model memory of every period of an iteration."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from gemini.memstats.monitor import MemoryMonitor
 
 
 class MemStatsCollector:
-    """Measures the peak of each period and takes the model data out of it.
+    """Measures the peak memory of each period without model data.
 
     Call ``start()`` when the step begins, ``sample(moment, phase)`` at the start of each PreOp before the
     layout of model data changes, ``note_model_data()`` after the layout has changed, and ``finish()`` when
-    the step is over. Sampling before the change makes a period contain its own gathers.
+    the step is over. Because sampling precedes the change, a period contains its own gathers.
 
-    ``non_model(period) = max over its segments of (peak - baseline - model data)``, where a segment lies
-    between two calls, the baseline is what the process had besides model data at ``start()``, and the model
-    data is
+    ``non_model(period) = max over its segments of (peak - baseline - model data)``. A segment lies between
+    two calls; the baseline is the process memory besides model data at ``start()``; and the model data is
 
     - while the layout changes (from ``sample`` to the first ``note_model_data``), the *larger* of the values
-      before and after: what stands above both is a gather's own buffers, and what was already there is seen
+      before and after: memory above both is a gather's own buffers, and memory that existed before is seen
       again in the next segment;
-    - afterwards, the *smaller* of the values at its two ends. Where exactly the peak lay is unknown, so the
+    - afterwards, the *smaller* of the values at its two ends. The exact time of the peak is unknown, so the
       result is an upper bound as long as model data only grows or only shrinks between two calls. It is exact
-      where model data does not change. A budget is a promise: too much is kept free rather than too little.
+      if model data does not change. Too much memory is kept free rather than too little, because budgets are
+      hard.
 
-    ``note_model_data()`` may be called at every later change too and makes the bound tighter; without any
-    call the whole period counts as the second kind. The iteration repeats, so what lies between ``start()``
+    ``note_model_data()`` may also be called at every later change, which makes the bound tighter; without any
+    call the whole period counts as the second kind. The iteration repeats, so the time between ``start()``
     and moment 0 belongs to the last period.
 
     ``model_data_bytes`` returns the model data that the process *holds* now, in the memory the monitor
@@ -43,21 +43,21 @@ class MemStatsCollector:
 
     @property
     def collecting(self) -> bool:
-        """Return whether a step is being measured."""
+        """Whether a step is being measured."""
         return self._collecting
 
     @property
     def baseline_bytes(self) -> int:
-        """Return what the process had besides model data at the last ``start()``."""
+        """The process memory besides model data at the last ``start()``."""
         return self._baseline_bytes
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Return the phase of each moment sampled since the last ``start()``."""
+        """The phase of each moment sampled since the last ``start()``."""
         return tuple(self._phases)
 
     def start(self) -> None:
-        """Begin a step and forget what was collected before, of a step that failed half-way for example."""
+        """Begin a step and discard earlier measurements, for example of a step that failed halfway."""
         self._reset()
         self._model_bytes = self._model_data_bytes()
         self._baseline_bytes = max(0, self._monitor.resident_bytes() - self._model_bytes)
@@ -67,8 +67,8 @@ class MemStatsCollector:
     def sample(self, moment: int, phase: str) -> None:
         """Close the previous period and open that of ``moment``, before its layout change.
 
-        Raises StateError before ``start()``, or when ``moment`` is not the next one: periods are indexed by
-        the position in the schedule and never by a counter of their own.
+        Raises StateError before ``start()``, or if ``moment`` is not the next one: periods are indexed by the
+        position in the schedule and never by a counter of their own.
         """
         self._require_collecting("sample")
         if moment != len(self._phases):
@@ -80,14 +80,14 @@ class MemStatsCollector:
         self._monitor.start_period()
 
     def go_on(self) -> None:
-        """Say that the layout changes once more within the period that is open."""
+        """Note that the layout changes once more within the open period."""
         self._require_collecting("go_on")
         self._end_segment()
         self._layout_changing = True
         self._monitor.start_period()
 
     def note_model_data(self) -> None:
-        """Say that model data has changed and may be read. Raises StateError before ``start()``."""
+        """Note that model data has changed and may be read. Raises StateError before ``start()``."""
         self._require_collecting("note_model_data")
         if self._model_data_bytes() != self._model_bytes:
             self._end_segment(layout_change=self._layout_changing)
@@ -108,7 +108,7 @@ class MemStatsCollector:
         self._baseline_bytes = 0
         self._model_bytes = 0  # at the beginning of the open segment
         self._phases: list[str] = []
-        self._peaks = [0]  # non-model bytes: first those before moment 0, then one per period
+        self._peaks = [0]  # non-model bytes: before moment 0, then one entry per period
         self._layout_changing = False
 
     def _end_segment(self, *, layout_change: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""How much memory the process took within a period, measured and not computed."""
+"""Monitors: measure how much memory the process takes within a period."""
 
 from __future__ import annotations
 
@@ -20,42 +20,42 @@ class MemoryMonitor(Protocol):
 
     @property
     def method(self) -> str:
-        """Return how the peak is found, for people to read."""
+        """How the peak is measured, as text for people."""
 
     def resident_bytes(self) -> int:
         """Return the bytes in use now."""
 
     def start_period(self) -> None:
-        """Begin a period; a peak before now does not count."""
+        """Begin a period; earlier peaks do not count."""
 
     def end_period(self) -> int:
         """Return the highest number of bytes in use since ``start_period``."""
 
     def close(self) -> None:
-        """Give back files and threads. Calling it again does nothing."""
+        """Close files and end threads. Idempotent."""
 
 
 class ProcessMonitor:
     """Resident memory of this process, model data and everything else, from the kernel's own counters.
 
-    Where the kernel lets a process reset its high-water mark, the peak of a period is exact (counters of
-    running threads may lag by some 100 KiB per core). Elsewhere a thread samples every millisecond and can
-    miss a shorter peak; ``method`` says which. Pages of mapped files count. Several monitors may measure at
-    once, but what reads VmHWM or ``ru_maxrss`` from outside sees them reset. A forked child needs a monitor
-    of its own: the files are those of the process that opened them. Use from one thread. ``proc`` is the
-    folder of the process in procfs.
+    If the kernel lets a process reset its high-water mark, the peak of a period is exact (counters of running
+    threads may lag by some 100 KiB per core). Otherwise a thread samples every millisecond and can miss a
+    shorter peak; ``method`` tells which is used. Pages of mapped files count. Several monitors may measure at
+    once, but other readers of VmHWM or ``ru_maxrss`` see them reset. A forked child needs a monitor of its
+    own: the files are those of the process that opened them. Use from one thread. ``proc``: the folder of the
+    process in procfs.
     """
 
     def __init__(self, proc: Path = _PROC_SELF) -> None:
         self._peak: _HighWaterMark | _SampledPeak
         try:
             self._peak = _HighWaterMark(proc)
-        except (OSError, ValueError):  # no procfs, no permission, or fields that are not there
+        except (OSError, ValueError):  # no procfs, no permission, or missing fields
             self._peak = _SampledPeak(proc)
 
     @property
     def method(self) -> str:
-        """Return how the peak is found."""
+        """How the peak is measured."""
         return self._peak.method
 
     def resident_bytes(self) -> int:
@@ -76,20 +76,20 @@ class ProcessMonitor:
 
 
 class _HighWaterMark:
-    """Peak by the kernel: "5" written to clear_refs sets VmHWM to the memory in use (since Linux 4.0)."""
+    """Peak by the kernel: writing "5" to clear_refs sets VmHWM to the memory in use (since Linux 4.0)."""
 
     method = "kernel high-water mark (VmHWM)"
 
-    # The process has one mark: who resets it first hands what it says to the others that measure.
+    # The process has one mark: a monitor that resets it first passes its value to the other active monitors.
     _measuring: ClassVar[weakref.WeakSet[_HighWaterMark]] = weakref.WeakSet()
 
     def __init__(self, proc: Path) -> None:
-        self._peak_bytes = 0  # of this period, up to the last reset by another monitor
+        self._peak_bytes = 0  # peak of this period up to the last reset by another monitor
         self._status = (proc / "status").open("rb", buffering=0)
         try:
             self._clear_refs = (proc / "clear_refs").open("wb", buffering=0)
             try:
-                self.start()  # some systems let the file be opened and refuse the write
+                self.start()  # some systems open the file but refuse the write
                 self.end()
             except BaseException:
                 self._clear_refs.close()
@@ -100,7 +100,7 @@ class _HighWaterMark:
 
     def start(self) -> None:
         self._measuring.discard(self)
-        if len(self._measuring):  # an iteration over a WeakSet costs more than the rest
+        if len(self._measuring):  # iterating over a WeakSet costs more than the rest
             for other in self._measuring:
                 other._peak_bytes = max(other._peak_bytes, other._read(b"VmHWM:"))
         self._clear_refs.write(b"5")
@@ -126,7 +126,7 @@ class _HighWaterMark:
 
 
 class _SampledPeak:
-    """Peak by a thread that looks every millisecond while a period is open."""
+    """Peak by a thread that samples every millisecond while a period is open."""
 
     method = f"resident memory sampled every {_SAMPLE_SECONDS * 1000:g} ms"
 
@@ -175,7 +175,7 @@ class _SampledPeak:
 
 
 class _Resident:
-    """Resident bytes now: from statm, or from psutil on systems without procfs."""
+    """Reads the resident bytes: from statm, or from psutil on systems without procfs."""
 
     def __init__(self, proc: Path) -> None:
         self._page_bytes = os.sysconf("SC_PAGE_SIZE")
@@ -184,7 +184,7 @@ class _Resident:
 
     def read(self) -> int:
         if self._statm is None:
-            import psutil  # only systems without procfs pay for it
+            import psutil  # needed only without procfs
 
             return int(psutil.Process().memory_info().rss)
         return int(os.pread(self._statm.fileno(), 256, 0).split()[1]) * self._page_bytes
@@ -204,20 +204,20 @@ class FakeMonitor:
         self._peak_bytes = resident_bytes
 
     def allocate(self, nbytes: int) -> None:
-        """Take ``nbytes`` more."""
+        """Add ``nbytes``."""
         self._resident_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._resident_bytes)
 
     def free(self, nbytes: int) -> None:
-        """Give ``nbytes`` back."""
+        """Subtract ``nbytes``."""
         self._resident_bytes -= nbytes
 
     def resident_bytes(self) -> int:
-        """Return what is allocated now."""
+        """Return the bytes allocated now."""
         return self._resident_bytes
 
     def start_period(self) -> None:
-        """Forget the peak."""
+        """Reset the peak."""
         self._peak_bytes = self._resident_bytes
 
     def end_period(self) -> int:
@@ -225,4 +225,4 @@ class FakeMonitor:
         return self._peak_bytes
 
     def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        """Do nothing."""

@@ -1,5 +1,7 @@
-"""Trace: one iteration as plain data, all that planning the next ones needs; the speed of each link is part
-of it. On disk it is JSON, in a file that is complete or as it was before.
+"""Trace: one iteration as plain data, with everything that planning the next ones needs, including link
+speeds.
+
+On disk it is a JSON file that is written atomically.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from gemini.system.input_files import why_unread
 _T = TypeVar("_T")
 
 
-# Of steps with hundreds of thousands of moments, too; what is larger would take the memory.
+# The largest file that is read: enough for hundreds of thousands of moments.
 _MAX_BYTES = 2**26
 _AGAIN = "remove it and run the warmup again"
 _LESS = f"it does not say how chunks are accessed nor how long operators take; {_AGAIN}"
@@ -38,12 +40,12 @@ def digest(document: dict[str, Any]) -> str:
 def write_trace(path: Path, fields: dict[str, Any], identity: str) -> None:
     """Write a trace's fields and its hash, with a checksum over all of them. Raises IoError."""
     document = {KEY: str(FORMAT), "hash": identity, "checksum": digest(fields), "trace": fields}
-    # For its owner alone, as checkpoints are: it names the parameters.
+    # Readable only by its owner, like checkpoints: it contains parameter names.
     write_text(path, _canonical(document) + "\n", "write the trace", mode=0o600)
 
 
 def read_trace(path: Path) -> tuple[dict[str, Any], str]:
-    """Return the fields and the hash that :func:`write_trace` wrote.
+    """Return the fields and the hash from a file of :func:`write_trace`.
 
     Raises:
         CheckpointError: the file is missing, damaged, foreign, or of another version of the format.
@@ -65,7 +67,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def damaged(path: Path, why: object) -> CheckpointError:
-    """Return the error for a trace file whose content contradicts itself."""
+    """Return the error for a trace file with contradictory content."""
     return CheckpointError(f"{path} is damaged: {why}; {_AGAIN}")
 
 
@@ -91,7 +93,7 @@ CHUNK_KINDS = (
     "room",
     "kv",
 )
-_TOO_MANY_BYTES = 2**62  # the core adds them up in 64 bits
+_TOO_MANY_BYTES = 2**62  # the core adds them in 64 bits
 READ, MODIFIED, WRITTEN = MODES = "rmw"
 
 _PER_MOMENT = ("accesses", "modes", "frees", "seconds", "non_model_bytes", "phases")
@@ -102,7 +104,7 @@ _PER_MACHINE = ("seconds", "links")  # differ between two recordings of the same
 class LinkSpeed:
     """One link: a transfer of n bytes takes ``latency_seconds + n / bytes_per_second``.
 
-    ``name``: one of ``LINKS``. Raises ConfigError for what no link can be.
+    ``name``: one of ``LINKS``. Raises ConfigError for impossible values.
     """
 
     name: str
@@ -118,13 +120,13 @@ class LinkSpeed:
             raise ConfigError(f"{self.name} has a latency of {self.latency_seconds} s; it must be >= 0")
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long a transfer of ``nbytes`` takes when the link is free."""
+        """Return the duration of a transfer of ``nbytes`` on a free link."""
         return self.latency_seconds + nbytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One iteration, in the order of the program: forward, backward, update, whenever the updates ran.
+    """One iteration in program order: forward, backward, update, whenever the updates ran.
 
     One entry per moment; period ``i`` lies between moment ``i`` and the next one, and the last reaches to
     moment 0 of the next iteration, because it repeats:
@@ -132,15 +134,15 @@ class Trace:
     - ``accesses``: the ids of the chunks that the PreOp needs, ascending.
     - ``modes``: a letter per access: ``r`` read, ``m`` modified, ``w`` written whole (the chunk had no
       content before and is allocated here).
-    - ``frees``: the chunks whose content is given up in the period, ascending.
-    - ``seconds``: compute time of the period, without the waiting for transfers.
+    - ``frees``: the chunks that lose their content in the period, ascending.
+    - ``seconds``: compute time of the period, without waits for transfers.
     - ``non_model_bytes``: peak of the period.
-    - ``phases``: what the step was doing, one of ``PHASES``.
+    - ``phases``: the phase of the step, one of ``PHASES``.
 
     One entry per chunk id: ``chunk_bytes``, ``chunk_kinds`` (one of ``CHUNK_KINDS``).
 
-    ``kind``: ``"train"`` or ``"eval"``. ``links``: speeds on the machine that recorded it; empty where none
-    was measured. ``param_order``: parameter names by first use. ``chunk_signature``: which layout the chunk
+    ``kind``: ``"train"`` or ``"eval"``. ``links``: speeds on the machine that recorded it; empty if none was
+    measured. ``param_order``: parameter names by first use. ``chunk_signature``: the layout that the chunk
     ids belong to. Raises ConfigError for fields that contradict each other.
     """
 
@@ -167,7 +169,7 @@ class Trace:
 
     @property
     def num_moments(self) -> int:
-        """Return how many moments the iteration has."""
+        """The number of moments."""
         return len(self.accesses)
 
     def reserve_bytes(self) -> tuple[int, ...]:
@@ -175,18 +177,17 @@ class Trace:
         return self.non_model_bytes
 
     def hash(self) -> str:
-        """Return a digest that is equal exactly for equal iterations, on every rank and machine; how fast a
-        machine is (``seconds``, ``links``) does not enter."""
+        """Return a digest that is equal exactly for equal iterations, on every rank and machine; the speed of
+        a machine (``seconds``, ``links``) is not included."""
         return digest({name: value for name, value in asdict(self).items() if name not in _PER_MACHINE})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace as JSON. The file is complete or as it was before. Raises IoError."""
+        """Write the trace as JSON, atomically. Raises IoError."""
         write_trace(Path(path), asdict(self), self.hash())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Return what ``save`` wrote. Raises CheckpointError for a missing, damaged, foreign or older
-        file."""
+        """Read a file of ``save``. Raises CheckpointError for a missing, damaged, foreign or older file."""
         fields, identity = read_trace(Path(path))
         try:
             trace = cls._from_fields(fields)
@@ -198,7 +199,7 @@ class Trace:
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Trace:
-        """Return a trace of fields read from JSON, where tuples are lists."""
+        """Return a trace from fields read from JSON, where tuples are lists."""
         return cls(
             kind=_str(fields["kind"]),
             accesses=_each(lambda chunks: _each(_int, chunks), fields["accesses"]),
@@ -237,7 +238,7 @@ class Trace:
             raise ConfigError(f"a trace needs one entry per moment in each field, got {counts}")
         self._check_ids("accesses")
         self._check_ids("frees")
-        # Of what is said again and again each once: there may be hundreds of thousands of moments.
+        # Check each distinct value once: there may be hundreds of thousands of moments.
         for chunks, modes in dict.fromkeys(zip(self.accesses, self.modes, strict=True)):
             if len(modes) != len(chunks) or not set(modes) <= set(MODES):
                 moment = list(zip(self.accesses, self.modes, strict=True)).index((chunks, modes))
@@ -262,7 +263,7 @@ class Trace:
 
     def _check_ids(self, field: str) -> None:
         known, moments = len(self.chunk_bytes), getattr(self, field)
-        for chunks in dict.fromkeys(moments):  # few: most moments are like another
+        for chunks in dict.fromkeys(moments):  # few distinct ones: most moments repeat
             if chunks and not 0 <= min(chunks) <= max(chunks) < known:
                 raise ConfigError(
                     f"{field}: moment {moments.index(chunks)} names chunks {chunks} of {known}; ids count "

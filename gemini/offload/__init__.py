@@ -1,4 +1,4 @@
-"""Files below memory: asynchronous reads and writes, and tensors moved to disk."""
+"""Files below memory: asynchronous reads and writes, and tensors offloaded to disk."""
 
 from __future__ import annotations
 

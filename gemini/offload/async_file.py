@@ -1,6 +1,7 @@
-"""A private, unlinked file read and written in the background; memory that a device reads and writes itself:
-huge pages, which a fork leaves alone; and which request size and queue depth suit a drive: a short probe,
-once per process and drive.
+"""AsyncFile: a private, unlinked file that is read and written in the background.
+
+Also: memory in huge pages for transfers by O_DIRECT, and a short probe, once per process and drive, of the
+best request size and queue depth.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from gemini import _C
 from gemini.errors import ConfigError, IoError
 
 HUGE_PAGE_BYTES = 2 * 2**20
-_MADV_WIPEONFORK = 18  # Linux 4.14; the module mmap has no name for it
+_MADV_WIPEONFORK = 18  # Linux 4.14; missing in the mmap module
 
 
 def direct_memory(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` zeros on a 2 MiB boundary for transfers with O_DIRECT.
 
-    A request for ordinary pages has an entry per 4 KiB, and a virtual disk may have room for 256 entries in
-    all: two requests of 1 MiB then cannot be at the device at once. Of a huge page it has one. Where the
-    system has none to give, ordinary pages do as well, only slower.
+    A request has one entry per page: per 4 KiB for ordinary pages. A virtual disk may have room for only 256
+    entries, so two requests of 1 MiB cannot be at the device at once. With huge pages a request has a single
+    entry. If the system has no huge pages, ordinary pages work too, only slower.
 
-    After a fork the child's copy is empty. Without that, of a page that the disk is just writing to the
-    parent may get the old copy and the child the data (open(2), "O_DIRECT").
+    After a fork the child's copy is empty. Otherwise, if the disk writes to a page during the fork, the
+    parent may keep the old copy while the child gets the data (open(2), "O_DIRECT").
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
     if not _advise(memory, _MADV_WIPEONFORK):
-        memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES)  # shared: never copied
+        memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES)  # shared memory is never copied at a fork
     _advise(memory, mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE_BYTES
@@ -46,25 +47,25 @@ def direct_memory(nbytes: int) -> torch.Tensor:
 
 
 def _advise(memory: mmap.mmap, advice: int) -> bool:
-    """Say whether the system took the advice."""
+    """Say whether the system accepted the advice."""
     try:
         memory.madvise(advice)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel without it
+        if error.errno != errno.EINVAL:  # the kernel does not know it
             raise
         return False
     return True
 
 
-# What a probe may take. A drive that moves little in that time keeps the default: it is slow anyway.
+# Limits of a probe. A drive that transfers less in this time keeps the default: it is slow anyway.
 PROBE_SECONDS = 0.5
 PROBE_BYTES = 16 * 2**20
-_MIN_GAIN = 1.25  # less is noise
+_MIN_GAIN = 1.25  # a smaller gain is noise
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How to talk to a drive: ``depth`` requests of ``request_bytes`` at one time."""
+    """Parameters of a drive: at most ``depth`` requests of ``request_bytes`` at a time."""
 
     depth: int
     request_bytes: int
@@ -77,10 +78,10 @@ _known: dict[tuple[int, str], Tuning] = {}
 
 
 def tuned(device: int, directory: str, backend: str) -> Tuning:
-    """Return what is best for the drive ``device`` (``st_dev``) that holds ``directory``.
+    """Return the best parameters for the drive ``device`` (``st_dev``) that holds ``directory``.
 
-    The first call of a process writes and reads 16 MiB of a private file with every candidate by turns, for
-    half a second. The default stays unless another one is a quarter faster, and where there is no room.
+    The first call in a process writes and reads 16 MiB of a private file, for half a second, with all
+    candidates in turns. The default stays unless another candidate is 25 % faster, or if there is no space.
     """
     key = (device, backend)
     if key not in _known:
@@ -130,7 +131,8 @@ TUNED_FROM_BYTES = 2**30
 # With O_DIRECT, addresses, sizes and offsets are multiples of this many bytes.
 BLOCK_BYTES = 4096
 
-# What making a file fails with in a directory that there is, and may be written to: that of /proc, of /sys.
+# errno values of creating a file in a directory that exists and is writable, but takes no files (/proc,
+# /sys).
 _NO_PLACE_FOR_FILES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -141,7 +143,7 @@ def checked_directory(directory: str | os.PathLike[str]) -> str:
         ConfigError: it does not exist, is not a directory, cannot be written, or takes no files.
     """
     path = os.fspath(directory)
-    if not os.path.isdir(path):  # noqa: PTH112 -- the string is passed on as it is
+    if not os.path.isdir(path):  # noqa: PTH112 -- the string is passed on unchanged
         if os.path.exists(path):  # noqa: PTH110
             raise ConfigError(f"directory {path!r} is a file; name a directory")
         raise ConfigError(f"directory {path!r} does not exist; create it or name another")
@@ -150,7 +152,7 @@ def checked_directory(directory: str | os.PathLike[str]) -> str:
     try:
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        if error.errno not in _NO_PLACE_FOR_FILES:  # the disk is full: the file itself will say so
+        if error.errno not in _NO_PLACE_FOR_FILES:  # the disk is full: creating the real file reports it
             return path
         raise ConfigError(
             f"no file can be made in directory {path!r} ({os.strerror(error.errno)}); name another one, on a "
@@ -169,7 +171,7 @@ def checked_directories(directories: Directories) -> list[str]:
 
 
 def chosen_backend(backend: str | None) -> str:
-    """Return the backend to use: as asked for, else as the environment says, else "auto".
+    """Return the backend to use: the requested one, else the environment's, else "auto".
 
     Raises:
         ConfigError: there is no such backend, or it cannot be used here.
@@ -189,11 +191,12 @@ def round_to_block(nbytes: int) -> int:
 
 
 class AsyncFile:
-    """``nbytes`` of disk space in ``directories``, without a name: nothing is left behind, also after a kill.
+    """``nbytes`` of disk space in ``directories``, in files without names: nothing is left behind, even after
+    a kill.
 
-    ``read`` and ``write`` take addresses of memory that the caller keeps alive until the ticket was waited
-    for. Tickets finish in any order; overlapping requests must be ordered by waiting. The process that
-    made the file is the only one that may use it: not a forked child.
+    ``read`` and ``write`` take addresses; the caller keeps the memory alive until it has waited for the
+    ticket. Tickets finish in any order; overlapping requests must be ordered by waiting. Only the process
+    that created the file may use it, not a forked child.
     """
 
     def __init__(
@@ -208,28 +211,29 @@ class AsyncFile:
         reserve: bool = True,
         checksums: bool = False,
     ) -> None:
-        """Make the file.
+        """Create the file.
 
         Args:
-            directories: an existing, writable directory, or several: every drive then gets each n-th
-                ``request_bytes``, and they work at the same time.
+            directories: an existing, writable directory, or several: with n directories each drive gets every
+                n-th ``request_bytes``, and the drives work in parallel.
             nbytes: size of the file, rounded up to 4096.
-            backend: None is the environment's ``GEMINI_IO_BACKEND``, and where that is not set io_uring if
-                the system allows it, else threads. On a file system in memory (tmpfs) it is threads: there
-                is no device, only copying.
-            depth: how many requests are at the disk at one time.
-            request_bytes: larger transfers are cut into requests of this size, a multiple of 4096. Where
-                neither is given it is 8 requests of 1 MiB, and for files of 1 GiB and more what a probe of
-                half a second, once per process and drive, finds to be clearly faster.
-            direct: use O_DIRECT where the file system has it; see the property ``direct``.
-            reserve: take the disk space at once; otherwise only what is written takes space, see ``discard``.
-            checksums: keep a CRC32C of every block written, 5 bytes of memory per 4096, and verify what is
-                read. Sizes and offsets must then be multiples of 4096.
+            backend: None uses the environment's ``GEMINI_IO_BACKEND``; if that is not set, io_uring if the
+                system allows it, else threads. On a file system in memory (tmpfs) it is threads: there is no
+                device, only copying.
+            depth: the most requests at the disk at a time.
+            request_bytes: larger transfers are cut into requests of this size, a multiple of 4096. If neither
+                this nor ``depth`` is given: 8 requests of 1 MiB; for files of 1 GiB and more the parameters
+                that a probe of half a second, once per process and drive, finds clearly faster.
+            direct: use O_DIRECT if the file system supports it; see the property ``direct``.
+            reserve: take the disk space at once; otherwise only written blocks take space, see ``discard``.
+            checksums: keep a CRC32C of every block written, 5 bytes of memory per 4096, and verify reads.
+                Sizes and offsets must then be multiples of 4096.
 
         Raises:
-            ConfigError: a directory is missing or read-only, a number does not fit, or the backend cannot
+            ConfigError: a directory is missing or read-only, a number is out of range, or the backend cannot
                 be used here.
-            IoError: the space cannot be had, or no thread (ThreadError); nothing is left behind.
+            IoError: there is not enough space, or a thread cannot be started (ThreadError); nothing is left
+                behind.
         """
         paths = checked_directories(directories)
         name = chosen_backend(backend)
@@ -282,36 +286,36 @@ class AsyncFile:
         return int(self._file.writev(list(areas), offset))
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Have the kernel keep memory pinned: transfers from and to it need less processor time.
+        """Pin memory in the kernel: transfers from and to it need less processor time.
 
-        The memory must not be freed before ``unregister`` or ``close``. False where the system refuses
-        (``ulimit -l``) or the backend has no use for it; everything works anyway.
+        The memory must not be freed before ``unregister`` or ``close``. Returns False if the system refuses
+        (``ulimit -l``) or the backend has no use for it; transfers work in any case.
         """
         return bool(self._file.pin(address, nbytes))
 
     def unregister(self, address: int) -> None:
-        """Undo ``register``; no transfer on the memory may be under way."""
+        """Undo ``register``; no transfer of the memory may be under way."""
         self._file.forget(address)
 
     def stats(self) -> dict[str, float]:
-        """Return what was done so far.
+        """Return counters since creation.
 
         ``requests``, ``bytes_read`` and ``bytes_written`` of successful requests, ``system_calls``,
-        ``batches`` handed over, ``cpu_seconds`` of the file's own threads, and ``mean_depth``: the requests
-        at the device whenever more were waiting.
+        ``batches`` submitted, ``cpu_seconds`` of the file's own threads, and ``mean_depth``: the mean number
+        of requests at the device while more were waiting.
         """
         return dict(self._file.stats())
 
     def done(self, ticket: int) -> bool:
-        """Say, without waiting, whether the ticket's memory is free again (also when it failed)."""
+        """Say, without waiting, whether the ticket's memory is free again (also after a failure)."""
         return bool(self._file.done(ticket))
 
     def wait(self, ticket: int) -> None:
         """Block until the ticket is done, without the GIL.
 
         Raises:
-            IoError: the request failed; errno, path and offset say how and where.
-            ChecksumError: what was read is not what was written.
+            IoError: the request failed; with errno, path and offset.
+            ChecksumError: the bytes read differ from those written.
         """
         self._file.wait(ticket)
 
@@ -320,7 +324,7 @@ class AsyncFile:
         self._file.wait_all()
 
     def discard(self, offset: int, nbytes: int) -> None:
-        """Give the disk space of a range back, in a file made without ``reserve``.
+        """Return the disk space of a range, in a file created without ``reserve``.
 
         Raises:
             IoError: the disk refuses, or its file system cannot (see ``can_discard``).
@@ -328,21 +332,22 @@ class AsyncFile:
         self._file.discard(offset, nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Make the file ``nbytes`` long, rounded up to 4096, where it is shorter: what is added takes disk
-        space where it is written. Requests may be under way.
+        """Make the file at least ``nbytes`` long, rounded up to 4096. The added part takes disk space only
+        when it is written. Requests may be under way.
 
         Raises:
-            IoError: the file cannot be that long. StateError: it has checksums, or is closed.
+            IoError: the file cannot be that long.
+            StateError: it has checksums, or is closed.
         """
         self._file.grow(round_to_block(nbytes))
 
     def close(self) -> None:
-        """Finish all requests and give the disk space back. Idempotent."""
+        """Finish all requests and return the disk space. Idempotent."""
         self._file.close()
 
     @property
     def native(self) -> _C.AsyncFile:
-        """The object under it, for the native transfer engine, which keeps it alive."""
+        """The native object, for the transfer engine, which keeps it alive."""
         return self._file
 
     @property
@@ -352,28 +357,28 @@ class AsyncFile:
 
     @property
     def can_discard(self) -> bool:
-        """Whether ``discard`` gives space back: not on every file system, and of a file with ``reserve`` only
-        once it has grown."""
+        """Whether ``discard`` returns space: not on every file system, and in a file with ``reserve`` only
+        after it has grown."""
         return bool(self._file.can_discard)
 
     @property
     def backend(self) -> str:
-        """Whether "uring" or "threads" carry the requests."""
+        """The backend in use: "uring" or "threads"."""
         return str(self._file.backend)
 
     @property
     def depth(self) -> int:
-        """How many requests are at the disk at one time."""
+        """The most requests at the disk at a time."""
         return int(self._file.depth)
 
     @property
     def size(self) -> int:
-        """Bytes reserved."""
+        """The size in bytes."""
         return int(self._file.size)
 
     @property
     def path(self) -> str:
-        """What errors call the file; there is no such name in the directory."""
+        """The name of the file in errors; the directory has no such name."""
         return str(self._file.path)
 
     def __enter__(self) -> AsyncFile:

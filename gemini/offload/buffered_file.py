@@ -1,4 +1,4 @@
-"""A file read and written through a few buffers: writes end behind the caller, reads begin ahead of it."""
+"""BufferedFile: a file with a few buffers, which writes behind the caller and reads ahead of it."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from gemini.errors import IoError
 from gemini.offload.async_file import AsyncFile, direct_memory, round_to_block
 
 _NUM_BUFFERS = 8
-_NUM_AHEAD = 4  # of them, those that are read ahead: the others are written behind
+_NUM_AHEAD = 4  # buffers for reading ahead; the others are for writing behind
 _MAX_BUFFER_BYTES = 4 * 2**20
 _MIN_BUFFER_BYTES = 64 * 2**10
-_SHARE = 40  # the buffers take at most this part of the file, if that is not very little
+_SHARE = 40  # the buffers take at most 1 / share of the file, above a small minimum
 
-Range = tuple[int, int]  # offset and bytes
+Range = tuple[int, int]  # (offset, bytes)
 
 
 class _Buffer:
-    """Memory with one range of the file, or with none."""
+    """A buffer that holds one range of the file, or none."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.range: Range = (0, 0)
-        self.ticket: int | None = None  # of the transfer under way
-        self.is_new = False  # the file has not got it yet, as far as is known
+        self.ticket: int | None = None  # of the running transfer
+        self.is_new = False  # not yet known to be in the file
 
 
 class BufferedFile:
-    """``nbytes`` of disk space without a name, in 32 MiB of memory at most. For one thread.
+    """``nbytes`` of disk space without a name, with at most 32 MiB of memory. For one thread.
 
-    What :meth:`write` took is read back from its buffer until the disk has it: a write that fails loses
-    nothing. It is repeated, and raises if it fails again, when its buffer is needed.
+    Written bytes are read back from their buffer until the disk has them, so a failed write loses nothing. It
+    is repeated when its buffer is needed, and raises if it fails again.
     """
 
     def __init__(self, directories: list[str] | None, nbytes: int, *, checksums: bool = False) -> None:
-        """Reserve the space, in the system's directory for temporary files where none is named.
+        """Reserve the space, by default in the system's directory for temporary files.
 
         Raises:
-            ConfigError: a directory is missing or read-only; IoError: the space cannot be had.
+            ConfigError: a directory is missing or read-only.
+            IoError: there is not enough space.
         """
         share = round_to_block(nbytes // (_SHARE * _NUM_BUFFERS))
         self._buffer_bytes = min(max(share, _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
@@ -52,11 +53,11 @@ class BufferedFile:
         memory = direct_memory(_NUM_BUFFERS * self._buffer_bytes)
         self._file.register(memory.data_ptr(), memory.numel())
         self._free = [_Buffer(part) for part in memory.split(self._buffer_bytes)]
-        self._held: dict[int, _Buffer] = {}  # by where their range begins, the oldest first
+        self._held: dict[int, _Buffer] = {}  # by the offset of their range, the oldest first
 
     @property
     def size(self) -> int:
-        """Bytes reserved."""
+        """The size in bytes."""
         return self._file.size
 
     def traffic(self) -> tuple[int, int]:
@@ -65,8 +66,8 @@ class BufferedFile:
         return int(done["bytes_read"]), int(done["bytes_written"])
 
     def write(self, offset: int, values: torch.Tensor) -> None:
-        """Take flat bytes, which may be changed once this returns. Raises IoError: an earlier write failed;
-        the rest of these was not taken."""
+        """Copy flat bytes into buffers and start to write them; ``values`` may be changed afterwards. Raises
+        IoError if an earlier write failed; the rest of these bytes was not taken."""
         for begin, nbytes in self._parts((offset, values.numel())):
             buffer = self._held[begin] = self._take(begin)
             buffer.range, buffer.is_new = (begin, nbytes), True
@@ -74,8 +75,8 @@ class BufferedFile:
             self._start_writing(buffer)
 
     def read(self, offset: int, values: torch.Tensor, following: Iterable[Range] = ()) -> None:
-        """Read flat bytes, and begin to read what is ``following``, as far as there are buffers. Ranges are
-        those that were written. Raises IoError."""
+        """Read flat bytes, and start to read the ranges ``following``, as far as there are buffers. All
+        ranges must be ranges that were written. Raises IoError."""
         parts = list(self._parts((offset, values.numel())))
         ahead = [part for each in following for part in self._parts(each)][:_NUM_AHEAD]
         for index, (begin, nbytes) in enumerate(parts):
@@ -88,7 +89,7 @@ class BufferedFile:
         self._read_ahead(ahead)
 
     def close(self) -> None:
-        """Give the space back. Idempotent."""
+        """Return the space. Idempotent."""
         self._file.close()
         self._free.clear()
         self._held.clear()
@@ -101,7 +102,7 @@ class BufferedFile:
             yield begin, min(self._buffer_bytes, offset + nbytes - begin)
 
     def _read_ahead(self, parts: Iterable[Range]) -> None:
-        """Begin to read what is not held, as far as there are buffers that nothing waits for."""
+        """Start to read the parts that no buffer holds, as far as there are free buffers."""
         num_ahead = sum(not buffer.is_new for buffer in self._held.values())
         for part in parts:
             if part[0] in self._held:
@@ -122,7 +123,7 @@ class BufferedFile:
         buffer.ticket = self._file.write(buffer.memory.data_ptr(), nbytes, offset)
 
     def _await_read(self, buffer: _Buffer) -> None:
-        """Wait until ``buffer`` has its range. Raises IoError; then it has none."""
+        """Wait until ``buffer`` has its range. Raises IoError; the buffer is then free."""
         if buffer.is_new:
             return
         try:
@@ -137,11 +138,11 @@ class BufferedFile:
             try:
                 self._file.wait(ticket)
             finally:
-                if self._file.done(ticket):  # and not Ctrl-C
+                if self._file.done(ticket):  # not if Ctrl-C ended the wait
                     buffer.ticket = None
 
     def _take(self, offset: int) -> _Buffer:
-        """Return a buffer for the range at ``offset``; what was held of that is void. Raises IoError."""
+        """Return a buffer for the range at ``offset``; its previous content is discarded. Raises IoError."""
         held = self._held.get(offset)
         if held is not None:
             with suppress(IoError):
@@ -151,7 +152,7 @@ class BufferedFile:
             written = next((buffer for buffer in self._held.values() if buffer.is_new), None)
             if written is not None:
                 self._finish_writing(written)
-            else:  # what is read furthest ahead
+            else:  # the range that is read furthest ahead
                 last = next(reversed(self._held.values()))
                 with suppress(IoError):
                     self._await(last)
@@ -159,8 +160,8 @@ class BufferedFile:
         return self._free.pop()
 
     def _finish_writing(self, buffer: _Buffer) -> None:
-        """Wait until the file has what is in ``buffer``, which is free then. Raises IoError where it failed
-        twice: the buffer keeps it."""
+        """Wait until the file has the content of ``buffer``, which becomes free. Raises IoError if the write
+        failed twice: the buffer keeps its content."""
         try:
             if buffer.ticket is None:
                 self._start_writing(buffer)
@@ -171,7 +172,7 @@ class BufferedFile:
         self._free.append(self._held.pop(buffer.range[0]))
 
     def _reclaim_written(self) -> bool:
-        """Say whether a buffer is free now whose write has ended well."""
+        """Free a buffer with a finished, successful write; say whether there was one."""
         for buffer in list(self._held.values()):
             if buffer.is_new and buffer.ticket is not None and self._file.done(buffer.ticket):
                 with suppress(IoError):

@@ -1,4 +1,5 @@
-"""Whole tensors moved to disk and back; the tensor object stays, its memory goes back to the system."""
+"""DiskOffloader: moves whole tensors to disk and back; the tensor object stays, its memory is returned to the
+system."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ _MADV_DONTNEED = 4
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Free the memory of a tensor's storage; the pages that were its own leave the process.
+    """Free the memory of a tensor's storage; pages that belong only to it leave the process.
 
-    The C library keeps much of what is freed for later, up to everything: glibc stops returning blocks of a
-    size once the first such block was freed. So the whole pages inside are emptied before. Pinned memory
-    is left to its allocator: the GPU knows its pages.
+    The C library may keep all freed memory for later: glibc stops returning blocks of a size once the first
+    such block was freed. So whole pages inside are emptied first. Pinned memory is left to its allocator,
+    because the GPU knows its pages.
     """
     storage = tensor.untyped_storage()
     if tensor.device.type == "cpu" and sys.platform == "linux" and not tensor.is_pinned():
         start = -(-storage.data_ptr() // BLOCK_BYTES) * BLOCK_BYTES
         stop = (storage.data_ptr() + storage.nbytes()) // BLOCK_BYTES * BLOCK_BYTES
         if stop > start:
-            # Advice: where it is refused (larger pages, locked memory) the allocator decides as usual.
+            # Only advice: if it is refused (larger pages, locked memory) the allocator decides as usual.
             _madvise()(start, stop - start, _MADV_DONTNEED)
     storage.resize_(0)
 
@@ -55,7 +56,7 @@ Callback: TypeAlias = Callable[[], None]
 
 
 class Place(Enum):
-    """Where a tensor's bytes are."""
+    """The place of a tensor's bytes."""
 
     MEMORY = "memory"
     WRITING = "writing"
@@ -64,7 +65,7 @@ class Place(Enum):
 
 
 class _File(Protocol):
-    """The disk side. What ``write`` and ``read`` return is only given back to ``wait``."""
+    """The disk side. The results of ``write`` and ``read`` are only passed to ``wait``."""
 
     @property
     def disk_bytes(self) -> int: ...
@@ -75,7 +76,7 @@ class _File(Protocol):
 
 
 class _Entry:
-    """What the offloader knows of one tensor; dies with it."""
+    """The record of one tensor; dies with it."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -96,21 +97,21 @@ class _Request:
 class DiskOffloader:
     """Write tensors to a private file under ``dir_name`` and read them back into the same objects.
 
-    Between a finished write and the next read a tensor has no storage and must not be used. Not
-    thread-safe; callbacks run on the thread that waits. The file disappears on ``close``, on exit, and when
-    the offloader is collected.
+    Between a finished write and the next read a tensor has no storage and must not be used. Not thread-safe;
+    callbacks run on the thread that waits. The file disappears on ``close``, on exit, and when the offloader
+    is garbage-collected.
 
-    A tensor is dense, on the CPU or a CUDA GPU, of any dtype, and has its storage to itself. Host memory
-    used: 16 MiB of staging at most (as much again, pinned, once a CUDA tensor came), of which large CPU
-    tensors touch two blocks each; the page cache is not used where the file system allows it. CUDA tensors
-    pass through the staging memory on the current stream of their device, and so do small ones: a call that
-    needs more of it than is free waits for earlier transfers.
+    A tensor must be dense, on the CPU or a CUDA GPU, of any dtype, and the only one in its storage. Host
+    memory used: at most 16 MiB of staging (as much again, pinned, after the first CUDA tensor); a large CPU
+    tensor uses two blocks of it. The page cache is bypassed if the file system allows it. CUDA tensors pass
+    through the staging memory on the current stream of their device, and so do small tensors. A call that
+    needs more staging memory than is free waits for earlier transfers.
 
-    The calls are those of TensorNVMe's ``DiskOffloader``. What differs: tensors are known by themselves, not
-    by ``id()``; several written together may be read singly and the other way round; every failure raises;
-    memory goes when a write was waited for, never inside a later call's callback; ``backend`` None is
-    io_uring or threads, whichever works ("aio" and "pthread" are "threads" here); ``TENSORNVME_BACKEND``
-    is not read.
+    The calls are those of TensorNVMe's ``DiskOffloader``, with these differences: tensors are identified by
+    themselves, not by ``id()``; tensors written together may be read one by one and the other way round;
+    every failure raises; memory is freed when a write was waited for, never inside a later call's callback;
+    ``backend`` None is io_uring or threads, whichever works ("aio" and "pthread" are "threads" here);
+    ``TENSORNVME_BACKEND`` is not read.
     """
 
     def __init__(
@@ -125,10 +126,10 @@ class DiskOffloader:
 
         Args:
             dir_name: an existing, writable directory, or several: large tensors are striped over them.
-            n_entries: most transfers under way; one more waits for the oldest first.
-            backend: "uring", "threads" (as "aio" and "pthread", too, call it), or None, which chooses as
+            n_entries: the most transfers under way; a further one waits for the oldest.
+            backend: "uring", "threads" (also named "aio" and "pthread"), or None, which chooses as
                 ``AsyncFile`` does; "tensornvme" uses that package, for comparison.
-            checksums: verify with CRC32C what is read, 5 bytes of memory per 4096 on disk.
+            checksums: verify reads with CRC32C; 5 bytes of memory per 4096 on disk.
 
         Raises:
             ConfigError: a directory, the number or the backend cannot be used.
@@ -141,7 +142,7 @@ class DiskOffloader:
             self._file = TensorNvmeFile(directories, num_entries=n_entries, checksums=checksums)
         else:
             own: Backend | None = "threads" if backend == "aio" or backend == "pthread" else backend
-            chosen_backend(own)  # refuses now, not at the first write
+            chosen_backend(own)  # raises now, not at the first write
             self._file = ExtentFile(directories, backend=own, checksums=checksums)
         self._n_entries = n_entries
         self._entries = WeakTensorKeyDictionary()
@@ -153,19 +154,19 @@ class DiskOffloader:
     def async_write(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
         """Start moving ``tensor`` to disk.
 
-        Its memory is released and ``callback`` called once the write is finished and waited for
-        (``sync_write_events``, ``synchronize``, or a later call that makes room). Do not change the
-        tensor before that.
+        When the write is finished and waited for (``sync_write_events``, ``synchronize``, or a later call
+        that makes room), its memory is released and ``callback`` is called. Do not change the tensor before
+        that.
 
         Raises:
-            ConfigError: not a dense CPU or CUDA tensor that has its storage to itself.
+            ConfigError: not a dense CPU or CUDA tensor that is the only one in its storage.
             StateError: it is on disk already, or the offloader is closed.
             IoError: an earlier transfer failed, or the disk is full; the tensor is as before.
         """
         self.async_writev([tensor], callback)
 
     def async_read(self, tensor: torch.Tensor, callback: Callback | None = None) -> None:
-        """Give ``tensor`` its memory again and start filling it; usable after ``sync_read_events``.
+        """Allocate the memory of ``tensor`` again and start filling it; usable after ``sync_read_events``.
 
         Raises:
             StateError: it is not on disk, or the offloader is closed.
@@ -182,10 +183,10 @@ class DiskOffloader:
         self.sync_readv([tensor])
 
     def async_writev(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start moving several tensors to disk, as one transfer: when a part fails, all stay in memory.
+        """Start moving several tensors to disk, as one transfer: if a part fails, all stay in memory.
 
-        Small neighbours share requests. ``callback`` is called once, when all are done (at once if there
-        are none). Raises as ``async_write``, before anything is under way.
+        Small adjacent tensors share requests. ``callback`` is called once, when all are done (at once if
+        there are none). Raises as ``async_write``, before any transfer starts.
         """
         self._prepare(tensors)
         places = [self.place(tensor) for tensor in tensors]
@@ -202,10 +203,10 @@ class DiskOffloader:
         self._add(tensors, Place.WRITING, transfer, callback)
 
     def async_readv(self, tensors: Sequence[torch.Tensor], callback: Callback | None = None) -> None:
-        """Start reading several tensors back, as one transfer: when a part fails, all stay on disk.
+        """Start reading several tensors back, as one transfer: if a part fails, all stay on disk.
 
         ``callback`` is called once, when all are done (at once if there are none). Raises as ``async_read``,
-        before anything is under way.
+        before any transfer starts.
         """
         self._prepare(tensors)
         for tensor in tensors:
@@ -234,19 +235,20 @@ class DiskOffloader:
         self._settle(tensors)
 
     def sync_write_events(self) -> None:
-        """Wait for all writes; raises the first failure after all were waited for."""
+        """Wait for all writes; raises the first failure after all have ended."""
         self._finish([request for request in self._requests if request.is_write])
 
     def sync_read_events(self) -> None:
-        """Wait for all reads; raises the first failure after all were waited for."""
+        """Wait for all reads; raises the first failure after all have ended."""
         self._finish([request for request in self._requests if not request.is_write])
 
     def synchronize(self) -> None:
-        """Wait for everything; raises the first failure after all were waited for."""
+        """Wait for all transfers; raises the first failure after all have ended."""
         self._finish(list(self._requests))
 
     def close(self) -> None:
-        """Wait for everything and give the disk space back; what is still on disk is lost. Idempotent."""
+        """Wait for all transfers and return the disk space; tensors that are still on disk are lost.
+        Idempotent."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
@@ -262,7 +264,7 @@ class DiskOffloader:
         return self._file.disk_bytes
 
     def place(self, tensor: torch.Tensor) -> Place:
-        """Say where the bytes of ``tensor`` are, as of the last wait."""
+        """Return the place of the bytes of ``tensor``, as of the last wait."""
         entry: _Entry | None = self._entries.get(tensor)
         return Place.MEMORY if entry is None else entry.place
 
@@ -275,7 +277,7 @@ class DiskOffloader:
         self.close()
 
     def _prepare(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait until there is room for one more transfer and none of ``tensors`` is on its way."""
+        """Wait until there is room for another transfer and none of ``tensors`` is in transit."""
         if self._closed:
             raise StateError("the DiskOffloader is closed")
         if os.getpid() != self._pid:
@@ -288,7 +290,7 @@ class DiskOffloader:
             self._finish([self._requests[0]])
 
     def _settle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Wait for the transfers under way of ``tensors``, or of others with the same memory."""
+        """Wait for running transfers of ``tensors``, or of other tensors with the same memory."""
         wanted = _storage_ids(tensors)
         self._finish([one for one in self._requests if not wanted.isdisjoint(_storage_ids(one.tensors))])
 
@@ -307,11 +309,11 @@ class DiskOffloader:
         self._requests.append(request)
 
     def _finish(self, requests: Sequence[_Request]) -> None:
-        """Wait for ``requests``, all of them also when one fails, then raise the first failure."""
+        """Wait for all ``requests``, even if one fails, then raise the first failure."""
         failure: Exception | None = None
         for request in requests:
             if request not in self._requests:
-                continue  # a callback has waited for it
+                continue  # a callback has waited for it already
             try:
                 self._finish_one(request)
             except Exception as error:
@@ -323,7 +325,7 @@ class DiskOffloader:
         try:
             self._file.wait(request.transfer)
         except Exception:
-            # The bytes are where they were: a failed write released nothing, a failed read can be repeated.
+            # The bytes are unchanged: a failed write released nothing, and a failed read can be repeated.
             self._end(request, arrived=False)
             raise
         self._end(request, arrived=True)
@@ -340,7 +342,7 @@ class DiskOffloader:
 
 
 def _abandon(file: _File, requests: Iterable[_Request], pid: int) -> None:
-    """End what nobody will wait for: the disk must not write into memory that is freed."""
+    """Wait for transfers that no caller will wait for: the disk must not write into freed memory."""
     if os.getpid() != pid:
         return
     for request in requests:

@@ -1,4 +1,4 @@
-"""Extents of disk space, given out and taken back, in files that are added as needed."""
+"""DiskSpace: allocates extents in files that are added as needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MIN_FILE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of one file; ``nbytes`` is a multiple of the block."""
+    """A range of one file; ``nbytes`` is a multiple of the block size."""
 
     file: AsyncFile
     offset: int
@@ -24,13 +24,13 @@ class Extent:
 
 
 class Holes:
-    """The free ranges of something that is given out in pieces: first fit, merged when they come back."""
+    """The free ranges of an address space: first-fit allocation; freed ranges are merged."""
 
     def __init__(self, nbytes: int) -> None:
-        self._holes = [(0, nbytes)]  # sorted (offset, nbytes) that do not touch
+        self._holes = [(0, nbytes)]  # sorted (offset, nbytes); none are adjacent
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of ``nbytes`` that are taken now, or None when no hole is large enough."""
+        """Allocate ``nbytes`` and return the offset; None if no hole is large enough."""
         for index, (offset, size) in enumerate(self._holes):
             if size >= nbytes:
                 rest = [(offset + nbytes, size - nbytes)] if size > nbytes else []
@@ -39,7 +39,7 @@ class Holes:
         return None
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take a range back that ``take`` gave out, whole or a part of it."""
+        """Free a range that ``take`` allocated, or a part of it."""
         first = last = bisect(self._holes, (offset, 0))
         end = offset + nbytes
         if first > 0 and sum(self._holes[first - 1]) == offset:
@@ -52,7 +52,8 @@ class Holes:
 
 
 class DiskSpace:
-    """First-fit allocation. Files are never shrunk; each new one doubles the space, so there are few."""
+    """First-fit allocation in files. Files are never shrunk; each new file doubles the space, so there are
+    few."""
 
     def __init__(
         self, directories: Sequence[str], *, backend: Backend | None = None, checksums: bool = False
@@ -61,7 +62,7 @@ class DiskSpace:
         self._backend = backend
         self._checksums = checksums
         self._holes: dict[AsyncFile, Holes] = {}
-        # Freed while something else is under way, perhaps by the garbage collector: merged at the next call.
+        # May be freed at any time, even by the garbage collector: merged at the next allocation.
         self._returned: deque[Extent] = deque()
 
     @property
@@ -88,7 +89,7 @@ class DiskSpace:
         return Extent(file, offset, need)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent, or a part of one, back; safe in a finalizer. Its last request must be done."""
+        """Free an extent or a part of one; safe in a finalizer. Its last request must be done."""
         self._returned.append(extent)
 
     def close(self) -> None:
@@ -114,5 +115,5 @@ class DiskSpace:
         while self._returned:
             extent = self._returned.popleft()
             holes = self._holes.get(extent.file)
-            if holes is not None:  # else closed meanwhile
+            if holes is not None:  # None: closed meanwhile
                 holes.give(extent.offset, extent.nbytes)

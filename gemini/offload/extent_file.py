@@ -1,8 +1,9 @@
-"""The disk side of DiskOffloader: bytes of tensors to extents of files and back.
+"""The disk side of DiskOffloader: moves bytes of tensors to extents of files and back.
 
-O_DIRECT wants memory in whole pages; torch's tensors start anywhere. A large CPU tensor keeps on disk the
-place in a block that it has in a page, so that all its whole pages go straight; only the blocks at its ends
-are staged. Everything else (small, or on a GPU) is staged as a whole, neighbours together.
+O_DIRECT needs whole pages, but torch's tensors may start anywhere. A large CPU tensor has the same offset
+within a block on disk as within a page in memory, so that all its whole pages are transferred directly; only
+the blocks at its ends are staged. All other tensors (small, or on a GPU) are staged as a whole, adjacent ones
+together.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from gemini.offload.async_file import BLOCK_BYTES, AsyncFile, Backend, round_to_
 from gemini.offload.disk_space import DiskSpace, Extent
 from gemini.offload.staging import STAGING_BYTES, Staging
 
-# Below this a copy is cheaper than what the ends of a tensor cost.
+# Below this size, copying is cheaper than staging the two ends.
 DIRECT_FROM_BYTES = 128 * 2**10
-# What is staged goes in requests of this size, several at a time.
+# Staged bytes are transferred in requests of this size, several at a time.
 PART_BYTES = 2 * 2**20
 
 
 @dataclass(eq=False)
 class StoredExtents:
-    """Where the bytes of one tensor are on disk; ``skew`` is the place of the first in its block."""
+    """The place of one tensor's bytes on disk; ``skew`` is the offset of the first byte in its block."""
 
     extent: Extent
     nbytes: int
@@ -36,7 +37,7 @@ class StoredExtents:
     skew: int = 0
 
     def lie_as(self, address: int) -> None:
-        """Have the bytes lie in blocks as memory at ``address`` does, before they are written."""
+        """Set the offset in blocks to that of memory at ``address`` in pages; call it before writing."""
         self.skew = address % BLOCK_BYTES
 
 
@@ -49,18 +50,19 @@ class Move:
 
 
 def goes_direct(storage_bytes: int, device: torch.device) -> bool:
-    """Whether the memory can be read and written by the disk itself."""
+    """Whether the disk can read and write the memory directly."""
     return device.type == "cpu" and storage_bytes >= DIRECT_FROM_BYTES
 
 
 def extent_bytes(nbytes: int, *, direct: bool) -> int:
-    """Return the disk space of a tensor: one block more where it may start anywhere in its first."""
+    """Return the disk space of a tensor: one block more if it may start anywhere in its first block."""
     return round_to_block(nbytes) + (BLOCK_BYTES if direct else 0)
 
 
 @dataclass(frozen=True)
 class BlockCut:
-    """The ``blocks`` of a tensor on disk; those in [first, last) have a whole page of its memory each."""
+    """The ``blocks`` of a tensor on disk; those in [first, last) each correspond to a whole page of its
+    memory."""
 
     blocks: int
     first: int
@@ -68,7 +70,7 @@ class BlockCut:
 
 
 def cut(address: int, nbytes: int, skew: int) -> BlockCut:
-    """Lay the blocks over the pages of memory, first over first."""
+    """Match the blocks on disk with the pages in memory, beginning with the first of each."""
     place = address % BLOCK_BYTES
     blocks = round_to_block(skew + nbytes) // BLOCK_BYTES
     first = 1 if place else 0
@@ -77,7 +79,8 @@ def cut(address: int, nbytes: int, skew: int) -> BlockCut:
 
 
 class DirectPart:
-    """One large CPU tensor: its whole pages straight, the blocks at its ends through the staging memory."""
+    """One large CPU tensor: its whole pages are transferred directly, the blocks at its ends through the
+    staging memory."""
 
     def __init__(self, move: Move) -> None:
         self._storage, self._stored = move.storage, move.stored
@@ -89,7 +92,7 @@ class DirectPart:
         self.staged_bytes = self._head_bytes + (self._cut.blocks - self._cut.last) * BLOCK_BYTES
 
     def write(self, staging: Staging, at: int) -> int:
-        """Start writing, ``at`` being the slice; return the ticket."""
+        """Start writing, with the staging slice at offset ``at``; return the ticket."""
         for offset, start, nbytes in self._ends():
             staging.fill(at + offset, self._storage, start, nbytes)
         return self.file.writev(self._areas(staging, at), self._stored.extent.offset)
@@ -99,7 +102,8 @@ class DirectPart:
         return self.file.readv(self._areas(staging, at), self._stored.extent.offset)
 
     def arrive(self, staging: Staging, at: int) -> None:
-        """Put what was read into its place. The pages first: they may have landed where the ends belong."""
+        """Move the bytes that were read to their places. The pages first: they may have landed where the ends
+        belong."""
         landed = self._page + self._head_bytes
         start, stop = self._span(self._cut.first, self._cut.last)
         source = landed + start - (self._cut.first * BLOCK_BYTES - self._stored.skew)
@@ -113,13 +117,13 @@ class DirectPart:
         return self._address - self._address % BLOCK_BYTES
 
     def _span(self, first: int, last: int) -> tuple[int, int]:
-        """Return which bytes of the tensor the blocks [first, last) hold."""
+        """Return the range of the tensor's bytes in the blocks [first, last)."""
         start = max(0, first * BLOCK_BYTES - self._stored.skew)
         stop = min(self._stored.nbytes, last * BLOCK_BYTES - self._stored.skew)
         return start, max(start, stop)
 
     def _ends(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (place in the slice, first byte of the tensor, count) of what is staged."""
+        """Yield (offset in the slice, first byte of the tensor, count) for the staged ends."""
         skipped = 0
         for first, last in ((0, self._cut.first), (self._cut.last, self._cut.blocks)):
             start, stop = self._span(first, last)
@@ -142,13 +146,13 @@ Segment: TypeAlias = tuple[int, torch.UntypedStorage, int, int]
 
 @dataclass(eq=False)
 class StagedPart:
-    """Consecutive blocks of a file that belong to one tensor or several."""
+    """Consecutive blocks of a file that belong to one or several tensors."""
 
     file: AsyncFile
     offset: int
     pinned: bool
     staged_bytes: int = 0
-    segments: list[Segment] = field(default_factory=list)  # (place in the slice, storage, first byte, count)
+    segments: list[Segment] = field(default_factory=list)  # (offset in the slice, storage, first byte, count)
 
     def takes(self, extent: Extent, start: int, pinned: bool) -> bool:
         """Whether the bytes from ``start`` of an extent can be added."""
@@ -156,14 +160,14 @@ class StagedPart:
         return follows and self.pinned == pinned and self.staged_bytes < PART_BYTES
 
     def add(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> int:
-        """Add bytes from ``start`` of a storage, at most ``nbytes``; return how many, in whole blocks."""
+        """Add at most ``nbytes`` from ``start`` of a storage; return how many were added, in whole blocks."""
         took = min(PART_BYTES - self.staged_bytes, round_to_block(nbytes))
         self.segments.append((self.staged_bytes, storage, start, min(took, nbytes)))
         self.staged_bytes += took
         return took
 
     def write(self, staging: Staging, at: int) -> int:
-        """Start writing, ``at`` being the slice; return the ticket."""
+        """Start writing, with the staging slice at offset ``at``; return the ticket."""
         for offset, storage, start, nbytes in self.segments:
             staging.fill(at + offset, storage, start, nbytes)
         return self.file.write(staging.address + at, self.staged_bytes, self.offset)
@@ -173,7 +177,7 @@ class StagedPart:
         return self.file.read(staging.address + at, self.staged_bytes, self.offset)
 
     def arrive(self, staging: Staging, at: int) -> None:
-        """Put what was read into its place."""
+        """Copy the bytes that were read to their places."""
         for offset, storage, start, nbytes in self.segments:
             staging.drain(at + offset, storage, start, nbytes)
 
@@ -182,7 +186,7 @@ Part: TypeAlias = DirectPart | StagedPart
 
 
 def parts_of(moves: Sequence[Move]) -> Iterator[Part]:
-    """Yield the requests that ``moves`` take."""
+    """Yield the parts, each one request, into which ``moves`` are split."""
     open_part: StagedPart | None = None
     for move in moves:
         if move.stored.direct:
@@ -213,24 +217,24 @@ class _Flight:
 
 @dataclass(eq=False)
 class Transfer:
-    """Tensors on their way, all in one direction; failed when one part of it failed."""
+    """Tensors in transit, all in one direction; it has failed if one of its parts has."""
 
     is_write: bool
-    flights: dict[_Flight, None] = field(default_factory=dict)  # in the order of submission
+    flights: dict[_Flight, None] = field(default_factory=dict)  # in order of submission
     failure: Exception | None = None
 
 
 class ExtentFile:
-    """Keeps a place on disk for every tensor it has written, as long as the tensor lives.
+    """Keeps a place on disk for every tensor that it has written, as long as the tensor lives.
 
-    The caller keeps tensors alive, allocated and unchanged while they are on their way.
+    The caller keeps tensors alive, allocated and unchanged during transfers.
     """
 
     def __init__(self, directories: Sequence[str], *, backend: Backend | None, checksums: bool) -> None:
         self._space = DiskSpace(directories, backend=backend, checksums=checksums)
         self._stored = WeakTensorKeyDictionary()
-        self._staging: dict[bool, Staging] = {}  # by whether it is pinned
-        self._staged: dict[_Flight, Transfer] = {}  # those that hold a slice, oldest first
+        self._staging: dict[bool, Staging] = {}  # by whether the memory is pinned
+        self._staged: dict[_Flight, Transfer] = {}  # parts that hold a slice, oldest first
 
     @property
     def disk_bytes(self) -> int:
@@ -238,10 +242,10 @@ class ExtentFile:
         return self._space.reserved_bytes
 
     def write(self, tensors: Sequence[torch.Tensor]) -> Transfer:
-        """Start writing. What needs staging beyond its memory waits for earlier transfers.
+        """Start writing. If the staging memory is full, waits for earlier transfers.
 
         Raises:
-            IoError: the disk is full; nothing is under way.
+            IoError: the disk is full; no transfer was started.
         """
         self._reserve(tensors)
         moves = self._moves(tensors)
@@ -251,11 +255,11 @@ class ExtentFile:
         return self._start(moves, is_write=True)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> Transfer:
-        """Start reading into the memory of tensors that were written, which they have again."""
+        """Start reading tensors that were written; their memory must be allocated again."""
         return self._start(self._moves(tensors), is_write=False)
 
     def wait(self, transfer: Transfer) -> None:
-        """Block until nothing of the transfer is under way.
+        """Block until no part of the transfer is under way.
 
         Raises:
             IoError: a part of it failed.
@@ -266,14 +270,14 @@ class ExtentFile:
             raise transfer.failure
 
     def close(self) -> None:
-        """Give the disk space back. Idempotent."""
+        """Return the disk space. Idempotent."""
         self._space.close()
 
     def _moves(self, tensors: Sequence[torch.Tensor]) -> list[Move]:
         return [Move(one.untyped_storage(), self._stored[one]) for one in tensors if one.numel() > 0]
 
     def _reserve(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Find disk space for those that have none; neighbours get neighbouring extents."""
+        """Allocate disk space for tensors that have none; adjacent tensors get adjacent extents."""
         for batch in _batches([one for one in tensors if one.numel() > 0 and self._needs_space(one)]):
             sizes = [_space_of(one) for one in batch]
             whole = self._space.allocate(sum(sizes))
@@ -299,7 +303,7 @@ class ExtentFile:
         try:
             for part in parts_of(moves):
                 if transfer.failure is not None:
-                    break  # an early part has landed and failed: ``wait`` raises it
+                    break  # an earlier part has already failed: ``wait`` raises it
                 self._launch(part, transfer)
         except BaseException:
             for flight in list(transfer.flights):
@@ -321,7 +325,8 @@ class ExtentFile:
             self._staged[flight] = transfer
 
     def _land(self, flight: _Flight, transfer: Transfer) -> None:
-        """Wait for one part; its failure is kept for the ``wait`` of its transfer, perhaps not this one."""
+        """Wait for one part; its failure is kept for the ``wait`` of its transfer, which may be another
+        one."""
         try:
             flight.part.file.wait(flight.ticket)
             if not transfer.is_write and transfer.failure is None:
@@ -357,7 +362,7 @@ def _space_of(tensor: torch.Tensor) -> int:
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield runs that fit one request, or single larger tensors."""
+    """Yield runs of tensors that fit one request, or single larger tensors."""
     batch: list[torch.Tensor] = []
     total = 0
     for tensor in tensors:

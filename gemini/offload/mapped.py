@@ -1,4 +1,4 @@
-"""Tensors that live in a file: as large as the disk, with memory the kernel can take back."""
+"""MappedTensors: tensors mapped from a file, as large as the disk, in memory that the kernel can reclaim."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ import torch
 from gemini.errors import IoError, StateError
 
 _ALIGN = 64
-_PART_BYTES = 4 * 2**20  # what is in memory of a tensor that is being copied
-_WRITTEN_BACK_BYTES = 32 * 2**20  # what waits in the page cache for the disk
+_PART_BYTES = 4 * 2**20  # bytes in memory while a tensor is being copied
+_WRITTEN_BACK_BYTES = 32 * 2**20  # bytes in the page cache that are not written back yet
 
 
 class TensorsInMemory:
-    """Makes tensors as :class:`MappedTensors` does, in memory."""
+    """Creates tensors as :class:`MappedTensors` does, but in memory."""
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor of anything."""
+        """Return a flat, uninitialized tensor."""
         return torch.empty(count, dtype=dtype, device="cpu")
 
     def put(self, flat: torch.Tensor, start: int, values: torch.Tensor) -> None:
-        """Copy flat ``values`` into it, from its element ``start`` on."""
+        """Copy flat ``values`` into ``flat``, beginning at its element ``start``."""
         flat[start : start + values.numel()].copy_(values)
 
     def release(self, flat: torch.Tensor) -> None:
-        """Do nothing: memory is where it stays."""
+        """Do nothing: the values stay in memory."""
 
 
 class MappedTensors:
-    """Copies of tensors appended to one unlinked file and mapped from it.
+    """Copies of tensors, appended to one unlinked file and mapped from it.
 
-    The copies are ordinary tensors: they read from the page cache, which the kernel reclaims when memory is
-    short, and the file is gone when the last of them is. Only the user can open it.
+    The copies are ordinary tensors. They read from the page cache, which the kernel reclaims if memory is
+    short. The file is removed with the last copy. Only the user can open it.
     """
 
     def __init__(self, directory: str, capacity_bytes: int, num_tensors: int) -> None:
-        """Reserve room for ``num_tensors`` tensors of ``capacity_bytes`` together.
+        """Reserve room for ``num_tensors`` tensors of ``capacity_bytes`` in total.
 
         Raises:
             IoError: the directory is missing, read-only or full; nothing is left behind.
@@ -60,13 +60,13 @@ class MappedTensors:
             raise _io_error(error, f"cannot export tensors of {size} bytes", directory) from error
         self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
         self._offset = 0
-        self._written = 0  # as far as pages were written back
+        self._written = 0  # offset up to which pages were written back
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``tensor`` (contiguous) that lives in the file.
+        """Return a contiguous copy of ``tensor`` in the file.
 
         Raises:
-            StateError: there is not so much room left.
+            StateError: there is not enough room left.
             IoError: the file cannot be written.
         """
         flat = self.empty(tensor.numel(), tensor.dtype)
@@ -74,7 +74,7 @@ class MappedTensors:
         return flat.view(tensor.shape)
 
     def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a flat tensor in the file, of zeros. Raises StateError: there is not so much room left."""
+        """Return a flat tensor of zeros in the file. Raises StateError if there is not enough room left."""
         nbytes = count * dtype.itemsize
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -88,8 +88,8 @@ class MappedTensors:
         return flat
 
     def put(self, flat: torch.Tensor, start: int, values: torch.Tensor) -> None:
-        """Copy flat ``values`` into a tensor of :meth:`empty`, from its element ``start`` on, through a few
-        MiB of memory. Raises IoError: the file cannot be written."""
+        """Copy flat ``values`` into a tensor of :meth:`empty`, beginning at its element ``start``, using a
+        few MiB of memory. Raises IoError if the file cannot be written."""
         for part in values.split(_PART_BYTES // flat.dtype.itemsize):
             target = flat[start : start + part.numel()]
             target.copy_(part)
@@ -97,8 +97,8 @@ class MappedTensors:
             start += part.numel()
 
     def release(self, flat: torch.Tensor) -> None:
-        """Unmap the pages of what was written: only the page cache holds them, and it can be reclaimed. From
-        time to time write them back. Raises IoError."""
+        """Unmap the written pages of ``flat``, so that only the page cache holds them and can be reclaimed.
+        Writes them back from time to time. Raises IoError."""
         begin = flat.data_ptr() - self._address
         start = begin // mmap.PAGESIZE * mmap.PAGESIZE
         stop = (begin + flat.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -122,14 +122,14 @@ IN_MEMORY = TensorsInMemory()
 
 
 def _require_room(descriptor: int, nbytes: int) -> None:
-    """Raise what reserving more than there is would, without taking all there is before."""
+    """Raise ENOSPC if the disk lacks ``nbytes``, without filling the disk first as reserving would."""
     found = os.fstatvfs(descriptor)
     if found.f_blocks and nbytes > found.f_bavail * found.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Reserve disk space. Where a sandbox or the file system knows no such call, by writing zeros."""
+    """Reserve disk space; by writing zeros if a sandbox or the file system does not support fallocate."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
@@ -142,7 +142,8 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 
 
 def _open_nameless(directory: str) -> int:
-    """Open a private file that never had a name, or, where the file system has none, lost it at once."""
+    """Open a private file without a name. If the file system does not support that, unlink a new file at
+    once."""
     flag = getattr(os, "O_TMPFILE", None)
     if flag is not None:
         try:

@@ -1,4 +1,4 @@
-"""Page-aligned memory of a fixed size that bytes pass through which cannot go straight to the disk."""
+"""Staging: page-aligned memory of a fixed size for bytes that the disk cannot read or write directly."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from gemini.offload.async_file import BLOCK_BYTES, direct_memory
 from gemini.offload.disk_space import Holes
 
-# All that is staged at one time, in host memory; for CUDA tensors once more, pinned.
+# The most bytes staged at a time, in host memory; for CUDA tensors the same again, pinned.
 STAGING_BYTES = 16 * 2**20
 
 
 class Staging:
-    """Slices of the memory, first fit: where little is staged, little of it is ever touched.
+    """Allocates slices of the memory, first fit, so that a small amount of staging touches little memory.
 
-    Addresses count from the start of the memory. A copy is complete when its call returns.
+    Offsets count from the start of the memory. A copy is complete when its call returns.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
@@ -25,22 +25,22 @@ class Staging:
         self.address = self._memory.data_ptr()
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of a slice, or None when there is no room now."""
+        """Allocate a slice and return its offset; None if there is no room now."""
         return self._holes.take(nbytes)
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Give a slice back."""
+        """Free a slice."""
         self._holes.give(offset, nbytes)
 
     def fill(self, offset: int, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        """Copy bytes of a storage in. CUDA: on the current stream of its device."""
+        """Copy bytes of a storage into the staging memory. CUDA: on the current stream of its device."""
         if _on_cpu(storage):
             ctypes.memmove(self.address + offset, storage.data_ptr() + start, nbytes)
         else:
             self._slice(offset, nbytes).copy_(_bytes_of(storage)[start : start + nbytes])
 
     def drain(self, offset: int, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
-        """Copy bytes out into a storage. CUDA: on the current stream of its device."""
+        """Copy bytes from the staging memory into a storage. CUDA: on the current stream of its device."""
         if _on_cpu(storage):
             ctypes.memmove(storage.data_ptr() + start, self.address + offset, nbytes)
         else:

@@ -14,21 +14,21 @@ from gemini.errors import ConfigError
 
 @dataclass(eq=False)
 class CountedTransfer:
-    """Tensors on their way; ``left`` of them have not arrived."""
+    """Tensors in transit; ``left`` of them have not arrived."""
 
     is_write: bool
     left: int = 0
 
     def count_down(self) -> None:
-        """Note that one has arrived."""
+        """Note that one tensor has arrived."""
         self.left -= 1
 
 
 class TensorNvmeFile:
-    """The calls of ``TensorFile`` on a ``tensornvme.DiskOffloader``.
+    """The interface of ExtentFile over a ``tensornvme.DiskOffloader``.
 
-    CPU tensors, one directory, through the page cache. It checks no result and keeps the disk space of a
-    tensor that dies there; failures it does not see are not seen here.
+    CPU tensors, one directory, through the page cache. TensorNVMe checks no results and keeps the disk space
+    of tensors that were freed; failures that it does not detect are not detected here.
     """
 
     def __init__(self, directories: Sequence[str], *, num_entries: int, checksums: bool) -> None:
@@ -46,7 +46,7 @@ class TensorNvmeFile:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the tensors that are on disk; it does not say what it holds."""
+        """Bytes of the tensors that are on disk; TensorNVMe does not report the space that it holds."""
         return self._disk_bytes
 
     def write(self, tensors: Sequence[torch.Tensor]) -> CountedTransfer:
@@ -68,7 +68,7 @@ class TensorNvmeFile:
         return transfer
 
     def wait(self, transfer: CountedTransfer) -> None:
-        """Wait for all transfers of the direction: it cannot wait for one."""
+        """Wait for all transfers of the direction: TensorNVMe cannot wait for a single one."""
         if transfer.left == 0:
             return
         if transfer.is_write:
@@ -77,7 +77,7 @@ class TensorNvmeFile:
             self._offloader.sync_read_events()
 
     def close(self) -> None:
-        """Let go of the offloader, which removes its file."""
+        """Drop the offloader, which removes its file."""
         self._offloader = None
 
 

@@ -1,5 +1,5 @@
-"""Placement: how much of each tier model data may take. Policies return plans, the runtime carries them
-out."""
+"""Placement: decides how much of each tier model data may take. Policies return plans; the runtime executes
+them."""
 
 from gemini.placement.policies import (
     ModelDataSize,

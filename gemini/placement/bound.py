@@ -1,8 +1,8 @@
-"""A lower bound of a steady step, whatever a plan does: the optimum of a fluid linear program.
+"""A lower bound on the time of a steady step under any plan: the optimum of a fluid linear program.
 
-Chunks are divisible and what is read early or written late is counted in sums over all chunks, moment by
-moment; each of these only lets more plans in, so no plan that leaves the reserve free takes less time on
-average (docs/notes/placement.md).
+Chunks are divisible, and early reads and late writes are counted in sums over all chunks, moment by moment.
+Each of these only admits more plans, so no plan that leaves the reserve free takes less time on average
+(docs/notes/placement.md).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from scipy.optimize import linprog
 
 from gemini.placement.problem import NO_RUN, Floats, Intervals, Ints, Iteration, Machine, find_intervals
 
-# What is on its way is counted in seconds, its room in bytes: no transfer is taken to be slower than this
-# share of the bandwidth (short ones are, for their latency), so that seconds say how many bytes there are.
+# Transfers are counted in seconds, their room in bytes. No transfer is assumed to be slower than this share
+# of the bandwidth (short ones are, because of latency), so that seconds determine bytes.
 _RATE = 0.95
 
 _Entries = Iterable[tuple[int, float]]
 
 
 def lower_bound(iteration: Iteration, machine: Machine) -> float:
-    """Return seconds that no steady step stays below."""
+    """Return a time in seconds that no steady step falls below."""
     compute = sum(iteration.seconds)
     if iteration.total_bytes <= machine.device_bytes - max(iteration.reserve_bytes, default=0):
         return compute
@@ -32,7 +32,7 @@ def lower_bound(iteration: Iteration, machine: Machine) -> float:
 
 
 class _ProgramRows:
-    """The rows and columns of a sparse program."""
+    """The rows and columns of a sparse linear program."""
 
     def __init__(self) -> None:
         self._bounds: list[tuple[float, float]] = []
@@ -43,13 +43,13 @@ class _ProgramRows:
             self._limits[is_equal] = []
 
     def columns(self, count: int, lowest: float = 0.0, highest: float = np.inf) -> list[int]:
-        """Add columns between two numbers."""
+        """Add columns with these bounds; return their indices."""
         first = len(self._bounds)
         self._bounds += [(lowest, highest)] * count
         return list(range(first, first + count))
 
     def at_most(self, entries: _Entries, limit: float) -> None:
-        """Add the row ``sum(value * column) <= limit``; a column may occur in it several times."""
+        """Add the row ``sum(value * column) <= limit``; a column may occur several times."""
         self._add(entries, limit, is_equal=False)
 
     def equal(self, entries: _Entries, value: float) -> None:
@@ -57,7 +57,7 @@ class _ProgramRows:
         self._add(entries, value, is_equal=True)
 
     def minimize(self, costs: list[int]) -> float:
-        """Return the least sum of the ``costs`` columns; 0, which bounds nothing, if the solver fails."""
+        """Return the least sum of the ``costs`` columns; 0, which is no bound, if the solver fails."""
         objective = np.zeros(len(self._bounds))
         objective[costs] = 1.0
         found = linprog(
@@ -87,14 +87,15 @@ class _ProgramRows:
 
 @dataclass(frozen=True, eq=False)
 class _Prices:
-    """``seconds``: of one transfer, per interval or run; at least ``bytes_per_second`` times it is moved."""
+    """``seconds``: of one transfer, per interval or run. ``bytes_per_second``: a rate that no transfer falls
+    below."""
 
     seconds: Floats
     bytes_per_second: float
 
     @classmethod
     def of(cls, nbytes: Ints, machine: Machine, *links: str) -> _Prices:
-        """Price transfers; the links of two tiers work on the same one at the same time."""
+        """Price transfers; the links of two tiers share one transfer at the same time."""
         tiers = zip((machine.host_bytes, machine.disk_bytes), links, strict=True)
         speeds = [machine.speed(link) for present, link in tiers if present]
         if not speeds:
@@ -112,8 +113,8 @@ class _Prices:
 class _Fluid:
     """Builds the program.
 
-    Time is looked at when an operator begins and when it ends: a *point* is twice the moment, plus one for
-    the end. Seconds are those of a link, bytes are divided by the DEVICE budget.
+    Time is divided into points: the begin and the end of each operator. A *point* is twice the moment, plus
+    one for the end. Seconds are those of a link; bytes are divided by the DEVICE budget.
     """
 
     def __init__(self, iteration: Iteration, machine: Machine) -> None:
@@ -126,17 +127,19 @@ class _Fluid:
         self._rows = rows = _ProgramRows()
         self._kept = rows.columns(len(self._them), highest=1.0)  # share of each interval that stays
         self._left = rows.columns(len(self._them.run_bytes), highest=1.0)  # share of each run that is written
-        # Of a kept interval, what is written at some time of its run, not necessarily before it.
+        # The share of a kept interval that is written at some time of its run, not necessarily before the
+        # interval.
         self._later = rows.columns(len(self._them), highest=1.0)
         self._stall = rows.columns(moments)
-        # Sums since the step began, per moment: seconds of what has been used after a read, and of what has
-        # been made and has to be written; per point: seconds of what was read and written. What the step
-        # before has left to write makes the last one negative.
+        # Sums since the step began. Per moment: seconds of reads that were due, and of writes of content that
+        # was made. Per point: seconds of reads and writes that were done. Writes left from the previous step
+        # make the last one negative.
         self._due = rows.columns(moments)
         self._made = rows.columns(moments)
         self._read = rows.columns(2 * moments)
         self._written = rows.columns(2 * moments, lowest=-np.inf)
-        # Bytes that stay, seconds of `_later` among them; per point, bytes that leave when they are written.
+        # Bytes that stay, and seconds of `_later` among them; per point, bytes that leave when they are
+        # written.
         self._stay = rows.columns(moments)
         self._stay_later = rows.columns(moments)
         self._leaving = rows.columns(2 * moments)
@@ -152,18 +155,18 @@ class _Fluid:
         return self._rows.minimize(self._stall)
 
     def _write_seconds(self) -> Floats:
-        """Return, per interval, what writing its run takes; 0 where nothing is written."""
+        """Return, per interval, the seconds of writing its run; 0 if nothing is written."""
         seconds = np.zeros(len(self._them))
         in_run = self._them.run != NO_RUN
         seconds[in_run] = self._writes.seconds[self._them.run[in_run]]
         return seconds
 
     def _add_runs(self) -> None:
-        """What does not stay is written, once per run."""
+        """Constrain writes: content that does not stay is written, once per run."""
         of_run = self._them.run[self._them.run != NO_RUN]
         lengths = np.bincount(of_run, minlength=len(self._left))
         for i, run in enumerate(self._them.run.tolist()):
-            if run == NO_RUN or lengths[run] == 1:  # what stays in its only interval is not written
+            if run == NO_RUN or lengths[run] == 1:  # an only interval that stays is not written
                 self._rows.equal([(self._later[i], 1.0)], 0.0)
             if run == NO_RUN:
                 continue
@@ -175,7 +178,7 @@ class _Fluid:
             self._rows.at_most([(self._later[i], 1.0), (self._left[run], -1.0)], 0.0)
 
     def _add_spans(self, sums: list[int], shares: list[int], weights: Floats) -> None:
-        """Per moment, ``sums`` is that of the weighted shares of all intervals with their uses around it."""
+        """Define ``sums``: per moment, the weighted sum of the shares of all intervals around it."""
         moments = self._moments
         changes: list[list[tuple[int, float]]] = [[] for _ in range(moments)]
         at_start: list[tuple[int, float]] = []
@@ -192,7 +195,8 @@ class _Fluid:
             self._rows.equal([(sums[moment], 1.0), (sums[moment - 1], -1.0), *changes[moment]], 0.0)
 
     def _add_sums(self) -> None:
-        """Add up what has to have been read when an operator begins, and what was made before it."""
+        """Define, per moment, the reads that are due when its operator begins, and the content that was made
+        before it."""
         ends: list[list[int]] = [[] for _ in range(self._moments)]
         self._makes: list[list[tuple[int, float]]] = [[] for _ in range(self._moments)]
         for i, end in enumerate(self._them.end.tolist()):
@@ -213,14 +217,14 @@ class _Fluid:
             self._rows.equal(made, 0.0)
 
     def _add_links(self) -> None:
-        """A link works on what is read or written between two points at most as long as that takes."""
+        """Constrain links: reads and writes between two points take at most the time between them."""
         shared = self._machine.disk_shared and not self._machine.host_bytes
         last = self._moments - 1
         for point in range(2 * self._moments):
             moment, is_end = divmod(point, 2)
             read = [(self._read[point], 1.0), (self._read[point - 1], -1.0)]
             written = [(self._written[point], 1.0), (self._written[point - 1], -1.0)]
-            if point == 0:  # the step before has counted from its own beginning
+            if point == 0:  # the previous step counted from its own beginning
                 read.append((self._due[last], 1.0))
                 written += [(self._made[last], 1.0), *self._makes[last]]
             for flow in (read, written):
@@ -234,8 +238,9 @@ class _Fluid:
             self._rows.at_most([(self._written[point], 1.0), (self._made[moment], -1.0)], 0.0)
 
     def _add_room(self) -> None:
-        """What is there while an operator runs, besides its operands, fits: chunks that stay, that have been
-        read early, and that leave but have not been written; an interval is only one of these."""
+        """Constrain memory: during an operator, chunks besides its operands must fit: chunks that stay,
+        chunks that were read early, and chunks that leave but are not written yet. An interval is only one of
+        these."""
         leaves = self._scale * self._writes.bytes_per_second
         early = self._scale * self._reads.bytes_per_second
         unwritten = self._unwritten_operands()
@@ -253,7 +258,7 @@ class _Fluid:
                 self._rows.at_most(there, min(max(free, 0) * self._scale, float(around[moment])))
 
     def _unwritten_operands(self) -> list[list[tuple[int, float]]]:
-        """Return, per moment, what its operands may have of what was made earlier and is written later."""
+        """Return, per moment, which operands may have content that was made earlier and is written later."""
         found: list[list[tuple[int, float]]] = [[] for _ in range(self._moments)]
         uses = set(zip(self._them.chunk.tolist(), self._them.begin.tolist(), strict=True))
         for i, run in enumerate(self._them.run.tolist()):
@@ -263,6 +268,6 @@ class _Fluid:
             if not self._them.dirty[i]:
                 found[int(self._them.begin[i])].append(share)
             next_use = int(self._them.end[i]) % self._moments
-            if (int(self._them.chunk[i]), next_use) not in uses:  # the content dies with this use
+            if (int(self._them.chunk[i]), next_use) not in uses:  # this use ends the content
                 found[next_use].append(share)
         return found

@@ -1,8 +1,8 @@
-"""Local search: a plan is changed a little at a time, as far as the effort goes. A change is kept that makes
-the step no slower, or slower by no more than its transfers take less from computing.
+"""Local search: changes a plan step by step, within an effort limit. A change is kept if the step becomes no
+slower, or slower by no more than its transfers take less from computing.
 
-A change is not simulated from the start: the steady state of the plan so far goes on with the changed one,
-for two steps. Most changes are given up during the first.
+A change is not simulated from the start: the steady state of the current plan continues with the changed one
+for two steps. Most changes are rejected during the first step.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from gemini.placement.problem import Flags, PlanProblem
 from gemini.placement.simulator import Simulator
 
 _STEPS_TO_SETTLE = 3
-# How much slower the first step may be where a chunk is to stay from one step to the next: it is not there
-# yet. Of some 150 such changes that were no slower in the end, all but one were within 1 %.
+# The first step may be this much slower if a chunk is to stay from one step to the next, because it is not
+# there yet. Of some 150 such changes that were no slower in the end, all but one were within 1 %.
 _FIRST_STEP_MAY_TAKE = 1.02
-_REACH = 24  # moments before a wait in which what is read or written delays it
-_MOST_GIVEN_UP = 4  # intervals that one move gives up for another
-_PLAIN = 0.3  # share of moves that look at no wait
+_REACH = 24  # number of moments before a wait in which transfers may delay it
+_MOST_GIVEN_UP = 4  # intervals that one move may drop for another
+_PLAIN = 0.3  # share of random moves, without regard to waits
 # In units of about 0.03 us: less than a second for a thousand chunks and moments.
 _MOST = 25_000_000
 _UNITS_PER_SECOND = 30_000_000
-_STEPS_WORTH = 120  # planning may take as long as this many steps wait without it
+_STEPS_WORTH = 120  # planning may take as long as the waits of this many unplanned steps
 
 
 class LocalSearch:
-    """The best plan so far: ``hints`` and its step ``seconds``."""
+    """The best plan found so far: ``hints`` and its step time ``seconds``."""
 
     def __init__(self, problem: PlanProblem, simulator: Simulator, keep: Flags, lag: float) -> None:
-        """Begin with a plan that fits. ``lag`` as in :meth:`PlanProblem.flushed_at`; raises OutOfBudgetError
-        where the step does not fit the machine after all."""
+        """Begin with a plan that fits. ``lag``: as in :meth:`PlanProblem.flushed_at`. Raises OutOfBudgetError
+        if the step does not fit the machine in the simulator."""
         self._problem = problem
         self._simulator = simulator
         self._flushed_at = problem.flushed_at(lag)
@@ -48,12 +48,12 @@ class LocalSearch:
 
     @property
     def has_improved(self) -> bool:
-        """Whether the plan is better than the one that the search began with."""
+        """Whether the plan is better than the initial one."""
         return self.seconds + self._taken < self._begun
 
     def improve(self, effort: Effort, enough: float) -> None:
-        """Try changes until there is no effort left, or the step takes no more than ``enough`` seconds, and
-        its transfers nothing from computing."""
+        """Try changes until the effort is used up, or until the step takes no more than ``enough`` seconds
+        and its transfers take nothing from computing."""
         chance = random.Random(0)
         while (self._taken or self.seconds > enough) and effort.afford(effort.change):
             keep = move_near_a_wait(self._problem, self._keep, self._waits, chance)
@@ -65,7 +65,7 @@ class LocalSearch:
             effort.spend(-int((2 - steps) * effort.step))
 
     def _taken_by(self, keep: Flags) -> float:
-        """Return what a plan's transfers take from computing."""
+        """Return the seconds that a plan's transfers take from computing."""
         share = self._problem.machine.transfers_take
         return share * self._problem.moving_seconds(keep) if share else 0.0
 
@@ -73,8 +73,8 @@ class LocalSearch:
         return make_hints(self._problem.intervals, keep, self._flushed_at)
 
     def _try(self, keep: Flags) -> float:
-        """Take another plan if it is no slower, with what its transfers take from computing; return how many
-        steps that took to see."""
+        """Adopt another plan if it is no slower, including the time that its transfers take from computing.
+        Returns the number of simulated steps."""
         moments = self._problem.num_moments
         from_step_to_step = np.any(self._problem.intervals.end[keep != self._keep] >= moments)
         hints = self._hints(keep)
@@ -97,8 +97,8 @@ class LocalSearch:
 def move_near_a_wait(
     problem: PlanProblem, keep: Flags, waits: list[float], chance: random.Random
 ) -> Flags | None:
-    """Return another plan that fits: one more interval is kept, mostly one whose transfers come before a
-    wait, and some that are in its way are not. None: no such change was found."""
+    """Return a changed plan that fits: one more interval is kept, usually one with transfers before a wait,
+    and some that overlap it are dropped. None: no such change was found."""
     them = problem.intervals
     moved: Flags = keep.copy()
     if sum(waits) <= 0.0 or chance.random() < _PLAIN:
@@ -130,11 +130,12 @@ def move_near_a_wait(
 
 
 class Effort:
-    """What is left of it, and what things cost: ``run``, a simulation of three steps from an empty DEVICE;
-    ``step``, one more step of a simulation; ``change``, making another plan of one; ``solve``, a program."""
+    """The remaining effort, and the costs of operations: ``run``, a simulation of three steps from an empty
+    DEVICE; ``step``, one more simulated step; ``change``, making a changed plan; ``solve``, a linear
+    program."""
 
     def __init__(self, problem: PlanProblem, waiting_seconds: float) -> None:
-        """``waiting_seconds``: what a step waits for transfers without a plan."""
+        """``waiting_seconds``: how long a step waits for transfers without a plan."""
         chunks, moments = len(problem.iteration.chunk_bytes), problem.num_moments
         rows = len(problem.intervals) + moments
         self.run = 2_000 + moments * (chunks * 7 // 20 + 110)
@@ -144,11 +145,11 @@ class Effort:
         self.left = min(_MOST, int(_STEPS_WORTH * waiting_seconds * _UNITS_PER_SECOND))
 
     def spend(self, cost: int) -> None:
-        """Take ``cost``, whatever is left; less than nothing gives back."""
+        """Subtract ``cost``, even beyond the rest; a negative cost adds."""
         self.left -= cost
 
     def afford(self, cost: int) -> bool:
-        """Take ``cost`` if that much is left; say whether it was."""
+        """Subtract ``cost`` if that much is left; say whether it was."""
         if self.left < cost:
             return False
         self.left -= cost

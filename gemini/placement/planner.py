@@ -1,8 +1,8 @@
-"""The planner: makes plans in several ways, has each simulated, improves the best and returns it.
+"""The planner: makes plans in several ways, simulates each, improves the best and returns it.
 
-The order alone (OPT with prefetch) is among the candidates, so in the model no plan is worse than it. Of
-plans that take as long, the one that moves least is the best: behind computing transfers are free in the
-model, but they wear a disk out, and where the processor computes they take it and the memory from computing.
+The order alone (OPT with prefetch) is a candidate, so in the simulator no plan is worse than it. Among plans
+of equal time, the one that moves least is best: transfers that computing hides are free in the simulator, but
+they wear out a disk, and on a CPU they take processor time and memory bandwidth from computing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 OPT = "opt"
 
-# Lead of fetches and lag of flushes in the program, and how long what is being flushed counts then, each
-# times the transfer; the more often best on the shipped traces, the earlier. The second gives the bound.
+# Lead of fetches and lag of flushes in the program, and how long a chunk being flushed counts in the plan,
+# each as a multiple of the transfer time. Ordered by how often each was best on the shipped traces. The
+# second gives the bound.
 _PROGRAMS = (
     (1.0, 1.0, 1.0),
     (0.0, 0.0, 0.0),
@@ -35,13 +36,13 @@ _PROGRAMS = (
     (4.0, 2.0, 1.0),
 )
 _FIRST_AND_LAST = 3  # the order alone and the chosen plan, in simulations of three steps
-_GREEDY_AFTER = 4  # programs come density and the static share
-_WORTH_IT = 1e-3  # a plan that gains less than this share of the step is no better than the order alone
-_MOVES_LESS = 0.95  # ... unless it is no worse and its links are busy for less than this share
-_MOVING = 1e-3  # what a second of a link counts at least, in seconds of the step, when plans are compared
-_MOVING_WORTH = 0.02  # ... when it is weighed how long to plan
-_SAME = 1e-9  # of two sums of the same times
-# Steps may take long to settle: the last comparison skips six and takes the mean of six more, if that is no
+_GREEDY_AFTER = 4  # density and static come after this many programs
+_WORTH_IT = 1e-3  # a plan must gain more than this share of the step
+_MOVES_LESS = 0.95  # ... unless it is no slower and its links are busy for less than this share
+_MOVING = 1e-3  # least weight of a busy link second, in seconds of the step, in comparisons
+_MOVING_WORTH = 0.02  # ... in the decision how long to plan
+_SAME = 1e-9  # rounding tolerance of two sums of the same times
+# Steps may take long to settle: the last comparison skips six steps and averages six more, if that costs no
 # more than a quarter of the effort.
 _SETTLED = {"after": 6, "steps": 6}
 _SETTLED_COST = 8  # of both, in simulations of three steps
@@ -49,10 +50,10 @@ _SETTLED_COST = 8  # of both, in simulations of three steps
 
 @dataclass(frozen=True)
 class ChosenPlan:
-    """The best plan found: its name, what the core is told (None: the order alone), what it takes.
+    """The best plan found: its name, its hints for the core (None: the order alone), and its simulation.
 
-    ``candidates``: every plan tried, with its simulated seconds per step. ``bound_seconds``: less than this
-    no plan takes, by computing time and by the bytes that the busier link has to carry.
+    ``candidates``: every plan tried, with its simulated seconds per step. ``bound_seconds``: a lower bound
+    for all plans, from the computing time and the bytes that the busier link must carry.
     """
 
     name: str
@@ -63,8 +64,8 @@ class ChosenPlan:
 
 
 def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
-    """Return the plan whose simulated step is the shortest, with what transfers take from computing; of
-    several the one that moves least. Equal arguments give equal plans.
+    """Return the plan with the shortest simulated step, including the time that transfers take from
+    computing; among equals the one that moves least. Deterministic.
 
     Raises:
         OutOfBudgetError: the step does not fit the machine.
@@ -84,7 +85,7 @@ def choose_plan(iteration: Iteration, machine: Machine) -> ChosenPlan:
 
 
 class _Search:
-    """Keeps the best plan so far, be it better than the order alone or not, and the effort left."""
+    """Keeps the best plan so far, even if it is worse than the order alone, and the remaining effort."""
 
     def __init__(self, problem: PlanProblem, simulator: Simulator, opt: Simulation) -> None:
         self._problem = problem
@@ -105,15 +106,15 @@ class _Search:
             self._effort.spend(_SETTLED_COST * self._effort.run)
 
     def try_all(self) -> None:
-        """Try every candidate that there is effort for, the more promising first."""
+        """Try the candidates in order, as far as the effort allows."""
         for name, keep, lag in self._candidates():
             if not self._effort.afford(self._effort.run):
                 return
             self.tried.append((name, self._try(name, keep, lag)))
 
     def is_worth_it(self, best: Simulation, opt: Simulation) -> bool:
-        """Say whether the best plan really is faster than the order alone, or moves less and is no worse,
-        looking at many steps if that was affordable."""
+        """Say whether the best plan is really faster than the order alone, or is no slower and moves less.
+        Compares many steps if the effort allows."""
         may_wait = self._taken * (_moving(opt) - _moving(best))
         moves_less = _moving(best) < _MOVES_LESS * _moving(opt)
         may_wait += opt.step_seconds * (_SAME if moves_less else -_WORTH_IT)
@@ -125,7 +126,7 @@ class _Search:
         return settled[0] <= settled[1] + may_wait
 
     def improve(self) -> None:
-        """Change the best plan as long as there is effort."""
+        """Improve the best plan by local search as long as there is effort."""
         if self.best is None or not len(self._keep):
             return
         search = LocalSearch(self._problem, self._simulator, self._keep, self._lag)
@@ -135,7 +136,7 @@ class _Search:
             self.tried.append((self.name, search.seconds))
 
     def _candidates(self) -> Iterator[tuple[str, Flags, float]]:
-        from gemini.placement.retention import round_retention  # brings scipy, which takes a while
+        from gemini.placement.retention import round_retention  # imports scipy, which is slow
 
         solved: dict[tuple[float, float], Retention | None] = {}
         for number, (lead, lag, room) in enumerate(_PROGRAMS):
@@ -156,8 +157,9 @@ class _Search:
             return None
         found = solve_retention(self._problem, lead=lead, lag=lag)
         one_tier_below = not (self._problem.machine.host_bytes and self._problem.machine.disk_bytes)
-        if found is not None and lead == lag == 0 and one_tier_below:  # with two, prices are blended
-            self.bound = (1 - _WORTH_IT) * found.link_seconds  # less what the program's tie-break may cost
+        # With two tiers below, prices are averages.
+        if found is not None and lead == lag == 0 and one_tier_below:
+            self.bound = (1 - _WORTH_IT) * found.link_seconds  # minus the possible cost of the tie-break
         return found
 
     def _try(self, name: str, keep: Flags, lag: float) -> float:
@@ -178,7 +180,7 @@ def _moving(simulation: Simulation) -> float:
 
 
 def by_density(problem: PlanProblem) -> Flags:
-    """Keep what saves the most seconds of transfer per byte and second of room."""
+    """Keep the intervals that save the most transfer seconds per byte and second of room."""
     them = problem.intervals
     saved = problem.read_seconds + np.where(them.dirty, problem.write_seconds, 0.0)
     begin, end = them.begin + 1 + problem.num_moments, them.end + problem.num_moments
@@ -189,7 +191,7 @@ def by_density(problem: PlanProblem) -> Flags:
 
 
 def static(problem: PlanProblem) -> Flags:
-    """Keep some chunks for the whole step, the most used ones, and none of the others."""
+    """Keep the most used chunks for the whole step, and no others."""
     them = problem.intervals
     saved = problem.read_seconds + np.where(them.dirty, problem.write_seconds, 0.0)
     of_chunk = np.bincount(them.chunk, weights=saved)

@@ -1,6 +1,5 @@
-"""The four placement policies, and what they decide: plain data, carried out by the runtime. They move
-nothing.
-"""
+"""The four placement policies and the plain data that they return. Policies decide; the runtime moves
+chunks."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from gemini.system.config import format_bytes
 
 @dataclass(frozen=True)
 class ModelDataSize:
-    """What a policy needs to know of a model, in bytes.
+    """The sizes that a policy needs to know of a model, in bytes.
 
-    ``total_bytes``: all chunks. ``working_set_bytes``: what the optimizer needs on DEVICE at once for one
-    piece of the model. ``largest_chunk_bytes``: the largest single chunk. ``operator_bytes``: the parameter
-    chunks that the submodule ``operator_name`` needs at once, the most of all submodules.
+    ``total_bytes``: all chunks. ``working_set_bytes``: the bytes that the optimizer needs on DEVICE at once
+    for one piece of the model. ``largest_chunk_bytes``: the largest single chunk. ``operator_bytes``: the
+    parameter chunks that the submodule ``operator_name`` needs at once, the most of all submodules.
     """
 
     total_bytes: int
@@ -49,9 +48,9 @@ class PlacementPlan:
     """How model data may use DEVICE during an iteration.
 
     ``device_limit_bytes``: soft limit for model data (operands of a running operator may exceed it, never the
-    budget). ``reserve_bytes``: per moment, what the next period's non-model data needs; empty where nothing
-    was recorded. ``sample_non_model``: whether the iteration should measure non-model memory.
-    ``retention``: whether to plan what stays on DEVICE between uses, beyond the order of the step.
+    budget). ``reserve_bytes``: per moment, the non-model bytes of the period that follows; empty if nothing
+    was recorded. ``sample_non_model``: whether the iteration should measure non-model memory. ``retention``:
+    whether to plan which chunks stay on DEVICE between uses, beyond following the order.
     """
 
     device_limit_bytes: int
@@ -60,7 +59,7 @@ class PlacementPlan:
     retention: bool = False
 
     def withholding(self, nbytes: int, device_bytes: int) -> PlacementPlan:
-        """Return the plan that leaves ``nbytes`` more of ``device_bytes`` free, at every moment."""
+        """Return a plan that leaves ``nbytes`` more of ``device_bytes`` free at every moment."""
         if nbytes == 0:
             return self
         if not self.reserve_bytes:
@@ -70,8 +69,8 @@ class PlacementPlan:
 
 
 class DeviceTooSmallError(OutOfBudgetError):
-    """DEVICE cannot hold at once what has to be there at once: ``reason``; with chunks of these sizes
-    ``least_bytes`` could. ``otherwise``: another way out."""
+    """DEVICE is too small for the bytes that must be there at once. ``reason``: which bytes. ``least_bytes``:
+    a sufficient budget, with chunks of these sizes. ``otherwise``: another way out."""
 
     def __init__(self, reason: str, least_bytes: int, otherwise: str) -> None:
         self._reason = reason
@@ -83,12 +82,12 @@ class DeviceTooSmallError(OutOfBudgetError):
         )
 
     def asking(self, least_bytes: int) -> DeviceTooSmallError:
-        """Return the same, where more is needed: a larger DEVICE has larger chunks."""
+        """Return the same error with a larger ``least_bytes``: a larger DEVICE has larger chunks."""
         return DeviceTooSmallError(self._reason, least_bytes, self._otherwise)
 
 
 def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
-    """Refuse what no placement can fit.
+    """Refuse a model that no placement can fit.
 
     Raises:
         DeviceTooSmallError: with the numbers and the way out.
@@ -96,8 +95,9 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
     reserved = capacity.non_model_bytes or 0
     _check_total(size, capacity, reserved)
     room = capacity.device_bytes - reserved
-    # Chunks that parameters share are a small part of DEVICE already, for their minimum gives way to it. Too
-    # large is a chunk that one parameter has for itself, or all parameters of an operator together.
+    # Chunks that parameters share are a small part of DEVICE, because the minimum chunk size is lowered for
+    # that. Only the chunk of one large parameter, or all parameters of an operator together, can be too
+    # large.
     largest = f"the largest chunk has {size.largest_chunk_bytes} bytes"
     budget = f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data"
     if size.operator_bytes > room:
@@ -121,8 +121,9 @@ def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> 
     room = capacity.device_bytes - reserved
     if size.total_bytes <= room or capacity.disk_bytes >= size.total_bytes:
         return
-    # A chunk can leave DEVICE only for a free place: the working set must come and go besides what stays. Of
-    # two tiers below each may have less left than a chunk takes; one that is smaller than that adds nothing.
+    # A chunk can leave DEVICE only for a free place, so the working set needs room besides the chunks that
+    # stay. With two tiers below DEVICE, each may have less left than one chunk; a tier smaller than a chunk
+    # adds nothing.
     host, disk = capacity.host_bytes, capacity.disk_bytes
     below = max(host, disk, host + disk - size.largest_chunk_bytes)
     passing = size.working_set_bytes + size.largest_chunk_bytes
@@ -141,12 +142,12 @@ def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> 
         )
 
 
-# Share of DEVICE that model data may take while non-model memory is still unknown (the seeds' example).
+# Share of DEVICE for model data while non-model memory is unknown, as in ColossalAI's example.
 WARMUP_SHARE = 0.30
 
 
 class PlacementPolicy(Protocol):
-    """Decides how much of DEVICE model data may take, before and after the first iteration was recorded."""
+    """Decides how much of DEVICE model data may take, before and after the first iteration is recorded."""
 
     def warmup_plan(self, size: ModelDataSize, capacity: TierCapacity) -> PlacementPlan:
         """Return the plan for the iteration that records the trace.
@@ -162,8 +163,8 @@ class PlacementPolicy(Protocol):
 
 
 class AutoPolicy:
-    """Fill DEVICE up to the budget less what the recorded iteration needs for non-model data, with what a
-    plan for the whole iteration keeps there."""
+    """Fill DEVICE up to the budget minus the recorded non-model data, with the chunks that a plan for the
+    whole iteration keeps there."""
 
     def warmup_plan(self, size: ModelDataSize, capacity: TierCapacity) -> PlacementPlan:
         check_fits(size, capacity)
@@ -179,7 +180,7 @@ class AutoPolicy:
 
 
 class CudaPolicy:
-    """Keep everything on the computing device; refuse up front what cannot fit there."""
+    """Keep everything on the computing device; refuse at wrapping a model that does not fit there."""
 
     def warmup_plan(self, size: ModelDataSize, capacity: TierCapacity) -> PlacementPlan:
         reserved = capacity.non_model_bytes or 0
@@ -197,8 +198,8 @@ class CudaPolicy:
 
 
 class CpuPolicy:
-    """Keep chunks on HOST; DEVICE holds what an operator needs now and what is fetched for the next. Without
-    another tier, where DEVICE is CPU memory, they stay there."""
+    """Keep chunks on HOST; DEVICE holds the chunks of the running operator and those fetched for the next.
+    Without another tier, if DEVICE is CPU memory, they stay there."""
 
     def warmup_plan(self, size: ModelDataSize, capacity: TierCapacity) -> PlacementPlan:
         check_fits(size, capacity)
@@ -228,7 +229,7 @@ policies: Mapping[str, type[PlacementPolicy]] = MappingProxyType(
 
 
 def make_policy(policy: str | PlacementPolicy) -> PlacementPolicy:
-    """Return the policy of that name, or the object itself.
+    """Return the policy of that name; an object is returned as it is.
 
     Raises:
         ConfigError: no policy has that name.
@@ -240,19 +241,19 @@ def make_policy(policy: str | PlacementPolicy) -> PlacementPolicy:
     return policies[policy]()
 
 
-# Flags of an interval, as csrc/chunk/schedule.h has them.
+# Flags of an interval, equal to those in csrc/chunk/schedule.h.
 KEEP = 1
 FLUSH = 2
 
 
 @dataclass(frozen=True)
 class Hints:
-    """A plan as the core takes it.
+    """A plan in the form that the core takes.
 
-    ``intervals``: a byte for each access of each moment, one after the other, with the flags of the interval
-    that begins there: KEEP (it stays on DEVICE until its next use) and FLUSH (what was written is copied
-    below at once). ``planned_bytes``: per moment, what operands, kept chunks and what is still being flushed
-    have of DEVICE.
+    ``intervals``: a byte for each access of each moment, one after another, with the flags of the interval
+    that begins there: KEEP (the chunk stays on DEVICE until its next use) and FLUSH (written content is
+    copied below at once). ``planned_bytes``: per moment, the DEVICE bytes of operands, kept chunks and chunks
+    that are still being flushed.
     """
 
     intervals: bytes
@@ -277,11 +278,11 @@ def make_hints(intervals: Intervals, keep: Flags, flushed_at: Ints) -> Hints:
 
 
 def make_schedule(iteration: Iteration, hints: Hints | None) -> _C.Schedule:
-    """Return what the chunk table follows in such a step."""
+    """Return the chunk table's schedule for such a step."""
     order = _C.Schedule(iteration.accesses, iteration.reserve_bytes, len(iteration.chunk_bytes))
     return order if hints is None else with_hints(order, hints)
 
 
 def with_hints(order: _C.Schedule, hints: Hints) -> _C.Schedule:
-    """Return a schedule of the same order with a plan."""
+    """Return a schedule with the same order and a plan."""
     return order.with_plan(hints.intervals, hints.planned_bytes)

@@ -1,6 +1,5 @@
-"""How fast the links between tiers are: tried for a moment, once per process and drive; those of a device
-with memory of its own by its own clock.
-"""
+"""Probes the speed of the links between tiers: a short measurement, once per process and drive. Links of a
+device with memory of its own are timed by its clock."""
 
 from __future__ import annotations
 
@@ -25,19 +24,19 @@ from gemini.offload.async_file import AsyncFile, chosen_backend
 logger = logging.getLogger(__name__)
 
 
-_WAIT_SECONDS = 1.0  # wakes a waiter now and then so that Ctrl-C is seen
+_WAIT_SECONDS = 1.0  # wakes waiters so that Ctrl-C is seen
 
-# Of one link: (bytes, seconds) of the smaller and of the larger transfer.
+# (bytes, seconds) of a link's smaller and larger transfer.
 Timed = tuple[tuple[int, float], tuple[int, float]]
 
 
 def time_links(
     device: ComputeDevice, disk_dir: str | None, sizes: tuple[int, int], rounds: int
 ) -> dict[str, Timed]:
-    """Move the smaller and the larger of ``sizes``, in bytes, ``rounds`` times over the links to DISK in
-    ``disk_dir``, if given, else over those to HOST; return the medians by link.
+    """Time transfers of both ``sizes``, in bytes, ``rounds`` times: over the links to DISK in ``disk_dir``,
+    if given, otherwise over those to HOST. Returns the medians by link.
 
-    Takes twice the larger size of memory, and as much disk once.
+    Needs twice the larger size of memory, and once the larger size of disk.
 
     Raises:
         IoError: the directory cannot take the file, or a transfer failed.
@@ -77,7 +76,7 @@ def _return(memory: AnyMemory, pair: tuple[Any, Any], nbytes: int) -> int:
 
 
 def _timed(memory: AnyMemory, link: str, start: Callable[[], int]) -> float:
-    """Start a transfer and wait for it; return how long the link was busy with it."""
+    """Start a transfer and wait for it; return how long the link was busy."""
     before = memory.link_stats()[link]
     ticket = start()
     while memory.num_in_flight:
@@ -85,32 +84,32 @@ def _timed(memory: AnyMemory, link: str, start: Callable[[], int]) -> float:
         for done in memory.poll():
             if done.ticket == ticket and not done.ok:
                 raise IoError(done.errno, done.message, done.path, done.offset)
-    # It may have been reported before it ended.
+    # A transfer may be reported before it ends.
     while (now := memory.link_stats()[link])["transfers"] == before["transfers"]:
         pass
     return now["seconds"] - before["seconds"]
 
 
 SMALL_BYTES, LARGE_BYTES = 256 * 1024, 8 * 2**20
-_LINK_SECONDS = 0.15  # at most, and at least one transfer of each size
+_LINK_SECONDS = 0.15  # the most seconds per link, but at least one transfer of each size
 _ROUNDS = 7
 
 _known: dict[object, tuple[LinkSpeed, ...]] = {}
 
-# Starts a transfer of that many bytes.
+# starts a transfer of that many bytes
 _Start = Callable[[int], int]
 
 
 def probe_links(
     *, disk_dir: str | None, host: bool, device: ComputeDevice = CPU, ranks: int = 1
 ) -> tuple[LinkSpeed, ...]:
-    """Return the speeds of a device's links to DISK in ``disk_dir``, if given, and to HOST, if ``host``. Of
-    several ``ranks`` here, which use them at the same time, each has its part.
+    """Return the speeds of a device's links to DISK in ``disk_dir``, if given, and to HOST, if ``host``. If
+    several ``ranks`` on this machine use them at the same time, each gets its share.
 
-    Each link is tried by the transfer engine for 0.15 s with transfers of two sizes, or with one of each
-    where that takes longer. That needs 16 MiB of memory and 8 MiB of disk; the file is private and has no
-    name. The result is kept per drive for the life of the process. Links to a directory that cannot take the
-    file are left out, as are those for which there is no memory.
+    The transfer engine tries each link for 0.15 s with transfers of two sizes, or with one of each if that
+    takes longer. This needs 16 MiB of memory and 8 MiB of disk; the file is private and has no name. The
+    result is kept per drive for the life of the process. Links to a directory that cannot take the file are
+    left out, and so are those without enough memory.
     """
     speeds: tuple[LinkSpeed, ...] = ()
     if host:
@@ -146,7 +145,7 @@ def _probe(device: ComputeDevice, disk_dir: str | None, links: tuple[str, ...]) 
         for window in (here, there):
             arena.map(window)
             stack.callback(arena.unmap, window, park=False)
-            # Zeros cost some drives nothing. Not torch's generator: training goes on with that.
+            # Some drives write zeros for free. Not torch's generator: training continues with its state.
             memoryview(window)[:] = random.Random(0).randbytes(LARGE_BYTES)
         starts: dict[str, _Start] = {
             "h2d": lambda nbytes: engine.copy(here.address, there.address, nbytes, _C.Link.H2D),
@@ -154,7 +153,7 @@ def _probe(device: ComputeDevice, disk_dir: str | None, links: tuple[str, ...]) 
             "disk_read": lambda nbytes: engine.read(here.address, nbytes, 0),
             "disk_write": lambda nbytes: engine.write(here.address, nbytes, 0),
         }
-        stack.callback(engine.drain)  # before anything that a transfer uses goes
+        stack.callback(engine.drain)  # first: a transfer must not outlive its memory
         return tuple(_measure(name, engine, starts[name]) for name in links)
 
 
@@ -163,7 +162,7 @@ def _measure(name: str, engine: _C.TransferEngine, start: _Start) -> LinkSpeed:
     small: list[float] = []
     large = [_timed_copy(engine, start, LARGE_BYTES)]
     if time.perf_counter() < deadline:
-        large.clear()  # the first use of memory and disk is slower
+        large.clear()  # drop the first: memory and disk are slower at first use
     else:
         small.append(_timed_copy(engine, start, SMALL_BYTES))
     while not small or (len(small) < _ROUNDS and time.perf_counter() < deadline):
@@ -173,9 +172,9 @@ def _measure(name: str, engine: _C.TransferEngine, start: _Start) -> LinkSpeed:
 
 
 def fitted(name: str, small: tuple[int, float], large: tuple[int, float]) -> LinkSpeed:
-    """Return the link on which transfers of two sizes take that long, each (bytes, seconds).
+    """Return the LinkSpeed for two measured transfers, each (bytes, seconds).
 
-    Where the larger one took no longer per byte, noise was all there was of latency: it counts as 0.
+    If the larger one took no longer per byte, the latency is lost in noise and counts as 0.
     """
     (small_bytes, small_seconds), (large_bytes, large_seconds) = small, large
     if small_seconds * large_bytes <= large_seconds * small_bytes:
@@ -187,10 +186,10 @@ def fitted(name: str, small: tuple[int, float], large: tuple[int, float]) -> Lin
 
 
 def _timed_copy(engine: _C.TransferEngine, start: _Start, nbytes: int) -> float:
-    """Return the seconds of one transfer. Raises IoError where it failed."""
+    """Return the seconds of one transfer. Raises IoError if it failed."""
     began = time.perf_counter()
     start(nbytes)
-    while not engine.wait_any(1.0):  # wakes now and then so that Ctrl-C is seen
+    while not engine.wait_any(1.0):  # wakes so that Ctrl-C is seen
         pass
     seconds = time.perf_counter() - began
     for result in engine.poll():

@@ -1,7 +1,5 @@
-"""What a plan is made for: one steady step as the chunk table sees it, the machine that runs it, the
-intervals from one use of a chunk to its next one, which a plan decides about, and the numbers of all three
-that every way of planning needs.
-"""
+"""The input of planning: one steady step, the machine that runs it, and the intervals between uses of chunks.
+A plan decides for each interval whether its chunk stays on DEVICE."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ _OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class Iteration:
-    """One entry per moment except for ``chunk_bytes``, which has one per chunk id; it repeats forever.
+    """A steady step: one entry per moment, and one per chunk id in ``chunk_bytes``. The step repeats.
 
-    ``accesses``, ``modes``, ``frees`` and ``seconds`` as in :class:`Trace`; ``reserve_bytes``: what non-model
-    data takes of DEVICE in the period.
+    ``accesses``, ``modes``, ``frees`` and ``seconds``: as in :class:`Trace`. ``reserve_bytes``: the non-model
+    bytes on DEVICE in the period.
     """
 
     chunk_bytes: tuple[int, ...]
@@ -34,7 +32,7 @@ class Iteration:
 
     @property
     def num_moments(self) -> int:
-        """How many operators a step has."""
+        """The number of operators in a step."""
         return len(self.accesses)
 
     @property
@@ -49,8 +47,9 @@ class Iteration:
     ) -> Iteration:
         """Return the moments of ``trace`` in another order.
 
-        ``places``: the moment of the trace that runs, and the moment whose period it runs in.
-        ``reserve_bytes``: per moment of the trace, what to keep free in its period; empty for nothing.
+        ``places``: pairs of moments of the trace: the one that runs, and the one that begins the period it
+        runs in. ``reserve_bytes``: per moment of the trace, the bytes to keep free in its period; empty for
+        none.
         """
         moments = [moment for moment, _ in places]
         return cls(
@@ -64,14 +63,14 @@ class Iteration:
 
     @classmethod
     def of_trace(cls, trace: Trace, *, overlap: bool) -> Iteration:
-        """Return the step of ``trace``; with ``overlap`` each update runs right before the next use of what
-        it changes, as the runtime's schedule has it (docs/notes/overlap.md)."""
+        """Return the step of ``trace``. With ``overlap`` each update runs right before the next use of the
+        chunks that it changes, as in the runtime's schedule (docs/notes/overlap.md)."""
         return cls.of_order(trace, order_of(trace, overlap=overlap), trace.reserve_bytes())
 
 
 def order_of(trace: Trace, *, overlap: bool) -> list[tuple[int, int]]:
-    """Return the places of :meth:`Iteration.of_order`: those of the program, or, with ``overlap``, those in
-    which each group's update comes before the first moment that uses its chunks."""
+    """Return the places for :meth:`Iteration.of_order`: program order, or with ``overlap`` each group's
+    update before the first moment that uses its chunks."""
     if not overlap:
         return [(moment, moment) for moment in range(trace.num_moments)]
     updates = update_groups(trace)
@@ -82,7 +81,7 @@ def order_of(trace: Trace, *, overlap: bool) -> list[tuple[int, int]]:
         for chunk in trace.accesses[moment]
     }
     left = dict(enumerate(updates))
-    period = trace.num_moments - 1  # before the first moment lies the last period
+    period = trace.num_moments - 1  # the last period precedes the first moment
     places: list[tuple[int, int]] = []
     for moment, phase in enumerate(trace.phases):
         if phase == _OPTIMIZER:
@@ -109,7 +108,7 @@ def update_groups(trace: Trace) -> list[list[int]]:
     return list(groups.values())
 
 
-# Where the processor is DEVICE. Measured with GPT-2 124M and a virtual disk on two processors: 0.18 to 0.24.
+# For DEVICE in CPU memory. Measured with GPT-2 124M and a virtual disk on two processors: 0.18 to 0.24.
 CPU_TRANSFERS_TAKE = 0.2
 
 
@@ -118,8 +117,8 @@ class Machine:
     """Hard byte budgets of the tiers (0: absent) and the speeds of the links between them.
 
     ``disk_shared``: reads and writes of the disk share one channel, so their times add up.
-    ``transfers_take``: the seconds by which a second of a busy link slows computing down; plans are compared
-    with it, the times of steps leave it out. Raises ConfigError where a tier has no link to DEVICE.
+    ``transfers_take``: seconds by which one second of a busy link slows down computing; used to compare
+    plans, but not included in the times of steps. Raises ConfigError if a tier has no link to DEVICE.
     """
 
     device_bytes: int
@@ -145,14 +144,14 @@ class Machine:
         return self.device_bytes, self.host_bytes, self.disk_bytes
 
     def speed(self, name: str) -> tuple[float, float]:
-        """Return bytes per second and latency in seconds of a link; zeros for one that is not there."""
+        """Return bytes per second and latency in seconds of a link; zeros if the link is absent."""
         found = next((link for link in self.links if link.name == name), None)
         return (found.bytes_per_second, found.latency_seconds) if found is not None else (0.0, 0.0)
 
     def below(self, total_bytes: int) -> tuple[float, float]:
         """Return seconds per byte from and to the tiers below DEVICE, for ``total_bytes`` of model data.
 
-        What DEVICE has no room for is on HOST as far as that goes, the rest on DISK.
+        Data that does not fit on DEVICE is assumed on HOST as far as that goes, the rest on DISK.
         """
         outside = max(1, total_bytes - self.device_bytes)
         on_host = min(1.0, self.host_bytes / outside) if self.disk_bytes else float(self.host_bytes > 0)
@@ -175,14 +174,13 @@ NO_RUN = -1
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """One entry per interval during which a chunk has content.
+    """One entry per interval during which a chunk has content; all are arrays.
 
-    ``chunk``; ``access``: the place of the use among the ``num_accesses`` of all moments; ``begin``: the
-    moment of the use; ``end``: that of the next use, ``begin < end``, past the last moment where the step
-    repeats first;
-    ``nbytes``; ``dirty``: the use writes. ``run``: which dirty run it belongs to, the intervals from one
-    write to the next, NO_RUN for a chunk that nothing writes. One entry per run: ``run_bytes``.
-    One entry per moment: ``operand_bytes``.
+    ``chunk``: its id. ``access``: the index of the use among the ``num_accesses`` of all moments. ``begin``:
+    the moment of the use. ``end``: that of the next use, ``begin < end``, beyond the last moment if the step
+    repeats in between. ``nbytes``: of the chunk. ``dirty``: the use writes. ``run``: the dirty run that it
+    belongs to (the intervals from one write to the next); NO_RUN for a chunk that is never written. One entry
+    per run: ``run_bytes``. One entry per moment: ``operand_bytes``.
     """
 
     num_moments: int
@@ -201,7 +199,7 @@ class Intervals:
         return len(self.chunk)
 
     def occupied(self, first: Ints, last: Ints) -> Ints:
-        """Return, per moment, the bytes of intervals that take part in ``first <= moment < last``."""
+        """Return, per moment, the bytes of intervals with ``first <= moment < last``."""
         moments = self.num_moments
         some = last > first
         begun = np.bincount(first[some], weights=self.nbytes[some], minlength=3 * moments)
@@ -211,7 +209,7 @@ class Intervals:
         return folded
 
     def kept_bytes(self, keep: Flags) -> Ints:
-        """Return, per moment, the bytes of operands and of chunks that ``keep`` says stay."""
+        """Return, per moment, the bytes of operands and of the chunks that stay according to ``keep``."""
         first = np.where(keep, self.begin + 1, self.end)
         return self.operand_bytes + self.occupied(first, self.end)
 
@@ -280,9 +278,9 @@ def _of_chunk(
 class PlanProblem:
     """One iteration on one machine, with its intervals and their prices.
 
-    ``read_seconds``, ``write_seconds``: per interval, what bringing its chunk to DEVICE and copying it below
-    takes. ``run_seconds``: the latter per dirty run. ``limit_bytes``: per moment, what model data may take.
-    ``starts``: when each moment begins if nothing waits, for three repetitions and the end, seconds.
+    ``read_seconds``, ``write_seconds``: per interval, the time to bring its chunk to DEVICE and to copy it
+    below. ``run_seconds``: the latter per dirty run. ``limit_bytes``: per moment, the limit of model data.
+    ``starts``: when each moment begins if nothing waits, in seconds, for three repetitions and the end.
     """
 
     iteration: Iteration
@@ -315,17 +313,17 @@ class PlanProblem:
 
     @property
     def writes_share_the_link(self) -> bool:
-        """Whether what is written takes time from what is read: one disk does both."""
+        """Whether writes take time from reads: a single disk does both."""
         return self.machine.disk_shared and not self.machine.host_bytes
 
     @property
     def num_moments(self) -> int:
-        """How many operators a step has."""
+        """The number of operators in a step."""
         return self.iteration.num_moments
 
     def flushed_at(self, lag: float) -> Ints:
-        """Return the moment from which each interval's flush has ended if it takes ``lag`` times its own
-        transfer; the one after the use for intervals that write nothing."""
+        """Return, per interval, the moment from which its flush has ended if it takes ``lag`` times its
+        transfer; for intervals that write nothing, the moment after the use."""
         them, moments = self.intervals, self.num_moments
         ready = self.starts[them.begin + 1 + moments] + lag * self.write_seconds
         at = np.searchsorted(self.starts, ready, side="left") - moments
@@ -333,8 +331,8 @@ class PlanProblem:
         return np.where(them.dirty & (lag > 0), ended, them.begin + 1)
 
     def fetched_from(self, lead: float) -> Ints:
-        """Return the moment from which each interval's chunk is on its way back if that begins ``lead`` times
-        its own transfer before its use."""
+        """Return, per interval, the moment from which its chunk is being fetched if that begins ``lead``
+        times its transfer before the next use."""
         them, moments = self.intervals, self.num_moments
         late = self.starts[them.end + moments] - lead * self.read_seconds
         at = np.searchsorted(self.starts, late, side="right") - 1 - moments
@@ -342,7 +340,7 @@ class PlanProblem:
         return begun
 
     def moving_seconds(self, keep: Flags) -> float:
-        """Return for how long the links are busy with what is not kept."""
+        """Return how long the links are busy with the intervals that are not kept."""
         runs = np.unique(self.intervals.run[~keep])
         written = self.run_seconds[runs[runs != NO_RUN]].sum()
         return float(self.read_seconds[~keep].sum() + written)
@@ -352,7 +350,7 @@ class PlanProblem:
         return bool((self.intervals.kept_bytes(keep) <= self.limit_bytes).all())
 
     def pack(self, order: Ints, first: Ints, last: Ints, room: Floats) -> Flags:
-        """Return the intervals that fit ``room`` bytes per moment, taken in ``order``.
+        """Return the intervals that fit into ``room`` bytes per moment, taken in ``order``.
 
         An interval needs its bytes at ``first <= moment < last``.
         """

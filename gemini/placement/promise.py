@@ -1,4 +1,4 @@
-"""Promise: what the next steps of a plan are expected to take, at the pace that the machine has now."""
+"""Promise: the expected time of the next steps of a plan, at the machine's current pace."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from gemini.placement.policies import Hints
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import Simulation, simulate
 
-# A pace that differs by less is the same one: a promise is not made again for noise.
+# A smaller difference counts as noise, and the promise is not made again.
 DRIFT = 0.02
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast a machine goes through a step: the seconds that one computes, the speed of each link.
+    """How fast a machine runs a step: its computing seconds and the speed of each link.
 
-    ``num_steps``: how many planned steps it is the middle of; 0 for what the plan was made from.
+    ``num_steps``: it is the median of this many planned steps; 0 for the pace from which the plan was made.
     """
 
     computing_seconds: float
@@ -25,12 +25,12 @@ class Pace:
     num_steps: int = 0
 
     def updated(self, measured: Pace) -> Pace:
-        """Return ``measured``, with the links of this pace where it says nothing of them."""
+        """Return ``measured``, with missing links taken from this pace."""
         known = {link.name: link for link in measured.links}
         return replace(measured, links=tuple(known.get(link.name, link) for link in self.links))
 
     def differs(self, other: Pace) -> bool:
-        """Say whether computing or some link is faster or slower by more than ``DRIFT``."""
+        """Say whether computing or a link is faster or slower by more than ``DRIFT``."""
         pairs = [(self.computing_seconds, other.computing_seconds)]
         speeds = {link.name: link.bytes_per_second for link in other.links}
         pairs += [(link.bytes_per_second, speeds[link.name]) for link in self.links if link.name in speeds]
@@ -39,14 +39,14 @@ class Pace:
 
 @dataclass(frozen=True)
 class Promise:
-    """What a step takes in the simulator at some pace."""
+    """The simulation of a step at some pace."""
 
     pace: Pace
     simulation: Simulation
 
 
 def promise_at(pace: Pace, iteration: Iteration, machine: Machine, hints: Hints | None) -> Promise:
-    """Simulate the step with its plan at ``pace``, its periods in the proportions that ``iteration`` has.
+    """Simulate the step with its plan at ``pace``; its periods keep their proportions in ``iteration``.
 
     Raises:
         OutOfBudgetError: the step does not fit the machine.

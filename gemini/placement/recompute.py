@@ -1,7 +1,7 @@
-"""Which blocks compute their activations a second time, in backward, instead of keeping them in chunks.
+"""Chooses the blocks that recompute their activations in backward instead of keeping them in chunks.
 
-From the trace of a step that puts everything which autograd saves into chunks, the step is derived that
-recomputes some blocks. Both are planned and simulated as steps are. See docs/notes/activations.md.
+The trace of a step that puts all saved tensors into chunks is transformed into the step that recomputes some
+blocks. Both are planned and simulated like any step. See docs/notes/activations.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class BlockCall:
 
 
 class Lifetime(NamedTuple):
-    """A saved tensor in a chunk: the moment that stores it, those that use it, the period that frees it."""
+    """A saved tensor in a chunk: the moment that stores it, the moments that use it, and the period that
+    frees it."""
 
     chunk: int
     stored: int
@@ -43,11 +44,11 @@ class Lifetime(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """A call, what it saves, the first moment of backward that uses any of it, and the seconds that the
-    call computes where it saves nothing.
+    """A call with its saved tensors, the first backward moment that uses one of them, their bytes, and the
+    computing seconds of the call if it saved nothing.
 
-    ``hindered_seconds``: what the call took beyond that and beyond copying into chunks, for what it saved had
-    to leave memory, and fresh memory to come.
+    ``hindered_seconds``: the rest of the call's time, besides computing and copies into chunks: saved tensors
+    had to be evicted, and new memory was touched.
     """
 
     call: BlockCall
@@ -59,9 +60,9 @@ class BlockSpan:
 
 
 def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: float) -> list[BlockSpan]:
-    """Return the calls that save something which is used afterwards.
+    """Return the calls with saved tensors that are used afterwards.
 
-    Of calls that are alike the fastest says what they all compute.
+    The fastest of equal calls gives the computing time of all.
     """
     lifetimes = _lifetimes(trace)
     spans = []
@@ -88,24 +89,25 @@ def spans_of(trace: Trace, calls: Sequence[BlockCall], copy_bytes_per_second: fl
 
 
 def _kind(trace: Trace, span: BlockSpan) -> tuple[int, ...]:
-    """Return what is equal for calls that are alike: moments, input, and every saved tensor's bytes."""
+    """Return a key that is equal for equal calls: moments, input bytes, and the bytes of every saved
+    tensor."""
     saved = (trace.chunk_bytes[one.chunk] for one in span.lifetimes)
     return span.call.end - span.call.begin, span.call.input_bytes, *saved
 
 
 def recomputed(trace: Trace, spans: Sequence[BlockSpan], copy_bytes_per_second: float) -> Trace:
-    """Return the step in which the calls of ``spans`` save nothing but their inputs, and compute again right
-    before backward first needs what they would have saved.
+    """Return the step in which the calls of ``spans`` save only their inputs, and compute again right before
+    the first backward moment that needs their saved tensors.
 
-    What was computed again is non-model memory until backward is done with it. Copies into chunks take no
-    time in the result, be they of these calls or of others: what never leaves DEVICE need not be copied. Nor
-    does what hindered the calls of ``spans``.
+    Recomputed tensors are non-model memory until backward is done with them. Copies into chunks take no time
+    in the result, for these calls and for others: tensors that never leave DEVICE need not be copied. The
+    hindered time of ``spans`` is left out, too.
     """
     return _Derivation(trace, spans, copy_bytes_per_second).result()
 
 
 def activation_bytes(trace: Trace) -> int:
-    """Return what a step puts into chunks of activations."""
+    """Return the bytes that a step puts into chunks of activations."""
     return sum(
         trace.chunk_bytes[chunk]
         for chunks, modes in zip(trace.accesses, trace.modes, strict=True)
@@ -115,7 +117,7 @@ def activation_bytes(trace: Trace) -> int:
 
 
 def _lifetimes(trace: Trace) -> list[Lifetime]:
-    """Return every stretch from a store to the period that frees the chunk again."""
+    """Return the lifetime of every stored tensor that is freed again."""
     found: list[Lifetime] = []
     open_: dict[int, tuple[int, list[int]]] = {}
     for moment, (chunks, modes) in enumerate(zip(trace.accesses, trace.modes, strict=True)):
@@ -143,17 +145,17 @@ class _Moment(NamedTuple):
 
 
 class _Derivation:
-    """Makes the moments of the derived step, in order."""
+    """Builds the moments of the derived step, in order."""
 
     def __init__(self, trace: Trace, spans: Sequence[BlockSpan], copy_bytes_per_second: float) -> None:
         self._trace = trace
         self._spans = spans
         self._copy_speed = copy_bytes_per_second
         count = trace.num_moments
-        self._dropped: list[set[int]] = [set() for _ in range(count)]  # accesses that do not occur
-        self._unfreed: list[set[int]] = [set() for _ in range(count)]  # frees that do not
-        self._more_bytes = [0] * count  # non-model memory that was computed again
-        self._share = [1.0] * count  # of its seconds that a moment computes
+        self._dropped: list[set[int]] = [set() for _ in range(count)]  # accesses to leave out
+        self._unfreed: list[set[int]] = [set() for _ in range(count)]  # frees to leave out
+        self._more_bytes = [0] * count  # non-model memory of recomputed tensors
+        self._share = [1.0] * count  # computing share of a moment's seconds
         self._inputs_freed: list[list[int]] = [[] for _ in range(count)]
         for number, span in enumerate(spans):
             self._drop(span, len(trace.chunk_bytes) + number)
@@ -202,7 +204,7 @@ class _Derivation:
         self._inputs_freed[last].append(input_chunk)
 
     def _compute_again(self, span: BlockSpan, input_chunk: int) -> None:
-        """Insert the moments of the call, which fetch its input and its weights again."""
+        """Insert the moments of the recomputed call, which fetch its input and its weights again."""
         trace, call = self._trace, span.call
         around = self._reserve(span.first_use) - span.saved_bytes
         self._insert((input_chunk,), READ, _BACKWARD, 0.0, around)
@@ -221,7 +223,7 @@ class _Derivation:
                 self._lend((), self._seconds(moment), reserve)
 
     def _copy_moment(self, moment: int) -> None:
-        """Take over a moment; one whose accesses are all gone lends its time to the one before."""
+        """Copy a moment; if none of its accesses remain, its time is added to the previous moment."""
         trace = self._trace
         kept = self._kept(moment)
         frees = sorted({*trace.frees[moment]} - self._unfreed[moment] | {*self._inputs_freed[moment]})
@@ -241,7 +243,7 @@ class _Derivation:
         )
 
     def _lend(self, frees: Sequence[int], seconds: float, reserve: int) -> None:
-        """Make the last moment's period longer."""
+        """Extend the last moment's period."""
         before = self._moments[-1]
         self._moments[-1] = before._replace(
             frees=tuple(sorted({*before.frees, *frees})),
@@ -260,7 +262,7 @@ class _Derivation:
         return self._trace.non_model_bytes[moment] + self._more_bytes[moment]
 
     def _seconds(self, moment: int) -> float:
-        """Return what the period computes, without what it copies into chunks and what hinders it."""
+        """Return the computing time of the period, without copies into chunks and hindered time."""
         trace = self._trace
         copied = sum(
             trace.chunk_bytes[chunk]
@@ -270,19 +272,19 @@ class _Derivation:
         return self._share[moment] * max(0.0, trace.seconds[moment] - copied / self._copy_speed)
 
 
-_WORTH_IT = 0.02  # the share of a step that recomputing has to save: the times it is judged by are measured
-_MOVING = 1e-3  # what a second of a link counts at least, as when plans are compared
-_GRID = 4  # numbers of blocks tried at first, besides none
+_WORTH_IT = 0.02  # recomputing must save this share of a step, because the times are measured
+_MOVING = 1e-3  # least weight of a busy link second, as in planner.py
+_GRID = 4  # intervals between the first numbers of blocks to try
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """The blocks to recompute, and the seconds of a step with and without that, both as planned and with
-    the copies into chunks of what leaves DEVICE.
+    """The blocks to recompute, and the seconds of a step with and without it, both as planned and including
+    the copies into chunks of tensors that leave DEVICE.
 
-    ``saved_bytes``: what these blocks no longer save in a step; ``computing_seconds``: what computing them
-    again takes.
+    ``saved_bytes``: bytes that these blocks no longer save in a step. ``computing_seconds``: the time of
+    recomputing them.
     """
 
     blocks: frozenset[int]
@@ -297,9 +299,9 @@ NOTHING = RecomputeChoice(frozenset(), 0.0, 0.0, 0, 0.0)
 
 @dataclass(frozen=True)
 class RecomputeReport:
-    """What happened to a model's blocks. ``names``: those that are recomputed; ``refused``: name and
-    reason of those that cannot be; ``num_blocks``: how many there are; ``choice``: None while steps are still
-    watched; ``why_none``: why no block is chosen, where none is."""
+    """The decisions about a model's blocks. ``names``: blocks that are recomputed. ``refused``: name and
+    reason of those that cannot be. ``num_blocks``: how many exist. ``choice``: None while steps are still
+    watched. ``why_none``: why no block is chosen, if none is."""
 
     names: tuple[str, ...]
     refused: tuple[tuple[str, str], ...]
@@ -308,7 +310,7 @@ class RecomputeReport:
     why_none: str = ""
 
     def lines(self) -> Iterator[str]:
-        """Say it in words that a person reads."""
+        """Yield the report as lines of text."""
         if not self.num_blocks:
             yield "No block is recomputed: no list or sequence of the module has members that are alike."
             return
@@ -331,11 +333,11 @@ class RecomputeReport:
 
 
 class Judged(NamedTuple):
-    """What simulation says of the step in which some number of blocks is recomputed."""
+    """The simulated step with some number of recomputed blocks."""
 
     cost: float
     seconds: float
-    moves: bool  # anything between tiers
+    moves: bool  # whether any transfer occurs
 
 
 def choose_blocks(
@@ -346,13 +348,13 @@ def choose_blocks(
     overlap: bool,
     copy_bytes_per_second: float,
 ) -> RecomputeChoice:
-    """Return the blocks whose recomputation makes the simulated step the shortest; none where that saves
-    less than two hundredths of it, or where nothing is moved: time can be saved on moving alone.
+    """Return the blocks to recompute for the shortest simulated step; none if that saves less than 2 % of it,
+    or if nothing is transferred, because only transfers can be saved.
 
-    ``trace``: of a step in which all activations went into chunks; ``calls``: of the blocks that may be
-    recomputed. ``copy_bytes_per_second``: how fast that step copied saved tensors into their chunks.
-    Blocks are taken in the order of what they free, times how long, per second of computing; for how many of
-    them the plan of the step is the shortest, simulation says.
+    ``trace``: a step in which all activations went into chunks. ``calls``: of the blocks that may be
+    recomputed. ``copy_bytes_per_second``: how fast that step copied saved tensors into chunks. Blocks are
+    taken in the order of bytes freed, times their duration, per second of computing. Simulation decides how
+    many of them give the shortest planned step.
     """
     spans = spans_of(trace, calls, copy_bytes_per_second)
     order = _by_value(trace, spans)
@@ -363,7 +365,7 @@ def choose_blocks(
             step = choose_plan(Iteration.of_trace(derived, overlap=overlap), machine).simulation
         except OutOfBudgetError:
             return Judged(_NEVER, _NEVER, moves=True)
-        # What is written was copied into its chunk before, as far as it was an activation.
+        # Written bytes that are activations were copied into chunks before.
         written = step.link_bytes["d2h"] + step.link_bytes["disk_write"]
         copied = min(written, activation_bytes(derived)) / copy_bytes_per_second
         moving = sum(step.link_seconds.values())
@@ -389,8 +391,8 @@ def _of_blocks(spans: Sequence[BlockSpan], blocks: Iterable[int]) -> list[BlockS
 
 
 def _by_value(trace: Trace, spans: Sequence[BlockSpan]) -> list[int]:
-    """Return the blocks that would free something, the most bytes times seconds per second of computing
-    first."""
+    """Return the blocks that would free memory, by descending bytes times seconds freed per second of
+    computing."""
     starts = [0.0]
     for seconds in trace.seconds:
         starts.append(starts[-1] + seconds)
@@ -405,9 +407,9 @@ def _by_value(trace: Trace, spans: Sequence[BlockSpan]) -> list[int]:
 
 
 def best_count(judge: Callable[[int], Judged], most: int) -> tuple[int, Judged, Judged]:
-    """Return the best number of blocks, and what was judged of it and of none: some evenly spaced numbers
-    first, then those between the neighbours of the best, by halves. Of numbers that are nearly as good it is
-    the least: what computing again takes besides, no trace has shown."""
+    """Return the best number of blocks, its judgement, and that of 0 blocks. Tries some evenly spaced numbers
+    first, and then neighbours of the best, with halved distances. Among numbers that are nearly as good the
+    smallest is chosen, because recomputing has costs that no trace shows."""
     judged = {count: judge(count) for count in sorted({most * step // _GRID for step in range(_GRID + 1)})}
 
     def best() -> int:
@@ -419,7 +421,7 @@ def best_count(judge: Callable[[int], Judged], most: int) -> tuple[int, Judged, 
         for count in (before - stride, before + stride):
             if 0 <= count <= most and count not in judged:
                 judged[count] = judge(count)
-        if best() == before:  # a better one may have a better neighbour yet
+        if best() == before:  # a new best number may have a better neighbour
             stride //= 2
     nearly = (1 + _WORTH_IT) * judged[best()].cost
     chosen = min(count for count in judged if judged[count].cost <= nearly)

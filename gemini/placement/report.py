@@ -1,4 +1,4 @@
-"""PlanReport: a plan in words that a person reads: what stays where, and why."""
+"""PlanReport: describes a plan in text: which chunks stay where, and why."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from gemini.system.config import format_bytes
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A steady step, the machine and the plan chosen for it, what each of its chunks holds, and what such
-    steps are expected to take from now on.
+    """A steady step, its machine, the plan chosen for it, the kind of each chunk, and the expected time of
+    such steps.
 
     ``iteration``, ``machine`` and ``chosen`` have the times and speeds of planning, ``promise`` has those of
     the last steps.
@@ -34,15 +34,15 @@ class PlannedStep:
     def of_plan(
         cls, iteration: Iteration, machine: Machine, chosen: ChosenPlan, chunk_kinds: tuple[str, ...]
     ) -> PlannedStep:
-        """Return a step before it ran: only what the plan was made from is known."""
+        """Return a step that has not run yet; its promise has the pace of planning."""
         pace = Pace(sum(iteration.seconds), machine.links)
         return cls(iteration, machine, chosen, chunk_kinds, Promise(pace, chosen.simulation))
 
 
 @dataclass(frozen=True)
 class KindShare:
-    """How the chunks of one kind are treated in a step, bytes: how many there are, how many never leave
-    DEVICE, how many leave it at some time, and what is read and written below DEVICE for them."""
+    """How a step treats the chunks of one kind, in bytes: all of them, those that never leave DEVICE, those
+    that leave at some time, and the bytes read and written below DEVICE for them."""
 
     kind: str
     nbytes: int
@@ -54,12 +54,12 @@ class KindShare:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What a model does with its tiers. ``str()`` of it is for people.
+    """How a model uses its tiers. ``str()`` formats it for people.
 
-    ``placement``: limits in force. ``step``: the planned step; None before the first step was recorded, where
-    everything fits DEVICE, and under policies that follow the order alone. ``recompute``: of blocks; None
-    where none was asked for. ``stowed_bytes``: states that a file has between updates, which are on DEVICE or
-    HOST only meanwhile.
+    ``placement``: limits in force. ``step``: the planned step; None before the first step is recorded, if
+    everything fits on DEVICE, and under policies that follow the order alone. ``recompute``: of blocks; None
+    if it was not requested. ``stowed_bytes``: states that are in a file between updates, and on DEVICE or
+    HOST only during them.
     """
 
     placement: PlacementPlan

@@ -1,11 +1,11 @@
-"""What to keep between uses, as a linear program.
+"""Decides which chunks to keep between uses, by a linear program.
 
-For interval i the share ``x_i`` of its chunk stays on DEVICE; what does not stay is read back before the next
-use, and written below once per dirty run, which costs ``y_r >= 1 - x_i`` of a write for the intervals of
-the run. Per moment, operands, what is kept and what is on its way have to fit. Solved with HiGHS.
+For interval i the share ``x_i`` of its chunk stays on DEVICE. The rest is read back before the next use, and
+written below once per dirty run, which costs ``y_r >= 1 - x_i`` of a write for the intervals of the run. Per
+moment, operands, kept chunks and chunks in transit must fit. Solved with HiGHS.
 
-Intervals as variables: Albers, Garg and Leonardi (JACM 2000). Why a write has to be paid once per run, and
-that furthest next use is no longer optimal then: Beckmann et al. (APOCS 2020).
+Intervals as variables: Albers, Garg and Leonardi (JACM 2000). Why a write is paid once per run, and why the
+furthest next use is then no longer optimal: Beckmann et al. (APOCS 2020).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gemini.placement.problem import NO_RUN, Flags, Floats, Ints, PlanProblem
 
 Array = npt.NDArray[Any]
 
-_TIE_BREAK = 1e-3  # of the objective: among plans of equal time, the one that moves less
+_TIE_BREAK = 1e-3  # weight in the objective: among plans of equal time, prefer the one that moves less
 
 
 @dataclass(frozen=True, eq=False)
 class Retention:
-    """A solution: ``share`` of each interval that stays, the seconds that the busier link needs for the rest
-    (a shared disk: both directions together), and what the rounding has to respect."""
+    """A solution: the ``share`` of each interval that stays, the seconds that the busier link needs for the
+    rest (a shared disk: both directions together), and the constraints for rounding."""
 
     share: Floats
     link_seconds: float
@@ -39,10 +39,10 @@ class Retention:
 
 
 def solve_retention(problem: PlanProblem, *, lead: float, lag: float) -> Retention | None:
-    """Return the shares with which the busier link is done soonest; None if the solver finds none.
+    """Return the shares that minimize the time of the busier link; None if the solver fails.
 
-    A chunk that leaves takes room until ``lag`` times its flush has passed, and from ``lead`` times its fetch
-    before its next use.
+    A chunk that leaves occupies room until ``lag`` times its flush time has passed, and from ``lead`` times
+    its fetch time before its next use.
     """
     them = problem.intervals
     last = problem.fetched_from(lead)
@@ -66,7 +66,8 @@ def solve_retention(problem: PlanProblem, *, lead: float, lag: float) -> Retenti
 
 
 def round_retention(problem: PlanProblem, found: Retention) -> Flags:
-    """Return whole intervals: the largest shares first, the shorter one of equals, as long as they fit."""
+    """Round to whole intervals: the largest shares first, among equals the shorter one, as long as they
+    fit."""
     span = problem.intervals.end - problem.intervals.begin
     order = np.lexsort((span, -found.share))
     wanted = order[found.share[order] > _TIE_BREAK]
@@ -74,7 +75,8 @@ def round_retention(problem: PlanProblem, found: Retention) -> Flags:
 
 
 class _Program:
-    """The matrices. Columns: shares, runs, bytes kept at each moment, and the time of the busier link."""
+    """The matrices of the program. Columns: shares, runs, bytes kept at each moment, and the time of the
+    busier link."""
 
     def __init__(self, problem: PlanProblem, first: Ints, last: Ints) -> None:
         self._problem = problem
@@ -95,7 +97,8 @@ class _Program:
         return np.stack([np.zeros(self._columns), upper], axis=1)
 
     def _kept_bytes(self) -> tuple[sparse.csr_matrix, Floats]:
-        """The bytes kept at a moment are those of the one before, and what begins less what ends there."""
+        """Bytes kept at a moment are those of the previous one, plus the intervals that begin there, minus
+        those that end."""
         moments, sizes = self._problem.num_moments, self._problem.intervals.nbytes
         some = np.nonzero(self._last > self._first)[0]
         start = self._shares + self._runs
@@ -104,7 +107,7 @@ class _Program:
         columns = [some, some, start + at, start + (at - 1) % moments]
         values = [-sizes[some], sizes[some], np.ones(moments), -np.ones(moments)]
         matrix = self._matrix(moments, rows, columns, values)
-        # One of these rows follows from the others; what is kept at moment 0 takes its place.
+        # One of these rows is redundant; replace it by the bytes kept at moment 0.
         covers = some[self._covers_start(some)]
         anchor = self._matrix(
             1,

@@ -1,4 +1,4 @@
-"""The simulator: what a step would take, decided by the chunk table itself against a model of time."""
+"""The simulator: computes the time of a step by running the chunk table itself against a model of time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIERS = ("device", "host", "disk")
 
 @dataclass(frozen=True)
 class Simulation:
-    """A steady step. Seconds of all links and tiers' peaks are those of one step.
+    """A simulated steady step. Link seconds and tier peaks are those of one step.
 
     ``stall_seconds``: per moment, how long its operator waits for transfers.
     """
@@ -30,9 +30,9 @@ class Simulation:
 class Simulator:
     """Runs steps of one iteration on one machine.
 
-    The model: a link carries one transfer at a time, first in, first out, each for its latency and its bytes
-    over the bandwidth; reads and writes of a shared disk get half of it each; computing takes the recorded
-    time and is not slowed by transfers.
+    The model: a link carries one transfer at a time, first in, first out; a transfer takes its latency plus
+    its bytes over the bandwidth. Reads and writes of a shared disk get half of the bandwidth each. Computing
+    takes the recorded time and is not slowed down by transfers.
     """
 
     def __init__(self, iteration: Iteration, machine: Machine) -> None:
@@ -49,26 +49,27 @@ class Simulator:
         )
 
     def seconds(self, hints: Hints | None, *, after: int = 2, steps: int = 1) -> float:
-        """Return the mean time of ``steps`` after some others; to compare plans. Raises OutOfBudgetError."""
+        """Return the mean time of ``steps`` steps after ``after`` others, to compare plans. Raises
+        OutOfBudgetError."""
         return self._native.run(self.schedule(hints), after + steps, steps).seconds
 
     def seconds_moving(self, hints: Hints | None) -> tuple[float, float]:
-        """Return the time of the third step, and for how long its links are busy together. Raises
+        """Return the time of the third step, and the total busy time of its links. Raises
         OutOfBudgetError."""
         step = self._native.run(self.schedule(hints), 3, 1)
         return step.seconds, sum(step.link_seconds)
 
     def begin(self, hints: Hints | None) -> _C.SimulatedRun:
-        """Return a run that has not made a step yet. Raises OutOfBudgetError, as its steps do."""
+        """Return a run before its first step. Raises OutOfBudgetError, as its steps do."""
         return self._native.begin(self.schedule(hints))
 
     def schedule(self, hints: Hints | None) -> _C.Schedule:
-        """Return what the chunk table follows."""
+        """Return the chunk table's schedule."""
         return self._order if hints is None else with_hints(self._order, hints)
 
     def run(self, hints: Hints | None, *, told: bool = True) -> Simulation:
-        """Return the mean of two steps after two others. Without ``told`` the order is not known either: what
-        was used least recently leaves first, and nothing is prefetched.
+        """Return the mean of two steps after two others. Without ``told`` the table does not know the order:
+        eviction is LRU, and nothing is prefetched.
 
         Raises:
             OutOfBudgetError: the step does not fit the machine.
@@ -85,7 +86,7 @@ class Simulator:
 
 
 def simulate(iteration: Iteration, machine: Machine, hints: Hints | None = None) -> Simulation:
-    """Return what a steady step takes, with the order alone (OPT and prefetch) or following ``hints``.
+    """Simulate a steady step, with the order alone (OPT and prefetch) or following ``hints``.
 
     Raises:
         OutOfBudgetError: it does not fit the machine.

@@ -1,1 +1,1 @@
-"""Sharding: chunks cut among ranks (ZeRO-3), whole while they are used."""
+"""Sharding (ZeRO-3): chunks are cut among ranks, and gathered while they are used."""

@@ -1,6 +1,5 @@
-"""GatheredChunks: parameter chunks that are whole on DEVICE for a while. UseOrder: in which order an
-iteration uses them, foretold from the one before.
-"""
+"""GatheredChunks: parameter chunks that are gathered (whole on DEVICE) for a while. UseOrder: predicts the
+order of uses in an iteration from the previous one."""
 
 from __future__ import annotations
 
@@ -20,18 +19,18 @@ from gemini.sharding.owners import Owners, OwnersOfGroups
 
 NEVER = 2**62
 
-_DIGEST_MASK = 2**31 - 1  # so that two of them fit an integer of 64 bits
+_DIGEST_MASK = 2**31 - 1  # two digests fit a 64-bit integer
 
 
 class UseOrder:
-    """The uses of one kind of iteration; a use is noted where another chunk was used before it."""
+    """The order of chunk uses in one kind of iteration. Consecutive uses of a chunk count once."""
 
     def __init__(self) -> None:
         self._known: list[int] = []
         self._places: dict[int, list[int]] = {}
         self._now: list[int] = []
-        self._at = 0  # how far in the known order this iteration has come
-        self.digest = 0  # of what is foretold: equal for equal orders; 31 bits
+        self._at = 0  # position of this iteration in the known order
+        self.digest = 0  # 31-bit digest of the predicted order; equal for equal orders
 
     def begin(self) -> None:
         """Start an iteration."""
@@ -39,30 +38,30 @@ class UseOrder:
         self._at = 0
 
     def note(self, chunk: int) -> None:
-        """``chunk`` is used; the order goes on behind the next place where it was used before."""
+        """Record a use of ``chunk``, and advance to its next place in the known order."""
         self._now.append(chunk)
         place = self._next_place(chunk)
         if place < NEVER:
             self._at = place + 1
 
     def end(self) -> None:
-        """Take what this iteration did for the order of the next."""
+        """End the iteration; its order is the prediction for the next one."""
         if self._now and self._now != self._known:
             self._know(self._now)
         self.begin()
 
     def forget(self) -> None:
-        """Foretell nothing, until an iteration has ended."""
+        """Predict nothing until an iteration has ended."""
         self._know([])
         self.begin()
 
     def next_use(self, chunk: int) -> int:
-        """Return how many uses from now ``chunk`` is used again; NEVER where it is not foretold."""
+        """Return after how many uses ``chunk`` is used again; NEVER if no further use is predicted."""
         place = self._next_place(chunk)
         return place - self._at if place < NEVER else NEVER
 
     def upcoming(self) -> Iterator[int]:
-        """Yield the chunks to come in this iteration."""
+        """Yield the predicted chunks of the rest of this iteration."""
         for place in range(self._at, len(self._known)):
             yield self._known[place]
 
@@ -84,7 +83,7 @@ class UseOrder:
 class GatheredChunk:
     """The whole parameter chunk of one group: open (pinned, with content) or closed (no memory at all).
 
-    What operators write to it goes to the shard when it is closed: all ranks write the same.
+    Values that operators write to it are copied to the shard when it is closed; all ranks write the same.
     """
 
     def __init__(self, gate: Gate, group: ChunkGroup, owners: Owners) -> None:
@@ -95,8 +94,8 @@ class GatheredChunk:
         self.last_use = 0
         self.is_open = False
         self.is_written = False
-        assert isinstance(group.param, Chunk)  # ranks have parts of it: it is not cut
-        self.anchor = gate.chunks.add_tensor(group.param)  # its pin is what keeps the chunk open
+        assert isinstance(group.param, Chunk)  # a chunk with shards is not cut
+        self.anchor = gate.chunks.add_tensor(group.param)  # this tensor's pin keeps the chunk open
         self._gate = gate
         self._group = group
         self._tensors = [self.anchor, *(slot.param_ref.tensors[0] for slot in group.slots)]
@@ -109,21 +108,21 @@ class GatheredChunk:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is open and nobody uses it."""
+        """Whether it is open and no operator uses it."""
         table = self._gate.chunks.table
         return self.is_open and self._transfer is None and table.pins(self._group.param.id) == 1
 
     def note_written(self) -> None:
-        """What it holds is newer than the shards."""
+        """Note that its content is newer than the shards."""
         self.is_written = True
 
     def open_fresh(self) -> None:
-        """Open it for its first content."""
+        """Open it for its first content, without a gather."""
         self._gate.next_moment((self.anchor,))
         self.is_open = self.is_written = True
 
     def open(self, *, alone: bool) -> None:
-        """Start to gather it; ``alone``: no other rank does."""
+        """Start to gather it; ``alone``: only to this rank."""
         gate, shard, peers = self._gate, self.shard, self.owners.peers
         gate.run_due(self._tensors)
         gate.next_moment((shard.param_tensor, self.anchor))
@@ -135,7 +134,7 @@ class GatheredChunk:
             self._transfer = peers.gather(shard.param.tensor, whole)
 
     def serve(self, rank: int) -> None:
-        """Send the shard to another owner, which gathers the chunk alone."""
+        """Send the shard to ``rank``, another owner that gathers the chunk alone."""
         gate, tensors = self._gate, (self.shard.param_tensor,)
         gate.run_due(self._tensors)
         self.write_back()
@@ -146,7 +145,7 @@ class GatheredChunk:
             gate.post_op(tensors, False)
 
     def wait(self) -> None:
-        """Wait until all of it has arrived."""
+        """Wait until the gather has finished."""
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             transfer.wait()
@@ -154,7 +153,7 @@ class GatheredChunk:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Copy what was written since it was opened to the shard."""
+        """Copy values written since it was opened to the shard."""
         if not self.is_written:
             return
         shard, tensors = self.shard, (self.shard.param_tensor,)
@@ -165,7 +164,7 @@ class GatheredChunk:
         self.is_written = False
 
     def close(self) -> None:
-        """Give its memory up; nobody may be using it."""
+        """Free its memory; no operator may be using it."""
         self.wait()
         self.write_back()
         self.is_open = False
@@ -174,20 +173,20 @@ class GatheredChunk:
 
 
 class GatheredChunks:
-    """Keeps within a number of bytes what is open, by what is used furthest ahead."""
+    """Keeps open chunks within a number of bytes; closes the chunks with the furthest next use."""
 
     def __init__(self, gate: Gate, storage: ModelStorage, owners: OwnersOfGroups, room_bytes: int) -> None:
         self._gate = gate
         self._owners = owners
         self._each: list[GatheredChunk] = []
-        self._of: dict[int, int] = {}  # parameter -> chunk
+        self._of: dict[int, int] = {}  # parameter tensor -> chunk index
         self._orders = {True: UseOrder(), False: UseOrder()}
         self.order = self._orders[False]
         self._clock = 0
         self.widen(storage, room_bytes)
 
     def widen(self, storage: ModelStorage, room_bytes: int) -> None:
-        """Take in the groups of ``storage`` that are new; have ``room_bytes`` for what is open."""
+        """Add the new groups of ``storage``, and set the bytes for open chunks to ``room_bytes``."""
         self.room_bytes = room_bytes
         for index, group in enumerate(storage.groups[len(self._each) :], len(self._each)):
             self._each.append(GatheredChunk(self._gate, group, self._owners.of(group)))
@@ -199,7 +198,7 @@ class GatheredChunks:
         return self._each[index]
 
     def used_by(self, tensors: TensorIds) -> tuple[int, ...]:
-        """Return the chunks that parameters among ``tensors`` lie in, ascending, each once."""
+        """Return the distinct chunks of the parameters among ``tensors``, ascending."""
         found = {self._of[tensor] for tensor in tensors if tensor in self._of}
         for index in found:
             self._clock += 1
@@ -207,17 +206,17 @@ class GatheredChunks:
         return tuple(sorted(found))
 
     def begin(self, *, training: bool) -> None:
-        """Follow the order of steps, or of evaluations."""
+        """Begin an iteration: follow the order of steps, or of evaluations."""
         self.order = self._orders[training]
         self.order.begin()
 
     def end(self) -> None:
-        """End the iteration whose order is followed."""
+        """End the current iteration."""
         self.order.end()
         self.order = self._orders[False]
 
     def open_fresh(self, index: int, in_use: Iterable[int]) -> bool:
-        """Open a chunk that never had content; say whether it was one."""
+        """Open a chunk if it never had content; say whether it was opened."""
         chunk = self._each[index]
         if chunk.has_shard:
             return False
@@ -226,8 +225,9 @@ class GatheredChunks:
         return True
 
     def next_missing(self, in_use: Sequence[int]) -> int | None:
-        """Return the first closed chunk to come that there is room for without closing one used earlier. One
-        that comes from no other rank needs no start ahead."""
+        """Return the next closed chunk in the predicted order if there is room for it without closing a chunk
+        that is used earlier; None otherwise. A chunk without other owners is skipped, because opening it
+        needs no lead time."""
         for index in self.order.upcoming():
             chunk = self._each[index]
             if chunk.is_open or index in in_use or not chunk.has_shard or chunk.owners.is_alone:
@@ -239,17 +239,17 @@ class GatheredChunks:
         return None
 
     def make_room(self, wanted: Sequence[int], in_use: Iterable[int]) -> None:
-        """Close what is used last until there is room for ``wanted``, as far as anything can be closed."""
+        """Close the chunks with the furthest next use until ``wanted`` fit, or no more can be closed."""
         victims = self._victims((*in_use, *wanted))
         while victims and self._missing_bytes(wanted) > 0:
             self._each[victims.pop()].close()
 
     def owners(self, index: int) -> Sequence[int]:
-        """Return the places, among all ranks, of those that have parts of a chunk."""
+        """Return the positions, among all ranks, of the owners of a chunk."""
         return self._each[index].owners.places
 
     def gather(self, index: int, askers: Sequence[int]) -> None:
-        """Carry out what ``askers`` among the owners have asked for, all of these together."""
+        """Gather a chunk to the ``askers`` among its owners; all owners take part."""
         chunk = self._each[index]
         share = chunk.owners.peers.share
         if len(askers) == share.size:
@@ -262,7 +262,7 @@ class GatheredChunks:
                 chunk.serve(asker)
 
     def open_alone(self, index: int, in_use: Iterable[int]) -> bool:
-        """Open a chunk that no other rank has a part of; say whether it was one."""
+        """Open a chunk if this rank is its only owner; say whether it was opened."""
         chunk = self._each[index]
         if not chunk.owners.is_alone:
             return False
@@ -271,19 +271,20 @@ class GatheredChunks:
         return True
 
     def close_all(self) -> None:
-        """Close everything."""
+        """Close all open chunks."""
         for chunk in self._each:
             if chunk.is_open:
                 chunk.close()
 
     @property
     def foretold(self) -> int:
-        """What stands for all that is foretold: equal on ranks for which it is the same."""
+        """A digest of both predicted orders: equal on ranks with equal predictions."""
         return self._orders[True].digest << 31 | self._orders[False].digest
 
     def restart(self, *, forget: bool) -> None:
-        """Begin the iteration again, with nothing open that is not in use: alike on all ranks, wherever their
-        passes have ended. ``forget``: they foretell different things, or did."""
+        """Restart the iteration with all idle chunks closed, so that all ranks are in the same state, even if
+        their passes ended at different operators. ``forget``: discard the predictions, which differ between
+        ranks."""
         self.wait()
         for chunk in self._each:
             if chunk.is_idle:
@@ -292,17 +293,17 @@ class GatheredChunks:
             order.forget() if forget else order.begin()
 
     def write_back(self) -> None:
-        """Bring what was written since they were opened to the shards."""
+        """Copy values written to open chunks to their shards."""
         for chunk in self._each:
             chunk.write_back()
 
     def wait(self) -> None:
-        """Wait for everything that is being gathered."""
+        """Wait for all running gathers."""
         for chunk in self._each:
             chunk.wait()
 
     def repin(self) -> None:
-        """Pin everything again that is open."""
+        """Pin all open chunks again."""
         anchors = [chunk.anchor for chunk in self._each if chunk.is_open]
         if anchors:
             self._gate.chunks.acquire(anchors, traced=False)
@@ -311,7 +312,7 @@ class GatheredChunks:
         return sum(c.nbytes for i, c in enumerate(self._each) if c.is_open or i in wanted) - self.room_bytes
 
     def _victims(self, in_use: Iterable[int]) -> list[int]:
-        """Return what may be closed; what is to be closed first comes last."""
+        """Return the chunks that may be closed; the last one is closed first."""
         kept = {*in_use, *self._staying}
         idle = [i for i, chunk in enumerate(self._each) if i not in kept and chunk.is_idle]
         return sorted(idle, key=lambda i: (self.order.next_use(i), -self._each[i].last_use))

@@ -1,7 +1,7 @@
-"""GradientExchange: takes the mean of gradients over the ranks, each keeping its shard of it, and over copies
-of the model, among the ranks that have the same part of each.
+"""GradientExchange: averages gradients over the ranks, each keeping its shard of the mean; with copies of the
+model, also over the ranks with the same shard.
 
-Parts of the same elements are added in the order of the ranks, in fp32.
+Parts of the same elements are added in fp32, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from gemini.sharding.rounds import from_bits, to_bits
 
 
 class Parts(Protocol):
-    """Sends one whole gradient at a time, through the room for parts; both are pinned from :meth:`send` until
-    :meth:`mean` has been used."""
+    """Exchanges one whole gradient at a time through the exchange chunk. Both are pinned from :meth:`send`
+    until :meth:`mean` has returned."""
 
     def send(self, whole: torch.Tensor, count: int) -> Transfer:
-        """Start to send every rank its part of ``whole``, fp32, which nobody may write until it is over. The
-        sum is divided by ``count``."""
+        """Start to send every rank its part of ``whole``, fp32. ``whole`` must not be written until the
+        transfer has ended. The sum will be divided by ``count``."""
         ...
 
     def mean(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the mean of what all have sent, fp32, in the room; ``whole`` is void."""
+        """Return this rank's part of the mean over all ranks, fp32, in the exchange chunk; ``whole`` is
+        overwritten."""
         ...
 
 
 class FullParts(Parts):
-    """Parts travel in fp32."""
+    """Sends parts in fp32."""
 
     def __init__(self, peers: Peers, room: torch.Tensor) -> None:
         """``room``: fp32, at least as large as a whole gradient."""
@@ -53,19 +54,19 @@ class FullParts(Parts):
     def mean(self, whole: torch.Tensor) -> torch.Tensor:
         share = self._peers.share
         places = list(self._room[: whole.numel()].view(share.size, -1).unbind(0))
-        total = places[share.rank]  # nothing has arrived there
+        total = places[share.rank]  # nothing arrived there
         terms = [*places[: share.rank], _own(whole, self._peers), *places[share.rank + 1 :]]
         torch.add(terms[0], terms[1], out=total)
         return _add(total, terms[2:]).mul_(1.0 / self._count)
 
 
 class NarrowParts(Parts):
-    """Parts travel in 16 bits: half the bytes. They are divided by the number of ranks before they are
-    rounded, so that none overflows which the mean does not. A rank's own part is rounded, too: who owns an
-    element depends on the layout of chunks."""
+    """Sends parts in 16 bits: half the bytes. They are divided by the number of ranks before they are
+    rounded, so that none overflows unless the mean does. A rank's own part is rounded too, because which rank
+    owns an element depends on the layout of chunks."""
 
     def __init__(self, peers: Peers, room: torch.Tensor, dtype: torch.dtype) -> None:
-        """``room`` as for :class:`FullParts`: what is sent and what arrives share it."""
+        """``room``: as for :class:`FullParts`; sent and received parts share it."""
         self._peers = peers
         self._room = room
         self._dtype = dtype
@@ -84,10 +85,10 @@ class NarrowParts(Parts):
 
 
 class LoneParts(Parts):
-    """One rank has the only part: nothing travels."""
+    """For a single owner: nothing is sent."""
 
     def __init__(self, peers: Peers, room: torch.Tensor) -> None:
-        """``room`` as for :class:`FullParts`."""
+        """``room``: as for :class:`FullParts`."""
         self._peers = peers
         self._room = room
         self._count = 1
@@ -116,11 +117,11 @@ _NO_SCALE = 0
 
 
 class GradientExchange:
-    """Exchanges the gradients of a chunk group once all of its parameters have theirs on every rank; the rest
-    at the end of the step, zeros standing for what a rank does not have.
+    """Exchanges the gradients of a chunk group once all of them are complete on every rank, and the rest at
+    the end of the step. Missing gradients of a rank count as zeros.
 
-    Parts of the same elements are added in the order of the ranks, so how parameters are laid out in chunks
-    does not change a bit of the result.
+    Parts of the same elements are added in the order of the ranks, so the bits of the result do not depend on
+    how parameters are laid out in chunks.
     """
 
     def __init__(
@@ -133,20 +134,22 @@ class GradientExchange:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self._owners = owners
-        self._is_held = False  # gradients accumulate here, without an exchange
-        self._count = peers.share.size  # by which their sums are divided
+        self._is_held = False  # gradients accumulate without an exchange
+        self._count = peers.share.size  # divisor of the sums
         self._gate = gate
         self._peers = peers
         self._enter_round = enter_round
         self._groups = storage.groups
-        self._had: set[int] = set()  # places in _gradients of what had one here since they were given up
+        # Indices into _gradients with a gradient on this rank since the last discard.
+        self._had: set[int] = set()
         self._arrived: list[set[int]] = []
-        self._kept: set[int] = set()  # places of what is exchanged at the end of the step alone
+        self._kept: set[int] = set()  # indices that are exchanged only at the end of the step
         self._complete: set[int] = set()
         self._under_way: tuple[int, Transfer] | None = None
-        self._unequal: set[int] = set()  # groups whose shard other copies of the model have other means of
+        self._unequal: set[int] = set()  # groups with a shard mean that differs between copies of the model
         self._reduce_dtype = reduce_dtype
-        self._parts: dict[bool, Parts] = {}  # of this rank's own groups, and of others; made when used
+        # For this rank's own expert groups, and for others; created when used.
+        self._parts: dict[bool, Parts] = {}
         self._room: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
         self._room_tensor = -1
         self._take_room(storage.exchange)
@@ -155,7 +158,7 @@ class GradientExchange:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let gradients accumulate here within the block, without an exchange."""
+        """Let gradients accumulate within the block, without an exchange."""
         before, self._is_held = self._is_held, True
         try:
             yield
@@ -163,11 +166,11 @@ class GradientExchange:
             self._is_held = before
 
     def divide_by(self, count: int) -> None:
-        """Divide sums by ``count``, of the ranks that have gradients."""
+        """Set the divisor of sums to ``count``, the number of ranks that have gradients."""
         self._count = count
 
     def add(self, storage: ModelStorage, grad: SlotGradient) -> None:
-        """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
+        """Include ``grad``, of a parameter that was unfrozen, in exchanges. Collective."""
         self.settle()
         if storage.widen_exchange():
             self._take_room(storage.exchange)
@@ -176,15 +179,15 @@ class GradientExchange:
         self._add(index, grad)
 
     def widen(self, storage: ModelStorage) -> None:
-        """Exchange the gradients of new groups as the others; all ranks together."""
+        """Include the gradients of new groups in exchanges. Collective."""
         self.settle()
         if storage.widen_exchange():
             self._take_room(storage.exchange)
         self._add_new_groups()
 
     def keep(self, grad: ShardedGradient) -> None:
-        """Let ``grad`` accumulate whole on each rank until the end of the step, whatever is exchanged before:
-        something is added to it there."""
+        """Let ``grad`` accumulate whole on each rank until the end of the step, even if others are exchanged
+        earlier, because a value is added to it then."""
         self._kept.add(self._gradients.index(grad))
 
     def _add_new_groups(self) -> None:
@@ -198,14 +201,14 @@ class GradientExchange:
         self._gradients.append(grad)
 
     def _take_room(self, exchange: Chunk | None) -> None:
-        """Have parts of gradients arrive in ``exchange``; None: there are none."""
+        """Use ``exchange`` for received parts; None: there are no gradients."""
         if exchange is not None:
             self._room = exchange.tensor
             self._room_tensor = self._gate.chunks.add_tensor(exchange)
         self._parts.clear()
 
     def _parts_of(self, group: ChunkGroup) -> Parts:
-        """Return what sends parts to the owners of ``group``."""
+        """Return the Parts for the owners of ``group``."""
         is_own = group.plan.is_own
         if is_own not in self._parts:
             owners = self._owners.of(group)
@@ -218,11 +221,11 @@ class GradientExchange:
         return self._parts[is_own]
 
     def complete(self) -> list[int]:
-        """Return the groups whose gradients are all here and wait for those of the other ranks."""
+        """Return the groups with all gradients complete on this rank that wait for the other ranks."""
         return sorted(self._complete)
 
     def exchange(self, index: int) -> None:
-        """Exchange what there is of a group's gradients, all ranks together; ends the exchange before it."""
+        """Exchange the gradients of a group; finishes the previous exchange first. Collective."""
         self.settle()
         self._complete.discard(index)
         self._arrived[index].clear()
@@ -236,14 +239,14 @@ class GradientExchange:
         self._under_way = index, self._parts_of(group).send(group.grad.tensor, self._count)
 
     def wait(self) -> None:
-        """Wait for the exchange under way, if there is one; what it brought is void."""
+        """Wait for a running exchange and discard its result."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way[1].wait()
 
     @torch.no_grad()
     def settle(self) -> None:
-        """Wait for the exchange under way, if there is one, and add its mean to the shard."""
+        """Wait for a running exchange and add its mean to the shard."""
         if self._under_way is None:
             return
         index = self._under_way[0]
@@ -259,11 +262,11 @@ class GradientExchange:
         assert shard is not None
         assert shard.grad is not None
         own = [tensor for grad in _gradients(group) for tensor in grad.update_tensors]
-        gate.run_due(own)  # of the step before: it reads the shard
+        gate.run_due(own)  # the previous step's update reads the shard
         gate.next_moment(own)
         if any(grad.is_shared for grad in _gradients(group)):
             for grad in _gradients(group):
-                if not grad.is_shared:  # what was given up since is not zero by itself
+                if not grad.is_shared:  # a discarded gradient does not leave zeros
                     grad.value.zero_()
             shard.grad.tensor.add_(mean)
         else:
@@ -278,7 +281,7 @@ class GradientExchange:
 
     @torch.no_grad()
     def _average_replicas(self) -> None:
-        """Take the mean of all shards over the copies of the model; one that was equal stays the same, up to
+        """Average all shards over the copies of the model; shards that were equal stay the same, up to
         rounding."""
         gate = self._gate
         for index in sorted(self._unequal):
@@ -298,9 +301,13 @@ class GradientExchange:
         self._unequal.clear()
 
     def finish(self, doing: str = "", loss: float | None = None) -> float | None:
-        """Exchange what is left; then a gradient is there on all ranks if it was on one. Return the mean of
-        the losses of the ranks that give one. ``doing``: what for. Raises StateError, on all ranks, where
-        that differs; nothing was exchanged."""
+        """Exchange the remaining gradients; afterwards a gradient exists on all ranks if it existed on one.
+        Returns the mean of the losses of the ranks that pass one. ``doing``: the purpose, which must be equal
+        on all ranks.
+
+        Raises:
+            StateError: on all ranks, if the purposes or loss scales differ; nothing was exchanged.
+        """
         self.settle()
         left = [i for i, group in enumerate(self._groups) if any(g.is_local for g in _gradients(group))]
         words = to_bits(left, len(self._groups))
@@ -327,7 +334,7 @@ class GradientExchange:
         return sum(losses) / len(losses) if losses else None
 
     def forget(self, *, keep: bool) -> None:
-        """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
+        """Called before the gradients are discarded, or with ``keep`` filled with zeros."""
         self.settle()
         if not keep:
             self._had.clear()
@@ -337,19 +344,19 @@ class GradientExchange:
             arrived.clear()
 
     def settle_group(self, index: int) -> None:
-        """End the exchange under way if it is that of a group."""
+        """Finish the running exchange if it is that of the group ``index``."""
         if self._under_way is not None and self._under_way[0] == index:
             self.settle()
 
     def note_presence(self, place: int, *, present: bool) -> None:
-        """A gradient is there, or none any more."""
+        """Record whether a gradient exists on this rank."""
         if present:
             self._had.add(place)
         else:
             self._had.discard(place)
 
     def note_arrival(self, index: int, place: int) -> bool:
-        """Backward has made a gradient of a group; say whether it is exchanged from now on."""
+        """Record a gradient that backward made; say whether it is offered for exchange now."""
         self._had.add(place)
         if self._is_held or place in self._kept:
             return False
@@ -357,7 +364,7 @@ class GradientExchange:
         arrived.add(place)
         if len(arrived) == len(_gradients(self._groups[index])):
             if self._owners.of(self._groups[index]).is_alone:
-                self.exchange(index)  # no other rank has anything to add
+                self.exchange(index)  # no other rank contributes
                 return True
             self._complete.add(index)
             self._enter_round()
@@ -365,7 +372,7 @@ class GradientExchange:
 
 
 class _Events:
-    """Tells the exchange what happens to one gradient of a group."""
+    """Notifies the exchange about one gradient of a group."""
 
     __slots__ = ("_exchange", "_index", "_place")
 
@@ -408,20 +415,21 @@ def _scale_of(bits: int) -> float | None:
 
 
 def _union(sets: Iterable[Sequence[int]]) -> list[int]:
-    """Return the numbers that are in any of some sets of bits, ascending."""
+    """Return the union of several sets of bits as ascending numbers."""
     return sorted({number for words in sets for number in from_bits(words)})
 
 
 def take_mean_of_copies(
     peers: Peers, values: torch.Tensor, room: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
-    """Replace fp32 ``values`` by their mean over the copies, the same on all of them, added in their order.
+    """Replace fp32 ``values`` by their mean over the copies, the same on all of them, added in the order of
+    the copies.
 
-    Values travel in ``dtype``, None: fp32. In 16 bits they are divided by the number of copies before they
-    are rounded, and added in fp32; their mean travels back in 16 bits too, and every rank has it rounded.
+    Values are sent in ``dtype`` (None: fp32). With 16 bits they are divided by the number of copies before
+    they are rounded, and added in fp32; their mean is sent back in 16 bits too, so every rank has it rounded.
 
     Args:
-        values: without a ``dtype`` any number of them, else an even one.
+        values: with ``dtype`` an even number of elements.
         room: fp32, one element more per copy than ``values``; is overwritten.
     """
     copies = peers.share.replicas
@@ -436,9 +444,9 @@ def take_mean_of_copies(
 
 
 def _sum(peers: Peers, values: torch.Tensor, room: torch.Tensor, scratch: torch.Tensor | None) -> None:
-    """Replace ``values`` by their sum, added in ``scratch``, None: in their own type.
+    """Replace ``values`` by their sum, added in ``scratch`` (None: in their own dtype).
 
-    Each rank adds one part of the values for all copies and sends the others the sum: less than twice the
+    Each rank adds one part of the values for all copies and sends the sum to the others: less than twice the
     bytes of the values, for any number of copies.
     """
     own, copies = peers.share.replica, peers.share.replicas
@@ -450,6 +458,6 @@ def _sum(peers: Peers, values: torch.Tensor, room: torch.Tensor, scratch: torch.
     total, terms[own] = terms[own] if scratch is None else scratch[:size], mine
     total.copy_(terms[0])
     for term in terms[1:]:
-        total.add_(term)  # in the type of the total
+        total.add_(term)  # in the dtype of the total
     mine.copy_(total)
     peers.swap_copies([(copy, mine, parts[copy]) for copy in others])

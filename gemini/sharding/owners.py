@@ -1,5 +1,7 @@
-"""Owners: the ranks that have parts of a chunk. Of most chunks these are all ranks of a copy of the model; of
-experts that ranks have divided, those with the same experts.
+"""Owners: the ranks that have shards of a chunk.
+
+For most chunks these are all ranks of a copy of the model; for experts that ranks have divided, the ranks
+with the same experts.
 """
 
 from __future__ import annotations
@@ -19,22 +21,22 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Owners:
-    """``peers`` exchange parts; ``places``: theirs among all ranks, in their order."""
+    """The owners of a chunk: ``peers`` exchange shards; ``places`` are their positions among all ranks."""
 
     peers: Peers
     places: Sequence[int]
 
     @property
     def is_alone(self) -> bool:
-        """Whether it is this rank alone."""
+        """Whether this rank is the only owner."""
         return self.peers.share.size == 1
 
 
 class OwnersOfGroups:
-    """Knows the owners of each chunk group of a model; made by all ranks together."""
+    """The owners of each chunk group of a model. The constructor is collective."""
 
     def __init__(self, peers: Peers, experts: OwnExperts | None) -> None:
-        """``peers``: all ranks. Raises ConfigError, on all of them, where ``experts`` cannot be divided."""
+        """``peers``: all ranks. Raises ConfigError, on all of them, if ``experts`` cannot be divided."""
         self._all = Owners(peers, peers.share.members)
         self._experts: Owners | None = None
         if experts is None:
@@ -64,11 +66,11 @@ class OwnersOfGroups:
 
 class _DoneTransfer(Transfer):
     def wait(self) -> None:
-        """Return: it has ended."""
+        """Do nothing: the transfer has ended."""
 
 
 class _NoPeers(Peers):
-    """One rank by itself: its part is the whole."""
+    """A single rank: its shard is the whole chunk."""
 
     @property
     def share(self) -> Share:
@@ -105,10 +107,10 @@ class _NoPeers(Peers):
         assert not messages, "there are no copies"
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Leave ``tensor`` as it is."""
+        """Do nothing: ``tensor`` has its value already."""
 
     def sum(self, values: torch.Tensor) -> None:
-        """Leave ``values`` as they are."""
+        """Do nothing: ``values`` are the sum already."""
 
     def largest(self, values: torch.Tensor) -> None:
-        """Leave ``values`` as they are."""
+        """Do nothing: ``values`` are the maximum already."""

@@ -1,9 +1,8 @@
-"""Rounds: in which all ranks say what they need next, and do it together.
+"""Rounds: meetings in which all ranks state what they need next, and then act together.
 
-Ranks may run different operators. So no rank starts a collective because it needs one: it enters a round,
-says which chunks it wants and which gradients it has complete, and every rank then carries out, in one order,
-what all of them said. A rank that has nothing left to do joins the rounds of those that have, until nobody
-has.
+Ranks may run different operators, so no rank starts a collective on its own. It enters a round and states
+which chunks it wants and which of its gradients are complete. Then every rank performs the requests of all
+ranks in the same order. A rank that has finished joins the rounds of the others until all have finished.
 """
 
 from __future__ import annotations
@@ -15,38 +14,39 @@ from enum import IntEnum
 from gemini.comm.peers import Share
 from gemini.errors import ConfigError, StateError
 
-WANTS = 4  # chunks that a rank may ask for in a round
+WANTS = 4  # chunks that a rank may request in a round
 
-_BITS = 62  # of an integer, used for a set
-_HEAD = 4  # integers before the wants: how the rank's passes ended, its step, what it foretells, its join()
+_BITS = 62  # bits of an integer that are used for a set
+_HEAD = 4  # integers before the wants: ending, step, prediction, join()
 
 
 class Ending(IntEnum):
-    """Why a rank has nothing left to do for operators, if it has not."""
+    """Whether and why a rank has no further operators to run."""
 
     NONE = 0
-    COMPLETE = 1  # gradients are to be used
-    GIVEN_UP = 2  # they are not
-    JOINED = 3  # it has no batches left, and does what the others do with theirs
+    COMPLETE = 1  # its gradients will be used
+    GIVEN_UP = 2  # its gradients will be discarded
+    JOINED = 3  # it has no batches left and follows the other ranks
 
 
 @dataclass(frozen=True)
 class Round:
-    """What all ranks said: for each of them, in order, the chunks it wants; the gradients that all have."""
+    """The combined statements of all ranks: the chunks that each rank wants, in rank order, and the gradient
+    groups that are complete on all."""
 
     wants: tuple[tuple[int, ...], ...]
     complete: tuple[int, ...]
     all_done: bool
-    alike: bool  # all foretell the same
-    joined: tuple[int, ...] = ()  # ranks that have no batches left
-    given_up: bool = False  # a rank gives its gradients up
+    alike: bool  # all predict the same order
+    joined: tuple[int, ...] = ()  # ranks without batches left
+    given_up: bool = False  # a rank discards its gradients
 
     def gathers(
         self, members: Sequence[int], owners: Callable[[int], Sequence[int]] | None = None
     ) -> list[tuple[int, list[int]]]:
-        """Return the chunks that ranks among ``members`` want, each once, with the places of those ranks
-        among the owners; in one order on all of them. ``owners(chunk)``: the members that have parts of a
-        chunk, None: all. Left out are chunks that no owner wants."""
+        """Return the distinct chunks that ranks among ``members`` want, each with the positions of these
+        ranks among the chunk's owners; in the same order on all ranks. ``owners(chunk)``: the members with
+        parts of a chunk; None: all members. Chunks that no owner wants are left out."""
         found: dict[int, list[int]] = {}
         for place in range(WANTS):
             wanted = sorted({self.wants[m][place] for m in members if place < len(self.wants[m])})
@@ -66,17 +66,17 @@ def encode(
     ending: Ending = Ending.NONE,
     joining: int = 0,
 ) -> list[int]:
-    """Return the message of a rank, which has made ``step`` steps and is within a ``join()`` with the options
-    ``joining``, 0: in none; equally long for all."""
+    """Return a rank's message, of equal length on all ranks. ``step``: steps that it has finished.
+    ``joining``: the options of its ``join()``; 0: it is in none."""
     padded = [*wants, *([-1] * (WANTS - len(wants)))]
     return [ending, step, foretold, joining, *padded, *to_bits(complete, num_groups)]
 
 
 def decode(messages: Sequence[Sequence[int]]) -> Round:
-    """Return what the messages of all ranks say together.
+    """Combine the messages of all ranks.
 
     Raises:
-        StateError: on all of them: they do not make the calls together that they must.
+        StateError: on all ranks: they do not make the same calls.
     """
     endings = {ending: [r for r, m in enumerate(messages) if m[0] == ending] for ending in Ending}
     _refuse_apart(endings, [message[1] for message in messages])
@@ -120,8 +120,8 @@ def _refuse_apart(endings: Mapping[Ending, Sequence[int]], steps: Sequence[int])
 
 
 def refuse_difference(messages: Sequence[Sequence[int]]) -> None:
-    """Raise StateError, on all ranks, unless they want and have the same; where one gives gradients up, its
-    pass may have ended anywhere."""
+    """Raise StateError, on all ranks, unless their messages are equal. No check if a rank discards its
+    gradients: its pass may have ended anywhere."""
     if any(message[0] == Ending.GIVEN_UP for message in messages):
         return
     training = [rank for rank, message in enumerate(messages) if message[0] != Ending.JOINED]
@@ -134,7 +134,7 @@ def refuse_difference(messages: Sequence[Sequence[int]]) -> None:
 
 
 def to_bits(members: Sequence[int], size: int) -> list[int]:
-    """Return a set of numbers below ``size`` as integers."""
+    """Encode a set of numbers below ``size`` as integers."""
     words = [0] * -(-size // _BITS)
     for member in members:
         words[member // _BITS] |= 1 << member % _BITS
@@ -142,30 +142,30 @@ def to_bits(members: Sequence[int], size: int) -> list[int]:
 
 
 def from_bits(words: Sequence[int]) -> list[int]:
-    """Return the numbers in a set made by :func:`to_bits`, ascending."""
+    """Return the numbers of a set from :func:`to_bits`, ascending."""
     return [
         index * _BITS + bit for index, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1
     ]
 
 
-Follow = Callable[[str], None]  # makes the call that other ranks make with gradients, as they describe it
+Follow = Callable[[str], None]  # makes a call with gradients that other ranks have described
 
 
 @dataclass(frozen=True)
 class Joining:
-    """Within ``join()``: how ranks that have left count. ``all_count``: gradients are divided by the number
-    of all ranks, else of those that still train. ``throws``: all raise when the first one has left."""
+    """Options of ``join()``. ``all_count``: gradients are divided by the number of all ranks, otherwise of
+    those that still train. ``throws``: all ranks raise when the first has ended."""
 
     all_count: bool = True
     throws: bool = False
 
     @property
     def said(self) -> int:
-        """What ranks tell each other of it; not 0."""
+        """The options as an integer for messages; never 0."""
         return 1 + self.all_count + 2 * self.throws
 
     def refuse(self, share: Share) -> None:
-        """Raise ConfigError where it cannot be had."""
+        """Raise ConfigError if these options cannot work over ``share``."""
         if not self.all_count and share.replicas > 1:
             raise ConfigError(
                 "join(divide_by_initial_world_size=False) does not go with copies of the model (hybrid "
@@ -174,10 +174,10 @@ class Joining:
 
 
 def count_present(joining: Joining | None, said: Round, share: Share) -> int:
-    """Return by how many ranks gradients are divided from now on.
+    """Return the number of ranks by which gradients are divided from now on.
 
     Raises:
-        StateError: on all ranks: none may leave before the others.
+        StateError: on all ranks: a rank has ended, and ``joining.throws``.
     """
     if not said.joined or len(said.joined) == share.world:
         return share.size

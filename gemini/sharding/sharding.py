@@ -1,4 +1,8 @@
-"""Sharding: chunks cut among ranks, whole on DEVICE while they are used. See docs/notes/zero.md."""
+"""Sharding (ZeRO-3) of one model: gathers chunks for operators and exchanges gradients, in rounds of all
+ranks.
+
+See docs/notes/zero.md.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,8 @@ from gemini.system.process import shown_as
 
 
 class Sharding:
-    """Gathers what operators need, foretells what they need next, and exchanges complete gradients."""
+    """Gathers the chunks that operators need, prefetches the predicted next ones, and exchanges complete
+    gradients."""
 
     def __init__(
         self,
@@ -45,9 +50,9 @@ class Sharding:
         strict: bool = False,
         experts: OwnExperts | None = None,
     ) -> None:
-        """``gather_bytes``: what whole parameter chunks may take on DEVICE, where an operator does not need
-        more at once. ``reduce_dtype``: what gradients travel in, None: fp32. ``strict``: ranks must not
-        differ. ``experts``: those that this rank has of divided ones."""
+        """``gather_bytes``: DEVICE bytes for whole parameter chunks, unless one operator needs more.
+        ``reduce_dtype``: the dtype in which gradients are sent; None: fp32. ``strict``: ranks must run the
+        same operators. ``experts``: this rank's part of divided experts."""
         self.peers = peers
         self._gate = gate
         self._owners = OwnersOfGroups(peers, experts)
@@ -62,22 +67,24 @@ class Sharding:
         self._abandoned = False
         self._strict = strict
         self._joining: Joining | None = None
-        self._is_told = False  # of a call with gradients: the passes of all ranks have ended for it
-        self.follower: WeakMethod[Follow] | None = None  # the optimizer's
+        self._is_told = False  # this rank knows that the passes of all ranks have ended
+        self.follower: WeakMethod[Follow] | None = None  # a method of the optimizer
 
     def __del__(self) -> None:
-        # A model that is dropped without close(): its memory goes right after this.
+        # A model may be dropped without close(); its memory is freed right after this.
         with suppress(RuntimeError, AttributeError):
             self.abandon_transfers()
 
     def follow_with(self, follow: Follow) -> None:
-        """Have ``follow``, a method of the optimizer, make the calls of the ranks that have batches left."""
+        """Register ``follow``, a method of the optimizer that repeats the calls of the ranks that have
+        batches left."""
         self.follower = WeakMethod(follow)
 
     # -- operators -------------------------------------------------------------------------------
 
     def gather(self, tensors: TensorIds) -> None:
-        """See to it that the parameters among ``tensors`` are there, whole; start what comes next."""
+        """Make the parameters among ``tensors`` whole on DEVICE, and start to gather the predicted next
+        chunk."""
         used = self._chunks.used_by(tensors)
         if not used or used == self._current:
             return
@@ -98,34 +105,34 @@ class Sharding:
         self._current = used
 
     def note_written(self, tensors: TensorIds) -> None:
-        """The parameters among ``tensors`` were written by an operator."""
+        """Note that an operator wrote to the parameters among ``tensors``."""
         for chunk in self._chunks.used_by(tensors):
             self._chunks[chunk].note_written()
 
     def write_all_back(self) -> None:
-        """Bring everything that was written to whole chunks to the shards."""
+        """Copy values written to whole chunks to their shards."""
         self._chunks.write_back()
 
     def close(self, tensor: int) -> None:
-        """Give up the whole chunk that parameter ``tensor`` lies in, for which nobody else need do anything:
-        its shard is about to change."""
+        """Close the chunk of parameter ``tensor``, on this rank only, because its shard is about to
+        change."""
         self._current = ()
         for chunk in self._chunks.used_by((tensor,)):
             if self._chunks[chunk].is_open:
                 self._chunks[chunk].close()
 
     def write_back(self, tensor: int) -> None:
-        """Bring what was written to the whole chunk that parameter ``tensor`` lies in to its shard."""
+        """Copy values written to the whole chunk of parameter ``tensor`` to its shard."""
         for chunk in self._chunks.used_by((tensor,)):
             self._chunks[chunk].write_back()
 
     def add_gradient(self, storage: ModelStorage, grad: SlotGradient) -> None:
-        """Exchange ``grad``, of a parameter that was unfrozen, as the others; all ranks together."""
+        """Include ``grad``, of a parameter that was unfrozen, in exchanges. Collective."""
         self._gradients.add(storage, grad)
 
     def widen(self, storage: ModelStorage, gather_bytes: int) -> None:
-        """Take in the groups of ``storage`` that are new, with ``gather_bytes`` for what is whole; all ranks
-        together."""
+        """Add the new groups of ``storage``, and set the bytes for whole chunks to ``gather_bytes``.
+        Collective."""
         self.settle_transfers()
         self.close_all()
         self._chunks.widen(storage, gather_bytes)
@@ -137,8 +144,8 @@ class Sharding:
     # -- values --------------------------------------------------------------------------------
 
     def agree_on(self, values: torch.Tensor, group: ChunkGroup | None = None) -> None:
-        """Give ``values``, in place, those of the first rank that owns ``group``; None: of the first of
-        all."""
+        """Broadcast ``values``, in place, from the first owner of ``group``; None: from the first of all
+        ranks."""
         peers = self.peers if group is None else self._owners.of(group).peers
         if values.is_contiguous():
             peers.broadcast(values)
@@ -148,9 +155,9 @@ class Sharding:
         values.copy_(contiguous)
 
     def assemble(self, flat: torch.Tensor, group: ChunkGroup) -> None:
-        """Make values whole of which every owner of ``group`` has given its part, zeros elsewhere; bit for
-        bit."""
-        # As integers: -0.0 + 0.0 would lose its sign. Of two bytes communication libraries know none.
+        """Make values whole, bit for bit: each owner of ``group`` has filled its part, and the rest is zeros.
+        Collective over the owners."""
+        # Sum as integers: -0.0 + 0.0 would lose its sign. Communication libraries have no 16-bit integers.
         peers = self._owners.of(group).peers
         peers.sum(flat.view(torch.int32 if flat.dtype.itemsize >= 4 else torch.uint8))
 
@@ -163,34 +170,34 @@ class Sharding:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Foresee an evaluation within the block."""
+        """Context of an evaluation: follow its order."""
         self.begin(training=False)
         yield
         self.end()
 
     def begin(self, *, training: bool) -> None:
-        """Start a step, or an evaluation."""
+        """Begin a step or an evaluation."""
         self._current = ()
         self._chunks.begin(training=training)
 
     def end(self) -> None:
-        """End a step or evaluation: the next one of its kind is foretold to be like it."""
+        """End a step or evaluation; its order is the prediction for the next one of its kind."""
         self._current = ()
         self._chunks.end()
 
     def close_all(self) -> None:
-        """Give up every whole parameter chunk: the shards are about to change."""
+        """Close every whole parameter chunk, because the shards are about to change."""
         self._current = ()
-        self._gate.backward_pins.settle()  # of the node that ran last, where no gradient has settled it
+        self._gate.backward_pins.settle()  # the last node's pin, if no gradient has ended it
         self._chunks.close_all()
 
     def settle_transfers(self) -> None:
-        """Wait for what is under way."""
+        """Wait for all running transfers, and use their results."""
         self._chunks.wait()
         self._gradients.settle()
 
     def abandon_transfers(self) -> None:
-        """Wait for what is under way, because its memory is about to go."""
+        """Wait for all running transfers, because their memory is about to be freed."""
         self._abandoned = True
         try:
             self._gradients.wait()
@@ -198,7 +205,7 @@ class Sharding:
             self._chunks.wait()
 
     def repin(self) -> None:
-        """Pin again what is whole, after everything was unpinned."""
+        """Pin open chunks again after everything was unpinned."""
         self._current = ()
         self._chunks.repin()
 
@@ -220,12 +227,12 @@ class Sharding:
         add_up: Callable[[], None] | None = None,
         loss: float | None = None,
     ) -> float | None:
-        """Exchange what is left of all gradients, when every rank has come here; return the mean of the
-        losses of the ranks that give one. ``call``: what ranks that have no batches left are to do;
-        ``add_up``: what comes to gradients before they are exchanged.
+        """Exchange the remaining gradients, after the passes of every rank have ended; return the mean of the
+        losses of the ranks that pass one. Collective. ``call``: describes the call for ranks without batches,
+        which repeat it. ``add_up``: adds to gradients before they are exchanged.
 
         Raises:
-            StateError: on all ranks: they are not ``doing`` the same with them. Nothing was exchanged.
+            StateError: on all ranks: their purposes ``doing`` differ. Nothing was exchanged.
         """
         if not self._is_told:
             said = self._end_passes(Ending.COMPLETE)
@@ -237,19 +244,20 @@ class Sharding:
         return self._gradients.finish(doing, loss)
 
     def give_up_passes(self) -> None:
-        """Wait until every rank has come here, however its forward and backward passes have ended, and make
-        all alike."""
+        """Wait until the forward and backward passes of every rank have ended, however they ended, and
+        restart in the same state on all. Collective."""
         last = self._end_passes(Ending.GIVEN_UP)
         if last is not None:
             self._chunks.restart(forget=not last.alike)
 
     def forget_gradients(self, *, keep: bool = False) -> None:
-        """The gradients are about to be given up, or, to ``keep`` them, filled with zeros."""
+        """Called before the gradients are discarded, or with ``keep`` filled with zeros."""
         self._gradients.forget(keep=keep)
 
     @contextmanager
     def join(self, joining: Joining) -> Iterator[None]:
-        """Let ranks leave the block one after another: :meth:`serve` is its end."""
+        """Context in which ranks may end one after another; a rank that ends calls :meth:`serve` at the end
+        of the block."""
         joining.refuse(self.peers.share)
         if self.divides_experts:
             raise ConfigError(
@@ -265,8 +273,8 @@ class Sharding:
             self._gradients.divide_by(self.peers.share.size)
 
     def serve(self, give_up: Callable[[], None]) -> None:
-        """Do what the ranks do that have batches left, until none has: gather and exchange with them, follow
-        the calls in which they use gradients, or ``give_up`` as they do."""
+        """Take part in the rounds of the ranks that have batches left, until none has: gather and exchange
+        with them, repeat their calls with gradients, and call ``give_up`` when they discard gradients."""
         while (said := self._end_passes(Ending.JOINED)) is not None:
             is_over = len(said.joined) == self.peers.share.world
             if is_over or said.given_up:
@@ -293,18 +301,18 @@ class Sharding:
             self._round((), self._current)
 
     def _end_passes(self, ending: Ending) -> Round | None:
-        """Serve ranks whose passes are not over, until all are here; return the last round, None on a model
-        that was closed."""
+        """Take part in rounds until the passes of all ranks have ended; return the last round, None if the
+        model was closed."""
         if self._abandoned:
             return None
-        self._current = ()  # a round may close it
+        self._current = ()  # a round may close the current chunks
         while not (said := self._round((), (), ending)).all_done:
             pass
         return said
 
     @shown_as("exchange")
     def _round(self, wants: Sequence[int], in_use: Iterable[int], ending: Ending = Ending.NONE) -> Round:
-        """Say what this rank wants and has; carry out what all of them said."""
+        """Run one round: state what this rank wants and has; perform the requests of all ranks."""
         self._in_round = True
         try:
             self._chunks.make_room(wants, in_use)

@@ -112,7 +112,7 @@ class Parcel:
         self.pad = pad
         base = _base(saved)
         self._base = base._cdata
-        self._takes_id = torch._C._WeakTensorRef(base)  # the base may be gone later
+        self._takes_id = torch._C._WeakTensorRef(base)  # type: ignore[attr-defined]  # base may be gone later
         # Keeps the id from being reused by another storage.
         self._source = StorageWeakRef(saved.untyped_storage())
         self._version = Version(saved)
