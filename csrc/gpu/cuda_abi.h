@@ -1,5 +1,5 @@
 // The part of the CUDA driver's binary interface that cuda_driver.cpp calls, so that it builds
-// without CUDA's headers. cuda_abi_check.cu compares it with them where they are.
+// without CUDA's headers. If they are available, cuda_abi_check.cu compares it with them.
 #pragma once
 
 #include <cstddef>

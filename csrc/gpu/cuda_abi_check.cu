@@ -1,4 +1,4 @@
-// Compares cuda_abi.h with CUDA's own header: what does not agree does not compile.
+// Compares cuda_abi.h with CUDA's own header: a difference does not compile.
 #include <cuda.h>
 
 #include <type_traits>
@@ -10,7 +10,7 @@ namespace {
 
 namespace abi = cuda_abi;
 
-// Pointers to any object, handles and enumerations pass alike if their sizes are the same.
+// Object pointers, handles and enumerations are passed alike if their sizes are equal.
 template <class Own, class Theirs>
 constexpr bool kSame =
     sizeof(Own) == sizeof(Theirs) && std::is_pointer_v<Own> == std::is_pointer_v<Theirs>;

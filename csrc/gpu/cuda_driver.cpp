@@ -15,7 +15,7 @@ using namespace cuda_abi;
 
 constexpr const char* kLibrary = "libcuda.so.1";
 
-// The library stays loaded: torch uses it as well.
+// The library stays loaded: torch uses it too.
 Calls load_calls() {
   void* const library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -194,7 +194,7 @@ class CudaDriver : public GpuDriver {
   }
 
  private:
-  // The device's context is current on this thread meanwhile; another one is again afterwards.
+  // Makes the device's context current on this thread, and restores the previous one at the end.
   class Entered {
    public:
     explicit Entered(const CudaDriver& driver) {
@@ -208,7 +208,7 @@ class CudaDriver : public GpuDriver {
     Entered& operator=(const Entered&) = delete;
   };
 
-  // For what gives something back, where nothing could be done about a failure.
+  // For releases, where a failure could not be handled.
   template <class Call>
   void quietly(const Call& call) noexcept {  // NOLINT(bugprone-exception-escape): calls() is made
     if (calls().push(context_) != kSuccess) return;

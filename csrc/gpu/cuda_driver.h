@@ -7,9 +7,9 @@
 
 namespace gemini {
 
-// Of the GPU with this index, in its primary context, which torch uses as well. The driver's
-// library is loaded when this is called: nothing of CUDA is needed to build or to load this one.
-// Throws Error naming what is missing.
+// The driver of the GPU with this index, in its primary context, which torch uses too. The CUDA
+// library is loaded by this call: building and loading this module needs nothing of CUDA. Throws
+// Error that names what is missing.
 [[nodiscard]] std::shared_ptr<GpuDriver> make_cuda_driver(int device);
 
 }  // namespace gemini

@@ -37,7 +37,7 @@ GpuEngine::GpuEngine(std::shared_ptr<GpuLanes> lanes, AsyncFile* file) : lanes_(
 
 GpuEngine::~GpuEngine() {
   if (!process_.is_owner()) {
-    (void)reads_.release();  // their threads are not here to be joined
+    (void)reads_.release();  // their threads do not exist in the child
     (void)writes_.release();
     return;
   }
@@ -46,7 +46,7 @@ GpuEngine::~GpuEngine() {
   try {
     for (const Copy& copy : copies_) lanes_->await(copy.end);
   } catch (const Error&) {
-    // A GPU that has failed copies nothing any more.
+    // A GPU that has failed copies nothing any longer.
   }
 }
 
@@ -115,7 +115,7 @@ GpuEngine::Ticket GpuEngine::start_staged(std::unique_ptr<StagedLink>& link, Sta
   return ticket;
 }
 
-// Reports the copies that have ended, counts them, and forgets them. Those of a lane end in order.
+// Reports, counts and forgets the copies that have ended. Copies of a lane end in order.
 void GpuEngine::report_ended() {
   measure_stalls();
   std::array<bool, 2> may_have_ended = {true, true};
@@ -154,7 +154,8 @@ std::vector<TransferResult> GpuEngine::poll() {
   return results;
 }
 
-// The copy that operators are made to wait for first: what they need rather than what makes room.
+// The copy that operators are made to wait for first: one that they need, before one that makes
+// room.
 GpuEngine::Copy* GpuEngine::next_unreported() {
   for (const Link link : {Link::kHostToDevice, Link::kDeviceToHost}) {
     for (Copy& copy : copies_) {
@@ -169,7 +170,7 @@ bool GpuEngine::wait_any(double timeout_s) {
   report_ended();
   if (!results_.empty()) return true;
   if (Copy* const next = next_unreported()) {
-    // Also of a copy to the host: operators may write to its source once it is reported.
+    // Also for a copy to the host: operators may write to its source once it is reported.
     Uses copied;
     copied.note(next->link == Link::kHostToDevice ? Lane::kHostToDevice : Lane::kDeviceToHost,
                 next->end);

@@ -1,4 +1,4 @@
-// Transfers between the tiers of a GPU.
+// GpuEngine: transfers between the tiers of a GPU.
 #pragma once
 
 #include <array>
@@ -18,25 +18,25 @@
 
 namespace gemini {
 
-// Copies between GPU and host never make the host wait: they are ordered, by marks, after what used
-// either memory before, and whatever uses it next after them. So `wait_any` reports a copy that has
-// not ended yet and has the operators' stream wait for it instead; `poll` reports those that ended.
+// Copies between GPU and host never make the host wait. Marks order them after earlier uses of
+// either memory, and later uses after them. So `wait_any` may report a copy that has not ended, and
+// makes the operators' stream wait for it; `poll` reports those that have ended.
 //
-// The memory of a transfer must stay mapped until it was reported. For one thread at a time, as the
+// The memory of a transfer must stay mapped until it was reported. One thread at a time, as for the
 // lanes; in a forked child every call throws StateError.
 class GpuEngine {
  public:
   using Ticket = uint64_t;  // unique per engine, never 0
 
-  // `file` serves the disk links and must outlive the engine; without one they refuse transfers.
+  // `file` serves the disk links and must outlive the engine; without it they refuse transfers.
   GpuEngine(std::shared_ptr<GpuLanes> lanes, AsyncFile* file);
-  // Drops disk transfers that have not started, waits for the rest.
+  // Drops disk transfers that have not started, and waits for the others.
   ~GpuEngine();
   GpuEngine(const GpuEngine&) = delete;
   GpuEngine& operator=(const GpuEngine&) = delete;
 
   // Start a transfer of the first `nbytes`. No operator may have used the destination since it was
-  // given memory: operators leave no marks. Throw StateError where something is not mapped or too
+  // mapped, because operators leave no marks. Throw StateError if something is not mapped or too
   // small, without a file, or on a closed engine. Failures of the file are reported.
   [[nodiscard]] Ticket copy(GpuWindow& dst, HostPlace& src, int64_t nbytes);
   [[nodiscard]] Ticket copy(HostPlace& dst, GpuWindow& src, int64_t nbytes);
@@ -44,20 +44,21 @@ class GpuEngine {
   [[nodiscard]] Ticket write(GpuWindow& src, int64_t nbytes, int64_t offset);
   [[nodiscard]] Ticket write(HostPlace& src, int64_t nbytes, int64_t offset);
 
-  // Returns what has ended, or was handed to the order of the lanes, since the last call.
+  // Returns the transfers that have ended, or were passed to the order of the lanes, since the last
+  // call.
   [[nodiscard]] std::vector<TransferResult> poll();
-  // Sees to it that `poll` returns something: by having operators wait for a copy, or, with disk
-  // transfers only, by blocking up to `timeout_s` seconds (for ever when negative). Returns
-  // whether `poll` would return something.
+  // Makes `poll` return something: by making operators wait for a copy or, if there are only disk
+  // transfers, by blocking up to `timeout_s` seconds (a negative value waits without limit).
+  // Returns whether `poll` would return something.
   [[nodiscard]] bool wait_any(double timeout_s);
-  // Blocks until nothing is in flight or at work. What finished remains to be polled.
+  // Blocks until nothing is in flight or running. Results remain to be polled.
   void drain();
   // Completes all transfers and joins the threads. Idempotent; `poll` still works.
   void close();
 
   [[nodiscard]] int64_t num_in_flight() const;
   [[nodiscard]] LinkStats stats(Link link);
-  // Seconds that operators have waited for copies, as far as they are over.
+  // Seconds that operators have waited for copies, for the waits that are over.
   [[nodiscard]] double stall_seconds();
 
  private:
@@ -88,22 +89,22 @@ class GpuEngine {
   const std::shared_ptr<GpuLanes> lanes_;
   Ticket next_ticket_ = 1;
   bool closed_ = false;
-  std::deque<Copy> copies_;   // not ended yet, in the order of submission
+  std::deque<Copy> copies_;   // not ended yet, in order of submission
   std::deque<Stall> stalls_;  // not over yet
   double stall_seconds_ = 0;
   int64_t num_unreported_copies_ = 0;
-  std::array<LinkStats, 2> copy_stats_;  // of h2d, d2h
+  std::array<LinkStats, 2> copy_stats_;  // for h2d, d2h
 
   struct Staged {
     Mutex mutex;
     Condition progress;
     std::vector<TransferResult> results GEMINI_GUARDED_BY(mutex);  // not polled yet
-    std::array<LinkStats, 2> stats GEMINI_GUARDED_BY(mutex);       // of reads, writes
+    std::array<LinkStats, 2> stats GEMINI_GUARDED_BY(mutex);       // for reads, writes
     int64_t num_in_flight GEMINI_GUARDED_BY(mutex) = 0;
   };
   mutable Staged staged_;
-  std::vector<TransferResult> results_;  // of copies, not polled yet
-  std::unique_ptr<StagedLink> reads_;    // last: their threads use the others
+  std::vector<TransferResult> results_;  // for copies, not polled yet
+  std::unique_ptr<StagedLink> reads_;    // last: their threads use the other members
   std::unique_ptr<StagedLink> writes_;
 };
 

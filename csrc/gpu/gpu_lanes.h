@@ -1,4 +1,5 @@
-// The order of what a GPU does for the runtime: three streams, and marks that order one by another.
+// GpuLanes: the order of the GPU work of the runtime, by three streams and marks that order one
+// after another.
 #pragma once
 
 #include <array>
@@ -16,13 +17,13 @@ namespace gemini {
 enum class Lane { kCompute, kHostToDevice, kDeviceToHost };
 inline constexpr int kNumLanes = 3;
 
-// Its event is used again when nobody refers to the point any more.
+// A point in a lane. Its event is reused when no mark refers to the point any longer.
 struct LanePoint {
   GpuDriver::Event event;
-  uint64_t number;  // later points of a lane have greater ones
+  uint64_t number;  // increases along a lane
 };
 
-// A point in the order of a lane, null: the beginning.
+// A point in the order of a lane; null means the beginning.
 using Mark = std::shared_ptr<const LanePoint>;
 
 class GpuLanes;
@@ -30,9 +31,9 @@ class GpuLanes;
 // The last use of a piece of memory by each lane.
 class Uses {
  public:
-  // `mark` comes after what was noted for the lane before.
+  // `mark` must be later than the one noted for the lane before.
   void note(Lane lane, Mark mark) { last_[static_cast<size_t>(lane)] = std::move(mark); }
-  // Of each lane the later mark: what comes after these uses comes after `others` as well.
+  // Takes the later mark of each lane: work after these uses comes after `others` too.
   void include(const Uses& others);
   [[nodiscard]] const Mark& of(Lane lane) const { return last_[static_cast<size_t>(lane)]; }
 
@@ -40,8 +41,8 @@ class Uses {
   std::array<Mark, kNumLanes> last_;
 };
 
-// Says of many uses, at one moment, which have passed. Marks of a lane pass in their order, so most
-// answers follow from those before and ask nothing of the driver.
+// Tells for many uses, at one moment, which have passed. Marks of a lane pass in order, so most
+// answers follow from earlier ones without a call of the driver.
 class PassedUses {
  public:
   explicit PassedUses(const GpuLanes& lanes) : lanes_(lanes) {
@@ -52,11 +53,11 @@ class PassedUses {
  private:
   const GpuLanes& lanes_;
   std::array<uint64_t, kNumLanes> passed_{};   // by lane: marks up to this number have passed,
-  std::array<uint64_t, kNumLanes> waiting_{};  // those from this one on have not
+  std::array<uint64_t, kNumLanes> waiting_{};  // marks from this number on have not
 };
 
-// Never waits for the GPU except in `await`. `mark`, `wait` and `follow` are for one thread at a
-// time; marks may be dropped, waited for and asked about on any.
+// Only `await` waits for the GPU. `mark`, `wait` and `follow` are for one thread at a time; marks
+// may be dropped, waited for and queried on any thread.
 class GpuLanes {
  public:
   explicit GpuLanes(std::shared_ptr<GpuDriver> driver);
@@ -69,18 +70,18 @@ class GpuLanes {
     return streams_[static_cast<size_t>(lane)];
   }
 
-  // Operators are given to `stream` from now on; it comes after what they were given to before.
+  // From now on operators run on `stream`; it continues after the previous one.
   void follow(GpuDriver::Stream stream);
 
-  // The end of what the lane was given so far.
+  // Marks the end of the lane's work so far.
   [[nodiscard]] Mark mark(Lane lane);
-  // What the lane is given from now on begins after the last uses by the other lanes.
+  // Later work of the lane begins after the last uses by the other lanes.
   void wait(Lane lane, const Uses& uses);
-  // The same for a stream that is none of the lanes. On any thread.
+  // The same for a stream that is not a lane. May be called on any thread.
   void wait(GpuDriver::Stream stream, const Uses& uses) const;
 
   [[nodiscard]] bool passed(const Mark& mark) const;
-  // Block the calling thread.
+  // Block the calling thread until it has passed.
   void await(const Mark& mark) const;
   void await(const Uses& uses) const;
   // Seconds between two marks that have passed.

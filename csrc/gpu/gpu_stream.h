@@ -1,11 +1,11 @@
-// A stream of the runtime's own.
+// RAII owner of a stream.
 #pragma once
 
 #include "gpu/gpu_driver.h"
 
 namespace gemini {
 
-// Made by the constructor, which throws Error, and given back by the destructor. The driver must
+// The constructor creates the stream and throws Error; the destructor destroys it. The driver must
 // outlive it.
 class GpuStream {
  public:

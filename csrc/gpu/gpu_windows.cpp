@@ -67,7 +67,7 @@ void GpuFrame::show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t 
     }
     lanes.driver().allow(address(first), static_cast<int64_t>(behind - first) * nbytes);
   } catch (...) {
-    // What is mapped without access must not pass for shown.
+    // A block that is mapped without access must not count as mapped.
     for (size_t place = first; place < behind; ++place) hide(lanes, place);
     throw;
   }
@@ -157,7 +157,7 @@ GpuSpace::~GpuSpace() {
   try {
     lanes_->await(lanes_->mark(Lane::kCompute));
   } catch (const Error&) {
-    // The stream of the operators is gone, and they with it.
+    // The stream of the operators no longer exists, so neither do they.
   }
   try {
     for (const auto& window : windows_) {
@@ -166,7 +166,7 @@ GpuSpace::~GpuSpace() {
     }
     lanes_->driver().release(begin_, reserved_bytes_);
   } catch (const Error&) {
-    // A GPU that has failed gives nothing back before the process ends.
+    // A GPU that has failed releases nothing before the process ends.
   }
 }
 

@@ -1,4 +1,4 @@
-// Windows in the address space of a GPU, and the blocks of memory that come under them.
+// Windows in the address space of a GPU, and the memory blocks mapped under them.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ class GpuPoison;
 class GpuFrame;
 class GpuSpace;
 
-// Physical memory. `uses` are the last ones: nothing waits for them before there is a next one.
+// Physical memory. `uses` are its last uses; nothing waits for them before the next use.
 class GpuBlock {
  public:
   GpuBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes);
-  // Its memory is the GPU's again once no window shows it.
+  // The GPU gets the memory back when no window maps the block any longer.
   ~GpuBlock();
   GpuBlock(const GpuBlock&) = delete;
   GpuBlock& operator=(const GpuBlock&) = delete;
@@ -28,12 +28,12 @@ class GpuBlock {
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
   [[nodiscard]] GpuDriver::Block handle() const noexcept { return handle_; }
 
-  // Whether addresses that are a window's for good show it: that window may come back.
+  // Whether a window with fixed addresses maps it: that window may be given the block again.
   [[nodiscard]] bool is_home() const;
 
   Uses uses;  // while it is parked
   bool parked = false;
-  std::vector<GpuFrame*> shown_by;  // they keep it alive
+  std::vector<GpuFrame*> shown_by;  // the frames that map it; they keep it alive
 
  private:
   const std::shared_ptr<GpuLanes> lanes_;
@@ -43,16 +43,16 @@ class GpuBlock {
 
 using Blocks = std::vector<std::shared_ptr<GpuBlock>>;
 
-// kFixed: a window's addresses never change, tensors may view it for good. kFloating: they are
-// others each time it is given memory, those that show it already where there are such: mapping
-// costs a millisecond of the host beside a copy from the GPU.
+// kFixed: a window's addresses never change, so tensors may view it permanently. kFloating: they
+// change each time it is given memory, to addresses that map the blocks already if possible:
+// mapping costs a millisecond of host time during a copy from the GPU.
 enum class Addresses { kFixed, kFloating };
 
-// Addresses of a reservation, and the blocks that are mapped there side by side, all of one size.
+// Addresses of a reservation with blocks mapped side by side, all of one size.
 //
-// A mapping stays when the memory is taken from a window, since taking it away has to wait for the
-// GPU: the blocks may be under other windows meanwhile. So what is stale must not be read; with
-// GEMINI_DEBUG=3 it is poisoned at once: all of it reads 0xFF (NaN), and nothing written stays.
+// A mapping stays when a window loses its memory, because unmapping has to wait for the GPU. The
+// blocks may be under other windows meanwhile, so a stale mapping must not be read. With
+// GEMINI_DEBUG=3 it is poisoned at once: it reads 0xFF (NaN), and writes are lost.
 class GpuFrame {
  public:
   GpuFrame(GpuAddress address, int64_t nbytes, Addresses addresses,
@@ -63,25 +63,25 @@ class GpuFrame {
 
   [[nodiscard]] GpuAddress address() const noexcept { return address_; }
   [[nodiscard]] bool floats() const noexcept { return addresses_ == Addresses::kFloating; }
-  // What is mapped, null: nothing, by place.
+  // The mapped blocks by place; null: nothing is mapped.
   [[nodiscard]] const Blocks& shown() const noexcept { return shown_; }
-  // Whether all of it shows blocks that are parked.
+  // Whether all mapped blocks are parked.
   [[nodiscard]] bool shows_parked() const;
 
-  // Shows `blocks` and no others; returns how many it did not show before. Waits for the GPU only
-  // where it showed another one in the place of such.
+  // Maps exactly `blocks`; returns the number of new mappings. Waits for the GPU only if it must
+  // replace a mapped block by another.
   int64_t show(GpuLanes& lanes, const Blocks& blocks);
-  // Takes the mappings away, after the last use through them; of poison the caller knows the last.
+  // Removes the mappings, after the last use through them; of poison the caller knows the last use.
   void hide(GpuLanes& lanes);
   void hide(GpuLanes& lanes, const std::shared_ptr<GpuBlock>& block);
-  // Shows poison, until it is given a block.
+  // Maps poison, until it is given a block.
   void poison(GpuLanes& lanes);
-  // The last uses through its addresses, when the blocks left.
+  // Records the last uses through its addresses, when the blocks are taken away.
   void leave(const Uses& uses) { left_ = uses; }
 
  private:
-  // The same of places next to each other, none of which shows its block. Asks for access to those
-  // alone: what the others show may be in use.
+  // The same for adjacent places that do not map their blocks yet. Requests access only for these:
+  // the other places may be in use.
   void show(GpuLanes& lanes, const Blocks& blocks, size_t first, size_t behind);
   void hide(GpuLanes& lanes, size_t place);
 
@@ -94,8 +94,8 @@ class GpuFrame {
   Uses left_;
 };
 
-// Where a chunk's memory is seen on the GPU. Made by GpuSpace, which owns it; given memory by
-// GpuArena: blocks of one size, side by side.
+// The addresses of a chunk's memory on the GPU. Created and owned by GpuSpace; GpuArena gives it
+// memory: blocks of one size, side by side.
 class GpuWindow {
  public:
   GpuWindow(const GpuWindow&) = delete;
@@ -103,10 +103,10 @@ class GpuWindow {
 
   [[nodiscard]] GpuAddress address() const noexcept { return frame_->address(); }
   [[nodiscard]] bool floats() const noexcept { return addresses_ == Addresses::kFloating; }
-  [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }          // as asked for
-  [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // what it costs
+  [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }          // as requested
+  [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // its cost in an arena
   [[nodiscard]] bool mapped() const noexcept { return !blocks_.empty(); }
-  // The last ones of its memory, of any owner. Throws StateError when it is not mapped.
+  // The last uses of its memory, by any owner. Throws StateError if it is not mapped.
   [[nodiscard]] Uses& uses();
 
  private:
@@ -125,12 +125,12 @@ class GpuWindow {
   const int64_t nbytes_;
   const int64_t span_bytes_;
   const Addresses addresses_;
-  std::unique_ptr<GpuFrame> frame_;  // one of its space's
-  Blocks blocks_;                    // none: not mapped
+  std::unique_ptr<GpuFrame> frame_;  // one of its space's frames
+  Blocks blocks_;                    // empty: not mapped
   Uses uses_;                        // while it is mapped
 };
 
-// A piece of memory that is under all of every poisoned window, made when it is needed first.
+// One block that is mapped under the whole of every poisoned window; created on first use.
 class GpuPoison {
  public:
   explicit GpuPoison(std::shared_ptr<GpuLanes> lanes) : lanes_(std::move(lanes)) {}
@@ -144,26 +144,26 @@ class GpuPoison {
   bool filled_ = false;
 };
 
-// One reservation of addresses, cut into windows. Not thread-safe, as all that belongs to one GPU's
-// lanes. In a forked child every call throws StateError: CUDA does not survive fork.
+// One reservation of addresses, divided into windows. Not thread-safe, like everything that belongs
+// to one GPU's lanes. In a forked child every call throws StateError: CUDA does not survive fork.
 class GpuSpace {
  public:
-  // Room for windows of `total_bytes` together in up to `num_windows` pieces.
+  // Reserves room for windows of `total_bytes` in total, in up to `num_windows` pieces.
   GpuSpace(std::shared_ptr<GpuLanes> lanes, int64_t total_bytes, int64_t num_windows);
-  // Waits for what uses the windows.
+  // Waits for work that uses the windows.
   ~GpuSpace();
   GpuSpace(const GpuSpace&) = delete;
   GpuSpace& operator=(const GpuSpace&) = delete;
 
-  // Throws StateError when not positive, OutOfBudget when the reservation is used up.
+  // Throws StateError if not positive, OutOfBudget if the reservation is used up.
   GpuWindow* create(int64_t nbytes, Addresses addresses = Addresses::kFixed);
 
-  // Poisons one of its windows that has no block: tensors over it may be used once more, by
-  // mistake. Throws StateError when it is mapped.
+  // Poisons a window without memory, because tensors over it could be used again by mistake. Throws
+  // StateError if it is mapped.
   void poison(GpuWindow& window);
 
-  // The index, in order of creation, of the window that contains `address` for good; -1 if none
-  // does.
+  // The index, in order of creation, of the window with fixed addresses that contains `address`; -1
+  // if none does.
   [[nodiscard]] int64_t find(GpuAddress address) const;
 
   [[nodiscard]] GpuAddress address() const noexcept { return begin_; }
@@ -178,53 +178,54 @@ class GpuSpace {
   const GpuAddress begin_;
   const std::shared_ptr<GpuPoison> poison_;
   int64_t used_bytes_ = 0;
-  std::vector<GpuAddress> begins_;  // of the windows when they were made, ascending
+  std::vector<GpuAddress> begins_;  // the first addresses of the windows when they were created,
+                                    // ascending
   std::vector<std::unique_ptr<GpuWindow>> windows_;
-  std::vector<GpuWindow*> idle_;  // floating ones that had memory, the longest idle first
+  std::vector<GpuWindow*> idle_;  // floating ones that had memory, longest idle first
 };
 
-// The GPU memory of one budget: blocks that are recycled between windows. A window gets as many of
-// `unit_bytes` as it is long, so that any of them serves any window; where that does not come out
-// even, or makes more than kMostBlocks, or without a unit, one of its own size, which serves
-// windows of that size alone. mapped_bytes() + parked_bytes() <= capacity() at every moment. Not
-// thread-safe.
+// The GPU memory of one budget: blocks that are recycled between windows. A window gets as many
+// blocks of `unit_bytes` as it is long, so that any block serves any window. If its length is no
+// multiple, or needs more than kMostBlocks, or there is no unit, it gets one block of its own size,
+// which serves only windows of that size. Invariant: mapped_bytes() + parked_bytes() <= capacity().
+// Not thread-safe.
 class GpuArena {
  public:
-  static constexpr int64_t kMostBlocks = 16;  // of a window: each costs calls of the driver
+  static constexpr int64_t kMostBlocks = 16;  // of a window: each costs driver calls
 
   GpuArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, int64_t unit_bytes = 0);
   GpuArena(const GpuArena&) = delete;
   GpuArena& operator=(const GpuArena&) = delete;
 
-  // Puts memory under an unmapped window for operators, who find any content, or zeros. Throws
-  // OutOfBudget when it does not fit beside what is mapped, or the GPU has no more; StateError when
-  // it is mapped already. Then no window has changed.
+  // Maps memory under an unmapped window for operators, with any content or zeros. Throws
+  // OutOfBudget if it does not fit beside the mapped windows or the GPU has no memory left;
+  // StateError if it is mapped already. Then no window has changed.
   void map(GpuWindow& window, Content content);
-  // The same for a transfer: operators do not wait for those who had the memory before.
+  // The same for a transfer: operators do not wait for the previous users of the memory.
   void map_incoming(GpuWindow& window);
 
-  // Takes the memory from a window; its content is gone. Its next use comes after all work
-  // that lanes were given so far and that uses it.
+  // Takes the memory from a window; its content is lost. The next use of the memory comes after all
+  // work given to the lanes so far that uses it.
   void unmap(GpuWindow& window, Spare spare);
 
-  // Returns parked blocks to the GPU, oldest first, until at most this much is left.
+  // Returns parked blocks to the GPU, oldest first, until at most `parked_limit_bytes` are left.
   void trim(int64_t parked_limit_bytes);
 
   [[nodiscard]] int64_t mapped_bytes() const noexcept { return mapped_bytes_; }
   [[nodiscard]] int64_t parked_bytes() const noexcept { return parked_bytes_; }
   [[nodiscard]] int64_t peak_bytes() const noexcept { return peak_bytes_; }
   [[nodiscard]] int64_t capacity() const noexcept { return capacity_bytes_; }
-  // Blocks so far that were mapped where they did not show: each costs the host a call of the
-  // driver that waits, a millisecond beside a copy from the GPU.
+  // The number of block mappings so far that did not exist already. Each costs the host a driver
+  // call that waits, a millisecond during a copy from the GPU.
   [[nodiscard]] int64_t num_mappings() const noexcept { return num_mappings_; }
 
  private:
   [[nodiscard]] int64_t block_bytes(const GpuWindow& window) const;
-  // Gives a floating window addresses that show parked blocks alone, where there are any: first
-  // those of blocks that nobody waits for.
+  // Gives a floating window addresses that map parked blocks only, if there are any: preferably
+  // blocks without pending uses.
   void move_to_parked(GpuWindow& window);
-  // Takes parked blocks for a window, by place: its own, else those that nobody waits for, else the
-  // oldest; leaves null where there is none of the size.
+  // Takes parked blocks for a window, by place: its own, else those without pending uses, else the
+  // oldest; leaves null if there is none of the size.
   void take_parked(const GpuWindow& window, Blocks& taken);
   [[nodiscard]] std::shared_ptr<GpuBlock> take(Blocks::iterator parked);
   void park(const std::shared_ptr<GpuBlock>& block);

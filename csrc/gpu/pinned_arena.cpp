@@ -14,7 +14,7 @@ namespace gemini {
 
 namespace {
 
-// In huge pages where there are any: they are taken, locked and walked through faster.
+// In huge pages if possible: these are allocated, locked and traversed faster.
 char* host_memory(int64_t nbytes) {
   char* memory = nullptr;
   try {
@@ -32,7 +32,7 @@ char* host_memory(int64_t nbytes) {
 
 PinnedBlock::PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool pin)
     : lanes_(std::move(lanes)), nbytes_(nbytes), address_(host_memory(nbytes)) {
-  // Pages come when they are first touched, from the memory near the processor that does.
+  // Pages are allocated on first touch, from the memory near the touching processor.
   const KeepsTo near(lanes_->driver().processors());
   if (pin) {
     try {
@@ -40,7 +40,7 @@ PinnedBlock::PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool p
       pinned_ = true;
       return;
     } catch (const Error&) {
-      // Ordinary memory will do.
+      // Ordinary memory works too.
     }
   }
   if (near.restricts()) std::memset(address_, 0, static_cast<size_t>(nbytes));
@@ -50,7 +50,7 @@ PinnedBlock::~PinnedBlock() {
   try {
     lanes_->await(uses);
   } catch (const Error&) {
-    // A GPU that has failed uses nothing any more.
+    // A GPU that has failed uses nothing any longer.
   }
   if (pinned_) lanes_->driver().unpin(address_);
   pages::discard(address_, nbytes_);
@@ -79,7 +79,7 @@ PinnedArena::PinnedArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes
 }
 
 PinnedArena::~PinnedArena() {
-  // A forked child has neither the GPU nor its threads: it gives nothing back.
+  // A forked child has neither the GPU nor its threads: it must not release anything.
   if (process_.is_owner()) return;
   for (auto& block : parked_) (void)block.release();
 }

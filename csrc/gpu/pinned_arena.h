@@ -1,4 +1,4 @@
-// The HOST tier of a GPU: page-locked memory that streams copy from and to.
+// The HOST tier of a GPU: page-locked memory for copies by streams.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace gemini {
 
-// Page-locked host memory, or ordinary where that is not wanted or the system refuses to lock it;
-// in the memory node of the GPU.
+// Host memory in the memory node of the GPU, page-locked, or ordinary if that is requested or the
+// system refuses to lock it.
 class PinnedBlock {
  public:
   PinnedBlock(std::shared_ptr<GpuLanes> lanes, int64_t nbytes, bool pin = true);
@@ -25,7 +25,7 @@ class PinnedBlock {
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
   [[nodiscard]] bool pinned() const noexcept { return pinned_; }
 
-  Uses uses;  // the last ones, of any owner
+  Uses uses;  // the last uses, by any owner
 
  private:
   const std::shared_ptr<GpuLanes> lanes_;
@@ -34,7 +34,7 @@ class PinnedBlock {
   bool pinned_ = false;
 };
 
-// The place of a chunk on HOST. No tensor views it, so its address is another one each time.
+// The memory of a chunk on HOST. No tensor views it, so its address may differ each time.
 class HostPlace {
  public:
   explicit HostPlace(int64_t nbytes);
@@ -42,9 +42,9 @@ class HostPlace {
   HostPlace& operator=(const HostPlace&) = delete;
 
   [[nodiscard]] int64_t nbytes() const noexcept { return nbytes_; }
-  [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // what it costs
+  [[nodiscard]] int64_t span_bytes() const noexcept { return span_bytes_; }  // its cost in an arena
   [[nodiscard]] bool mapped() const noexcept { return block_ != nullptr; }
-  // Throw StateError when it is not mapped.
+  // Throw StateError if it is not mapped.
   [[nodiscard]] char* address() const;
   [[nodiscard]] Uses& uses() const;
 
@@ -56,20 +56,20 @@ class HostPlace {
   std::unique_ptr<PinnedBlock> block_;
 };
 
-// mapped_bytes() + parked_bytes() <= capacity() at every moment. Not thread-safe.
+// Invariant: mapped_bytes() + parked_bytes() <= capacity(). Not thread-safe.
 class PinnedArena {
  public:
-  // `pin`: whether to page-lock; copies of other memory are slower, and wait.
+  // `pin`: whether to page-lock; copies of ordinary memory are slower and make the host wait.
   PinnedArena(std::shared_ptr<GpuLanes> lanes, int64_t capacity_bytes, bool pin = true);
-  // Waits for what uses the parked blocks.
+  // Waits for work that uses the parked blocks.
   ~PinnedArena();
   PinnedArena(const PinnedArena&) = delete;
   PinnedArena& operator=(const PinnedArena&) = delete;
 
-  // Throw as GpuArena's. The first use of the place comes after all uses of its memory before; with
-  // zeros that is waited for here.
+  // Throw as GpuArena's. The first use of the place comes after all earlier uses of its memory;
+  // with zeros this call waits for them.
   void map(HostPlace& place, Content content);
-  // Blocks until the CPU may read and write the place: nothing given to the GPU uses it any more.
+  // Blocks until the CPU may read and write the place: no work of the GPU uses it any longer.
   void await(const HostPlace& place) const;
   void unmap(HostPlace& place, Spare spare);
   void trim(int64_t parked_limit_bytes);
@@ -78,7 +78,7 @@ class PinnedArena {
   [[nodiscard]] int64_t parked_bytes() const noexcept { return parked_bytes_; }
   [[nodiscard]] int64_t peak_bytes() const noexcept { return peak_bytes_; }
   [[nodiscard]] int64_t capacity() const noexcept { return capacity_bytes_; }
-  // Bytes of all blocks so far that the system refused to lock.
+  // Total bytes of the blocks so far that the system refused to lock.
   [[nodiscard]] int64_t unpinned_bytes() const noexcept { return unpinned_bytes_; }
 
  private:

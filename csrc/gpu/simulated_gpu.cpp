@@ -26,7 +26,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A point in the order of a stream; `at` is when it was passed.
+// A point in the order of a stream; `at` is when it passed.
 struct Point {
   bool passed = false;
   Clock::time_point at = {};
@@ -52,7 +52,7 @@ struct SimulatedGpu::State {
     bool allowed = false;
   };
 
-  // Throw Error for what does not exist.
+  // Throw Error for an unknown stream or event.
   [[nodiscard]] Worker& worker(Stream stream) GEMINI_REQUIRES(mutex);
   [[nodiscard]] PointRef& point(Event event) GEMINI_REQUIRES(mutex);
 
@@ -62,10 +62,10 @@ struct SimulatedGpu::State {
   }
 
   Mutex mutex;
-  Condition passed;  // a point was
+  Condition passed;  // a point has passed
   UniqueFd file;
-  std::map<Block, int64_t> blocks GEMINI_GUARDED_BY(mutex);   // size
-  std::map<int64_t, int64_t> holes GEMINI_GUARDED_BY(mutex);  // free, by offset
+  std::map<Block, int64_t> blocks GEMINI_GUARDED_BY(mutex);   // sizes
+  std::map<int64_t, int64_t> holes GEMINI_GUARDED_BY(mutex);  // free ranges, by offset
   std::map<GpuAddress, Mapping> mappings GEMINI_GUARDED_BY(mutex);
   std::map<Stream, std::unique_ptr<Worker>> workers GEMINI_GUARDED_BY(mutex);
   std::map<Event, PointRef> events GEMINI_GUARDED_BY(mutex);
@@ -75,14 +75,14 @@ struct SimulatedGpu::State {
   std::minstd_rand random GEMINI_GUARDED_BY(mutex);
 };
 
-// A stream: work in order, on a thread of its own.
+// A stream: work in order, on its own thread.
 class SimulatedGpu::Worker {
  public:
   struct Work {
     std::vector<GpuRange> ranges;
-    std::function<void()> run;  // none: a point only
-    PointRef before;            // begins once it has passed, if there is one
-    PointRef after;             // passed when this is done, if there is one
+    std::function<void()> run;  // empty: only a point
+    PointRef before;            // if set, the work begins after it has passed
+    PointRef after;             // if set, passed when the work is done
     std::chrono::microseconds delay{0};
   };
 
@@ -90,7 +90,7 @@ class SimulatedGpu::Worker {
       : state_(state), thread_(start_worker("a stream of the simulated GPU", [this] { loop(); })) {}
   ~Worker() { thread_.join(); }
 
-  // The caller holds the state's mutex.
+  // The caller must hold the state's mutex.
   void give(Work work) {
     state_.mutex.is_held();
     queue_.push_back(std::move(work));
@@ -124,8 +124,8 @@ class SimulatedGpu::Worker {
       queue_.pop_front();
     }
   }
-  // The first work, once it may begin; it stays in the queue, in use, until it is done. Null when
-  // the stream has ended.
+  // The first work, when it may begin; it stays in the queue until it is done. Null when the stream
+  // has ended.
   [[nodiscard]] Work* next() {
     const Lock lock(state_.mutex);
     while (!ending_ && queue_.empty()) given_.wait(state_.mutex);
@@ -136,10 +136,10 @@ class SimulatedGpu::Worker {
   }
 
   State& state_;
-  Condition given_;                                         // work was, or the stream ends
-  std::deque<Work> queue_ GEMINI_GUARDED_BY(state_.mutex);  // references to its elements stay valid
+  Condition given_;                                         // work was given, or the stream ends
+  std::deque<Work> queue_ GEMINI_GUARDED_BY(state_.mutex);  // references to elements stay valid
   bool ending_ GEMINI_GUARDED_BY(state_.mutex) = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last: it uses the other members
 };
 
 SimulatedGpu::Worker& SimulatedGpu::State::worker(Stream stream) {
@@ -296,7 +296,7 @@ void SimulatedGpu::unmap(GpuAddress address, int64_t nbytes) {
   state_->mappings.erase(found);
 }
 
-void SimulatedGpu::pin(char*, int64_t) {}  // its streams are threads: any memory will do
+void SimulatedGpu::pin(char*, int64_t) {}  // streams are threads: no page-locking necessary
 
 void SimulatedGpu::unpin(char*) noexcept {}
 

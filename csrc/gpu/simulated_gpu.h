@@ -1,5 +1,5 @@
-// A GPU in host memory: streams are threads, blocks are parts of one memory file. For machines
-// without a GPU, and for orders of events that a real one takes rarely.
+// SimulatedGpu: a GPU in host memory. Streams are threads, blocks are parts of one memory file. For
+// machines without a GPU, and for tests of event orders that are rare on a real one.
 #pragma once
 
 #include <functional>
@@ -13,35 +13,35 @@ namespace gemini {
 struct SimulatedGpuOptions {
   int64_t total_bytes = int64_t{1} << 30;
   int64_t granularity = 64 << 10;
-  int64_t max_delay_us = 0;  // what a stream is given begins up to this much later, at random
-  uint32_t seed = 0;         // of the delays
-  Processors processors{};   // near it
+  int64_t max_delay_us = 0;  // the work of a stream begins up to this much later, at random
+  uint32_t seed = 0;         // for the delays
+  Processors processors{};   // near the GPU
 };
 
-// A range that work on a stream reads or writes.
+// A range that work in a stream reads or writes.
 struct GpuRange {
   GpuAddress address = 0;
   int64_t nbytes = 0;
 };
 
-// Stream 0 is the thread that calls: operators on host memory are done when they return, so work
-// given to it is carried out at once, and it waits for an event by blocking.
+// Stream 0 is the calling thread: operators on host memory are complete when they return, so its
+// work is executed at once, and it waits for an event by blocking.
 //
-// Checks what a GPU would punish: unmapping a range that work under way uses throws Error, as does
-// mapping what is mapped, and giving access to what is not. To use what no access was given to ends
-// the process.
+// Checks for errors that a GPU would punish: unmapping a range that work in flight uses throws
+// Error, and so do mapping a mapped range and granting access to an unmapped one. Using a range
+// without access ends the process.
 class SimulatedGpu : public GpuDriver {
  public:
   explicit SimulatedGpu(SimulatedGpuOptions options = {});
-  // Waits for all work. Memory still mapped is given back.
+  // Waits for all work. Mapped memory is released.
   ~SimulatedGpu() override;
 
-  // Has the stream call `work`, which uses `ranges`: what a kernel does.
+  // Makes the stream call `work`, which uses `ranges`, like a kernel.
   void launch(Stream stream, std::vector<GpuRange> ranges, std::function<void()> work);
 
-  // Physical memory of blocks that are not destroyed; those left out of capacity fail.
+  // Physical memory of blocks that are not destroyed; creating blocks beyond the capacity fails.
   [[nodiscard]] int64_t used_bytes() const;
-  // Calls of map: what costs time on a GPU.
+  // The number of map calls, which are expensive on a GPU.
   [[nodiscard]] int64_t num_maps() const;
 
   [[nodiscard]] int64_t granularity() const override;

@@ -1,4 +1,4 @@
-// Work on a stream of a simulated GPU that another thread does.
+// SimulatedTurn: work in a stream of a simulated GPU that another thread executes.
 #pragma once
 
 #include <memory>
@@ -8,17 +8,17 @@
 
 namespace gemini {
 
-// Work of a stream that is done by the thread that has the turn. Until it is finished, or
-// gone, the stream does nothing else.
+// The thread with the turn executes the work. Until the turn is finished or destroyed, the stream
+// does nothing else.
 class SimulatedTurn {
  public:
-  // Takes the next turn on the stream, for work that uses `ranges`.
+  // Takes the next turn in the stream, for work that uses `ranges`.
   SimulatedTurn(SimulatedGpu& gpu, GpuDriver::Stream stream, std::vector<GpuRange> ranges);
   ~SimulatedTurn();
   SimulatedTurn(const SimulatedTurn&) = delete;
   SimulatedTurn& operator=(const SimulatedTurn&) = delete;
 
-  // Blocks until the stream has come to it.
+  // Blocks until the stream has reached the turn.
   void await();
   // Idempotent.
   void finish();

@@ -23,7 +23,7 @@ struct StagedLink::Piece {
 
   PinnedBlock buffer;
   GpuDriver::Event copied;       // the end of its last copy from or to the GPU
-  AsyncFile::Ticket ticket = 0;  // of the file, 0: none is under way
+  AsyncFile::Ticket ticket = 0;  // of the file; 0: none in flight
 };
 
 StagedLink::StagedLink(std::shared_ptr<GpuLanes> lanes, AsyncFile& file, Link link, Report report)
@@ -60,7 +60,7 @@ void StagedLink::close() {
   if (thread_.joinable()) thread_.join();
 }
 
-// None once it closes and all is done.
+// nullopt when it is closing and all jobs are done.
 std::optional<StagedJob> StagedLink::next_job() {
   const Lock lock(mutex_);
   while (!closing_ && jobs_.empty()) ready_.wait(mutex_);
@@ -106,7 +106,7 @@ void StagedLink::transfer(const StagedJob& job) {
   }
 }
 
-// The file reads ahead by as many pieces as there are buffers.
+// The file reads ahead by the number of buffers.
 void StagedLink::read_pieces(const StagedJob& job) {
   GpuDriver& driver = lanes_->driver();
   const int64_t count = (job.nbytes + kPieceBytes - 1) / kPieceBytes;
@@ -123,13 +123,13 @@ void StagedLink::read_pieces(const StagedJob& job) {
     driver.copy(job.gpu + static_cast<uint64_t>(i * kPieceBytes), number(piece.buffer.address()),
                 size(i), stream_.get());
     driver.record(piece.copied, stream_.get());
-    // The piece before had until now for its copy: its buffer is the next to be filled.
+    // The copy of the previous piece has had time to end: its buffer is filled next.
     if (i > 0 && i - 1 + kNumPieces < count) start(i - 1 + kNumPieces);
   }
   for (const auto& piece : pieces_) driver.await(piece->copied);
 }
 
-// The GPU copies ahead by as many pieces as there are buffers.
+// The GPU copies ahead by the number of buffers.
 void StagedLink::write_pieces(const StagedJob& job) {
   GpuDriver& driver = lanes_->driver();
   const int64_t count = (job.nbytes + kPieceBytes - 1) / kPieceBytes;
@@ -157,18 +157,18 @@ void StagedLink::make_pieces() {
   while (pieces_.size() < kNumPieces) pieces_.push_back(std::make_unique<Piece>(lanes_));
 }
 
-// Waits until nothing uses the buffers, after a failure.
+// After a failure: waits until nothing uses the buffers.
 void StagedLink::settle() noexcept {
   for (const auto& piece : pieces_) {
     try {
       if (piece->ticket != 0) file_.wait(std::exchange(piece->ticket, 0));
     } catch (const std::exception&) {
-      // The first failure is the one that is reported.
+      // Only the first failure is reported.
     }
     try {
       lanes_->driver().await(piece->copied);
     } catch (const std::exception&) {
-      // A GPU that has failed uses nothing any more.
+      // A GPU that has failed uses nothing any longer.
     }
   }
 }

@@ -1,4 +1,5 @@
-// One disk link of a GPU: between the file and GPU memory through a few page-locked buffers.
+// StagedLink: one disk link of a GPU, between the file and GPU memory through a few page-locked
+// buffers.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +19,7 @@
 
 namespace gemini {
 
-// A transfer between the file and memory of the GPU, or of the host where `host` is set.
+// A transfer between the file and memory of the GPU, or of the host if `host` is set.
 struct StagedJob {
   uint64_t ticket = 0;
   GpuAddress gpu = 0;
@@ -28,30 +29,30 @@ struct StagedJob {
   Uses after;          // the transfer begins after these
 };
 
-// Carries transfers of one direction out in order, on a thread of its own. The file's reads and
-// writes overlap with the copies of the pieces before.
+// Executes transfers of one direction in order, on its own thread. Reads and writes of the file
+// overlap with the copies of earlier pieces.
 class StagedLink {
  public:
   using Report = std::function<void(const StagedJob&, TransferResult)>;
 
-  // What a transfer is cut into, and how many pieces have a buffer at a time.
+  // The size of the pieces of a transfer, and the number of pieces with a buffer at one time.
   static constexpr int64_t kPieceBytes = 4 << 20;
   static constexpr int kNumPieces = 4;
 
-  // `report` is called on the link's thread, when nothing touches the memory any more. `link` is
-  // kDiskRead or kDiskWrite. The file must outlive it.
+  // `report` is called on the link's thread when nothing touches the memory any longer. `link` is
+  // kDiskRead or kDiskWrite. The file must outlive this object.
   StagedLink(std::shared_ptr<GpuLanes> lanes, AsyncFile& file, Link link, Report report);
-  // Drops what has not started, waits for the rest.
+  // Drops transfers that have not started, and waits for the others.
   ~StagedLink();
   StagedLink(const StagedLink&) = delete;
   StagedLink& operator=(const StagedLink&) = delete;
 
   void submit(StagedJob job);
-  // Carries out what was submitted and joins the thread. Idempotent.
+  // Executes all submitted transfers and joins the thread. Idempotent.
   void close();
 
  private:
-  struct Piece;  // a buffer, and what last used it
+  struct Piece;  // a buffer and its last use
 
   void work();
   [[nodiscard]] std::optional<StagedJob> next_job();
@@ -65,13 +66,14 @@ class StagedLink {
   AsyncFile& file_;
   const Link link_;
   const Report report_;
-  std::vector<std::unique_ptr<Piece>> pieces_;  // the thread's; made by the first transfer
+  std::vector<std::unique_ptr<Piece>> pieces_;  // used by the thread only; created by the first
+                                                // transfer
   const GpuStream stream_;
   Mutex mutex_;
   Condition ready_;  // a job was submitted, or closing
   std::deque<StagedJob> jobs_ GEMINI_GUARDED_BY(mutex_);
   bool closing_ GEMINI_GUARDED_BY(mutex_) = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last: it uses the other members
 };
 
 }  // namespace gemini
