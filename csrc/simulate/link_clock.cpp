@@ -10,7 +10,7 @@ namespace gemini {
 
 namespace {
 
-constexpr double kNothingLeft = 1e-12;  // seconds; rounding errors are far below
+constexpr double kNothingLeft = 1e-12;  // seconds; rounding errors are far smaller
 
 constexpr size_t index(SimulatedLink link) { return static_cast<size_t>(link); }
 
@@ -50,7 +50,7 @@ double LinkClock::seconds_to_next() const {
   return next;
 }
 
-// Lets time pass in which at most the first transfer of each link ends.
+// Advances time by an interval in which at most the first transfer of each link ends.
 void LinkClock::pass(double seconds) {
   std::array<double, kNumSimulatedLinks> done{};
   for (size_t link = 0; link < kNumSimulatedLinks; ++link) done[link] = seconds * speed(link);

@@ -1,4 +1,4 @@
-// Links under virtual time: first in, first out, each with a latency and a bandwidth.
+// LinkClock: links in virtual time, first in, first out, each with a latency and a bandwidth.
 #pragma once
 
 #include <array>
@@ -20,17 +20,17 @@ struct LinkModel {
 
 using LinkModels = std::array<LinkModel, kNumSimulatedLinks>;
 
-// Transfers and a clock that moves only when told to. Not thread-safe.
+// Transfers, and a clock that moves only on request. Not thread-safe.
 class LinkClock {
  public:
-  // `disk_shared`: reads and writes of the disk take turns, half of the time each while both wait.
+  // `disk_shared`: reads and writes of the disk share its time equally while both wait.
   LinkClock(const LinkModels& models, bool disk_shared);
 
   void submit(SimulatedLink link, ActionId id, int64_t nbytes);
-  // Moves the clock to `seconds`; transfers that end before then have ended.
+  // Moves the clock to `seconds`; transfers that end by then have ended.
   void advance_to(double seconds);
-  // Moves the clock to the end of the next transfer, unless one has ended that nobody took yet.
-  // Throws StateError if there is none.
+  // Moves the clock to the end of the next transfer, unless an ended one was not taken yet. Throws
+  // StateError if there is none.
   void await_one();
   // Transfers that have ended since the last call, in order.
   [[nodiscard]] std::vector<ActionId> take_finished();
@@ -43,7 +43,7 @@ class LinkClock {
  private:
   struct Transfer {
     ActionId id = 0;
-    double seconds_left = 0;  // of the link alone
+    double seconds_left = 0;  // if the link works on it only
   };
   struct State {
     std::deque<Transfer> queue;
@@ -55,7 +55,7 @@ class LinkClock {
     return links_[static_cast<size_t>(link)];
   }
   [[nodiscard]] double speed(size_t link) const;  // seconds of work done per second
-  [[nodiscard]] double seconds_to_next() const;   // infinite when idle
+  [[nodiscard]] double seconds_to_next() const;   // infinite if idle
   void pass(double seconds);
 
   LinkModels models_;

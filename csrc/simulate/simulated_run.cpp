@@ -64,7 +64,7 @@ void SimulatedRun::check(const Schedule& schedule) const {
 }
 
 int64_t SimulatedRun::step(std::vector<double>& stall_seconds, double at_most) {
-  // What is left for waiting.
+  // The time left for waiting.
   double spare = at_most - compute_seconds_;
   table_.begin_step();
   for (int64_t moment = 0; moment < num_moments(); ++moment) {

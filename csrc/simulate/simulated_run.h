@@ -1,4 +1,5 @@
-// A table and a clock that run one step after another, and can be copied to try another plan.
+// SimulatedRun: a chunk table and a clock that run one step after another, and can be copied to try
+// another plan.
 #pragma once
 
 #include <array>
@@ -17,13 +18,14 @@
 
 namespace gemini {
 
-// One iteration beside its schedule. All but chunk_bytes have one entry per moment.
+// The data of one iteration besides its schedule. All vectors except chunk_bytes have one entry per
+// moment.
 struct Workload {
   std::vector<int64_t> chunk_bytes;
-  // One letter per chunk of the access, ascending: 'r' read, 'm' modified, 'w' written whole.
+  // One letter per chunk of the access, ascending: 'r' read, 'm' modified, 'w' written completely.
   std::vector<std::string> modes;
-  std::vector<std::vector<ChunkId>> frees;  // whose content is given up in the period
-  std::vector<double> seconds;              // of computing in the period
+  std::vector<std::vector<ChunkId>> frees;  // chunks with content discarded in the period
+  std::vector<double> seconds;              // of computation in the period
 };
 
 struct SimulatedMachine {
@@ -33,22 +35,23 @@ struct SimulatedMachine {
   int32_t prefetches = kPrefetchesInFlight;
 };
 
-// Does for a table and a clock what the chunk manager does with memory and threads.
+// Does with a table and a clock what the chunk manager does with memory and threads.
 class SimulatedRun {
  public:
-  // Gives content to the chunks that a step finds with content, and lets the tiers fill up. The
-  // table follows the schedule, or, not `told` of it, leaves room for the largest reserve and
-  // evicts what was used least recently. Throws StateError for a schedule of another workload,
-  // OutOfBudget where the table would; step() does, too.
+  // Gives content to the chunks that a step expects to have content, and fills the tiers. The table
+  // follows the schedule or, without `told`, leaves room for the largest reserve and evicts the
+  // least recently used chunk. Throws StateError for a schedule of another workload, and
+  // OutOfBudget if the table does; so does step().
   SimulatedRun(std::shared_ptr<const Workload> workload, const SimulatedMachine& machine,
                std::shared_ptr<const Schedule> schedule, bool told = true);
 
-  // The same table and clock, between two steps, from now on with another schedule of the workload.
+  // Copies the table and the clock between two steps, to continue with another schedule of the
+  // workload.
   [[nodiscard]] SimulatedRun branch(std::shared_ptr<const Schedule> schedule) const;
 
-  // One more step. Adds to `stall_seconds`, per moment, how long its operator waited, and returns
-  // how many moments were completed: not all where the step takes longer than `at_most` seconds in
-  // any case. Such a run is of no further use.
+  // Runs one more step. Adds the waiting time of each operator to `stall_seconds`, per moment.
+  // Returns the number of completed moments: fewer than all if the step certainly takes longer than
+  // `at_most` seconds. Such a run must not be used further.
   int64_t step(std::vector<double>& stall_seconds,
                double at_most = std::numeric_limits<double>::infinity());
 
@@ -65,7 +68,7 @@ class SimulatedRun {
   void report();
 
   std::shared_ptr<const Workload> workload_;
-  double compute_seconds_ = 0;  // of a step
+  double compute_seconds_ = 0;  // of one step
   int32_t prefetches_;
   std::shared_ptr<const Schedule> schedule_;
   ChunkTable table_;

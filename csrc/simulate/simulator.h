@@ -1,4 +1,4 @@
-// What a plan would cost: the chunk table itself, run against a model of time.
+// Simulator: the cost of a plan, by running the chunk table itself against a model of time.
 #pragma once
 
 #include <array>
@@ -23,15 +23,15 @@ struct SimulatedStep {
 
 class Simulator {
  public:
-  // Throws StateError where the workload contradicts itself.
+  // Throws StateError if the workload contradicts itself.
   Simulator(Workload workload, const SimulatedMachine& machine);
 
-  // Repeats the step until it is steady and returns the mean of the last `measured` of `steps`
-  // steps. `told` and errors: see SimulatedRun.
+  // Repeats the step until it is steady, and returns the mean of the last `measured` of `steps`
+  // steps. For `told` and errors see SimulatedRun.
   [[nodiscard]] SimulatedStep run(const std::shared_ptr<const Schedule>& schedule, int32_t steps,
                                   int32_t measured, bool told = true) const;
 
-  // A run that has not made a step yet.
+  // Returns a run before its first step.
   [[nodiscard]] SimulatedRun begin(const std::shared_ptr<const Schedule>& schedule) const {
     return {workload_, machine_, schedule};
   }
