@@ -13,14 +13,15 @@
 namespace gemini {
 namespace {
 
-constexpr int64_t kBlocksPerTask = 64;  // 16 Ki elements: so long may one thread wait for another
+constexpr int64_t kBlocksPerTask = 64;  // 16 Ki elements: the longest that one thread may wait for
+                                        // another
 constexpr int64_t kSumNumel = 64 * 1024;
-// Above this many elements in one call a 16-bit copy is not worth its place in the caches.
+// Above this many elements in one call a 16-bit copy should bypass the caches.
 constexpr int64_t kStreamNumel = 4 * 1024 * 1024;
 constexpr uintptr_t kStreamAlignment = 64;
 
-// Default rounding and no flushing of subnormals while it lives: these are per-thread settings, and
-// a result must not depend on which thread computed it.
+// Sets default rounding and no flushing of subnormals for its lifetime: these are per-thread
+// settings, and a result must not depend on the thread that computed it.
 class DefaultFloatMode {
  public:
   DefaultFloatMode() {
@@ -74,7 +75,7 @@ T* advanced(T* address, int64_t count) {
 
 void* advanced(void* address, int64_t bytes) { return static_cast<char*>(address) + bytes; }
 
-// `count` blocks of `range`, from its `begin`th on.
+// Returns `count` blocks of `range`, from block `begin` on.
 AdamRange part(const AdamRange& range, int64_t begin, int64_t count) {
   const int64_t at = begin * kBlockNumel;
   AdamRange sub = range;
@@ -96,7 +97,8 @@ bool may_stream(const AdamRange& range) {
          reinterpret_cast<uintptr_t>(range.half_out) % kStreamAlignment == 0;
 }
 
-// The blocks of all jobs in a row, for cutting them evenly whatever the sizes of the tensors.
+// The blocks of all jobs as one list, so that they can be divided evenly whatever the sizes of the
+// tensors.
 class BlockList {
  public:
   explicit BlockList(std::span<const AdamJob> jobs) : jobs_(jobs) {

@@ -1,5 +1,5 @@
 // The Adam kernel for GPUs (flags: sources.cmake). A warp takes a block of kBlockNumel elements;
-// what it does is in cuda_block.inc, and the arithmetic in element.inc.
+// cuda_block.inc has its work, and element.inc the arithmetic.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -30,15 +30,15 @@ namespace {
 // kernel
 
 constexpr int kThreads = 128;
-// Consecutive blocks of a warp: the search for their row is paid once.
+// Consecutive blocks of a warp, so that it searches for their row only once.
 constexpr int64_t kWarpBlocks = 4;
 constexpr int64_t kGridBlocks = kThreads / kWarpLanes * kWarpBlocks;
 
-// In the memory of the GPU.
+// All pointers are to memory of the GPU.
 struct Table {
   const AdamScalars* scalars;
   const CudaRow* rows;
-  uint32_t* not_finite;  // set to 1 when a gradient was not
+  uint32_t* not_finite;  // set to 1 if a gradient is not finite
 };
 
 __device__ uint32_t warp_largest(uint32_t value) {
@@ -54,14 +54,14 @@ __device__ uint32_t warp_largest(uint32_t value) {
 
 template <FloatType kGrad, ParamForm kForm, MomentType kMoments>
 __device__ void update_block(const Table& table, const CudaRow& row, int64_t number) {
-  // Copies, in registers: the compiler cannot know that no array lies over the table.
+  // Copies in registers: the compiler cannot know that no array overlaps the table.
   const AdamScalars s = table.scalars[row.scalars];
   const AdamRange range = row.range;
   const LaneShare share = share_of(row, number, threadIdx.x % kWarpLanes);
   LaneWork<kGrad, kForm, kMoments> work(s, range, number, share);
   Largest largest = work.largest();
   if (s.check_finite && largest.grad >= 0x7f800000u)
-    *table.not_finite = 1;  // by any lane: the same
+    *table.not_finite = 1;  // by any lane: they write the same
   if constexpr (kMoments == MomentType::kInt8) {
     largest.first = warp_largest(largest.first);
     largest.second = warp_largest(largest.second);
@@ -144,7 +144,7 @@ std::string advice(cudaError_t status) {
 
 void check(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // it is reported here, not by the next call
+  cudaGetLastError();  // clear it: it is reported here, not by the next call
   throw Error(std::string("cuda_adam_step: ") + doing + ": " + cudaGetErrorName(status) + " (" +
               cudaGetErrorString(status) + "); " + advice(status));
 }
@@ -160,8 +160,8 @@ int device_of(const void* address) {
   return attributes.device;
 }
 
-// Makes a GPU the current one while it lives: torch has a CUDA runtime of its own, whose current
-// GPU need not be ours.
+// Makes a GPU current for its lifetime: torch has its own CUDA runtime, and the current GPU there
+// may differ.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device) {
@@ -176,8 +176,8 @@ class CurrentDevice {
   int before_ = 0;
 };
 
-// Where the tables of one GPU come from. Kept for the life of the process: the default pool gives
-// its memory back at every synchronization, and would have to ask for it again at every step.
+// The memory pool for the tables of one GPU, kept for the life of the process: the default pool
+// returns its memory at every synchronization, and would have to allocate it again in every step.
 cudaMemPool_t table_pool(int device) {
   static Mutex mutex;
   static std::map<int, cudaMemPool_t> pools GEMINI_GUARDED_BY(mutex);
@@ -197,7 +197,7 @@ cudaMemPool_t table_pool(int device) {
   return pool;
 }
 
-// Bytes of GPU memory that live as long as what is enqueued on the stream meanwhile.
+// Bytes of GPU memory that stay valid for the work enqueued on the stream during its lifetime.
 class StreamBytes {
  public:
   StreamBytes(int device, size_t nbytes, cudaStream_t stream) : stream_(stream) {
@@ -217,7 +217,7 @@ class StreamBytes {
   cudaStream_t stream_;
 };
 
-// The bytes of a plan's table, as it goes to the GPU: scalars, rows, and the word of not_finite.
+// The bytes of a plan's table, as copied to the GPU: scalars, rows, and the word of not_finite.
 class TableBytes {
  public:
   explicit TableBytes(const CudaPlan& plan)
@@ -245,20 +245,20 @@ class TableBytes {
   std::vector<std::byte> bytes_;
 };
 
-// What streams may still be copying from. CUDA mostly takes pageable memory along before a copy
-// returns, but does not promise it.
+// Buffers that streams may still be copying from. CUDA usually reads pageable memory before a copy
+// returns, but does not guarantee it.
 class BytesUnderWay {
  public:
   static BytesUnderWay& all() {
-    static auto* const kept = new BytesUnderWay;  // for good: CUDA may end before this does
+    static auto* const kept = new BytesUnderWay;  // never destroyed: CUDA may end before this does
     return *kept;
   }
 
-  // Keeps them until `stream`, of the current device, has done what it was given so far.
+  // Keeps them until `stream`, of the current device, has finished its work so far.
   void keep(std::vector<std::byte> bytes, cudaStream_t stream) {
     const Lock lock(mutex_);
     forget_copied();
-    kept_.push_back({nullptr, std::move(bytes)});  // stays, should one of these fail
+    kept_.push_back({nullptr, std::move(bytes)});  // stays if one of these fails
     check(cudaEventCreateWithFlags(&kept_.back().copied, cudaEventDisableTiming),
           "making an event");
     check(cudaEventRecord(kept_.back().copied, stream), "recording an event");
@@ -275,14 +275,15 @@ class BytesUnderWay {
       (void)cudaEventDestroy(kept_.front().copied);
       kept_.pop_front();
     }
-    (void)cudaGetLastError();  // that one has not passed is no error
+    (void)cudaGetLastError();  // not having passed is no error
   }
 
   Mutex mutex_;
   std::deque<Kept> kept_ GEMINI_GUARDED_BY(mutex_);  // oldest first
 };
 
-// Up to so much from pageable memory CUDA takes along; for more it may wait for the stream.
+// CUDA reads up to this much pageable memory before a copy returns; for more it may wait for the
+// stream.
 constexpr size_t kTakenAlong = 64 << 10;
 
 void copy_table(std::byte* to, const std::vector<std::byte>& from, cudaStream_t stream) {

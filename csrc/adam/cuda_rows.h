@@ -1,5 +1,5 @@
-// Which launches of the CUDA kernel a list of jobs needs, and their rows. Plain C++: tested without
-// a GPU.
+// The launches of the CUDA kernel for a list of jobs, and their rows. Plain C++: tested without a
+// GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace gemini {
 
-// A job, and where its blocks are in the row of all blocks of its launch.
+// A job, and the position of its blocks among all blocks of its launch.
 struct CudaRow {
   AdamRange range;
-  int64_t begin;    // blocks of the launch before it
-  int64_t scalars;  // which of the plan's
+  int64_t begin;    // number of blocks of the launch before it
+  int64_t scalars;  // index among the plan's
   bool quads;       // every array is aligned to four of its elements
 };
 

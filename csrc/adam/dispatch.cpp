@@ -56,7 +56,7 @@ const std::string& adam_isa() {
   static const std::string chosen = [] {
     const char* wanted = std::getenv("GEMINI_ISA");
     if (wanted == nullptr || *wanted == '\0') return adam_isas().back();
-    (void)isa_kernels(wanted);  // refuses an unknown name
+    (void)isa_kernels(wanted);  // throws for an unknown name
     return std::string(wanted);
   }();
   return chosen;

@@ -1,4 +1,4 @@
-// Which instruction set the kernels use.
+// The instruction set of the kernels.
 #pragma once
 
 #include <string>
@@ -9,14 +9,15 @@
 
 namespace gemini {
 
-// Names of those this build has and this machine can run, slowest first; "scalar" is always there.
+// The instruction sets that this build has and this machine can run, slowest first; "scalar" is
+// always among them.
 [[nodiscard]] std::vector<std::string> adam_isas();
 
-// The name in use: the last of adam_isas(), or what GEMINI_ISA says. Chosen once, at the first
-// call. Throws Error when GEMINI_ISA names something that adam_isas() does not list.
+// The instruction set in use: the last of adam_isas(), or the value of GEMINI_ISA. Chosen once, at
+// the first call. Throws Error if GEMINI_ISA is not in adam_isas().
 [[nodiscard]] const std::string& adam_isa();
 
-// The kernels of that name. Throws Error when adam_isas() does not list it.
+// The kernels of an instruction set. Throws Error if it is not in adam_isas().
 [[nodiscard]] const IsaKernels& isa_kernels(std::string_view isa);
 
 // The kernels in use.

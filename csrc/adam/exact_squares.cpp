@@ -12,15 +12,16 @@ constexpr int kSignificandBits = 23;
 constexpr uint32_t kImplicitOne = 1U << kSignificandBits;
 constexpr uint32_t kSpecial = kSquareExponents - 1;
 
-// What an element that is not finite adds to its exponent's sum: counts, infinite ones in the
-// lowest limb.
+// An element that is not finite adds to its exponent's sum as a count: infinite ones in the lowest
+// limb.
 constexpr uint64_t kInfinite = 1;
 constexpr uint64_t kNoNumber = uint64_t{1} << kSquareLimbBits;
 
-// A square is below 2^48: so many fit 64 bits.
+// A square is below 2^48, so this many fit in 64 bits.
 constexpr int64_t kSquaresPerFlush = int64_t{1} << 16;
 
-// Neighbours tend to have one exponent; several sets of sums keep them from waiting for each other.
+// Neighbours tend to have the same exponent; with several sets of sums they need not wait for each
+// other.
 constexpr size_t kSets = 4;
 
 using Sums = std::array<uint64_t, kSquareExponents>;

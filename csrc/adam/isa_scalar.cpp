@@ -1,5 +1,5 @@
-// The kernels over plain floats: the reference, and what runs where nothing better does. Where the
-// baseline has no FMA instruction each fused multiply-add is a library call: exact and slow.
+// The kernels over plain floats: the reference, and the fallback. If the baseline has no FMA
+// instruction, each fused multiply-add is a library call: exact and slow.
 #include "adam/kernel.h"
 
 namespace gemini {

@@ -1,4 +1,4 @@
-// What the ISA files and the dispatcher agree on. Plain data: ISA files include no standard
+// The interface between the ISA files and the dispatcher. Plain data: ISA files include no standard
 // containers.
 #pragma once
 
@@ -11,17 +11,17 @@ namespace gemini {
 
 enum class FloatType : int32_t { kFp32, kBf16, kFp16 };
 
-// How the parameter is kept (docs/notes/adam.md).
+// How the parameter is stored (docs/notes/adam.md).
 enum class ParamForm : int32_t {
   kFp32,           // fp32
   kFp32CopyBf16,   // fp32, and a bf16 copy is written to half_out
   kFp32CopyFp16,   // fp32, and an fp16 copy is written to half_out
   kBf16Remainder,  // bf16 and the low 16 bits of the exact fp32 master
-  kBf16,           // bf16 alone: the update is computed in fp32 and rounded to nearest even
-  kFp16,           // fp16 alone, likewise
+  kBf16,           // bf16 only: the update is computed in fp32 and rounded to nearest even
+  kFp16,           // fp16 only, updated likewise
 };
 
-// How the two moments are kept (docs/notes/adam.md).
+// How the two moments are stored (docs/notes/adam.md).
 enum class MomentType : int32_t {
   kFp32,
   kBf16,  // rounded up or down by a deterministic dither
@@ -48,12 +48,12 @@ struct AdamScalars {
   bool lerp_from_grad;  // lerp's weight is 0.5 or more: its formula starts from the gradient
   bool has_l2;
   bool scales_grad;   // false: pre_scale and post_scale are 1 and nothing is clamped
-  bool check_finite;  // report gradients that are not
+  bool check_finite;  // report gradients that are not finite
   uint64_t dither_seed;
 };
 
-// A range of elements. The arrays do not overlap, except that half_out may be grad itself when both
-// have 16-bit elements. Aligned to their own element size, nothing more.
+// A range of elements. The arrays must not overlap, except that half_out may be grad itself if both
+// have 16-bit elements. They are aligned to their own element size only.
 struct AdamRange {
   void* param;
   const void* grad;
@@ -64,28 +64,28 @@ struct AdamRange {
   uint16_t* half_out;       // null unless the form has a copy
   uint16_t* remainder;      // null unless kBf16Remainder
   int64_t numel;
-  int64_t first_block;  // the range's place in its tensor, in blocks; moves the dither
+  int64_t first_block;  // the range's position in its tensor, in blocks; shifts the dither
   FloatType grad_type;
   ParamForm form;
   MomentType moments;
-  bool streams_half_out;  // write half_out past the caches; it is aligned to 64 bytes
+  bool streams_half_out;  // write half_out past the caches; it must be aligned to 64 bytes
 };
 
 // Updates the range in place. Returns whether all gradients were finite; true without check_finite.
 using AdamKernel = bool (*)(const AdamScalars& scalars, const AdamRange& range);
 
-// What one instruction set offers.
+// The kernels of one instruction set.
 struct IsaKernels {
   AdamKernel adam = nullptr;
   // Adds the squares of numel elements, in an order that does not depend on the instruction set.
   double (*sum_squares)(const void* values, FloatType type, int64_t numel) = nullptr;
-  // For measuring: the traffic of an fp32 step without its arithmetic, and reading once.
+  // For benchmarks: the memory traffic of an fp32 step without its arithmetic, and reading once.
   void (*stream_adam_pattern)(float* p, const float* g, float* m, float* v,
                               int64_t numel) = nullptr;
   uint32_t (*stream_read)(const void* values, int64_t bytes) = nullptr;
 };
 
-// Each returns null kernels where its file was compiled without that instruction set.
+// Each returns null kernels if its file was compiled without that instruction set.
 IsaKernels scalar_kernels();
 IsaKernels avx2_kernels();
 IsaKernels avx512_kernels();

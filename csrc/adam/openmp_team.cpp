@@ -13,7 +13,8 @@
 namespace gemini {
 namespace {
 
-// What GCC makes of `#pragma omp parallel`. LLVM's and Intel's runtimes for Linux have it too.
+// The call that GCC generates for `#pragma omp parallel`. LLVM's and Intel's runtimes for Linux
+// have it too.
 using Parallel = void (*)(void (*work)(void*), void* data, unsigned threads, unsigned flags);
 using MaxThreads = int (*)();
 
@@ -22,11 +23,12 @@ struct Runtime {
   MaxThreads max_threads = nullptr;  // the size of the calling thread's team
 };
 
-// When the module is loaded: what the process was forked from may have used a team before.
+// Created when the module is loaded: the process that this one was forked from may have used a team
+// before.
 const ProcessGuard loader;
 
-// The runtime that torch computes with. Its calls were bound to what is global, where there is
-// something, else to what its library brought along.
+// The runtime that torch computes with: its calls were bound to the global symbols if there are
+// any, else to those that its library loaded.
 Runtime find_runtime() {
   const auto found_in = [](void* handle) {
     return Runtime{reinterpret_cast<Parallel>(::dlsym(handle, "GOMP_parallel")),
@@ -43,8 +45,8 @@ const Runtime& runtime() {
   return found;
 }
 
-// Whether the system would give a team of `threads`: a runtime that is refused one ends the
-// process. Tried once for each calling thread, whose team is its own, and size.
+// Whether the system allows a team of `threads`: a runtime that cannot start one ends the process.
+// Tried once for each calling thread, which has its own team, and size.
 bool grants(int threads) {
   thread_local int granted = 1;
   if (threads <= granted) return true;
@@ -57,7 +59,7 @@ bool grants(int threads) {
     }
     granted = threads;
   } catch (const ThreadError&) {
-    // As many as there are must end all the same.
+    // The threads that were started must end nevertheless.
   }
   all_asked.count_down();
   for (std::thread& each : tried) each.join();
@@ -71,8 +73,8 @@ bool run_on_openmp_team(int threads, void (*work)(void*), void* data) {
   if (team.parallel == nullptr || team.max_threads == nullptr || !loader.is_owner()) return false;
   const int size = team.max_threads();
   if (size < threads || !grants(size)) return false;
-  // Of the size that torch's operators use: another one would end threads, or start some, and again
-  // with the next operator.
+  // Use the team size of torch's operators: another size would end or start threads, and again for
+  // the next operator.
   team.parallel(work, data, 0, 0);
   return true;
 }

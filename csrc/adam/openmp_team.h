@@ -1,14 +1,14 @@
-// The threads that an OpenMP runtime in this process keeps for the calling thread.
+// Runs work on the threads that an OpenMP runtime in this process keeps for the calling thread.
 #pragma once
 
 namespace gemini {
 
-// Has each thread of the calling thread's team, the calling one among them, call `work(data)` once,
-// and returns when all have. `work` must not throw.
+// Calls `work(data)` once on each thread of the calling thread's team, including the calling one,
+// and returns when all have finished. `work` must not throw.
 //
-// False, and nothing was called, where there is no team of `threads` or more: no runtime, or one
-// that was told to use fewer; a forked child, in which the threads are gone; a system that refuses
-// threads.
+// Returns false, with nothing called, if there is no team of at least `threads`: there is no
+// runtime, or it was configured for fewer; in a forked child, which has no such threads; or the
+// system refuses threads.
 [[nodiscard]] bool run_on_openmp_team(int threads, void (*work)(void*), void* data);
 
 }  // namespace gemini

@@ -12,7 +12,7 @@
 namespace gemini {
 namespace {
 
-// Fewer do not pay for waking a thread, or starting one.
+// Fewer do not pay for waking or starting a thread.
 constexpr int64_t kRangesPerThread = 2;
 
 int available_threads() {
@@ -20,7 +20,7 @@ int available_threads() {
   return count;
 }
 
-// One call, as those who share its work see it.
+// The state of one call, shared by the threads that work on it.
 class Ranges {
  public:
   Ranges(int64_t count, int64_t grain, const Workers& workers,
@@ -30,10 +30,10 @@ class Ranges {
     threads_ = static_cast<int>(std::clamp(num_ranges() / kRangesPerThread, int64_t{1}, limit));
   }
 
-  // How many threads are worth sharing it.
+  // The number of threads worth using.
   [[nodiscard]] int threads() const noexcept { return threads_; }
 
-  // Works until nothing is left, unless enough others do.
+  // Works until nothing is left, unless enough other threads do.
   void work() {
     if (joined_.fetch_add(1, std::memory_order_relaxed) >= threads_) return;
     const KeepsTo near(processors_);
@@ -55,7 +55,7 @@ class Ranges {
   std::atomic<int64_t> next_ = 0;
 };
 
-// Shares the work with threads that live as long as it takes.
+// Shares the work with threads that are started for this call.
 void work_with_new_threads(Ranges& ranges) {
   std::vector<std::thread> others;
   others.reserve(static_cast<size_t>(ranges.threads()) - 1);
@@ -64,7 +64,7 @@ void work_with_new_threads(Ranges& ranges) {
       others.push_back(start_worker("an update", [&ranges] { ranges.work(); }));
     }
   } catch (const ThreadError&) {
-    // There are fewer to share it.
+    // Continue with fewer threads.
   }
   ranges.work();
   for (std::thread& other : others) other.join();

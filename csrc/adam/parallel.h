@@ -1,4 +1,4 @@
-// Splitting work over threads.
+// Divides work among threads.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace gemini {
 
-// Who shares the work of a call: at most `threads`, the calling one among them (0: one per
-// available core), on `processors` alone where there are any (common/processors.h).
+// The threads that share the work of a call: at most `threads`, including the calling one (0: one
+// per available core), on `processors` only if there are any (common/processors.h).
 struct Workers {
-  // Implicit: most calls only say how many.
+  // Implicit: most calls only give the number.
   Workers(int threads = 0, Processors processors = {})  // NOLINT(google-explicit-constructor)
       : threads(threads), processors(std::move(processors)) {}
   int threads;
@@ -20,13 +20,13 @@ struct Workers {
 };
 
 // Calls `body(begin, end)` on ranges of at most `grain` that cover [0, count), each once, on the
-// calling thread and others, and returns when all are done. A free thread takes the next range,
-// so a core that others slow down does less. `body` must not throw.
+// calling thread and others, and returns when all are done. A free thread takes the next range, so
+// a core that is slowed down does less. `body` must not throw.
 //
-// The others are those that torch computes with: they are there and awake after an operator, and a
-// second pool would share cores with them. Where they cannot be had (openmp_team.h), or are fewer
-// than `workers` says, threads are started for the call; where the system refuses those too, the
-// calling thread works alone.
+// The other threads are those that torch computes with: they exist and are awake after an operator,
+// and a second pool would share cores with them. If they are not available (openmp_team.h), or
+// fewer than `workers` requests, threads are started for the call. If the system refuses those too,
+// the calling thread works alone.
 void parallel_ranges(int64_t count, int64_t grain, const Workers& workers,
                      const std::function<void(int64_t, int64_t)>& body);
 

@@ -5,24 +5,24 @@
 
 namespace gemini {
 
-// Elements that share a scale. Ranges of compact moments are cut at multiples of it only.
+// Elements that share a scale. Ranges of compact moments must be cut at multiples of it.
 inline constexpr int64_t kBlockNumel = 256;
 
 inline constexpr int32_t kMaxCode = 127;      // exp_avg: codes -127..127, value = code * scale
 inline constexpr int32_t kMaxRootCode = 255;  // sqrt(exp_avg_sq): codes 0..255
 
-// Blocks whose largest scale would be below this are stored as zeros: far below any eps, and the
+// Blocks with a largest scale below this are stored as zeros: it is far below any eps, and the
 // square of a smaller root would not be a normal float.
 inline constexpr float kMinScale = 0x1p-63f;
 
 // Dithers: fractions in a fixed order (the van der Corput sequence). An element reads the table at
-// its place in the block, moved by a hash of step and block: over the steps it sees all fractions
-// equally likely, and every thread, ISA and device sees the same one.
+// its index in the block, shifted by a hash of step and block. Over the steps it gets all fractions
+// equally often, and every thread, ISA and device gets the same ones.
 inline constexpr int32_t kDitherBits = 10;
 inline constexpr int32_t kDitherLevels = 1 << kDitherBits;
 
 struct DitherTable {
-  uint32_t bits[kDitherLevels + kBlockNumel];  // of 2^16: what bf16 drops
+  uint32_t bits[kDitherLevels + kBlockNumel];  // in units of 2^-16: the bits that bf16 drops
   float codes[kDitherLevels + kBlockNumel];    // in (-0.5, 0.5): before rounding to nearest
 };
 

@@ -30,8 +30,8 @@ struct V : Vec {
 
   static GEMINI_FN I pack_low16(I a, I b) { return pack16(a & 0xffff, b & 0xffff); }
   static GEMINI_FN I pack_high16(I a, I b) { return pack16(a >> 16, b >> 16); }
-  // The low bytes. Codes: the low 16 bits are the same number. (Packing orders bytes by 128-bit
-  // lane; the permutation undoes it.)
+  // The low bytes. For codes the low 16 bits are the same number. (Packing orders bytes by 128-bit
+  // lane; the permutation undoes that.)
   static GEMINI_FN I pack_codes(I a, I b, I c, I d, bool) {
     const __m256i ab = _mm256_packus_epi32(m(a & 0xff), m(b & 0xff));
     const __m256i cd = _mm256_packus_epi32(m(c & 0xff), m(d & 0xff));

@@ -28,8 +28,8 @@ struct V : Vec {
   static GEMINI_FN I pack_high16(I a, I b) {
     return i(_mm512_permutex2var_epi16(m(a), every_second_word(1), m(b)));
   }
-  // The low bytes. Codes: the low 16 bits are the same number. (Packing words orders bytes by
-  // 128-bit lane; the permutation undoes it.)
+  // The low bytes. For codes the low 16 bits are the same number. (Packing words orders bytes by
+  // 128-bit lane; the permutation undoes that.)
   static GEMINI_FN I pack_codes(I a, I b, I c, I d, bool is_signed) {
     const __m512i ab = m(pack_low16(a, b));
     const __m512i cd = m(pack_low16(c, d));

@@ -6,13 +6,13 @@ constexpr int kVectorBytes = 16;
 struct V : Vec {
   static GEMINI_FN F fma(F a, F b, F c) { return f(vfmaq_f32(m(c), m(a), m(b))); }
   static GEMINI_FN F sqrt(F a) { return f(vsqrtq_f32(m(a))); }
-  // Not vmaxq_f32, which gives NaN when either is: here NaN in `a` gives `b`, as on the other ISAs.
+  // Not vmaxq_f32, which gives NaN if either is: here NaN in `a` gives `b`, as on the other ISAs.
   static GEMINI_FN F larger(F a, F b) { return where(a > b, a, b); }
   static GEMINI_FN I larger(I a, I b) { return i(vmaxq_u32(m(a), m(b))); }
   static GEMINI_FN uint32_t largest(I a) { return vmaxvq_u32(m(a)); }
   static GEMINI_FN I load_u16(const uint16_t* from) { return i(vmovl_u16(load<uint16x4_t>(from))); }
   static GEMINI_FN I load_s16(const uint16_t* from) { return i(vmovl_s16(load<int16x4_t>(from))); }
-  // Four bytes and not more: a load of eight could leave the array.
+  // Loads only four bytes: eight could reach beyond the array.
   static GEMINI_FN I load_u8(const uint8_t* from) {
     const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(load<uint32_t>(from)));
     return i(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
@@ -30,7 +30,7 @@ struct V : Vec {
     const uint16x8_t cd = vuzp1q_u16(words(c), words(d));
     return i(vuzp1q_u8(vreinterpretq_u8_u16(ab), vreinterpretq_u8_u16(cd)));
   }
-  // Intrinsics have no store past the caches.
+  // There is no intrinsic for a store past the caches.
   static GEMINI_FN void stream(void* to, I value) { store(to, value); }
 
   static GEMINI_FN void add_squares(D* two, F values) {
