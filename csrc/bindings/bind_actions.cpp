@@ -1,4 +1,4 @@
-// Python's view of the words of csrc/chunk, and of what the chunk table asks for.
+// Python bindings of the vocabulary of csrc/chunk, and of the actions of the chunk table.
 #include <pybind11/pybind11.h>
 
 #include <string>

@@ -22,7 +22,7 @@ namespace py = pybind11;
 namespace gemini {
 namespace {
 
-// One row of the table of jobs, as Python fills it (gemini/optim/kernels.py has the same list).
+// One row of the table of jobs, as Python fills it (gemini/optim/kernels.py has the same fields).
 struct Row {
   int64_t param, grad, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, half_out, remainder;
   int64_t numel, first_block, layout, options;
@@ -66,7 +66,7 @@ FloatType float_type(const std::string& name) {
   throw py::value_error("unknown element type '" + name + "': fp32, bf16 or fp16");
 }
 
-// The jobs of a table, and what they point to.
+// The jobs of a table, and the data that they point to.
 struct Jobs {
   Jobs(int64_t table, int64_t rows, const std::vector<AdamOptions>& options) {
     for (const AdamOptions& each : options) scalars.push_back(adam_scalars(each));

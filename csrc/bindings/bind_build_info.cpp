@@ -1,4 +1,4 @@
-// What this build contains, and which GPUs it sees.
+// Information about this build, and the GPUs that it sees.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,5 +1,5 @@
-// Python's view of csrc/chunk/chunk_table.h. Lists of ids and of actions cross by hand: this is
-// called per operator.
+// Python bindings of csrc/chunk/chunk_table.h. Lists of ids and of actions are converted by hand:
+// this is called for every operator.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -49,7 +49,7 @@ class IdList {
   static TensorId parse(PyObject* item) {
     const long id = PyLong_AsLong(item);
     if (id == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    // No tensor has a negative id: what does not fit becomes an unknown one.
+    // No tensor has a negative id: a number out of range becomes an unknown id.
     if (id < 0 || id > std::numeric_limits<TensorId>::max()) return -1;
     return static_cast<TensorId>(id);
   }
@@ -60,7 +60,7 @@ class IdList {
 };
 
 py::tuple to_tuple(const Actions& actions) {
-  py::tuple result(actions.size());  // CPython shares the empty one
+  py::tuple result(actions.size());  // CPython shares the empty tuple
   for (size_t i = 0; i < actions.size(); ++i) result[i] = py::cast(actions[i]);
   return result;
 }

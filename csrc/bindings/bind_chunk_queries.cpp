@@ -1,4 +1,4 @@
-// Python's view of one chunk or one tensor of the chunk table.
+// Python bindings for queries of one chunk or one tensor of the chunk table.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,5 +1,4 @@
-// Python's view of the chunk table's steps: their schedule, their record, and the budgets they keep
-// to.
+// Python bindings for the chunk table's steps: schedule, record and budgets.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,8 +15,8 @@ namespace py = pybind11;
 namespace gemini {
 namespace {
 
-// One tuple for all moments that are equal, as most are to another: a step may have hundreds of
-// thousands, and the garbage collector looks at every tuple.
+// Uses one tuple for all equal moments, and most moments equal another: a step may have hundreds of
+// thousands, and the garbage collector visits every tuple.
 py::tuple to_shared_tuples(const std::vector<std::vector<ChunkId>>& moments) {
   py::tuple result(moments.size());
   py::dict shared;

@@ -37,7 +37,7 @@ Gpu simulated_gpu(int64_t total_bytes, int64_t granularity, int64_t max_delay_us
   return {driver, std::make_shared<GpuLanes>(driver), kDlCpu, 0};
 }
 
-// A stream of a simulated GPU, which does what Python threads do in their turns.
+// A stream of a simulated GPU; Python threads execute its work in turns.
 class SimulatedStream {
  public:
   explicit SimulatedStream(const Gpu& gpu)
@@ -62,23 +62,23 @@ class SimulatedStream {
   GpuDriver::Stream handle_ = 0;
 };
 
-// What a tensor over a window keeps until nobody has it any more.
+// The owner of a DLPack tensor over a window, until the last tensor is gone.
 struct Held {
   DlManagedTensor managed;
   int64_t numel;
   int64_t stride;
-  py::tuple kept;  // the window, and what its user wants to live as long
+  py::tuple kept;  // the window, and further objects that must live as long
 };
 
 void release(DlManagedTensor* managed) {
   auto* const held = static_cast<Held*>(managed->owner);
-  if (Py_IsInitialized() == 0) return;  // at exit: nobody is left to be told
+  if (Py_IsInitialized() == 0) return;  // at exit: no Python object remains to be released
   const py::gil_scoped_acquire gil;
   delete held;
 }
 
 void drop_unused(PyObject* capsule) {
-  // Renamed once a tensor was made of it.
+  // The capsule is renamed after a tensor was made from it.
   if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
   auto* const managed = static_cast<DlManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor"));
   managed->release(managed);

@@ -1,4 +1,4 @@
-// gemini._C: memory of a GPU, and the page-locked memory of the host that it copies from and to.
+// gemini._C: memory of a GPU, and the page-locked host memory for its copies.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

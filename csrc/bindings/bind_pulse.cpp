@@ -1,4 +1,4 @@
-// gemini._C: the thread that answers for a rank.
+// gemini._C: the thread that answers liveness questions for a rank.
 #include <pybind11/pybind11.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Python's view of csrc/chunk/schedule.h.
+// Python bindings of csrc/chunk/schedule.h.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace gemini {
 namespace {
 
-// Schedule accepts any moment from 0 on.
+// Schedule accepts any moment >= 0.
 int64_t checked_moment(int64_t moment) {
   if (moment < 0) throw py::value_error("a moment is at least 0");
   return moment;

@@ -1,4 +1,4 @@
-// Python's view of csrc/simulate.
+// Python bindings of csrc/simulate.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

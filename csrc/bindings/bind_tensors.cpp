@@ -1,6 +1,6 @@
-// gemini._C: looking at many torch tensors quickly. They are Python objects here: the extension
-// knows nothing of torch but the names of a few attributes, and DLPack's. This is more than a
-// conversion, and here because what it looks at is Python's.
+// gemini._C: fast checks of many torch tensors. They are Python objects here: the extension knows
+// nothing of torch except the names of a few attributes, and DLPack's API. This is more than a
+// conversion, and is here because it works on Python objects.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,7 +22,7 @@ namespace {
 struct DlExchangeApi {
   uint32_t major, minor;
   void *previous, *allocate, *from_object, *to_object;
-  int (*look)(void* object, DlTensor* out);  // the tensor keeps what `out` points to
+  int (*look)(void* object, DlTensor* out);  // the tensor owns the memory that `out` points to
 };
 
 py::object attribute(py::handle object, const py::str& name) {
@@ -38,7 +38,7 @@ py::object called(py::handle object, const py::str& method) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-// Where the elements of a tensor are, and what: a type's number is that of no other.
+// The address, element type and layout of a tensor. Every type has its own number.
 struct Look {
   int64_t address;
   uint64_t type;
@@ -46,8 +46,8 @@ struct Look {
   const int64_t *shape, *strides;
 };
 
-// Looks at tensors through torch's exchange API, or asks for attribute after attribute where torch
-// has none (before 2.10).
+// Reads tensors through torch's exchange API, or attribute by attribute if torch has none (before
+// 2.10).
 class Looker {
  public:
   // `exchange`: Tensor.__dlpack_c_exchange_api__ or None.
@@ -59,7 +59,7 @@ class Looker {
     if (api->major == 1) look_ = api->look;
   }
 
-  // What the result points to is the tensor's, or lives until the next call.
+  // The result points to memory of the tensor, or to memory that is valid until the next call.
   [[nodiscard]] Look at(py::handle tensor) {
     if (look_ == nullptr) return at_attributes(tensor);
     DlTensor found;
@@ -90,7 +90,8 @@ class Looker {
   std::vector<int64_t> shape_, strides_;
 };
 
-// A tensor as it was: which it is, where it is, and the type, number and order of its elements.
+// The recorded state of a tensor: its identity, its address, and the type, number and order of its
+// elements.
 class Watched {
  public:
   Watched(py::handle tensor, const Look& look)
@@ -102,18 +103,18 @@ class Watched {
   }
   [[nodiscard]] bool is(py::handle tensor) const { return tensor.ptr() == tensor_; }
 
-  // Unchanged but for its values.
+  // Returns whether nothing but its values has changed.
   [[nodiscard]] bool unchanged(Looker& looker) const {
     const Look now = looker.at(tensor_);
     return now.address == address_ && like(now);
   }
-  // The same type, number and order of elements.
+  // Returns whether type, number and order of elements are equal.
   [[nodiscard]] bool like(const Look& other) const {
     if (other.type != type_ || other.ndim != ndim_) return false;
     const int64_t* const dims = more_.empty() ? dims_ : more_.data();
     for (size_t i = 0; i < ndim_; ++i) {
       if (other.shape[i] != dims[i]) return false;
-      // A stride that is never taken says nothing.
+      // The stride of a dimension of size 1 is never used.
       if (dims[i] != 1 && other.strides[i] != dims[ndim_ + i]) return false;
     }
     return true;
@@ -130,9 +131,10 @@ class Watched {
   std::vector<int64_t> more_;  // the same for those with more
 };
 
-// What the rows of a table rely on, and whether it still holds. Holds no reference: its maker
-// keeps the parameters, the state dicts and their values alive, where the garbage collector sees
-// them. Gradients are the caller's from when their addresses are taken.
+// The assumptions behind the rows of a table, and the check whether they still hold. Holds no
+// references: its creator keeps the parameters, the state dicts and their values alive, where the
+// garbage collector sees them. The caller owns gradients from the time when their addresses are
+// taken.
 class TensorWatch {
  public:
   TensorWatch(const py::list& params, std::vector<size_t> groups, const py::list& states,
@@ -153,9 +155,9 @@ class TensorWatch {
   }
 
   // Returns the gradients of the parameters that have one, listed by group, and writes their
-  // addresses to `column`, `step` int64s apart. None when there are others, one is in another
-  // group, it, a state, a tensor of one or its memory was replaced, or a gradient has another type
-  // or order.
+  // addresses to `column`, `step` int64s apart. Returns None if other parameters have gradients; if
+  // one is in another group; if it, its state, a tensor of the state or its memory was replaced; or
+  // if a gradient has another type or order.
   [[nodiscard]] std::optional<py::list> take_gradients(const py::list& groups,
                                                        const py::dict& all_states, uintptr_t column,
                                                        int64_t step) {
@@ -202,8 +204,8 @@ class TensorWatch {
     return PyList_GET_ITEM(list.ptr(), static_cast<py::ssize_t>(index));
   }
 
-  // Whether its values are those in its memory: torch has tensors of their negatives, and of zeros
-  // that have no memory.
+  // Whether the memory has the tensor's values: torch has tensors with a lazy negation, and zero
+  // tensors without memory.
   [[nodiscard]] bool has_own_values(py::handle tensor, const Look& look) const {
     const int64_t* const end = look.shape + look.ndim;
     if (look.address == 0 && std::find(look.shape, end, 0) == end) return false;

@@ -54,7 +54,7 @@ py::dict stats_of(const TransferEngine& engine) {
   return result;
 }
 
-// Windows that follow each other without gaps, as one range of bytes.
+// Contiguous windows as one range of bytes.
 struct WindowSpan {
   char* address = nullptr;
   int64_t nbytes = 0;

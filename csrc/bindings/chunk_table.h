@@ -1,4 +1,4 @@
-// The class ChunkTable, whose methods are bound in several units.
+// The class ChunkTable; its methods are bound in several units.
 #pragma once
 
 #include <pybind11/pybind11.h>

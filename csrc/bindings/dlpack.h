@@ -1,4 +1,4 @@
-// The part of DLPack that is used here: its layout is fixed for major version 1.
+// The part of DLPack that is used here; its layout is fixed for major version 1.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct DlTensor {
 inline constexpr int32_t kDlCpu = 1;
 inline constexpr int32_t kDlCuda = 2;
 
-// A tensor and who keeps its memory.
+// A tensor and the owner of its memory.
 struct DlManagedTensor {
   DlTensor tensor;
   void* owner;

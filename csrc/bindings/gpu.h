@@ -1,4 +1,4 @@
-// A GPU between the units that bind what is on it.
+// The class Gpu, shared by the units that bind the memory and transfers of a GPU.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,8 @@
 
 namespace gemini {
 
-// One GPU as Python holds it: its driver, the lanes over it, and where torch finds its memory.
+// One GPU as Python holds it: its driver, its lanes, and the device under which torch finds its
+// memory.
 struct Gpu {
   std::shared_ptr<GpuDriver> driver;
   std::shared_ptr<GpuLanes> lanes;

@@ -15,15 +15,15 @@ namespace py = pybind11;
 namespace gemini {
 namespace {
 
-// Raise the class `name` of gemini.errors. Looked up at the throw: gemini.errors does not import
-// this module, but the package may still be in the middle of its own import when it loads us.
+// Raises the class `name` of gemini.errors. It is looked up when it is raised: gemini.errors does
+// not import this module, but the package may still be importing itself when it loads this one.
 template <typename... Args>
 void raise_as(const char* name, Args&&... args) {
   const py::object type = py::module_::import("gemini.errors").attr(name);
   py::set_error(type, type(std::forward<Args>(args)...));
 }
 
-// What an error says; names of files that are no text are in it with their bytes' numbers.
+// The message of an error; bytes of file names that are no text are escaped.
 py::str printable(const Error& error) {
   const std::string message = error.what();
   PyObject* const text = PyUnicode_DecodeUTF8(

@@ -1,4 +1,4 @@
-// Names of files between Python and the core: bytes there, which need not be text.
+// Conversion of file names between Python and the core, where they are bytes that need not be text.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@
 
 namespace gemini {
 
-// As os.fsdecode; also of messages that have such a name in them.
+// As os.fsdecode; also for messages that contain such a name.
 inline pybind11::str decode_path(const std::string& path) {
   PyObject* const text =
       PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size()));
@@ -15,7 +15,7 @@ inline pybind11::str decode_path(const std::string& path) {
   return pybind11::reinterpret_steal<pybind11::str>(text);
 }
 
-// As os.fsencode, of text, bytes, or a path object.
+// As os.fsencode, from text, bytes, or a path object.
 inline std::string encode_path(const pybind11::object& path) {
   PyObject* bytes = nullptr;
   if (PyUnicode_FSConverter(path.ptr(), static_cast<void*>(&bytes)) == 0) {
