@@ -12,7 +12,7 @@ inline constexpr int64_t kHugePageBytes = 2 << 20;  // windows this large start 
   return (value + unit - 1) / unit * unit;
 }
 
-// The bytes of the whole huge pages at the beginning of an aligned range.
+// The bytes of whole huge pages at the beginning of an aligned range.
 [[nodiscard]] constexpr int64_t whole_huge_pages(int64_t nbytes) {
   return nbytes / kHugePageBytes * kHugePageBytes;
 }

@@ -21,7 +21,7 @@
 namespace gemini {
 namespace {
 
-// Words are taken from memory as they stand, and the polynomial's lowest power is the lowest bit.
+// Words are read in memory order, and the lowest bit is the polynomial's lowest power.
 static_assert(std::endian::native == std::endian::little);
 
 constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
@@ -33,7 +33,7 @@ constexpr uint32_t with_zero_bits(uint32_t crc, int count) {
   return crc;
 }
 
-// Row k: what a byte does to the checksum once it and k zero bytes after it have been taken.
+// Row k: the effect of a byte on the checksum after it and k zero bytes were processed.
 constexpr Table make_byte_table() {
   Table table{};
   for (uint32_t byte = 0; byte < 256; ++byte) table[0][byte] = with_zero_bits(byte, 8);
@@ -65,15 +65,15 @@ uint32_t take_word_by_table(uint32_t crc, uint64_t word) {
 
 #ifdef GEMINI_CRC_TARGET
 
-// The instruction takes three cycles but one starts in every cycle, so three streams run at a time.
-// Three of this length and two words are 4096 bytes, the size that is summed most.
+// The instruction takes three cycles but one can start in every cycle, so three streams run at a
+// time. Three of this length and two words are 4096 bytes, the most frequent size.
 constexpr size_t kStreamBytes = 1360;
 static_assert(3 * kStreamBytes + 2 * sizeof(uint64_t) == 4096);
 
 using ShiftTable = std::array<std::array<uint32_t, 256>, 4>;
 
-// What kStreamBytes of zeros do to each byte of a checksum. The checksum is linear: what is not a
-// power of two is the sum of two entries before it.
+// The effect of kStreamBytes of zeros on each byte of a checksum. The checksum is linear: an entry
+// that is no power of two is the sum of two entries before it.
 constexpr ShiftTable make_shift_table() {
   ShiftTable table{};
   for (size_t k = 0; k < table.size(); ++k) {
@@ -140,7 +140,7 @@ bool cpu_has_instruction() {
 #elif defined(__linux__)
   return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
 #else
-  return true;  // Apple: all of them have it
+  return true;  // Apple: all processors have it
 #endif
 }
 

@@ -8,7 +8,7 @@
 namespace gemini {
 
 // The checksum of a range, with the usual inversion before and after: "123456789" gives 0xe3069283.
-// Any address and size. Uses the fastest way that the processor has, chosen on the first call.
+// Any address and size. Uses the fastest variant that the processor has, chosen on the first call.
 [[nodiscard]] uint32_t crc32c(const void* data, size_t nbytes) noexcept;
 
 struct Crc32cVariant {
@@ -16,7 +16,7 @@ struct Crc32cVariant {
   uint32_t (*sum)(const void* data, size_t nbytes) noexcept;
 };
 
-// The ways that this processor has, the fastest first; the last, a table, works everywhere.
+// The variants that this processor has, fastest first; the last one, a table, works everywhere.
 [[nodiscard]] std::vector<Crc32cVariant> crc32c_variants();
 
 }  // namespace gemini

@@ -11,8 +11,8 @@
 
 #define GEMINI_FOLD_TARGET __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
 
-// Folding: 128 bits that stand `distance` bits before others are replaced by 128 bits at the place
-// of the others that leave the same remainder. Source: V. Gopal et al., Fast CRC computation for
+// Folding: replaces 128 bits that are `distance` bits before others by 128 bits at the position of
+// the others that have the same remainder. Source: V. Gopal et al., Fast CRC computation for
 // generic polynomials using PCLMULQDQ instruction, Intel 2009, in the form for reflected bits.
 
 namespace gemini {
@@ -31,7 +31,7 @@ constexpr uint64_t power_of_x(int bits) {
 
 struct Factors {
   int64_t low;   // for the first 64 of the 128 bits
-  int64_t high;  // for the others
+  int64_t high;  // for the other 64
 };
 
 constexpr Factors factors(int distance) {
@@ -65,7 +65,7 @@ GEMINI_FOLD_TARGET inline __m128i fold_lane(__m128i bits, __m128i into) {
                                            _mm_clmulepi64_si128(bits, by, 0x11)));
 }
 
-// What the four lanes, one after the other, leave.
+// The remainder of the four lanes, one after another.
 GEMINI_FOLD_TARGET inline uint32_t remainder_of(__m512i bits) {
   alignas(kRegisterBytes) std::array<uint8_t, kRegisterBytes> lanes;
   _mm512_store_si512(lanes.data(), bits);
@@ -78,7 +78,7 @@ GEMINI_FOLD_TARGET inline uint32_t remainder_of(__m512i bits) {
       _mm_crc32_u64(half, static_cast<uint64_t>(_mm_extract_epi64(last, 1))));
 }
 
-// Takes all whole registers, at least four; moves `at` and `nbytes` behind them.
+// Processes all whole registers, at least four; moves `at` and `nbytes` behind them.
 GEMINI_FOLD_TARGET uint32_t take_registers(uint32_t crc, const uint8_t*& at, size_t& nbytes) {
   const __m512i begin = _mm512_set_epi64(0, 0, 0, 0, 0, 0, 0, static_cast<int64_t>(crc));
   __m512i a = _mm512_xor_si512(load(at), begin);

@@ -1,4 +1,4 @@
-// CRC32C of many bytes at a time, where the processor multiplies polynomials in wide registers.
+// CRC32C of many bytes at a time, if the processor multiplies polynomials in wide registers.
 #pragma once
 
 #include <cstddef>
@@ -6,11 +6,11 @@
 
 namespace gemini {
 
-// Whether this processor and its system can run crc32c_fold().
+// Whether this processor and its operating system can run crc32c_fold().
 [[nodiscard]] bool can_fold_crc32c() noexcept;
 
-// The value of crc32c(): four times as fast in the cache as with the checksum's own instruction,
-// and as fast as one core reads beyond it.
+// The value of crc32c(). In the cache it is four times as fast as the CRC instruction, and outside
+// it as fast as one core can read.
 [[nodiscard]] uint32_t crc32c_fold(const void* data, size_t nbytes) noexcept;
 
 }  // namespace gemini

@@ -9,7 +9,7 @@ CudaInfo cuda_info() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
-    cudaGetLastError();  // it is reported here, not by the next call
+    cudaGetLastError();  // clear it: it is reported here, not by the next call
     info.problem = cudaGetErrorString(status);
     return info;
   }

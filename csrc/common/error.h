@@ -1,4 +1,4 @@
-// Typed errors of the core. The bindings turn each into the Python class of the same meaning.
+// Typed errors of the core. The bindings translate each to the corresponding Python class.
 #pragma once
 
 #include <cerrno>
@@ -10,13 +10,13 @@
 
 namespace gemini {
 
-// Base of everything the core throws on purpose.
+// Base of all errors that the core throws on purpose.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// A request that does not fit a tier's budget. Nothing has changed when it is thrown.
+// A request that does not fit a tier's budget. Nothing was changed.
 class OutOfBudget : public Error {
  public:
   using Error::Error;
@@ -28,7 +28,7 @@ class StateError : public Error {
   using Error::Error;
 };
 
-// A failed system call on a file, with what is needed to find it again.
+// A failed system call on a file, with its path and offset.
 class IoError : public Error {
  public:
   IoError(int code, std::string path, int64_t offset, const std::string& doing)
@@ -48,7 +48,7 @@ class IoError : public Error {
   int64_t offset_;
 };
 
-// A system call that failed and concerns no file.
+// A failed system call that concerns no file.
 class SystemError : public Error {
  public:
   SystemError(int code, const std::string& doing)
@@ -60,14 +60,14 @@ class SystemError : public Error {
   int code_;
 };
 
-// A thread that the system did not start: a limit on processes or on memory.
+// The system did not start a thread: a limit on processes or memory.
 class ThreadError : public SystemError {
  public:
   ThreadError(int code, const std::string& purpose)
       : SystemError(code, "cannot start a thread for " + purpose) {}
 };
 
-// Bytes that were read are not those that were written. The code is EIO.
+// The bytes read differ from those written. The code is EIO.
 class ChecksumError : public IoError {
  public:
   using IoError::IoError;

@@ -1,4 +1,5 @@
-// Mutexes that clang checks: a member says what guards it, a function what its caller must hold.
+// Mutexes that clang checks: members name the mutex that guards them, functions the mutex that
+// their caller must hold.
 #pragma once
 
 #include <algorithm>
@@ -8,22 +9,22 @@
 
 #include "common/portable_libstdcxx.h"
 
-// Read by clang's -Wthread-safety, which scripts/check.sh lint runs; nothing for other compilers.
+// Read by clang's -Wthread-safety, which scripts/check.sh lint runs; ignored by other compilers.
 #ifdef __clang__
 #define GEMINI_CHECKED_BY_CLANG(attribute) __attribute__((attribute))
 #else
 #define GEMINI_CHECKED_BY_CLANG(attribute)
 #endif
-// Of a class: it can be held; it holds something for as long as it lives.
+// For classes: can be held; holds a mutex for its lifetime.
 #define GEMINI_LOCKABLE GEMINI_CHECKED_BY_CLANG(capability("mutex"))
 #define GEMINI_SCOPED_LOCK GEMINI_CHECKED_BY_CLANG(scoped_lockable)
-// Of a member: read and written with `mutex` held.
+// For members: may be accessed only with `mutex` held.
 #define GEMINI_GUARDED_BY(mutex) GEMINI_CHECKED_BY_CLANG(guarded_by(mutex))
-// Of a function: the caller holds the mutex; it takes it and leaves it held; it gives it back.
+// For functions: the caller must hold the mutex; acquires it and returns with it held; releases it.
 #define GEMINI_REQUIRES(...) GEMINI_CHECKED_BY_CLANG(requires_capability(__VA_ARGS__))
 #define GEMINI_ACQUIRES(...) GEMINI_CHECKED_BY_CLANG(acquire_capability(__VA_ARGS__))
 #define GEMINI_RELEASES(...) GEMINI_CHECKED_BY_CLANG(release_capability(__VA_ARGS__))
-// Of a function that does nothing: where clang cannot see it, the mutex is held from here on.
+// For a function without effect: tells clang that the mutex is held from here on.
 #define GEMINI_SAYS_HELD(...) GEMINI_CHECKED_BY_CLANG(assert_capability(__VA_ARGS__))
 
 namespace gemini {
@@ -32,7 +33,7 @@ class GEMINI_LOCKABLE Mutex {
  public:
   void lock() GEMINI_ACQUIRES() { mutex_.lock(); }
   void unlock() GEMINI_RELEASES() { mutex_.unlock(); }
-  // For an object that knows its owner's mutex by another name than the owner.
+  // For an object that refers to its owner's mutex by another name than the owner.
   void is_held() const noexcept GEMINI_SAYS_HELD(this) {}
 
  private:
@@ -53,13 +54,13 @@ class GEMINI_SCOPED_LOCK Lock {
   Lockable& mutex_;
 };
 
-// Wakes up now and then for nothing: wait in a loop that looks at what is awaited.
+// May wake up spuriously: wait in a loop that checks the condition.
 class Condition {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // When `timeout_s` seconds from now have passed; a lifetime from now when negative. Never more:
-  // it would overflow the clock.
+  // The time `timeout_s` seconds from now; for a negative value a lifetime from now. Limited to
+  // that, because more would overflow the clock.
   [[nodiscard]] static Clock::time_point end_of(double timeout_s) {
     constexpr double kLifetime = 3e9;
     const std::chrono::duration<double> wait(timeout_s < 0 ? kLifetime
@@ -70,13 +71,13 @@ class Condition {
   void notify_one() noexcept { condition_.notify_one(); }
   void notify_all() noexcept { condition_.notify_all(); }
 
-  // `mutex` is given back meanwhile.
+  // Releases `mutex` during the wait.
   void wait(Mutex& mutex) GEMINI_REQUIRES(mutex) {
     std::unique_lock lock(mutex.mutex_, std::adopt_lock);
     condition_.wait(lock);
     (void)lock.release();
   }
-  // Returns false when it is later than `end`.
+  // Returns false if the time is past `end`.
   [[nodiscard]] bool wait_until(Mutex& mutex, Clock::time_point end) GEMINI_REQUIRES(mutex) {
     std::unique_lock lock(mutex.mutex_, std::adopt_lock);
     const bool in_time = condition_.wait_until(lock, end) == std::cv_status::no_timeout;

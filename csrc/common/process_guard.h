@@ -1,4 +1,4 @@
-// Remembers the process that made an object: threads, locks and moved pages do not survive fork.
+// Records the process that created an object: threads, locks and moved pages do not survive fork.
 #pragma once
 
 #include <unistd.h>
@@ -9,9 +9,9 @@
 
 namespace gemini {
 
-// Member of everything that owns threads or pages. A destructor that runs in a forked child asks
-// `is_owner()` and gives nothing back: joining threads that are not there would hang, and
-// unmapping ranges the child never inherited would hit strangers.
+// Member of every class that owns threads or pages. A destructor in a forked child checks
+// `is_owner()` and releases nothing: joining threads that do not exist would hang, and unmapping
+// ranges that the child never inherited would hit other mappings.
 class ProcessGuard {
  public:
   [[nodiscard]] bool is_owner() const noexcept { return ::getpid() == pid_; }

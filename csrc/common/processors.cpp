@@ -13,9 +13,9 @@
 namespace gemini {
 namespace {
 
-constexpr int kMaxProcessors = 8192;  // what Linux is built for at most
+constexpr int kMaxProcessors = 8192;  // the most that Linux can be built for
 
-// Reads a number and moves past it; -1 where there is none.
+// Reads a number and advances past it; returns -1 if there is none.
 int take_number(std::string_view& text) {
   int number = -1;
   const auto [end, failure] = std::from_chars(text.data(), text.data() + text.size(), number);

@@ -7,8 +7,8 @@ namespace gemini {
 
 using SteadyClock = std::chrono::steady_clock;
 
-// Seconds of the clock, as Python makes them of nanoseconds in time.perf_counter(): equal times
-// stay equal.
+// Seconds of the clock, computed from nanoseconds as in Python's time.perf_counter(), so that equal
+// times stay equal.
 [[nodiscard]] inline double seconds(SteadyClock::time_point time) {
   return static_cast<double>(std::chrono::nanoseconds(time.time_since_epoch()).count()) / 1e9;
 }

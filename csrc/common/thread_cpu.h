@@ -14,14 +14,14 @@ namespace gemini {
   return static_cast<double>(used.tv_sec) + 1e-9 * static_cast<double>(used.tv_nsec);
 }
 
-// Seconds that a running thread has computed, in user mode and in the kernel; 0 when it has ended.
+// Seconds that a running thread has computed, in user and kernel mode; 0 after it has ended.
 [[nodiscard]] inline double cpu_seconds_of(std::thread& thread) {
   clockid_t clock;
   if (!thread.joinable() || pthread_getcpuclockid(thread.native_handle(), &clock) != 0) return 0.0;
   return seconds_of_clock(clock);
 }
 
-// The same of the calling thread, to be kept when it ends.
+// The same for the calling thread, to be saved when it ends.
 [[nodiscard]] inline double own_cpu_seconds() { return seconds_of_clock(CLOCK_THREAD_CPUTIME_ID); }
 
 }  // namespace gemini

@@ -1,4 +1,4 @@
-// A file descriptor that is closed.
+// RAII owner of a file descriptor.
 #pragma once
 
 #include <unistd.h>

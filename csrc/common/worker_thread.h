@@ -1,4 +1,4 @@
-// Starts a thread that leaves asynchronous signals to the threads of the caller.
+// Starts threads that leave asynchronous signals to the caller's threads.
 #pragma once
 
 #include <pthread.h>
@@ -14,7 +14,7 @@ namespace gemini {
 
 // A worker must not be the thread that Ctrl-C interrupts. Signals of the thread's own faults stay
 // unblocked: the kernel kills a process that faults while they are blocked. Throws ThreadError,
-// which says what the thread is for, where the system refuses.
+// with the purpose of the thread, if the system refuses.
 template <class Function>
 [[nodiscard]] std::thread start_worker(const char* purpose, Function&& function) {
   sigset_t blocked;
