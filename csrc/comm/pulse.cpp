@@ -16,7 +16,7 @@
 namespace gemini {
 namespace {
 
-constexpr int kPollMs = 100;  // how long the end of a Pulse may take
+constexpr int kPollMs = 100;  // the longest that the destructor may wait
 
 int64_t now_ns() { return std::chrono::nanoseconds(SteadyClock::now().time_since_epoch()).count(); }
 
@@ -50,7 +50,7 @@ uint16_t port_of(int fd) {
   if (::getsockname(fd, reinterpret_cast<sockaddr*>(&where), &size) != 0) {
     throw SystemError(errno, "reading the port that answers for this rank");
   }
-  // Both families have the port at the same place.
+  // The port has the same offset in both families.
   return ntohs(reinterpret_cast<const sockaddr_in*>(&where)->sin_port);
 }
 
@@ -69,7 +69,7 @@ Pulse::Pulse(const std::string& address, const Token& token)
 
 Pulse::~Pulse() {
   if (!process_.is_owner()) {
-    thread_.detach();  // of the parent; joining it would wait for ever
+    thread_.detach();  // of the parent; joining it would wait indefinitely
     return;
   }
   stop_ = true;
@@ -94,7 +94,7 @@ void Pulse::serve() const {
     std::memcpy(answer.data(), datagram.data() + kTokenBytes, 8);
     const int64_t since_ms = (now_ns() - beat_ns_) / 1'000'000;
     put_little_endian(static_cast<uint64_t>(since_ms), answer.data() + 8);
-    // A lost answer is asked for again.
+    // The asker repeats its question if the answer is lost.
     (void)::sendto(socket_.get(), answer.data(), answer.size(), 0,
                    reinterpret_cast<const sockaddr*>(&from), size);
   }

@@ -1,4 +1,4 @@
-// Answers the question whether this process is alive, whatever the interpreter does.
+// Pulse: answers whether this process is alive, whatever the interpreter does.
 #pragma once
 
 #include <array>
@@ -13,20 +13,20 @@
 
 namespace gemini {
 
-// A thread that answers datagrams. Python's own threads cannot answer while one of them is in a
-// call that keeps the interpreter's lock; this one needs no lock of anybody.
+// A thread that answers datagrams. Python threads cannot answer while one of them is in a call that
+// holds the interpreter's lock; this thread needs no lock.
 //
-// A question is a token and a nonce, the answer is the nonce and how long ago `beat` was called:
-// kTokenBytes + 8 bytes each way, so that nobody has more sent to a third party than he sends.
-// What has another size or token gets no answer. Integers are little-endian.
+// A question is a token and a nonce; the answer is the nonce and the time since the last call of
+// `beat`: kTokenBytes + 8 bytes each way, so a forged sender cannot use this to amplify traffic to
+// a third party. Datagrams of another size or token get no answer. Integers are little-endian.
 class Pulse {
  public:
   static constexpr size_t kTokenBytes = 16;
   static constexpr size_t kDatagramBytes = kTokenBytes + 8;
   using Token = std::array<unsigned char, kTokenBytes>;
 
-  // Listens at `address`, a number of IPv4 or IPv6, on a port that is free. Throws SystemError,
-  // and ThreadError where no thread can be started.
+  // Listens at `address`, a numeric IPv4 or IPv6 address, on a free port. Throws SystemError, and
+  // ThreadError if the thread cannot be started.
   Pulse(const std::string& address, const Token& token);
   // Ends within a tenth of a second. In a forked child, which has no such thread, it does nothing.
   ~Pulse();
@@ -34,7 +34,7 @@ class Pulse {
   Pulse& operator=(const Pulse&) = delete;
 
   [[nodiscard]] uint16_t port() const noexcept { return port_; }
-  // The interpreter runs: another thread than that of a long call has come to its turn.
+  // The interpreter runs: a thread other than that of a long call got its turn.
   void beat() noexcept;
 
  private:
