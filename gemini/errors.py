@@ -1,5 +1,5 @@
-"""The exceptions that users can meet. Each message says what failed, with its numbers, why, and
-what to do.
+"""The exceptions that users can meet. Each message says what failed, with its numbers, then why, then what to
+do.
 """
 
 from __future__ import annotations

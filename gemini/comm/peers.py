@@ -198,7 +198,7 @@ class ModelRanks:
         peers: these ranks.
         counts: ``counts(param)``: whether this rank counts the gradient of a parameter in the norm; several
             ranks may have the same parameter.
-        alike: those of them with the same chunk layout, because they run the same operators; None: all.
+        alike: those of them that must have equal chunk layouts, as they run the same operators; None: all.
         filling: ``filling(param)``: the number of elements that pad this rank's part to the size of the
             others; their gradients are 0.
     """

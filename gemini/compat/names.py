@@ -149,10 +149,10 @@ NAMES: dict[str, str] = {
             *("Top2Router", "UniformNoiseGenerator", "VanillaFFN", "moe_mlp_args"),
         )
     },
-    # a layout that is found
+    # automatic layouts
     "auto_parallel.autoparallelize": f"{_HERE}.models:autoparallelize",
     "autoparallelize": f"{_HERE}.models:autoparallelize",  # the documentation does not give its path
-    # small things
+    # utilities
     "utils.get_current_device": "gemini.system.device:current_device",
     "utils.is_using_pp": f"{_HERE}.launching_adapters:is_using_pp",
     "utils.print_rank_0": f"{_LAUNCH}:print_rank_0",

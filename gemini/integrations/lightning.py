@@ -62,7 +62,7 @@ class Streamed(dict[str, Any]):
 
 
 def packed(checkpoint: dict[str, Any], saved: Path) -> dict[str, Any]:
-    """Return the contents of the file beside ``saved``. Of dicts of weights it has only the changes made by
+    """Return the contents of the file beside ``saved``. Of dicts of weights it contains only the changes by
     hooks.
     """
 
@@ -93,7 +93,7 @@ def saved_with(checkpoint: dict[str, Any], path: Path) -> Path:
 
 
 def unpacked(checkpoint: dict[str, Any], reader: CheckpointReader, module: nn.Module) -> dict[str, Any]:
-    """Return the checkpoint as hooks see it, with dicts of weights whose values ``reader`` reads
+    """Return the checkpoint as hooks see it: dicts of weights read their values through ``reader``
     on access.
     """
     aliases = reader.manifest["aliases"]
@@ -115,7 +115,7 @@ def unpacked(checkpoint: dict[str, Any], reader: CheckpointReader, module: nn.Mo
         return state
 
     found = replaced(checkpoint, dict, unpack)
-    if found.get("state_dict") == {}:  # as the first files of this kind have it
+    if found.get("state_dict") == {}:  # the first files of this kind have an empty dict
         found["state_dict"] = LazyState(names, read)
     found["optimizer_states"] = [Streamed() for _ in found.get("optimizer_states", ())]
     return dict(found)

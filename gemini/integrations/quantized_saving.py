@@ -60,7 +60,7 @@ class _Flattening:
         return tensors, metadata
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain: Any = type(self).__bases__[1]  # no other program has the mixed class
+        plain: Any = type(self).__bases__[1]  # pickle the plain class: other programs lack the mixed one
         taken = plain.__new__(plain)
         vars(taken).update(vars(self))
         return taken.__reduce_ex__(protocol)

@@ -55,9 +55,9 @@ class BackwardUpdates:
         make_update: Callable[[ChunkGroup], ChunkUpdate | None],
         completeness: Completeness,
     ) -> None:
-        """``make_update``: a method that returns the update of a group, or None if nothing there has a
-        gradient, and counts its step. Held weakly: its object refers to the parameters, whose hooks refer to
-        this object.
+        """``make_update``: a method that returns the update of a group and counts its step; None if nothing
+        there has a gradient. Held weakly: its object refers to the parameters, and their hooks refer to this
+        object.
         """
         self._manager = manager
         self._storage = storage

@@ -171,7 +171,7 @@ class UpdateRule(Protocol):
 
 
 class Independent:
-    """Base of rules whose steps change nothing that parameters share."""
+    """Base of rules with steps that change no data shared between parameters."""
 
     shares: ClassVar[bool] = False
     defers: bool = True

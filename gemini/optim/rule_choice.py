@@ -83,9 +83,9 @@ def refuse_unlike(optim: torch.optim.Optimizer, cut_unless: str) -> None:
     """Raise ConfigError if an ``optim`` of an unknown class cannot step over other tensors than its
     parameters.
 
-    It cannot if it looks its parameters up by identity or, if the tensors are parts of parameters, if trial
-    steps show that its updates are not element-wise. ``cut_unless``: the advice how to have whole parameters;
-    "" if the tensors are whole.
+    It cannot if it looks its parameters up by identity. If the tensors are parts of parameters, it also
+    cannot if trial steps show that its updates are not element-wise. ``cut_unless``: advice for the error,
+    how to have whole parameters; "" if the tensors are whole.
     """
     if steps_by_element(optim):
         return
@@ -129,7 +129,9 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
         )
     if elementwise and whole:
         raise ConfigError("elementwise=True and whole=True contradict: over pieces, or a parameter at a time")
-    is_inside = isinstance(optim, SelfManaged) and optim.makes_driver  # in its own step, whatever that is
+    is_inside = (
+        isinstance(optim, SelfManaged) and optim.makes_driver
+    )  # the optimizer is making its own driver
 
     def is_a(kind: type[torch.optim.Optimizer]) -> bool:
         return isinstance(optim, kind) if is_inside else steps_as(optim, kind)

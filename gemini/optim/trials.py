@@ -157,8 +157,9 @@ class PieceTrial:
         cut_unless: str = "",
         claim: str = "is to update parts of parameters",
     ) -> None:
-        """``cut_unless``: the advice how to avoid pieces. If given, one step updates a piece of each
-        parameter, so it may also change shared data. ``claim``: in errors then, what the optimizer would do.
+        """``cut_unless``: advice for the error, how to avoid pieces. If given, one step updates a piece of
+        each parameter, so it may also change shared data. ``claim``: text for the error, what the optimizer
+        would do.
         """
         self._optim = optim
         self._at_once = bool(cut_unless)
