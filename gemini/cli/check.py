@@ -141,7 +141,7 @@ def _entries(found: Iterator[tuple[str, str, str]]) -> list[Facts]:
 
 
 def versions() -> Facts:
-    """Return the versions of gemini, Python and the packages; None where one is not installed."""
+    """Return the versions of gemini, Python and the packages; None for a package that is not installed."""
     found: Facts = {"gemini": _C.build_info()["version"], "python": platform.python_version()}
     for name in (*PACKAGES, *LIBRARIES):
         try:

@@ -103,7 +103,7 @@ def fill(found: Conversion, document: Document) -> None:
 
 
 def _defaults(found: Conversion, document: Document) -> None:
-    """Set DeepSpeed's defaults explicitly where the Trainer's defaults differ."""
+    """Set DeepSpeed's defaults explicitly if they differ from the Trainer's."""
     if not document.has("gradient_clipping"):
         found.put("arguments.max_grad_norm", "0.0")
     is_named = found.said.get(("optimizer", "type"), ("",))[0] == TAKEN

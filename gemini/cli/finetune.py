@@ -572,8 +572,12 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
 
 
 def _verdict(config: FineTuneConfig, outlook: Outlook, *, where: str, refused: bool) -> Iterator[str]:
-    """Yield whether a step fits, and the reasons if not. ``refused``: loading will raise the same error;
-    ``where``: the processes that the lines are about."""
+    """Yield whether a step fits, and the reasons if not.
+
+    Args:
+        where: the processes that the lines are about; empty for a single process.
+        refused: loading will raise the same error.
+    """
     size = outlook.blueprint.context.size.total_bytes
     needs = (
         f"{format_bytes(size)} of model data, at most {format_bytes(outlook.non_model_bytes)} of activations "

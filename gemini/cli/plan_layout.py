@@ -108,7 +108,7 @@ def _plan_quantized(
     module = example.module
     precision = None if dtype is torch.float32 else dtype
     config = GeminiConfig.from_options(mixed_precision=precision, device_bytes=MOST_BYTES)
-    wide = dtype.itemsize if precision is not None else None  # of what is not quantized
+    wide = dtype.itemsize if precision is not None else None  # itemsize of weights that are not quantized
     sizes = [
         (param.numel(), wide or param.element_size(), param.requires_grad)
         for param in module.parameters()

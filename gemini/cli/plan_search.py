@@ -169,8 +169,7 @@ def _render_left_out(found: Found, console: Console) -> None:
 
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that fix what a search decides, or that need a search without
-    ``--search``."""
+    """Raise ConfigError for options that fix a choice of the search, or that need ``--search`` without it."""
     of_spaces = ("import_plan", "export_plan", "annotate", "seed")
     if given := [f"--{name.replace('_', '-')}" for name in of_spaces if getattr(options, name) is not None]:
         raise ConfigError(f"{', '.join(given)} belong to other systems: add --space NAME")

@@ -177,7 +177,7 @@ def _print_trees(options: argparse.Namespace) -> None:
 
 
 def refuse_contradictions(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that fix what a space decides, or that belong to another way of
+    """Raise ConfigError for options that fix a choice of the space, or that belong to another way of
     planning."""
     if options.space == LIST:
         raise ConfigError("--space list takes no MODEL")

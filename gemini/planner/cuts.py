@@ -85,7 +85,7 @@ def _needs(figures: Sequence[Figures], again: frozenset[int], rooms: StageRooms)
     held = Held(figures, alone(again))
     kept = sums_between([held.kept_of(at) for at in range(len(figures))])
     received = np.array([0.0, *(each.input_bytes for each in figures[1:]), 0.0])[:, None]
-    # The most while one micro-batch runs: what the segments before have left, and a peak.
+    # Peak of one running micro-batch: bytes that the segments before keep, plus the segment's own peak.
     count = len(figures)
     peaks = np.full((count + 1, count + 1), -np.inf)
     tops = kept[:count, :count] + np.array([each.peak_bytes for each in figures])[None, :]

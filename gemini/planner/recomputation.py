@@ -170,8 +170,8 @@ def least_again(figures: Sequence[Figures], blocks: Iterable[int], freed_bytes: 
 
 @cache
 def under_way(order_of: OrderOf, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the moments of a rank with the most activations: (the stage that runs, the number of other
-    micro-batches whose activations it holds by stage)."""
+    """Return the moments of a rank with the most activations, as pairs: the stage that runs, and for each
+    stage the number of other micro-batches with activations on the rank."""
     order = make_order(*order_of)
     stages = order.stages_of(rank)
     counts = [0] * len(stages)

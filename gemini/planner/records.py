@@ -195,9 +195,9 @@ class _Stretch:
 
     periods: list[Period] = field(default_factory=list)
     messages: Messages = field(default_factory=Counter)
-    keys: list[tuple[str, ...]] = field(default_factory=list)  # of parameters, by period
+    keys: list[tuple[str, ...]] = field(default_factory=list)  # parameters used, by period
     left_bytes: dict[int, int] = field(default_factory=dict)  # by period that ends with a complete gradient
-    lookups: set[int] = field(default_factory=set)  # periods whose parameters backward does not read
+    lookups: set[int] = field(default_factory=set)  # periods with parameters that backward does not read
 
     def uses(self, before: int) -> tuple[Use, ...]:
         """Return one use per period. ``before``: the bytes that existed when forward entered the segment."""

@@ -116,7 +116,7 @@ def replay(chain: Chain, actions: Sequence[Action]) -> tuple[float, int]:
         ValueError: the input of an action is missing, or a block has no backward pass.
     """
     blocks, count = chain.blocks, len(chain.blocks)
-    sizes = [chain.input_bytes, *(each.output_bytes for each in blocks)]  # of the tensors between blocks
+    sizes = [chain.input_bytes, *(each.output_bytes for each in blocks)]  # tensors between blocks
     stored, kept, gradient = {0}, set[int](), count
     seconds, most = 0.0, 0
 

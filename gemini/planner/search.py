@@ -201,6 +201,7 @@ class Search:
         and the combinations that remain in the queue are slower.
         """
         found, pricer = self._found, self._pricer
+        # The name breaks ties: combinations themselves cannot be compared.
         queue = [(pricer.least_seconds(each), str(each), _BOUND, each) for each in self._choices()]
         found.num_combinations = len(queue)
         heapify(queue)

@@ -169,7 +169,7 @@ class StagePasses:
             if at in self.stored and not touches and kind is not Kind.WEIGHT:  # it has no parameters
                 touches = [Touch((), False, 0.0, ceil(base + self.figures[at].peak_bytes))]
             if at in self.stored and touches:
-                # Forward stores behind its last operator; all of backward needs what was stored.
+                # Forward stores after its last operator; every touch of backward needs the stored chunk.
                 begin = len(touches) - 1 if kind is Kind.FORWARD else 0
                 touches[begin:] = (self._with_stored(each, at) for each in touches[begin:])
             yield from touches

@@ -96,7 +96,8 @@ class ModelShape:
             )
         window = config.get("sliding_window")
         context = self._size(self.architecture.sizes["context"])
-        # GGUF has no window for these families: limit the context to the window, where both are the same.
+        # GGUF has no window for these families. Up to the length of the window it makes no difference, so
+        # the window becomes the limit of the context.
         self.context = min(context, window) if type(window) is int and self._has_window else context
 
     def add_to(self, writer: Any) -> None:
@@ -166,7 +167,7 @@ class ModelShape:
         return torch.tensor(found, dtype=torch.float32, device="cpu")
 
     def _paired(self, values: torch.Tensor, heads: int) -> torch.Tensor:
-        """Reorder rows such that rows which are rotated together are neighbours."""
+        """Reorder rows such that rows that are rotated together are neighbours."""
         rest = values.shape[1:]
         return values.reshape(heads, 2, self.head_size // 2, *rest).transpose(1, 2).reshape(values.shape)
 

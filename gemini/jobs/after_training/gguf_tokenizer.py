@@ -252,7 +252,7 @@ def _pairs(merges: Any, path: Path) -> list[tuple[str, str]]:
 
 
 def _text(token: Any) -> str | None:
-    """Return a special token from the settings, where it is a text or an object with one."""
+    """Return a special token from the settings, which have a text or an object that contains one."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 

@@ -56,7 +56,7 @@ class SampleConfig:
 
 @dataclass
 class Sampled:
-    """Counts of what was generated so far, valid also after an interruption.
+    """Counts of the text generated so far, valid also after an interruption.
 
     Attributes:
         peak_bytes, budget_bytes: model data on DEVICE.

@@ -19,7 +19,7 @@ from gemini.system.config import did_you_mean
 _MOST_PARTS = 3  # longer dotted names are compared with full names only
 
 _LAYERS, _ARRAYS = "--lora-targets", "--lora-target-parameters"
-_WAYS_OUT = {  # what an option names, and the remedy if the model does not have it
+_WAYS_OUT = {  # kind of target of an option, and the remedy if the model has no target of that name
     _LAYERS: ("layer", f"name some that it has, or {ALL_LINEAR}"),
     _ARRAYS: ("parameter", "name one that it has, such as mlp.experts.down_proj in a mixture"),
 }

@@ -360,8 +360,8 @@ def checked_early(config: FineTuneConfig, *, ranks: int) -> nn.Module:
 
 
 def _rule(config: FineTuneConfig) -> str | None:
-    """Return the optimizer rule to announce to the runtime. It assumes states in fp32, so it is None for
-    compact states, which may fit where fp32 states do not."""
+    """Return the optimizer rule to announce to the runtime. It assumes fp32 states, so it is None for compact
+    states, which may fit although fp32 states do not."""
     return "adam" if config.state_dtype == "fp32" else None
 
 

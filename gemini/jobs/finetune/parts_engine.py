@@ -146,7 +146,7 @@ class PartsEngine(TuningEngine):
         """Raise StateError: DPO with parts was refused before the engine was built."""
         raise StateError("a model in parts has no reference")
 
-    # -- what it holds ---------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Return the runtime's counters; below ZeRO 3, the bytes of this rank's part in plain memory."""

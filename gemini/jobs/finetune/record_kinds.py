@@ -35,7 +35,7 @@ _NOUNS = {
     MESSAGES: ("conversation", "conversations"),
     PREFERENCE: ("preference pair", "preference pairs"),
 }
-# Guesses for records of unknown kinds: keys, what the record seems to be, and the option that reads it.
+# Guesses for records of unknown kinds: keys, a name for such records, and the option that reads them.
 _LIKELY: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("input_ids",), "tokens already", "give the text that they were made of"),
     (("question", "answer"), "questions with answers", "--data-keys prompt=question,completion=answer"),

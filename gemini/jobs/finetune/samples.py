@@ -330,7 +330,7 @@ def best_fit(pieces: list[Piece], room: int) -> Iterator[list[Piece]]:
     """Yield rows of at most ``room`` tokens. Pieces are placed longest first, each into the row with the
     least sufficient space, the oldest among equal rows."""
     rows: list[list[Piece]] = []
-    spaces: list[int] = []  # of rows that are not full, each once and in order
+    spaces: list[int] = []  # distinct free sizes of rows that are not full, ascending
     with_space: dict[int, deque[int]] = defaultdict(deque)
     for piece in sorted(pieces, key=lambda each: -each[1]):
         at = bisect_left(spaces, piece[1])

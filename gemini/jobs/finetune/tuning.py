@@ -104,7 +104,7 @@ class TuningEngine(ABC):
             self.best.restore(extra.get(BEST))
         return extra
 
-    # -- what is exported ------------------------------------------------------------------------
+    # -- export ----------------------------------------------------------------------------------
 
     @abstractmethod
     def _write_trained(self, made: Path, tokenizer: Any) -> None:

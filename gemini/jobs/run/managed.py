@@ -64,7 +64,7 @@ class ManagedTraining:
         self.optimizer.backward(loss)
 
     def step(self) -> None:
-        """Update every chunk on the tier where it is, and release the gradients."""
+        """Update every chunk on its current tier, and release the gradients."""
         self.optimizer.step()
 
     def stats(self) -> dict[str, Any]:

@@ -299,7 +299,7 @@ class Training(Generic[EngineT]):
         started = time.perf_counter()
         loss, tokens = self._work.step(engine, step)
         scheduler.step()
-        self._stop.agree()
+        self._stop.agree()  # before the evaluation: all ranks must run it, or all skip it
         seconds = time.perf_counter() - started
         if not math.isfinite(loss):
             raise ConfigError(

@@ -182,7 +182,7 @@ class StepProblem:
             found.append(seconds)
         return np.array(found)
 
-    # -- what goes where ---------------------------------------------------------------------------
+    # -- uses of values ----------------------------------------------------------------------------
 
     @cached_property
     def uses(self) -> list[ValueUse]:

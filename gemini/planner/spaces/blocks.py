@@ -272,8 +272,7 @@ class Blocks:
         """Return the plan for HybridParallelPlugin. ``model``: the model that the plugin will get.
 
         Raises:
-            ConfigError: the plan is not uniform, or not for this model; the message says what must be
-                uniform.
+            ConfigError: the plan is not uniform, or not for this model; the message lists the differences.
         """
         layout, price, one = plan.layout(), self.priced(plan), plan.strategies[0]
         samples = plan.microbatch(one)

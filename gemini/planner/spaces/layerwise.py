@@ -1,5 +1,5 @@
-"""LayerwisePlan: a strategy for every block of a model. Uniform plans can run; for others it reports what
-must be uniform."""
+"""LayerwisePlan: a strategy for every block of a model. Uniform plans can run; other plans report the
+properties that must be uniform."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class LayerwisePlan:
         return None if self.batch % (strategy.dp * self.chunks) else self.batch // (strategy.dp * self.chunks)
 
     def not_uniform(self) -> tuple[str, ...]:
-        """Return what must be made uniform for the plan to run; empty if it runs. Recomputation and the
-        lengths of stages may differ."""
+        """Return the properties that must be made uniform for the plan to run; empty if it runs.
+        Recomputation and the lengths of stages may differ."""
         reasons = [
             reason
             for name, of in _UNIFORM
@@ -125,7 +125,7 @@ class LayerwisePlan:
         """Return the layout of a uniform plan.
 
         Raises:
-            ConfigError: the plan is not uniform; the message says what must be.
+            ConfigError: the plan is not uniform; the message lists the differences.
         """
         if reasons := self.not_uniform():
             raise ConfigError(f"the plan does not run: {'; '.join(reasons)}")

@@ -80,7 +80,7 @@ class Answer:
         rows: (part of the model, its strategy), for display.
         seconds: of a step, by resource.
         device_bytes: peak bytes of a rank; None if the system ignores memory.
-        differs: what must be made uniform for the plan to run; empty: ``plan`` runs.
+        differs: the properties that must be made uniform for the plan to run; empty: ``plan`` runs.
     """
 
     step_seconds: float
@@ -218,7 +218,7 @@ def _strategy_of(
     graph: Named, layout: Mapping[str, int], mesh: Sequence[int]
 ) -> tuple[Strategy | None, tuple[str, ...]]:
     """Return the strategy that equals a layout: cut samples are dp, cut channels within all blocks are tp. If
-    there is none, return what must change."""
+    there is none, return the changes that the layout needs."""
     rows = list(zip(graph.graph, graph.outputs, graph.reduced, strict=True))
     passed = {output["channel"] for layer, output, _ in rows if layer.kind in ("sum", "norm")}
     inner = {output["channel"] for layer, output, _ in rows if layer.kind in CONTRACTING} - passed
