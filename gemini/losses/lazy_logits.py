@@ -133,8 +133,8 @@ class LazyLogits(LazyTensor):
         return made
 
     def _may_stay_lazy(self) -> bool:
-        """Return whether results may be lazy, too. Not if gradients were turned off since, as in the forward
-        of an autograd.Function: its own backward must be used.
+        """Return whether results may be lazy, too. They may not if gradients were turned off since, as in the
+        forward of an autograd.Function, because its own backward must be used.
         """
         with PlainTensors():
             return self._whole is None and (torch.is_grad_enabled() or not self.requires_grad)

@@ -436,7 +436,7 @@ def _label(group_number: int, index: int, group: dict[str, Any]) -> str:
 
 
 class CPUAdam(KernelAdam):
-    """Adam for CPU tensors; :class:`KernelAdam` describes its numbers."""
+    """Adam for CPU tensors; :class:`KernelAdam` describes the arithmetic."""
 
     devices = frozenset({"cpu"})
     other_devices_hint = "takes CPU tensors: move the model there first, or use HybridAdam"
@@ -521,7 +521,7 @@ class HybridAdam(CPUAdam):
 
 
 class FusedAdam(KernelAdam):
-    """Adam for CUDA tensors; :class:`KernelAdam` describes its numbers."""
+    """Adam for CUDA tensors; :class:`KernelAdam` describes the arithmetic."""
 
     devices = frozenset({"cuda"})
     other_devices_hint = "takes CUDA tensors: use CPUAdam or HybridAdam for others"

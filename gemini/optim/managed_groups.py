@@ -467,8 +467,8 @@ class ManagedGroups(WrappedOptimizer):
         forget_states(self, slots_in_order(self))
 
     def take_chunks(self) -> None:
-        """Place states that were made for parameters unfrozen later like the others. Raises like
-        :meth:`make_states`.
+        """Apply the file share and the HOST placement also to states of parameters that were unfrozen later.
+        Raises like :meth:`make_states`.
         """
         if self._driven_optim is not None:
             self._stow_and_place(self._driven_optim)
