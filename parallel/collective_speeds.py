@@ -98,8 +98,7 @@ def fitted(times: list[tuple[int, float]]) -> tuple[float, float]:
 
 def passed_numel(kind: str, nbytes: int, ranks: int) -> int:
     """Return the number of fp32 elements that a rank passes to a call of about ``nbytes``: equal parts for
-    all
-    ranks, or for ``all_gather`` the rank's own part.
+    all ranks, or for ``all_gather`` the rank's own part.
     """
     part = nbytes // 4 // ranks
     return part if kind == "all_gather" else part * ranks
@@ -143,13 +142,10 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
 
 
 def mean_seconds(kind: str, times: torch.Tensor) -> float:
-    """Return the mean seconds of a call from ``times`` (group, rank, step, 2), when each rank began and
-    ended.
-    """
+    """Return the mean seconds of a call; ``times``: (group, rank, step, begin and end)."""
     begins, ends = times.unbind(-1)
     # Count from the mean begin of the ranks: waiting for the last rank is part of every collective. A
-    # receiver
-    # may wait long before the message is sent, so a message counts from its sender's begin.
+    # receiver may wait long before the message is sent, so a message counts from its sender's begin.
     begin = begins.amax(1) if kind == "send" else begins.mean(1)
     return max(_trimmed_mean((ends.amax(1) - begin).flatten().tolist()), _SHORTEST_SECONDS)
 

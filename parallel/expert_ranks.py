@@ -40,8 +40,7 @@ class ExpertRanks:
         cls, data: Axis | None, size: int, counts: Collection[int], *, apart: int = 1
     ) -> ExpertRanks | None:
         """Return the ranks that divide layers of ``counts`` experts; None if each rank has all experts.
-        Collective
-        over ``data``.
+        Collective over ``data``.
 
         Args:
             data: the ranks of data parallelism; None for one rank.
@@ -83,8 +82,7 @@ def checked_ep_size(ep_size: int) -> int:
 
 def fitting_size(size: int, counts: Collection[int], num_ranks: int) -> int:
     """Return how many of ``num_ranks`` ranks divide layers of ``counts`` experts if ``size`` are requested;
-    fewer
-    if a layer has fewer experts.
+    fewer if a layer has fewer experts.
 
     Raises:
         ConfigError: so many ranks cannot divide them; the message says how many can.

@@ -40,8 +40,7 @@ class Rule:
 @dataclass(frozen=True)
 class Sublayers:
     """The children of a block that take the whole sequence and end in a row layer (``entries``), and the
-    norms
-    between them.
+    norms between them.
     """
 
     entries: tuple[str, ...]
@@ -74,8 +73,7 @@ class Family:
         modules: by class name, the rule of a module, or a function from a module to its rule. They apply to
             every model that contains such modules.
         partial: by class name, the children that stay whole inside a cut module and compute with a part of
-            its
-            features; for modules that transformers' own plan cuts.
+            its features; for modules that transformers' own plan cuts.
         sublayers: by the class name of a block, its sublayers and norms.
         documents_in_mask: ``position_ids`` that restart at 0 hide earlier documents from later ones.
         scales_by_position: the model counts positions itself and scales attention by them.
@@ -158,8 +156,7 @@ def _like_bart(name: str, model_type: str) -> Family:
 
 def _falcon_attention(attention: Any) -> Rule:
     """Return the rule of a ``FalconAttention``. Its fused projection stores the heads of a group side by
-    side:
-    query heads, then one key and one value head. Multi-query attention is one group, which ranks share.
+    side: query heads, then one key and one value head. Multi-query attention is one group, which ranks share.
     """
     is_one_group = attention.multi_query and not attention.new_decoder_architecture
     return Rule(

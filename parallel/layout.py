@@ -19,8 +19,7 @@ class Layout:
     """``dp * pp * sp * tp`` processes: data, pipeline, sequence and tensor parallelism.
 
     ``mode`` is the way to cut tensors, None if they are not cut; ``depth`` is the depth of mode 2.5d. Each
-    ``ep``
-    consecutive processes of ``dp`` divide the experts of a mixture.
+    ``ep`` consecutive processes of ``dp`` divide the experts of a mixture.
     """
 
     dp: int = 1
@@ -52,10 +51,9 @@ class Layout:
         """Read ``parallel=dict(pipeline=, tensor=, data=, moe=)`` for ``world_size`` processes.
 
         ``pipeline`` is an int or ``dict(size=int)``; ``tensor`` is ``dict(size=int, mode=str)``, with
-        ``depth=int``
-        for 2.5d; ``data`` is an int; ``moe`` is an int or ``dict(size=int)``, the number of processes of data
-        parallelism that divide the experts. A missing key means 1, except ``data``, which gets the remaining
-        processes.
+        ``depth=int`` for 2.5d; ``data`` is an int; ``moe`` is an int or ``dict(size=int)``, the number of
+        processes of data parallelism that divide the experts. A missing key means 1, except ``data``, which
+        gets the remaining processes.
 
         Raises:
             ConfigError: an entry has another form, or the sizes do not multiply to ``world_size``.

@@ -77,8 +77,7 @@ class RankPlan:
     """The plan of a rank along ``pp``. Sizes are in bytes.
 
     Ranks along ``dp`` and ``tp`` hold the same. Along ``sp`` this is the first rank, which never has fewer
-    heads
-    than the others.
+    heads than the others.
 
     Attributes:
         rank: its index along ``pp``.
@@ -209,8 +208,8 @@ def _cut(
 
 
 def cuttable(model: nn.Module) -> nn.Module:
-    """Return the model that can be cut: the only child of a wrapper if the child has a plan or embeddings
-    of its own, else ``model``.
+    """Return the model that can be cut: the only child of a wrapper if the child has a plan or embeddings of
+    its own, else ``model``.
     """
     inner = list(model.children())
     known = ("_tp_plan", "get_input_embeddings")
@@ -291,8 +290,7 @@ def model_bytes(params: Iterable[tuple[int, int, bool]], cut: DataCut) -> tuple[
 
 def _gradient_bytes(numel: int, part: int, wide: int, cut: DataCut) -> int:
     """Return the most gradient bytes of one parameter: the whole gradient while micro-batches accumulate,
-    plus
-    the exchange buffer.
+    plus the exchange buffer.
     """
     if cut.zero_stage == 3:
         return wide * (numel if cut.num_micro_batches > 1 else part)
@@ -368,8 +366,7 @@ def _measured(
 
 class _AsOnCpu(TorchDispatchMode):
     """Makes ``meta`` behave like the CPU: grouped products of experts work in any dtype, and a bool read from
-    a
-    tensor without data is True (models mostly ask whether a mask is all True) unless sequences are padded.
+    a tensor without data is True (models mostly ask whether a mask is all True) unless sequences are padded.
     """
 
     def __init__(self, sequences: SequenceOutline | None) -> None:

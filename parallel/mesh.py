@@ -39,9 +39,8 @@ class Axis(ProcessGroupPeers):
     """The two or more ranks along an axis of the mesh, and their collectives.
 
     Collectives wait as those of the runtime do: if a rank leaves or dies, the others get a StateError that
-    names
-    it and its reason. ``calls`` and ``sent_bytes`` count, by collective, the calls of this rank and the bytes
-    that it sent.
+    names it and its reason. ``calls`` and ``sent_bytes`` count, by collective, the calls of this rank and the
+    bytes that it sent.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
@@ -63,8 +62,7 @@ class Axis(ProcessGroupPeers):
 
     def all_reduce(self, tensor: torch.Tensor, *, largest: bool = False) -> None:
         """Replace a contiguous ``tensor`` by its sum (or maximum, if ``largest``) over the ranks; all ranks
-        get the
-        same bits.
+        get the same bits.
         """
         self.note("all_reduce", tensor.nbytes)
         group = self._group_for(tensor)
@@ -81,8 +79,7 @@ class Axis(ProcessGroupPeers):
 
     def reduce_scatter(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Return the sum over the ranks of their part for this rank. ``parts`` has one tensor for each rank,
-        in
-        rank order, all of the same shape.
+        in rank order, all of the same shape.
         """
         self.note("reduce_scatter", parts[0].nbytes * self.size)
         group = self._group_for(parts[0])
@@ -100,8 +97,7 @@ class Axis(ProcessGroupPeers):
 
     def reduce_to(self, tensor: torch.Tensor, rank: int) -> None:
         """Replace a contiguous ``tensor`` on ``rank`` by its sum over the ranks; on the other ranks its
-        content is
-        undefined afterwards.
+        content is undefined afterwards.
         """
         self.note("reduce", tensor.nbytes if rank != self.rank else 0)
         group = self._group_for(tensor)
@@ -112,8 +108,7 @@ class Axis(ProcessGroupPeers):
         self, parts: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Send ``parts[i]`` to rank i; return the parts received from each rank, with these ``shapes``. A
-        part may
-        be empty.
+        part may be empty.
         """
         sent = torch.cat([part.reshape(-1) for part in parts])
         self.note("all_to_all", sent.nbytes, kept_bytes=parts[self.rank].nbytes)
@@ -128,8 +123,7 @@ class Axis(ProcessGroupPeers):
 
     def exchange_rows(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
         """Send ``sent[i]`` consecutive rows of a contiguous tensor to rank i; return the received rows in
-        rank
-        order, ``received[i]`` from rank i. Counts may be 0.
+        rank order, ``received[i]`` from rank i. Counts may be 0.
         """
         first = sum(sent[: self.rank])
         kept = rows[first : first + sent[self.rank]]
@@ -142,8 +136,7 @@ class Axis(ProcessGroupPeers):
 
     def pass_on(self, tensor: torch.Tensor) -> Arrival:
         """Send a flat ``tensor`` to the next rank (the last sends to the first) and receive one of the same
-        length
-        from the previous rank. Both transfers run until :meth:`Arrival.wait`.
+        length from the previous rank. Both transfers run until :meth:`Arrival.wait`.
         """
         self.note("pass_on", tensor.nbytes)
         group, got = self._group_for(tensor), torch.empty_like(tensor)
@@ -155,16 +148,14 @@ class Axis(ProcessGroupPeers):
 
     def neighbours(self, count: int) -> Axis:
         """Return the group of ``count`` consecutive ranks that contains this one, as an axis. All its ranks
-        must
-        call this in the same order.
+        must call this in the same order.
         """
         first = self.rank // count * count
         return self.among(range(first, first + count), str(count))
 
     def among(self, ranks: Iterable[int], name: str = "some") -> Axis:
         """Return some ``ranks``, in ascending order and including this one, as an axis. All of them must call
-        this
-        in the same order.
+        this in the same order.
         """
         key = tuple(ranks)
         if key not in self._parts:
@@ -175,10 +166,9 @@ class Axis(ProcessGroupPeers):
 
     def experts(self, size: int, apart: int = 1) -> tuple[Axis | None, Axis | None]:
         """Return the ``size`` ranks that divide experts with this one, and the ranks of this axis with the
-        same
-        experts; None instead of an axis of one rank. The dividing ranks are neighbours, or ``apart`` ranks
-        from each other if that many ranks have parts of the same sequences. All ranks call it in the same
-        order.
+        same experts; None instead of an axis of one rank. The dividing ranks are neighbours, or ``apart``
+        ranks from each other if that many ranks have parts of the same sequences. All ranks call it in the
+        same order.
         """
         place, shift = divmod(self.rank, apart)
         first = place // size * size
@@ -190,10 +180,7 @@ class Axis(ProcessGroupPeers):
         )
 
     def again(self) -> Axis:
-        """Return the same ranks as a new axis, to continue after a rank has left this one. All of them call
-        it
-        together.
-        """
+        """Return the same ranks as a new axis, after a rank has left this one. Collective."""
         self.leave("goes on over a new axis")
         group = new_group(dist.get_process_group_ranks(self.group), self._timeout, backend=None)
         return Axis(self.name, group)
@@ -230,9 +217,7 @@ class Axis(ProcessGroupPeers):
         break_off(self._on_host)
 
     def note(self, collective: str, nbytes: int, *, kept_bytes: int = 0) -> int:
-        """Count a call with ``nbytes``, including the ``kept_bytes`` for this rank; return the bytes that it
-        sends.
-        """
+        """Count a call with ``nbytes``, minus ``kept_bytes`` for this rank; return the bytes that it sends."""
         sent = _SENT_BYTES[collective](nbytes - kept_bytes, self.size)
         self.calls[collective] += 1
         self.sent_bytes[collective] += sent
@@ -257,8 +242,7 @@ class Arrival:
 
     def wait(self) -> torch.Tensor:
         """Wait for both transfers and return the received tensor; the sent one may be overwritten then. Call
-        it
-        once. Raises StateError as collectives do.
+        it once. Raises StateError as collectives do.
         """
         self._wait()
         return self._tensor
@@ -268,11 +252,9 @@ class Mesh:
     """The processes of a run, arranged by a :class:`Layout`; this process has the position of its rank.
 
     ``mesh["dp"]`` is the DeviceMesh of an axis, as ``process_group=`` of GeminiDDP takes it. ``mesh["ep"]``
-    has
-    the ranks that divide the experts of a mixture, ``mesh["moe_dp"]`` the ranks with the same experts; both
-    are
-    parts of ``dp``. Use the mesh as a context manager: a rank that leaves it with an error notifies the ranks
-    that wait for it.
+    has the ranks that divide the experts of a mixture, ``mesh["moe_dp"]`` the ranks with the same experts;
+    both are parts of ``dp``. Use the mesh as a context manager: a rank that leaves it with an error notifies
+    the ranks that wait for it.
     """
 
     def __init__(self, layout: Layout, *, device_type: str = "cpu") -> None:
@@ -311,8 +293,7 @@ class Mesh:
 
     def axis(self, *names: str) -> Axis | None:
         """Return the ranks along an axis, or along several axes as one; None if that is this rank only. All
-        ranks
-        call it in the same order.
+        ranks call it in the same order.
         """
         key = ",".join(names)
         if key in _EXPERT_AXES:
@@ -327,8 +308,7 @@ class Mesh:
 
     def group(self, *names: str) -> dist.ProcessGroup:
         """Return the ranks along several axes as one group, for ``process_group=``. The group of ``"dp",
-        "sp"`` has
-        the ranks with the same weights. All ranks call it in the same order.
+        "sp"`` has the ranks with the same weights. All ranks call it in the same order.
         """
         axis = self.axis(*names)
         return self.device_mesh[names[0]].get_group() if axis is None else axis.group
@@ -348,8 +328,7 @@ class Mesh:
 @contextmanager
 def counted(axis: Axis) -> Iterator[tuple[Counter[str], Counter[str]]]:
     """Yield counters of the calls and the sent bytes over ``axis`` and its sub-axes within the block. They
-    are
-    filled when the block ends.
+    are filled when the block ends.
     """
     calls_before, bytes_before = axis.totals()
     calls: Counter[str] = Counter()

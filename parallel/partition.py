@@ -32,11 +32,9 @@ class Cut:
     """A tensor of ``shape`` cut along ``dim`` into ``count`` equal parts.
 
     The dimension consists of ``sections`` equal stretches (query, key and value of one weight). Each section
-    is
-    cut, and a part has one piece of each. A section that ``count`` does not divide is padded with zeros,
-    which
-    is possible with one section only; the padding is in no state dict. ``copies`` neighbouring ranks have the
-    same part.
+    is cut, and a part has one piece of each. A section that ``count`` does not divide is padded with zeros,
+    which is possible with one section only; the padding is in no state dict. ``copies`` neighbouring ranks
+    have the same part.
     """
 
     shape: tuple[int, ...]
@@ -97,9 +95,7 @@ class PartOfTensor(Protocol):
         ...
 
     def part(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the part of a tensor that ``rank`` has. Raises ConfigError if its shape is not
-        :attr:`shape`.
-        """
+        """Return the part of a tensor that ``rank`` has. Raises ConfigError for another shape."""
         ...
 
     def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -115,14 +111,11 @@ class Partition:
     """How :func:`gemini.parallel.tensor.parallelize` cut the parameters of a model, on this rank.
 
     A parameter that was not cut is whole and equal on all ranks of the axis. Expert parameters may be cut
-    over
-    ranks of data parallelism instead.
+    over ranks of data parallelism instead.
     """
 
     def __init__(self, axis: Axis | None, names: Mapping[str, nn.Parameter]) -> None:
-        """``axis``: the ranks with the other parts, None for one rank; ``names``: the parameters by all their
-        names.
-        """
+        """``axis``: the ranks with the other parts, None for one rank; ``names``: all names of parameters."""
         self.axis = axis
         self._names = dict(names)
         self._cuts: dict[int, PartOfTensor] = {}
@@ -130,8 +123,7 @@ class Partition:
 
     def note(self, param: nn.Parameter, cut: PartOfTensor, *, over: Axis | None = None) -> None:
         """Record that ``param`` is this rank's part of a tensor that is cut over the axis, or over ``over``.
-        Raises
-        ConfigError if it was cut before.
+        Raises ConfigError if it was cut before.
         """
         if over is not None and id(param) in self._cuts:
             raise ConfigError(
@@ -161,9 +153,7 @@ class Partition:
         return None if self.axis is None else ModelRanks(self.axis, self.counts, filling=self.filling)
 
     def counts(self, param: torch.Tensor) -> bool:
-        """Return whether this rank counts the gradient of ``param`` in a norm: no other rank counts the same
-        one.
-        """
+        """Return whether a norm counts the gradient of ``param`` here: no other rank counts the same one."""
         if self.axis is None:
             return True
         cut = None if id(param) in self._axes else self._cuts.get(id(param))
@@ -212,8 +202,7 @@ class Partition:
     @torch.no_grad()
     def cut_states(self, optimizer: torch.optim.Optimizer) -> None:
         """Cut optimizer states that still have the shapes of whole tensors. Torch's Adagrad creates its
-        states in
-        its constructor, before the model is cut, and other optimizers may have taken a step before.
+        states in its constructor, before the model is cut, and other optimizers may have taken a step before.
         """
         for param, states in optimizer.state.items():
             cut, axis = self._cuts.get(id(param)), self._axes.get(id(param), self.axis)

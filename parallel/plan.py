@@ -57,10 +57,7 @@ class _Checked:
 
 @dataclass(frozen=True)
 class PlanBudgets(_Checked):
-    """The budgets of each rank in bytes. ``device_bytes=None`` means the memory that is free when the model
-    is
-    wrapped.
-    """
+    """The budgets of each rank in bytes; ``device_bytes`` None: the memory that is free at wrapping."""
 
     device_bytes: int | None
     host_bytes: int = 0
@@ -80,8 +77,7 @@ class PlanBudgets(_Checked):
 @dataclass(frozen=True)
 class RankPrediction(_Checked):
     """The most bytes that a rank along ``pp`` holds in each tier and of each kind. Ranks along ``dp``, ``sp``
-    and
-    ``tp`` hold the same.
+    and ``tp`` hold the same.
     """
 
     device_bytes: int
@@ -96,8 +92,8 @@ class RankPrediction(_Checked):
 @dataclass(frozen=True)
 class Prediction(_Checked):
     """The prediction for a step: its seconds, in total and by resource (``compute``, ``Adam``, ``bubble``,
-    axes
-    and links); the bytes that each rank along ``pp`` holds; and the bytes that a rank sends along each axis.
+    axes and links); the bytes that each rank along ``pp`` holds; and the bytes that a rank sends along each
+    axis.
     """
 
     step_seconds: float
@@ -148,8 +144,7 @@ class ParallelPlan(_Checked):
         budgets: the budgets of each rank.
         stage_budgets: the budgets of each rank along ``pp``, used instead of ``budgets`` if they differ.
         activation_offload: ``"auto"`` if activations may also be below DEVICE, as far as necessary, on ranks
-            with
-            such tiers.
+            with such tiers.
         dtype: ``fp32`` (parameters keep their type), ``bf16`` or ``fp16``.
         model: the :func:`fingerprint` of the model.
         machine: the machine with the speeds that the planner used.
@@ -283,9 +278,7 @@ class ParallelPlan(_Checked):
 
     @classmethod
     def from_json(cls, document: object) -> ParallelPlan:
-        """Return the plan from the dict that :meth:`to_json` makes. Raises ConfigError for any other
-        value.
-        """
+        """Return the plan that :meth:`to_json` describes. Raises ConfigError for any other value."""
         plan: ParallelPlan = _made(cls, document)
         return plan
 
@@ -301,8 +294,7 @@ class ParallelPlan(_Checked):
 
     def check(self, model: nn.Module, world_size: int) -> None:
         """Raise ConfigError if the plan is for another model or another number of ranks. The message names
-        each
-        difference.
+        each difference.
         """
         wrong = []
         if world_size != self.world_size:
@@ -329,8 +321,7 @@ class ParallelPlan(_Checked):
 
     def plugin_options(self) -> dict[str, Any]:
         """Return the same settings as keywords of HybridParallelPlugin, which passes some of them to
-        GeminiDDP. The
-        size of ``dp`` is no keyword: it follows from the number of processes.
+        GeminiDDP. The size of ``dp`` is no keyword: it follows from the number of processes.
         """
         options: dict[str, Any] = {f"{name}_size": getattr(self.layout, name) for name in ("tp", "pp", "sp")}
         options |= {
@@ -348,9 +339,8 @@ class ParallelPlan(_Checked):
         return options | self.budget_options()
 
     def budget_options(self, rank: int | None = None) -> dict[str, Any]:
-        """Return the budgets and ``activation_offload`` as keywords of GeminiDDP, for one ``rank`` along
-        ``pp`` or
-        those of all ranks. Empty below ZeRO 3, which has no chunks to place.
+        """Return the budgets and ``activation_offload`` as keywords of GeminiDDP. ``rank``: along ``pp``;
+        None takes the common budgets. Empty below ZeRO 3, which has no chunks to place.
         """
         if self.zero_stage < 3:
             return {}
@@ -362,8 +352,7 @@ class ParallelPlan(_Checked):
 
     def managed_options(self, called: str) -> dict[str, Any]:
         """Return the same settings as keywords of :func:`gemini.manage`, which divides only the data. On one
-        rank
-        every ZeRO stage is the same, as nothing is divided.
+        rank every ZeRO stage is the same, as nothing is divided.
 
         Args:
             called: the name of the caller's function, for the message.
@@ -402,8 +391,7 @@ class ParallelPlan(_Checked):
 
 def fingerprint(module: nn.Module) -> str:
     """Return a hash of the names, shapes, types and ``requires_grad`` of all parameters and of their ties. It
-    is
-    the same on every device, ``meta`` included, and does not depend on values.
+    is the same on every device, ``meta`` included, and does not depend on values.
     """
     first: dict[int, str] = {}
     lines = [
@@ -501,8 +489,7 @@ def _inner(kind: Any, value: object, where: str) -> Any:
 
 def _made(kind: Any, value: object) -> Any:
     """Return the dataclass that a JSON object describes. The object must have all fields, except those with
-    the
-    default None, and no other keys.
+    the default None, and no other keys.
     """
     names = _AXES if kind is Layout else tuple(_hints(kind))
     if not isinstance(value, dict):

@@ -96,8 +96,7 @@ class Booster:
         """Return all five arguments, boosted if the plugin changes them; None for those not given.
 
         The model is changed in place; use it only through the returned object. A scheduler made for
-        ``optimizer``
-        keeps working.
+        ``optimizer`` keeps working.
 
         Raises:
             ConfigError: the plugin cannot train these.
@@ -143,25 +142,20 @@ class Booster:
         count: Callable[[Any], float] | None = None,
     ) -> dict[str, Any]:
         """Take the next batch, cut it into micro-batches and run them through the stages of the model,
-        forward
-        and backward; without an ``optimizer``, forward only. For models that HybridParallelPlugin boosted,
-        with one stage or several. All ranks call it. Afterwards call ``optimizer.step()``, or pass another
-        batch,
-        which adds its gradients.
+        forward and backward; without an ``optimizer``, forward only. For models that HybridParallelPlugin
+        boosted, with one stage or several. All ranks call it. Afterwards call ``optimizer.step()``, or pass
+        another batch, which adds its gradients.
 
         A batch is a dict of the model's keywords, a tensor, or a tuple of the model's input and anything else
-        that
-        ``criterion(outputs, micro_batch)`` needs. The criterion returns the mean loss of a micro-batch. All
-        stages
-        of a pipeline must get the same batch.
+        that ``criterion(outputs, micro_batch)`` needs. The criterion returns the mean loss of a micro-batch.
+        All stages of a pipeline must get the same batch.
 
         Args:
             return_loss: put ``"loss"`` into the result on every rank: the mean over micro-batches and ranks.
             return_outputs: put ``"outputs"`` into the result, a list by micro-batch, on ranks with the last
                 stage (None on the others).
             count: returns the weight of a micro-batch's loss, for example its number of tokens; None weights
-                all
-                equally.
+                all equally.
 
         Raises:
             ConfigError: the batch cannot be cut, or the plugin has no stages.
@@ -198,10 +192,8 @@ class Booster:
         """Write the weights to ``checkpoint``: a file, or with ``shard`` a directory that transformers reads.
 
         All ranks must call it; the first one writes. It keeps one tensor at a time in memory besides the
-        model.
-        The previous checkpoint stays loadable until the new one is complete. For 16-bit weights with fp32
-        masters
-        the masters are written.
+        model. The previous checkpoint stays loadable until the new one is complete. For 16-bit weights with
+        fp32 masters the masters are written.
 
         Args:
             gather_dtensor: write whole tensors; must be True.
@@ -229,10 +221,8 @@ class Booster:
         """Read weights into a model, boosted or not. For a boosted model all ranks must call it.
 
         ``checkpoint`` is a safetensors file, a file of ``torch.save`` (read without running any code), a
-        directory
-        of :meth:`save_model` or of transformers, or one of :mod:`gemini.checkpoint`. Without ``strict``,
-        names that
-        only one side has are skipped.
+        directory of :meth:`save_model` or of transformers, or one of :mod:`gemini.checkpoint`. Without
+        ``strict``, names that only one side has are skipped.
 
         Raises:
             CheckpointError: it is none of these, damaged, or made for another model, here or, for a boosted

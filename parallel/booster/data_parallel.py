@@ -178,8 +178,7 @@ def whole(value: Any) -> Any:
 
 def like(own: Any, value: Any) -> Any:
     """Return a whole ``value`` as a DTensor if ``own``, of the same shape, is one. Each rank takes its part
-    of
-    its own copy; nothing is sent.
+    of its own copy; nothing is sent.
     """
     if not isinstance(own, DTensor) or isinstance(value, DTensor) or own.shape != value.shape:
         return value

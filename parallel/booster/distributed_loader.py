@@ -37,8 +37,7 @@ def prepare_dataloader(
     divides: bool = True,
 ) -> DataLoader[Any]:
     """Build the loader of :meth:`Plugin.prepare_dataloader`. Without ``divides`` every rank gets all the
-    data,
-    in the same order.
+    data, in the same order.
     """
     sampler = None
     if divides:
@@ -67,9 +66,7 @@ def _sampler(
     seed: int,
     drop_last: bool,
 ) -> Sampler[Any] | None:
-    """Return the sampler that divides the data over the ranks; None if there is one process and no sampler
-    class.
-    """
+    """Return the sampler that divides the data; None for one process without a sampler class."""
     if not ranks.is_group and sampler_type is None:
         return None
     if isinstance(dataset, IterableDataset):

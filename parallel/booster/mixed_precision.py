@@ -14,9 +14,8 @@ class FP16TorchMixedPrecision:
     """torch's automatic mixed precision: fp32 weights, and fp16 for operators that torch considers safe.
 
     The loss scale starts at ``init_scale``. It is multiplied by ``backoff_factor`` when a gradient overflows,
-    and
-    by ``growth_factor`` after ``growth_interval`` steps without overflow. Without ``enabled`` the loss is not
-    scaled.
+    and by ``growth_factor`` after ``growth_interval`` steps without overflow. Without ``enabled`` the loss is
+    not scaled.
     """
 
     init_scale: float = 2.0**16
@@ -31,8 +30,7 @@ class FP16NaiveMixedPrecision:
     """The whole model in fp16 with fp32 masters, for the plugins that save memory.
 
     ``hysteresis`` is the number of overflows before the scale backs off. With ``log_num_zeros_in_grad``,
-    after
-    a step ``get_num_zeros_in_grad()`` of the optimizer returns how many gradient elements were 0.
+    after a step ``get_num_zeros_in_grad()`` of the optimizer returns how many gradient elements were 0.
     """
 
     initial_scale: float = 2.0**32
@@ -50,8 +48,7 @@ class FP16ApexMixedPrecision:
     """apex's options, restricted to the values that torch's automatic mixed precision implements.
 
     ``opt_level`` is O1, which is :class:`FP16TorchMixedPrecision`, or O0, which is fp32. apex limits its
-    scale to
-    2**24; torch's grows until a gradient overflows.
+    scale to 2**24; torch's grows until a gradient overflows.
 
     Raises:
         ConfigError: any other value; the message names the option.

@@ -39,8 +39,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # Do not use Optimizer's: it keeps groups and state only, and its __setstate__ wraps step() in hooks,
-        # but
-        # the hooks of ``optim`` already run inside step().
+        # but the hooks of ``optim`` already run inside step().
         return dict(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -92,9 +91,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         self._finish_scaling()
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before
-        scaling.
-        """
+        """Scale all gradients to a global norm of at most ``max_norm``; return the norm before scaling."""
         self._unscale()
         params = list(self._parameters())
         if self._model_ranks is None:
@@ -188,8 +185,7 @@ def norm_over_parts(
     params: Sequence[torch.Tensor], model_ranks: ModelRanks, norm_type: float
 ) -> torch.Tensor:
     """Return the gradient norm of a model with parts on several ranks. A gradient that several ranks have
-    counts
-    once. Collective.
+    counts once. Collective.
     """
     grads = [p.grad for p in params if p.grad is not None and model_ranks.counts(p)]
     device = params[0].device if params else torch.device("cpu")

@@ -21,8 +21,7 @@ def join_launched_group() -> None:
     """Join the process group that a launcher (torchrun) described in the environment.
 
     Does nothing if a group exists already, or there is no launcher, or only one process. With GPUs, each
-    process
-    takes the GPU of its local rank.
+    process takes the GPU of its local rank.
     """
     if not dist.is_available() or dist.is_initialized():
         return
@@ -75,8 +74,7 @@ class Ranks:
         self, action: Callable[[], _Result], failure: type[GeminiError] = CheckpointError
     ) -> _Result:
         """Run ``action`` on every rank; return its result here, once all have succeeded. If it fails on one
-        rank,
-        the error is raised there, and ``failure`` on the others. Collective.
+        rank, the error is raised there, and ``failure`` on the others. Collective.
         """
         return Rank(self.number, self.size, self._say, failure=failure).together(action)
 

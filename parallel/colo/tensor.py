@@ -80,8 +80,7 @@ class ComputeSpec:
 
 class ProcessGroup:
     """``tp_degree`` neighbouring processes have the parts of a tensor, and ``dp_degree`` such groups the
-    parts of a
-    batch. A missing degree is computed from the number of processes.
+    parts of a batch. A missing degree is computed from the number of processes.
     """
 
     def __init__(self, tp_degree: int | None = None, dp_degree: int | None = None) -> None:
@@ -154,8 +153,7 @@ class ColoTensor(torch.Tensor):
     """A whole tensor with this process's part in ``data``; shapes are those of the part.
 
     Operators compute with the whole tensor, as DTensor infers, and return ColoTensors. Autograd sees changes
-    of the spec
-    as operators. In one process the part is the whole tensor.
+    of the spec as operators. In one process the part is the whole tensor.
     """
 
     _held: torch.Tensor  # a DTensor, or in one process the tensor itself
@@ -222,8 +220,7 @@ class ColoTensor(torch.Tensor):
 
     def redistribute(self, spec: DistSpec) -> ColoTensor:
         """Return the tensor distributed by ``spec``. Collective, as is its backward. Raises ConfigError if
-        the spec is
-        for another number of processes.
+        the spec is for another number of processes.
         """
         check_parts(spec, self.process_group)
         held = self._held
@@ -321,8 +318,7 @@ class ColoParameter(ColoTensor, nn.Parameter):
     """A whole parameter of a model that records how to cut it and how it computes.
 
     :func:`gemini.parallel.colo.apply_specs`, which ``gemini.parallel.colo.GeminiDDP`` calls, cuts it. Then it
-    is a part,
-    and an ordinary parameter.
+    is a part, and an ordinary parameter.
     """
 
     recorded_spec: DistSpec
@@ -402,8 +398,7 @@ def ColoInitContext(
     default_dist_spec: DistSpec | None = None,
 ) -> Iterator[None]:
     """Parameters created inside the block are on ``device`` and are ColoParameters with these specs. They are
-    whole:
-    cutting happens when the model is wrapped.
+    whole: cutting happens when the model is wrapped.
 
     Raises:
         ConfigError: the spec is for another number of processes than the group has, or there is no such

@@ -18,12 +18,10 @@ _WAY_OUT = "set ReplicaSpec() for it"
 
 def apply_specs(model: nn.Module) -> Partition:
     """Cut ``model``, in place, by the specs of its ColoParameters, which become ordinary parameters. Return
-    the
-    partition. Collective.
+    the partition. Collective.
 
     A Linear, or transformers' Conv1D, is cut by its outputs, together with its bias, or by its inputs; an
-    Embedding by its
-    columns or rows. Outputs are gathered unless ``set_output_replicate(False)``.
+    Embedding by its columns or rows. Outputs are gathered unless ``set_output_replicate(False)``.
 
     Raises:
         ConfigError: no style cuts a parameter in that way, or groups differ. Nothing was changed.
@@ -53,8 +51,7 @@ def apply_specs(model: nn.Module) -> Partition:
 
 class GeminiDDP(ManagedDDP):
     """:class:`gemini.GeminiDDP` of a model that is first cut by the specs of its ColoParameters, over the
-    processes of
-    their group. ``partition`` is the result of :func:`apply_specs`.
+    processes of their group. ``partition`` is the result of :func:`apply_specs`.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:

@@ -36,9 +36,7 @@ Options = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Amp:
-    """The settings for a booster. ``precision`` is None for fp32; ``casts``: the whole model is cast to
-    fp16.
-    """
+    """The settings for a booster. ``precision``: None for fp32; ``casts``: the model is cast to fp16."""
 
     precision: MixedPrecision | None
     casts: bool
@@ -46,8 +44,7 @@ class Amp:
 
 def read_amp(mode: object, options: Options | None = None) -> Amp:
     """Return the settings for a type of mixed precision with its ``options``. Missing options have the
-    defaults of its
-    class in :mod:`gemini.parallel.booster.mixed_precision`.
+    defaults of its class in :mod:`gemini.parallel.booster.mixed_precision`.
 
     Raises:
         ConfigError: there is no such mode, or an option has an unsupported value.
@@ -77,10 +74,8 @@ def convert_to_amp(
     amp_config: Options | None = None,
 ) -> Converted:
     """Return the three objects in mixed precision. TORCH is autocast with a loss scale; NAIVE casts the whole
-    model to
-    fp16 with fp32 masters; APEX is the torch equivalent of apex's level O1. Ranks of torch.distributed share
-    their
-    gradients, as with a Booster.
+    model to fp16 with fp32 masters; APEX is the torch equivalent of apex's level O1. Ranks of
+    torch.distributed share their gradients, as with a Booster.
 
     Raises:
         ConfigError, TypeError: as :func:`read_amp`.

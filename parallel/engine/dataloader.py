@@ -24,8 +24,7 @@ def get_dataloader(
     **options: Any,
 ) -> DataLoader[Any]:
     """Return a loader that gives each rank of data parallelism its own part of ``dataset``; ranks with parts
-    of one
-    model get the same data. Without ``add_sampler`` every rank gets all of it.
+    of one model get the same data. Without ``add_sampler`` every rank gets all of it.
 
     The order depends only on ``seed``, and every pass shuffles again. Further ``options`` are passed to
     :class:`torch.utils.data.DataLoader`.

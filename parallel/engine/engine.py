@@ -114,8 +114,7 @@ class Engine:
         """Update the parameters and return True; return False if more iterations come first.
 
         Gradient handlers run before; then gradients are clipped. A step with gradients that overflowed in 16
-        bits is
-        skipped, but counts.
+        bits is skipped, but counts.
         """
         if not self.is_last_iteration:
             self._iteration += 1
@@ -131,8 +130,7 @@ class Engine:
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which gradients accumulate on each rank. Iterations before the last one of an
-        update run
-        in it.
+        update run in it.
         """
         return self.booster.no_sync(self.model, self._optimizer)
 
@@ -155,8 +153,8 @@ class Engine:
 
 class UpdateScheduler:
     """A learning rate scheduler with a :meth:`step` that does nothing if the engine has made no update since
-    the last
-    call, so it may be called after every iteration or epoch. Everything else is passed to the scheduler.
+    the last call, so it may be called after every iteration or epoch. Everything else is passed to the
+    scheduler.
     """
 
     def __init__(self, scheduler: Any, engine: Engine) -> None:

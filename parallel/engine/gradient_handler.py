@@ -32,9 +32,7 @@ class BaseGradientHandler(ABC):
 
     @abstractmethod
     def handle_gradient(self) -> None:
-        """Share the gradients; called once per update, when the gradients of all its iterations are
-        complete.
-        """
+        """Share the gradients; called once per update, after all its iterations."""
 
 
 @GRADIENT_HANDLER.register_module
@@ -53,8 +51,7 @@ class DataParallelGradientHandler(BaseGradientHandler):
 
     def handle_gradient(self) -> None:
         """Average all gradients, some megabytes at a time. A parameter without gradient on a rank counts as 0
-        there if
-        another rank has one.
+        there if another rank has one.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
             return
@@ -77,11 +74,11 @@ class DataParallelGradientHandler(BaseGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class MoeGradientHandler(DataParallelGradientHandler):
-    """Averages all gradients over the ranks of data parallelism. If these divide experts, the gradient of an
-    expert
-    already contains the contributions of the ranks that share it. It is summed over the ranks with the
-    expert, and
-    divided by the number of all ranks.
+    """Averages all gradients over the ranks of data parallelism.
+
+    If ranks divide experts, the gradient of an expert already contains the tokens of all ranks that divide
+    the experts with this one. It is summed over the ranks with the same expert, and divided by the number of
+    all ranks.
     """
 
     def share(self, params: Sequence[torch.Tensor]) -> None:
@@ -108,8 +105,7 @@ def average(
     divided_by: int | None = None,
 ) -> None:
     """Replace tensors by their sum over the ranks of ``group``, divided by ``divided_by``; None divides by
-    the number of
-    ranks. Extra memory: one bucket of 2**22 elements, or the largest tensor.
+    the number of ranks. Extra memory: one bucket of 2**22 elements, or the largest tensor.
     """
     divisor = divided_by or dist.get_world_size(group)
     by_type: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -149,8 +145,7 @@ def make_handlers(
 
 class HandledPlugin(TorchDDPPlugin):
     """A replica of the model on every rank, with gradients shared by handlers: all start with the weights of
-    the first
-    rank, and backward synchronizes nothing.
+    the first rank, and backward synchronizes nothing.
     """
 
     def wrap(self, model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

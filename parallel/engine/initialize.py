@@ -89,23 +89,18 @@ def initialize(
     """Return an engine, both data loaders and the scheduler, ready to train.
 
     ``fp16``, ``zero``, ``gradient_accumulation``, ``clip_grad_norm`` and ``gradient_handler`` of the
-    configuration
-    select the features. Without any, ranks share gradients as torch's DDP does. ``zero=dict(stage=1)`` to 3
-    takes
-    the keywords of LowLevelZeroPlugin or, for 3, GeminiPlugin, and computes in fp16 by default. A model of
-    layers
-    over the launched ranks of tensor parallelism is one part of several: they clip by one norm and skip steps
-    together. With pipeline stages the model is an ordinary whole model on each rank, which
-    HybridParallelPlugin
-    cuts, or ``BuiltStages`` with the stages that the program has built for this rank; batches go through
-    ``engine.execute_schedule``.
+    configuration select the features. Without any, ranks share gradients as torch's DDP does.
+    ``zero=dict(stage=1)`` to 3 takes the keywords of LowLevelZeroPlugin or, for 3, GeminiPlugin, and computes
+    in fp16 by default. A model of layers over the launched ranks of tensor parallelism is one part of
+    several: they clip by one norm and skip steps together. With pipeline stages the model is an ordinary
+    whole model on each rank, which HybridParallelPlugin cuts, or ``BuiltStages`` with the stages that the
+    program has built for this rank; batches go through ``engine.execute_schedule``.
 
     A ``MoeLoss`` is bound to the model. If ``parallel=dict(moe=dict(size=n))`` divides experts among ranks,
     gradients are shared as by ``MoeGradientHandler``, and files have all experts.
 
     With gradient accumulation the returned ``lr_scheduler`` steps with the updates. Use the model and the
-    optimizer
-    only through the engine.
+    optimizer only through the engine.
 
     Args:
         optimizer: None for evaluation only.
@@ -164,8 +159,7 @@ def initialize(
 
 def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
     """Return the plugin for a configuration; ``parts``: the parts of the model on this rank, None for all.
-    Raises
-    ConfigError if no plugin fits.
+    Raises ConfigError if no plugin fits.
     """
     group, model_ranks = data_group(), None if parts is None else parts.model_ranks
     if global_context.layout.ep > 1:
@@ -223,8 +217,7 @@ def choose_stages(
     """Return the plugin for the stages of a model, whole on each rank or BuiltStages.
 
     Chunks (stage 3) need our Adam; with another optimizer the default of ``zero`` is stage 0. Raises
-    ConfigError for
-    features that a pipeline does not support.
+    ConfigError for features that a pipeline does not support.
     """
     layout, is_built = global_context.layout, isinstance(model, BuiltStages)
     for is_there, what in (
@@ -258,9 +251,7 @@ def choose_stages(
 
 
 def parts_of(model: nn.Module) -> Partition | None:
-    """Return the partition of a model of layers over the launched ranks; None for a model that is whole on
-    each.
-    """
+    """Return the partition of a model of layers over the launched ranks; None for a whole model."""
     if global_context.tensor_parallel_size == 1:
         return None
     return partition_of(model) if any(isinstance(layer, GridLayer) for layer in model.modules()) else None

@@ -25,8 +25,7 @@ _POLICIES = {"layer": "uniform", "parameter": "balanced"}
 
 def build_pipeline_model(model: nn.Sequential, num_chunks: int = 1, verbose: bool = False) -> nn.Module:
     """Return this rank's part of ``model``, a sequence of layers divided into equal numbers: a Sequential, or
-    with
-    several chunks a ModuleList of Sequentials. The rest of the model may be deleted.
+    with several chunks a ModuleList of Sequentials. The rest of the model may be deleted.
 
     ``BuiltStages.of(...)`` trains it. ``verbose`` logs the indices of the layers.
 
@@ -51,12 +50,9 @@ def build_pipeline_model_from_cfg(
 
     Args:
         config: ``dict(type=..., **arguments)`` of a model of ``MODELS``, which is an nn.Sequential or has
-            such
-            dicts of its layers as ``layers_cfg``; or a list of those dicts; or the path of a configuration
-            file
-            that has either as ``model``. ``type`` is a class, or the name of one in ``LAYERS`` (``MODELS``)
-            or
-            in torch.nn.
+            such dicts of its layers as ``layers_cfg``; or a list of those dicts; or the path of a
+            configuration file that has either as ``model``. ``type`` is a class, or the name of one in
+            ``LAYERS`` (``MODELS``) or in torch.nn.
         partition_method: ``"parameter"`` balances the numbers of parameters, ``"layer"`` those of layers.
 
     Raises:

@@ -1,6 +1,5 @@
 """Schedules: run one batch through an engine, forward and backward, as a whole or as micro-batches through
-the stages
-of a pipeline.
+the stages of a pipeline.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from gemini.system.device import current_device
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
     """Return data and label. In a list or tuple the first item is data, and the second the label; with more
-    items, the
-    label is a tuple of all but the first. Anything else is data without a label (None).
+    items, the label is a tuple of all but the first. Anything else is data without a label (None).
     """
     if not isinstance(batch, (list, tuple)):
         return batch, None
@@ -51,8 +49,7 @@ def call_model(model: Callable[..., Any], data: Any) -> Any:
 
 def call_criterion(criterion: Callable[..., Any], output: Any, label: Any) -> Any:
     """Call a criterion with a model's output, a tuple as several arguments, and the label: none if it is
-    None, else
-    passed as :func:`call_model` does. If both are mappings, all items are keywords.
+    None, else passed as :func:`call_model` does. If both are mappings, all items are keywords.
     """
     arguments = output if isinstance(output, (list, tuple)) else (output,)
     if label is None:
@@ -65,9 +62,7 @@ def call_criterion(criterion: Callable[..., Any], output: Any, label: Any) -> An
 
 
 def num_samples(*values: Any) -> int:
-    """Return the length of the first tensor in ``values``, the number of samples of a batch; 0 if there is
-    none.
-    """
+    """Return the length of the first tensor in ``values``, which is the number of samples; 0 without one."""
     for value in values:
         inside = value
         if isinstance(value, Mapping):
@@ -132,9 +127,7 @@ class BaseSchedule(ABC):
         self.data_process_func = data_process_func
 
     def load_batch(self, data_iter: Iterator[Any]) -> tuple[Any, Any]:
-        """Take the next batch and return data and label on the computing device. Raises StopIteration at the
-        end.
-        """
+        """Take the next batch; return data and label on the computing device. Raises StopIteration."""
         data, label = (self.data_process_func or split_batch)(next(data_iter))
         device = current_device()
         data, label = move_to(data, device), move_to(label, device)
@@ -151,8 +144,7 @@ class BaseSchedule(ABC):
         return_output_label: bool = True,
     ) -> Result:
         """Run the next batch, and its backward pass unless ``forward_only``; return output, label and loss,
-        None for
-        those not requested. Does not update; ``engine.step()`` does.
+        None for those not requested. Does not update; ``engine.step()`` does.
         """
 
 
@@ -187,12 +179,10 @@ class NonPipelineSchedule(BaseSchedule):
 
 class PipelineSchedule(BaseSchedule):
     """Runs the micro-batches of a batch, forward and backward, through the stages of a HybridParallelPlugin,
-    which
-    determines their number and order.
+    which determines their number and order.
 
     The ranks of one pipeline take the same batches. On all ranks the loss is the mean over all micro-batches
-    and ranks.
-    Outputs are on ranks with the last stage (None on the others), labels on all.
+    and ranks. Outputs are on ranks with the last stage (None on the others), labels on all.
     """
 
     def __init__(

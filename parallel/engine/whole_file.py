@@ -32,9 +32,8 @@ def save_checkpoint(
     """Write ``epoch`` and the whole model's state dict to ``file``, and the states of the others if given.
 
     Collective; the first rank writes. An earlier file stays until the new one is complete. :func:`torch.load`
-    can read
-    it. For large models use ``Booster.save_model`` or :func:`gemini.checkpoint.save`, which hold one tensor
-    at a time.
+    can read it. For large models use ``Booster.save_model`` or :func:`gemini.checkpoint.save`, which hold one
+    tensor at a time.
 
     Raises:
         IoError: the file cannot be written; CheckpointError on the other ranks.
@@ -69,8 +68,7 @@ def load_checkpoint(
     """Read a file of :func:`save_checkpoint`, without running any code in it, and return its epoch.
 
     Collective; each rank reads the file. Ranks continue after all have read it: if one cannot, nothing is
-    loaded on any.
-    The other ranks wait for a rank that does not call this.
+    loaded on any. The other ranks wait for a rank that does not call this.
 
     Raises:
         IoError: the file cannot be read.
@@ -110,9 +108,7 @@ def load_checkpoint(
 
 
 def _refuse_stages(what: str, model: nn.Module) -> None:
-    """Raise ConfigError if other ranks have stages or experts of ``model``, or the launch has pipeline
-    stages.
-    """
+    """Raise ConfigError if other ranks have stages or experts of ``model``, or the run has stages."""
     parts = (Absent, BuiltStages)
     has_parts = any(isinstance(module, parts) for module in model.modules())
     in_stages = global_context.pipeline_parallel_size > 1 or has_parts

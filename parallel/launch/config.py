@@ -41,13 +41,10 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Co
     """Read ``config``: the path of a Python file, which is run, a dict, or None for an empty configuration.
 
     A file may import modules beside it. All its names are entries except modules and names that begin with an
-    underscore.
-    Programs may use any names except the reserved ones: ``parallel``, ``fp16``, ``zero``,
-    ``gradient_accumulation``,
-    ``clip_grad_norm``, ``gradient_handler``, ``NUM_MICRO_BATCHES``, ``NUM_CHUNKS``, ``TENSOR_SHAPE``,
-    ``dali``. A name
-    similar to a reserved one logs a warning. ``parallel`` is not checked here, because that needs the number
-    of processes.
+    underscore. Programs may use any names except the reserved ones: ``parallel``, ``fp16``, ``zero``,
+    ``gradient_accumulation``, ``clip_grad_norm``, ``gradient_handler``, ``NUM_MICRO_BATCHES``,
+    ``NUM_CHUNKS``, ``TENSOR_SHAPE``, ``dali``. A name similar to a reserved one logs a warning. ``parallel``
+    is not checked here, because that needs the number of processes.
 
     Raises:
         ConfigError: there is no such file, it fails, or a reserved keyword has an invalid value.

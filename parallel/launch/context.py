@@ -58,8 +58,7 @@ class GlobalContext:
     """The run of this process; ``global_context`` is the only instance.
 
     Groups are selected by :class:`ParallelMode`, or by the text of a program's own kind. Kinds that the
-    configuration does
-    not divide have groups of one process.
+    configuration does not divide have groups of one process.
     """
 
     def __init__(self) -> None:
@@ -106,8 +105,7 @@ class GlobalContext:
 
     def is_initialized(self, mode: Enum | str) -> bool:
         """Return whether this process is in a group of this kind with other processes. For GLOBAL and DATA,
-        whether
-        there was a launch.
+        whether there was a launch.
         """
         if self._run is None:
             return False
@@ -160,8 +158,8 @@ class GlobalContext:
 
     def begin(self, config: Config, *, owns_world: bool) -> None:
         """Create the groups for ``config`` among the processes of torch.distributed. Collective. Groups of an
-        earlier
-        run that this one does not use are destroyed. ``owns_world``: the processes were joined for this run.
+        earlier run that this one does not use are destroyed. ``owns_world``: the processes were joined for
+        this run.
 
         Raises:
             ConfigError: ``parallel`` is impossible with these processes. Nothing was changed.
@@ -192,8 +190,7 @@ class GlobalContext:
 
     def end(self, *, and_its_world: bool = False) -> None:
         """Forget the run and destroy its groups; with ``and_its_world`` also the group of all processes, if
-        it was
-        joined for a run. Idempotent.
+        it was joined for a run. Idempotent.
         """
         run, self._run = self._run, None
         if run is not None:
@@ -233,9 +230,7 @@ global_context = GlobalContext()
 
 
 def _read_parallel(config: Config, world_size: int) -> tuple[Layout, ProcessGroupInitializer | None]:
-    """Return the layout of ``parallel``, and the initializer if its mode is one that the program has
-    registered.
-    """
+    """Return the layout of ``parallel``, and the initializer if the program has registered its mode."""
     parallel = dict(config.get("parallel") or {})
     tensor = parallel.get("tensor")
     mode = tensor.get("mode") if isinstance(tensor, Mapping) else None

@@ -98,8 +98,7 @@ def priority_execution(
     executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
     """Run the block on one rank first, and on the others after it has finished: for example, it downloads
-    files for the
-    others. Collective over the group; ranks wait at most for the group's timeout.
+    files for the others. Collective over the group; ranks wait at most for the group's timeout.
 
     Raises:
         ConfigError: there is no such rank.

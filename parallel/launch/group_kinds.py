@@ -8,9 +8,7 @@ from gemini.errors import ConfigError
 
 
 class ParallelMode(Enum):
-    """A kind of process groups. A program's own kind is a text, or a member of another Enum with a text as
-    its value.
-    """
+    """A kind of process groups. A program's own kind is a text, or a member of another Enum of texts."""
 
     GLOBAL = "global"
     DATA = "data"

@@ -1,6 +1,5 @@
 """Start ranks on this machine: short jobs that run one of our modules and leave results in a directory, and
-helpers
-for other starters of ranks.
+helpers for other starters of ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _STARTER = "GEMINI_STARTER_OF_RANKS"  # the starting process
 @contextmanager
 def directory_of_job() -> Iterator[Path]:
     """Yield a directory for the inputs and results of a job. If a signal has ended the ranks, it is raised in
-    this
-    process after the directory was removed.
+    this process after the directory was removed.
     """
     try:
         with directory_of_ranks() as directory:
@@ -82,8 +80,7 @@ def named_starter() -> dict[str, str]:
 
 def end_with_starter() -> None:
     """On a rank: end this process if the process that started it is killed. Nobody would read its result, and
-    it would
-    block the directory of its run. In a process that is no such rank this does nothing.
+    it would block the directory of its run. In a process that is no such rank this does nothing.
     """
     starter = os.environ.pop(_STARTER, "")  # removed: processes that the rank starts have another parent
     if starter.isdecimal():
@@ -93,8 +90,7 @@ def end_with_starter() -> None:
 @contextmanager
 def as_rank(directory: Path) -> Iterator[None]:
     """Run the code of a rank of :func:`run_here` inside the block: write its error to the directory, and
-    destroy the
-    process group at the end.
+    destroy the process group at the end.
     """
     end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,6 +1,4 @@
-"""Launch: join the processes of a run, started by any launcher, and start processes from a program
-(spawn).
-"""
+"""Launch: join the processes of a run, started by any launcher, or start them from a program (spawn)."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Place:
     """Process ``rank`` of ``world_size``, number ``local_rank`` on its machine. The first process listens at
-    ``host`` and
-    ``port``, which a single process does not need.
+    ``host`` and ``port``, which a single process does not need.
     """
 
     rank: int = 0
@@ -139,15 +136,13 @@ def launch(
     """Join the processes of a run and create the groups for its configuration. Collective.
 
     It may be called again: joined processes stay, and the new configuration replaces the old one. One process
-    without
-    a launcher needs no arguments. Afterwards ``global_context`` has the groups, and layers of
+    without a launcher needs no arguments. Afterwards ``global_context`` has the groups, and layers of
     :mod:`gemini.parallel.tensor.nn` follow the mode in ``parallel``.
 
     Args:
         config: the path of a Python file, a dict or None; see :func:`read_config`.
         rank, world_size: the index of this process and the number of processes; None: from the environment,
-            as
-            set by torchrun.
+            as set by torchrun.
         host, port: where the first process listens.
         backend: that of torch.distributed; None: torch's default for each device. ``"nccl"`` becomes
             ``"gloo"``, with a warning, if there is not a GPU for each process.
@@ -158,8 +153,7 @@ def launch(
 
     Raises:
         ConfigError: an argument or the configuration is invalid. Nothing was changed, except that the
-            processes
-            have joined if ``parallel`` does not fit their number.
+            processes have joined if ``parallel`` does not fit their number.
     """
     if rank is None and world_size is None:
         place = None
@@ -212,16 +206,14 @@ def launch_from_openmpi(
 
 def shutdown() -> None:
     """Undo :func:`launch`: destroy its groups, and torch.distributed if it started it. Another launch may
-    follow; with
-    several processes it needs another port. Idempotent.
+    follow; with several processes it needs another port. Idempotent.
     """
     global_context.end(and_its_world=True)
 
 
 def get_default_parser() -> argparse.ArgumentParser:
     """Return a parser of the arguments of :func:`launch`; a program may add its own. Missing arguments are
-    None, and
-    launch() then reads the environment.
+    None, and launch() then reads the environment.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="path of the configuration, a Python file")
@@ -304,8 +296,7 @@ def _usable(backend: str | None, place: Place) -> str | None:
 
 def spawn(function: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
     """Call ``function(rank, world_size=, port=, **kwargs)`` in ``nprocs`` processes, which can :func:`launch`
-    over the
-    free port. Returns when all have ended. ``function`` must be at the top level of a module.
+    over the free port. Returns when all have ended. ``function`` must be at the top level of a module.
 
     Raises:
         ConfigError: ``nprocs`` is no number of processes.

@@ -42,8 +42,7 @@ class DistributedLogger:
         self, path: str | Path, mode: str = "a", level: int | str = "INFO", suffix: str = ""
     ) -> logging.FileHandler:
         """Also write to ``rank_<rank><suffix>.log`` in the directory ``path``, which is created. Return the
-        handler; its
-        ``close()`` stops this.
+        handler; its ``close()`` stops this.
         """
         directory = Path(path)
         directory.mkdir(parents=True, exist_ok=True)
@@ -77,8 +76,7 @@ def disable_existing_loggers(
     include: Collection[str] | None = None, exclude: Collection[str] = ("gemini",)
 ) -> None:
     """Limit existing loggers to warnings and errors: those named in ``include`` (None: all), except those in
-    ``exclude``
-    and below.
+    ``exclude`` and below.
     """
     names = list(logging.root.manager.loggerDict) if include is None else include
     for name in names:

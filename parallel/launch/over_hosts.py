@@ -1,10 +1,8 @@
 """Run over several machines, which are named by hand or in a file. One process on each machine starts its
-ranks: here
-directly, elsewhere over ssh.
+ranks: here directly, elsewhere over ssh.
 
 Each of those processes reads its standard input: signals arrive as lines, and the end of input means SIGTERM.
-So no
-process keeps running on a machine that has lost the connection to the starting one.
+So no process keeps running on a machine that has lost the connection to the starting one.
 """
 
 from __future__ import annotations
@@ -37,8 +35,7 @@ _NEXT_LINE = "give one name per line"
 
 def read_hostfile(path: Path) -> list[str]:
     """Return the hosts in a file, one per line; repeated hosts, as in lists of schedulers, are returned once.
-    Empty lines
-    and comments after ``#`` are ignored.
+    Empty lines and comments after ``#`` are ignored.
 
     Raises:
         IoError: it cannot be read.
@@ -94,8 +91,7 @@ def first_to_listen(
     hosts: Sequence[str], master_addr: str | None, known: Sequence[str]
 ) -> tuple[list[str], str]:
     """Return the hosts, with the host where ranks meet first, and its address: ``master_addr``, or the name
-    of the first
-    host. ``known`` are the hosts before the choice.
+    of the first host. ``known`` are the hosts before the choice.
 
     Raises:
         ConfigError: other machines would not find that host at this address.
@@ -175,8 +171,7 @@ _PAUSE_SECONDS = 0.1
 @dataclass(frozen=True)
 class Hosts:
     """Machines; ranks meet at the first. ``ssh`` is the command that reaches the others, to which host and
-    command are
-    appended; ``environ`` names variables to pass in addition to the usual ones.
+    command are appended; ``environ`` names variables to pass in addition to the usual ones.
     """
 
     names: tuple[str, ...]
@@ -186,10 +181,8 @@ class Hosts:
 
 def run_on_hosts(hosts: Hosts, node: Node, program: Program) -> Ended:
     """Run ``program`` on all machines; ``node`` describes the first. Return how the first failed one has
-    ended, or how
-    all have. After a failure the others are ended too, with all processes that they have started; after 20 s
-    by force.
-    SIGINT, SIGTERM and SIGHUP are passed on; a second signal ends the waiting.
+    ended, or how all have. After a failure the others are ended too, with all processes that they have
+    started; after 20 s by force. SIGINT, SIGTERM and SIGHUP are passed on; a second signal ends the waiting.
 
     Call it in the main thread.
 
@@ -254,8 +247,7 @@ class _Job:
 
     def end(self) -> None:
         """End it by force if it has not ended. On other machines the end of its input does this; on this one
-        its ranks,
-        each in its own session, are killed too.
+        its ranks, each in its own session, are killed too.
         """
         assert self.process.stdin is not None
         with suppress(OSError):
@@ -280,8 +272,7 @@ class _Job:
 
 def obey_stdin() -> None:
     """Make this process receive the signals that arrive as lines on standard input, and SIGTERM at its end.
-    Processes
-    that it starts get an empty standard input.
+    Processes that it starts get an empty standard input.
     """
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -14,8 +14,7 @@ _Class = TypeVar("_Class", bound=type)
 class Registry:
     """A registry of classes by name::
 
-    @MODELS.register_module
-    class Mlp(nn.Module): ...
+    @MODELS.register_module class Mlp(nn.Module): ...
     """
 
     def __init__(self, name: str) -> None:

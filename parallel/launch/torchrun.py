@@ -34,9 +34,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Program:
-    """The program of every rank: a file, or with ``module`` a module, and its arguments. ``is_quiet`` hides
-    its output.
-    """
+    """The program of every rank: a file, or with ``module`` a module. ``is_quiet`` hides its output."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -52,8 +50,7 @@ class Program:
 @dataclass(frozen=True)
 class Node:
     """Machine ``index`` of ``count`` and its ranks: a number, or a way to count them (``COUNTED``). All ranks
-    meet at
-    ``address`` and ``port`` of the first machine.
+    meet at ``address`` and ``port`` of the first machine.
     """
 
     ranks: str = "1"
@@ -84,8 +81,8 @@ def directory_of_ranks() -> Iterator[Path]:
 
 def run_ranks(node: Node, program: Program) -> Ended:
     """Run the ranks of this machine until all have ended. The code is that of the first rank that failed, 128
-    plus the
-    number of a signal that ended it or this process, or 0. After a failure the other ranks are ended.
+    plus the number of a signal that ended it or this process, or 0. After a failure the other ranks are
+    ended.
 
     Call it in the main thread: torchrun handles signals inside. Leaves no file behind.
 

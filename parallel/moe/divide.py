@@ -1,6 +1,5 @@
 """Divide the experts of a whole model among ranks: those of :class:`Experts`, and modules of transformers
-with one row
-of parameters per expert, called with tokens, choices and weights. Model code does not change.
+with one row of parameters per expert, called with tokens, choices and weights. Model code does not change.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class CalledByChoice(nn.Module):
     """Experts called as ``experts(tokens, chosen, weights)``, with some of them on this rank.
 
     The module computes with its own forward pass, in the implementation that its model chooses. A token that
-    arrives is
-    passed to it as a token with a single choice, of weight 1.
+    arrives is passed to it as a token with a single choice, of weight 1.
     """
 
     ranks: ExpertRanks
@@ -99,8 +97,7 @@ def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: in
     Args:
         data: the ranks of data parallelism, None for one process. Collective over them.
         size: the number of neighbouring ranks that divide the experts. If a layer has fewer experts, that
-            many
-            ranks divide those of all layers.
+            many ranks divide those of all layers.
         apart: the number of consecutive ranks of ``data`` with parts of the same sequences.
 
     Raises:
@@ -118,10 +115,8 @@ def expert_ranks_of(model: nn.Module, data: Axis | None, size: int, *, apart: in
 
 def divide_experts(model: nn.Module, ranks: ExpertRanks) -> DividedExperts | None:
     """Keep only this rank's experts in ``model``, or in a part of one, in place. Return their parameters,
-    None if the
-    part has no experts. Parameters keep their identity; values come from the first rank. Collective over the
-    ranks
-    of data parallelism; see :func:`expert_ranks_of`.
+    None if the part has no experts. Parameters keep their identity; values come from the first rank.
+    Collective over the ranks of data parallelism; see :func:`expert_ranks_of`.
     """
     for layer in model.modules():
         if isinstance(layer, MoeLayer):

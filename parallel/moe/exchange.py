@@ -31,8 +31,7 @@ def through_experts(
     axis: Axis, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Return the results of the experts on the ranks of ``axis`` for ``rows``, in the order of the rows.
-    Collective, also
-    on ranks without rows.
+    Collective, also on ranks without rows.
 
     Args:
         rows: sorted by expert.

@@ -1,10 +1,8 @@
 """Experts: the feed-forward networks of a layer, their weights, and the seeds of these.
 
 Feed-forward experts are parameters with one row per expert, which are multiplied in groups and which the
-runtime
-recognizes. Experts of other classes are modules in a list. If ranks divide the experts, each has only its
-own, with the
-initial weights that they would have in one process.
+runtime recognizes. Experts of other classes are modules in a list. If ranks divide the experts, each has only
+its own, with the initial weights that they would have in one process.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ _GROUPED = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torc
 
 
 class MoeEnv:
-    """Where experts are, set by the launch, and the seed of their weights, set by :func:`moe_set_seed`;
-    read-only.
-    """
+    """The ranks that have experts, set by the launch, and the seed of :func:`moe_set_seed`; read-only."""
 
     def __init__(self) -> None:
         self._seed: int | None = None
@@ -58,8 +54,7 @@ class MoeEnv:
 
     def ranks_of(self, num_experts: int) -> ExpertRanks | None:
         """Return the ranks that divide a layer of ``num_experts``; None if each has all. Collective. Raises
-        ConfigError
-        if they cannot divide it.
+        ConfigError if they cannot divide it.
         """
         if self.model_parallel_size == 1:
             return None
@@ -86,8 +81,7 @@ def moe_set_seed(seed: int) -> None:
     """Make the weights of experts created from now on depend only on ``seed``, their layer and their index.
 
     Layers are counted from this call. Without a seed, each layer draws one from torch's generator. Dropout in
-    experts
-    that ranks divide also depends on the rank.
+    experts that ranks divide also depends on the rank.
     """
     moe_env._seed, moe_env._num_layers = seed, 0
 
@@ -101,8 +95,8 @@ def expert_seed(seed: int, layer: int, expert: int) -> int:
 @contextmanager
 def stream_of(ranks: ExpertRanks | None, device: torch.device) -> Iterator[None]:
     """Use a random stream of this rank inside the block, for example for dropout of its experts; without
-    ``ranks``
-    use torch's. The stream depends on torch's generator, so a recomputed block draws the same numbers.
+    ``ranks`` use torch's. The stream depends on torch's generator, so a recomputed block draws the same
+    numbers.
     """
     if ranks is None:
         yield
@@ -144,8 +138,7 @@ def new_parameter(*shape: int) -> nn.Parameter:
 
 class ExpertArray(nn.Module):
     """``num_experts`` networks like :class:`VanillaFFN`, in parameters with one row per network. ``first`` is
-    the index
-    of the first one in its layer.
+    the index of the first one in its layer.
     """
 
     def __init__(
@@ -189,9 +182,7 @@ class ExpertArray(nn.Module):
                     array[expert].copy_(row.uniform_(-bound, bound, generator=generator))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return the experts' results for tokens that are sorted by expert; ``counts`` is the number for
-        each.
-        """
+        """Return the experts' results for tokens sorted by expert; ``counts``: the number for each."""
         arrays = (tokens, self.up, self.up_bias, self.down, self.down_bias)
         kind = _autocast_type(tokens)
         with no_autocast(tokens):
@@ -211,14 +202,11 @@ class Experts(nn.Module):
     """The experts of a layer, all of class ``expert``, made with ``**expert_args``.
 
     :class:`VanillaFFN` becomes an :class:`ExpertArray`. Other classes become a list; a list built on ``meta``
-    gets its
-    weights later, from torch's generator. Layers may share one object. ``expert_cls`` is another name of
-    ``expert``.
-    ``layer_number=None`` takes the number of ``Experts`` made since :func:`moe_set_seed`.
+    gets its weights later, from torch's generator. Layers may share one object. ``expert_cls`` is another
+    name of ``expert``. ``layer_number=None`` takes the number of ``Experts`` made since :func:`moe_set_seed`.
 
     With ``parallel=dict(moe=dict(size=2))`` in the launch, ranks divide the experts: ``ranks`` are these
-    ranks, and
-    this rank makes only its own experts. A list then becomes a dict by expert index.
+    ranks, and this rank makes only its own experts. A list then becomes a dict by expert index.
 
     Raises:
         ConfigError: no class or no number of experts is given, or ranks cannot divide so many.
@@ -258,9 +246,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(made) if self.ranks is None else nn.ModuleDict(dict(named))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Return the experts' results for tokens that are sorted by expert; ``counts`` is the number for
-        each.
-        """
+        """Return the experts' results for tokens sorted by expert; ``counts``: the number for each."""
         if self.ranks is None:
             return self._computed(tokens, counts)
         return through_experts(self.ranks.sharing, tokens, counts, self._computed_alike)
@@ -273,8 +259,7 @@ class Experts(nn.Module):
 
     def _computed_alike(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Compute with the same operators as other ranks, however few tokens there are. Without any, compute
-        with a row
-        to discard, which gives gradients of zeros.
+        with a row to discard, which gives gradients of zeros.
         """
         if len(tokens):
             return self._computed(tokens, counts)
@@ -306,8 +291,7 @@ def _autocast_type(tokens: Tensor) -> torch.dtype | None:
 
 def _can_group(tokens: Tensor, weight: Tensor) -> bool:
     """Return whether torch can multiply these in groups: the dtype is supported, and rows are multiples of 16
-    bytes in
-    both layouts.
+    bytes in both layouts.
     """
     if _grouped_mm is None or tokens.dtype != weight.dtype or not len(tokens):
         return False

@@ -1,6 +1,4 @@
-"""Layers of experts: MoeLayer combines a gate, a router and experts; Widenet is a model made of such
-layers.
-"""
+"""Layers of experts: MoeLayer combines a gate, a router and experts; Widenet is a model of such layers."""
 
 from __future__ import annotations
 
@@ -22,18 +20,15 @@ class MoeLayer(RoutedLayer):
     """Sends each token to a few experts and sums their weighted results.
 
     The layer owns the gate, which computes logits in fp32. Router and experts may be shared with other
-    layers. A dropped
-    choice adds zero.
+    layers. A dropped choice adds zero.
 
     Args:
         router: a :class:`TopKRouter`, or a module with its interface.
         experts: :class:`Experts`, as many as ``num_experts``.
         aux_weight: 0 reports the router's losses to the record of the model, for ``MoeLoss``. Otherwise
-            backward
-            adds the gradient of ``aux_weight`` times the balance loss, and no loss is reported.
+            backward adds the gradient of ``aux_weight`` times the balance loss, and no loss is reported.
         balance_over: the choices that the balance loss counts: those of this "rank", or those of the "group"
-            of
-            ranks of data parallelism. "group" gives the loss of one process; then all ranks must run the
+            of ranks of data parallelism. "group" gives the loss of one process; then all ranks must run the
             layer.
         has_bias: whether choices have a bias, which ``BiasBalance`` adjusts.
 
@@ -77,9 +72,7 @@ class MoeLayer(RoutedLayer):
             self.expert_bias.zero_()
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """Return a tensor like ``x``, [..., dim_model]. ``token_mask`` [...] is 0 for padding, and the output
-        is 0 there.
-        """
+        """Return one like ``x``, [..., dim_model]. ``token_mask``: [...], 0 for padding, which becomes 0."""
         tokens = x.reshape(-1, x.shape[-1])
         with no_autocast(x):
             logits = functional.linear(tokens.float(), self.gate.float())
@@ -114,8 +107,7 @@ class MoeLayer(RoutedLayer):
 
 class Widenet(nn.Module):
     """A vision transformer that is wide instead of deep: its blocks share one attention and one set of
-    experts, and
-    differ in their norms and gates.
+    experts, and differ in their norms and gates.
 
     Args:
         capacity_factor: the factor of a :class:`Top2Router` in training.

@@ -1,8 +1,7 @@
 """The losses of routers: their collection in a pass, and their way into the gradients.
 
 Each model has its own :class:`RouterRecord`. Its layers report to it during the model's forward pass.
-Recomputation
-runs in backward, outside of a pass, so nothing is reported twice.
+Recomputation runs in backward, outside of a pass, so nothing is reported twice.
 """
 
 from __future__ import annotations
@@ -169,8 +168,7 @@ def attach(y: Tensor, loss: Tensor, *, scale: float | Callable[[], float] = 1.0)
     """Return ``y``; its backward also computes the gradient of ``loss``.
 
     This trains routers if no criterion gets their losses, for example in a stage of a pipeline. ``scale`` is
-    the factor
-    of the loss; a callable is called in backward, for example for the loss scale of fp16.
+    the factor of the loss; a callable is called in backward, for example for the loss scale of fp16.
     """
     return _Attached.apply(y, loss, scale)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -179,8 +177,7 @@ class BiasBalance:
     """Balances experts without a loss: adjusts the biases of layers after each optimizer step.
 
     A bias changes by ``rate * sign(mean count - count)``, with the choices of all passes since the previous
-    step on all
-    ranks of data parallelism. Layers made with ``MoeLayer(has_bias=True)`` have a bias.
+    step on all ranks of data parallelism. Layers made with ``MoeLayer(has_bias=True)`` have a bias.
 
     Raises:
         ConfigError: no layer has a bias, or there are several processes and a layer does not know its data

@@ -1,8 +1,7 @@
 """Routers: choose the experts for each token, the tokens to drop, and the weights of the results.
 
 A router has no weights and no state. A layer passes it the logits of its gate, so several layers may share
-one router.
-All computation is in fp32.
+one router. All computation is in fp32.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Capacity:
     """The number of choices that an expert accepts: k * factor * tokens / experts, at least ``minimum``.
 
     ``rounding``: "up", or "even", which rounds down and then up to an even number. ``eval_factor``: the
-    factor outside
-    of training; None: the same.
+    factor outside of training; None: the same.
     """
 
     factor: float
@@ -105,14 +103,12 @@ class TopKRouter(nn.Module):
     Args:
         score: the function from logits to probabilities, "softmax" or "sigmoid".
         weights: the divisor of a token's weights: "none", 1; "chosen", the sum over its choices; "kept", the
-            sum
-            over its choices that are not dropped. None: "chosen", but "none" for one choice: a single weight
-            divided by itself is 1, and the gate would get no gradient.
+            sum over its choices that are not dropped. None: "chosen", but "none" for one choice: a single
+            weight divided by itself is 1, and the gate would get no gradient.
         capacity: None drops no choice.
         drop: which choices an expert with too many keeps. "position": all first choices before all second
-            ones,
-            then earlier tokens before later ones. "random": random ones in training, else as "position".
-            "probability": those with the largest probabilities.
+            ones, then earlier tokens before later ones. "random": random ones in training, else as
+            "position". "probability": those with the largest probabilities.
         noisy_func: changes the logits in training.
         weights_from: whether weights are probabilities of the "clean" or of the "noisy" logits.
     """
@@ -241,8 +237,7 @@ class Top1Router(TopKRouter):
 
     An expert accepts floor(factor * tokens / experts) choices, rounded up to an even number, and at least
     ``min_capacity``. ``select_policy="first"`` drops later tokens, "random" drops random ones.
-    ``drop_tks=False`` drops
-    none.
+    ``drop_tks=False`` drops none.
     """
 
     def __init__(
@@ -269,8 +264,7 @@ class Top1Router(TopKRouter):
 
 class Top2Router(TopKRouter):
     """The router of the documents with two choices. Their weights are the probabilities, in training those of
-    the noisy
-    logits. If one choice is dropped, the weight of the other does not change.
+    the noisy logits. If one choice is dropped, the weight of the other does not change.
 
     An expert accepts floor(2 * factor * tokens / experts) choices, rounded up to an even number, and at least
     ``min_capacity``. Second choices come after all first ones. ``drop_tks=False`` drops none.

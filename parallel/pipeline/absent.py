@@ -42,9 +42,7 @@ ARRIVED = "_gemini_arrived"  # an attribute of placeholders
 
 
 class EndOfStage(BaseException):  # a model that catches Exception around its blocks lets it through
-    """Ends the model's forward pass at the first block of the next stage, and carries the tensors to send
-    there.
-    """
+    """Ends the model's forward pass at the next stage's first block, and carries the tensors to send."""
 
     def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
         super().__init__("the stage ends here")
@@ -53,8 +51,7 @@ class EndOfStage(BaseException):  # a model that catches Exception around its bl
 
 class FirstBlock(BaseException):
     """Ends the forward pass at the first block of a stage. Carries the arguments of the block, and the
-    tensors in the
-    model's attributes at that time.
+    tensors in the model's attributes at that time.
     """
 
     def __init__(self, name: str, values: Sequence[Any], held: Mapping[Path, torch.Tensor]) -> None:
@@ -69,8 +66,7 @@ class Taken(NamedTuple):
         places: which values among the arguments of its first block are received.
         among: the number of these arguments.
         held: paths to received tensors in attributes of the model and in context variables, where blocks
-            leave
-            them.
+            leave them.
     """
 
     places: tuple[int, ...] = ()
@@ -102,16 +98,13 @@ class Passage:
     """The forward pass of a stage: the received tensors, and whether it has reached its first block.
 
     Places number the values in a block's call, arguments and keywords flattened. The stages on both sides of
-    a cut
-    call the same block with the same number of values. The earlier stage sends the values at some places, and
-    the
-    later one puts them at these places, where it has placeholders.
+    a cut call the same block with the same number of values. The earlier stage sends the values at some
+    places, and the later one puts them at these places, where it has placeholders.
     """
 
     def __init__(self, placeholders: Placeholders | None = None) -> None:
         """``placeholders``: creates the placeholders, shared by the stages of a model; None: the whole model,
-        or a
-        stage that a program has built, without absent modules.
+        or a stage that a program has built, without absent modules.
         """
         self.placeholders = Placeholders() if placeholders is None else placeholders
         self._has_absent = placeholders is not None
@@ -156,8 +149,7 @@ class Passage:
 
     def watched(self) -> AbstractContextManager[object]:
         """Return a context that detects writes to placeholders. It intercepts every operator, so it does
-        nothing if
-        there can be no placeholder.
+        nothing if there can be no placeholder.
         """
         return self.placeholders.watched() if self._has_absent else nullcontext()
 
@@ -184,8 +176,7 @@ class Passage:
 
         Args:
             takes: where the first block gets the ``received`` tensors. None: run to the first block only,
-                which
-                raises FirstBlock.
+                which raises FirstBlock.
             gives: which tensors the next stage gets.
             draws: the seeds of random numbers; None: random numbers as in one process.
         """
@@ -206,9 +197,7 @@ class Passage:
             self._held_before.clear()
 
     def replaced(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Return the values to call the block ``name`` with: received tensors instead of their
-        placeholders.
-        """
+        """Return the arguments for the block ``name``, with received tensors instead of placeholders."""
         if not self.has_entered:
             self._enter(name, values)
         known = self._known
@@ -218,8 +207,7 @@ class Passage:
 
     def takes_as_is(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether none of a block's arguments must be replaced or refused. Called for every block; for
-        most
-        blocks after the first the answer is True.
+        most blocks after the first the answer is True.
         """
         if not self.has_entered or self.placeholders.has_written:
             return False
@@ -236,13 +224,11 @@ class Passage:
 
     def given(self, name: str, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
         """Return the tensors for the next stage: some of the ``values`` of the call of its first block
-        ``name``, and
-        some from attributes of the model.
+        ``name``, and some from attributes of the model.
 
         Raises:
             ConfigError: the next stage calls that block with another number of values, or a tensor to send is
-                not
-                on this stage.
+                not on this stage.
         """
         if len(values) != self._gives.among:
             raise ConfigError(
@@ -264,8 +250,7 @@ class Passage:
 
     def _refuse_unknown_there(self, name: str, given: Sequence[torch.Tensor]) -> None:
         """Raise ConfigError if blocks have put more tensors into context variables than the next stage found
-        when it
-        ran them on ``meta``.
+        when it ran them on ``meta``.
         """
         known = {id(each) for each in given}
         for path, value in self._in_context():
@@ -301,8 +286,7 @@ class Passage:
 
     def held(self) -> dict[Path, torch.Tensor]:
         """Return the placeholders in attributes of the model, and the tensors that the pass has put into
-        context
-        variables, by path.
+        context variables, by path.
         """
         found: dict[Path, torch.Tensor] = {}
         for path, value in self._in_attributes(once=True):
@@ -363,8 +347,7 @@ class Passage:
 
 def device_of(values: object) -> torch.device | None:
     """Return the device of the first tensor that is not on ``meta``. A model may move its input to the device
-    of a
-    weight, which can be another stage's.
+    of a weight, which can be another stage's.
     """
     if isinstance(values, torch.Tensor):
         return None if values.is_meta else values.device
@@ -409,8 +392,7 @@ class _OfKind:
 
 def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None) -> nn.Module:
     """Return a copy of ``model`` on ``meta``, which takes no memory. ``types``: the dtypes in which its
-    parameters
-    will compute, by their ids.
+    parameters will compute, by their ids.
     """
     memo: dict[int, Any] = {}
     for param in model.parameters():
@@ -427,9 +409,7 @@ def _pairs_in_context() -> list[tuple[Any, Any]]:
 
 
 def _collectors() -> str:
-    """Return a key of the containers in context variables: passes with different keys collect different
-    values.
-    """
+    """Return a key of the containers in context variables: it differs if passes collect other values."""
     held = containers_in_context().items()
     found = [(name, list(value) if isinstance(value, dict) else None) for (_, name), value in held]
     return str(sorted(found, key=str)) if found else ""
@@ -444,10 +424,8 @@ def _keep_own(name: str) -> Callable[[Any, Any], None]:
 
 class Absent(_OfKind, nn.Module):
     """Stands in for ``outline``, a module on ``meta``, and has its attributes. Its forward returns
-    placeholders of
-    the right shapes, and puts placeholders into the containers that the module would put tensors into.
-    ``pairs`` are
-    these containers, each with that of the outline.
+    placeholders of the right shapes, and puts placeholders into the containers that the module would put
+    tensors into. ``pairs`` are these containers, each with that of the outline.
     """
 
     def __init__(
@@ -523,10 +501,8 @@ class Absent(_OfKind, nn.Module):
     @contextmanager
     def _hooked(self) -> Iterator[None]:
         """Add the hooks that a forward pass has registered on stand-ins to the modules of the outline, for
-        the block.
-        A model that collects the outputs of its modules registers hooks in the first pass. Several stages
-        share an
-        outline, each with its own hooks.
+        the block. A model that collects the outputs of its modules registers hooks in the first pass. Several
+        stages share an outline, each with its own hooks.
         """
         changed: list[tuple[dict[str, Any], str, Any]] = []
         try:
@@ -547,8 +523,7 @@ class Absent(_OfKind, nn.Module):
 
     def _shown(self, name: str) -> dict[str, Any]:
         """Return the stand-ins for the module's own modules, parameters or buffers during a forward pass and
-        a
-        criterion, which may sum over all weights; nothing at other times.
+        a criterion, which may sum over all weights; nothing at other times.
         """
         found: dict[str, Any] = {}
         if "_held" not in self.__dict__ or not self._passage.shows:
@@ -601,9 +576,7 @@ class Absent(_OfKind, nn.Module):
 
     @torch.no_grad()
     def runs_on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the module runs on ``meta``, so that other stages can find what it leaves in
-        containers.
-        """
+        """Return whether the module runs on ``meta``: then other stages know what it leaves in containers."""
         there_args, there_kwargs = tree_map(_on_meta, (args, kwargs))
         shared = SharedContents([*self._pairs, *_pairs_in_context()], _on_meta)
         counters = plain_values([self._held[0]])
@@ -639,8 +612,7 @@ class Absent(_OfKind, nn.Module):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str, device: torch.device
     ) -> tuple[Any, bool]:
         """Run the outline. Return its output on ``meta``, and whether that is its only effect: it may also
-        put
-        tensors into containers, and then placeholders are put there.
+        put tensors into containers, and then placeholders are put there.
         """
         for value in tree_leaves((args, kwargs)):
             if is_dataclass(value) and not isinstance(value, type):
@@ -668,9 +640,7 @@ class Absent(_OfKind, nn.Module):
     def _run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedContents
     ) -> Any:
-        """Run the outline. If its parameters have another dtype, retry with inputs cast to it, as a wrapper
-        does.
-        """
+        """Run the outline. If its parameters have another dtype, retry with inputs cast to it."""
         with self._hooked():
             try:
                 return call(*args, **kwargs)
@@ -699,8 +669,7 @@ class AbsentBlock(Absent):
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return the first argument. Blocks with a forward pass that depends on values (routing) rarely
-        change its
-        shape, and nothing is computed from it.
+        change its shape, and nothing is computed from it.
         """
         first = _first(self._held[0].forward, args, kwargs)
         return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
@@ -710,10 +679,8 @@ def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
     """Return whether later stages read a changed value correctly, or get an error.
 
     That is so if nothing changed, or if a block stores a number in its own attributes (``index`` -1), which
-    are
-    placeholders on other stages. A tensor that requires a gradient is not accepted: it is a loss for others
-    to read.
-    An int is a counter.
+    are placeholders on other stages. A tensor that requires a gradient is not accepted: it is a loss for
+    others to read. An int is a counter.
     """
     if before is after:
         return True
@@ -724,8 +691,7 @@ def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
 class Present(_OfKind, nn.Module):
     """Wraps a block of this stage and calls it with the received tensors. It is outside of the block, so
     recomputing the block in backward does not run it, unless the model calls checkpoint() around it. During a
-    pass
-    it shows the block's children as its own, and a hook registered on it goes to the block.
+    pass it shows the block's children as its own, and a hook registered on it goes to the block.
     """
 
     block: nn.Module
@@ -733,10 +699,7 @@ class Present(_OfKind, nn.Module):
     def __init__(
         self, name: str, block: nn.Module, passage: Passage, *, is_last: bool, elsewhere: Absent | None = None
     ) -> None:
-        """``is_last``: whether the block is the stage's last. ``elsewhere``: the stand-in for the block on
-        later
-        stages.
-        """
+        """``is_last``: the block is the stage's last. ``elsewhere``: its stand-in on later stages."""
         super().__init__()
         self.__dict__["block"] = block
         self._name, self._passage, self._is_last, self._taken_for = name, passage, is_last, type(block)
@@ -777,8 +740,7 @@ class Present(_OfKind, nn.Module):
 
         Raises:
             ConfigError: an argument is on no stage before this one, or earlier stages would get no gradient
-                of the
-                tensors that they sent.
+                of the tensors that they sent.
         """
         passage = self._passage
         if not passage.runs:

@@ -21,8 +21,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # inte
 
 def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> list[Any]:
     """Return ``count`` micro-batches of ``batch``, or micro-batches of ``size`` samples. Tensors are cut
-    along the
-    first dimension; other values are in every micro-batch. With neither, the batch is one micro-batch.
+    along the first dimension; other values are in every micro-batch. With neither, the batch is one
+    micro-batch.
 
     Raises:
         ConfigError: the batch has no tensors, their numbers of samples differ, or cannot be divided.
@@ -62,8 +62,7 @@ def _piece(value: Any, index: int, count: int) -> Any:
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments for the model: the batch or, if it is a tuple or list (inputs, targets), the first
-    item.
-    The items of a mapping are keywords.
+    item. The items of a mapping are keywords.
     """
     inputs = batch[0] if isinstance(batch, (tuple, list)) else batch
     if isinstance(inputs, Mapping):
@@ -81,8 +80,7 @@ def kind_of(batch: Any, *, exact: bool = False) -> str:
     arguments.
 
     There are few keys, whatever else is in a batch. ``exact``: texts and numbers, which may name a task, are
-    part of
-    the key.
+    part of the key.
     """
     args, kwargs = call_arguments(batch)
     named = [*enumerate(args), *kwargs.items()]
@@ -110,8 +108,7 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 def contents_of(batch: Any) -> int:
     """Return a digest of the contents of a batch, for ranks that share a model to compare. It covers all
-    integers;
-    of floating-point tensors the sum of the bits of each sample, and elements at regular distances.
+    integers; of floating-point tensors the sum of the bits of each sample, and elements at regular distances.
     """
     return digest_of(str([_content(value) for value in tree_flatten(_plain(batch))[0]]))
 
@@ -134,8 +131,8 @@ def _content(value: Any) -> object:
 
 def _sums_of_bits(flat: torch.Tensor, samples: int) -> torch.Tensor:
     """Return the sum of the bits of each sample, taken as the widest integers that divide it: torch sums
-    8-byte
-    integers much faster. The result must not depend on the alignment of the memory, which differs by rank.
+    8-byte integers much faster. The result must not depend on the alignment of the memory, which differs by
+    rank.
     """
     if flat.storage_offset() * flat.itemsize % max(_BITS):
         flat = flat.clone()
@@ -149,8 +146,7 @@ def _crc(flat: torch.Tensor) -> int:
 
 def refuse_different(content: Sequence[int], what: str) -> None:
     """Raise ConfigError if ranks that share a model got different batches. ``content`` has the digest of each
-    rank,
-    ``what`` names their axis.
+    rank, ``what`` names their axis.
     """
     others = [rank for rank, each in enumerate(content) if each != content[0]]
     if others:
@@ -188,8 +184,7 @@ def loss_of(criterion: Criterion, output: Any, batch: Any) -> torch.Tensor:
 
 def without_weight(output: Any, loss: torch.Tensor) -> torch.Tensor:
     """Return a zero loss with zero gradients, to replace the loss of an empty micro-batch: that is NaN, and
-    so is
-    zero times it.
+    so is zero times it.
     """
     tensors = (each for each in _tensors_in(output) if not isinstance(each, FakeTensor))
     leaves = [each for each in tensors if each.dim() and each.is_floating_point()]

@@ -30,11 +30,9 @@ class BuiltStages(nn.Module):
         model, optimizer, *_ = booster.boost(BuiltStages(stage), optimizer)
 
     Several ``chunks`` are the stages of an interleaved pipeline, in the order in which they run; :meth:`of`
-    takes
-    them as builders return them. The first stage is called with the model's inputs. Others are called with
-    the
-    output of the previous stage, one tensor, and with those keyword inputs that their ``forward()`` names.
-    Parameters are named ``stage0.`` and so on, by the stage's index in the model; a parameter of
+    takes them as builders return them. The first stage is called with the model's inputs. Others are called
+    with the output of the previous stage, one tensor, and with those keyword inputs that their ``forward()``
+    names. Parameters are named ``stage0.`` and so on, by the stage's index in the model; a parameter of
     :class:`SharedParameters` is one weight.
 
     Raises:
@@ -121,8 +119,7 @@ class BuiltStage(Stage):
 
 def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> StagedModel:
     """Join the stages that the ranks along ``axis`` have built to one model. Collective. ``rank_of``: for
-    each stage,
-    its rank.
+    each stage, its rank.
 
     Raises:
         ConfigError: on all ranks, if their numbers of stages differ, or they do not share the same weights.
@@ -163,8 +160,7 @@ def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> Stage
 
 def _shared_names(every: Sequence[Sequence[tuple[Sequence[int], str]]]) -> list[list[str]]:
     """Return the names of each weight that several ranks have; ``every`` has the result of :func:`shared_in`
-    of each
-    rank. Raises ConfigError if one of the ranks lacks the weight.
+    of each rank. Raises ConfigError if one of the ranks lacks the weight.
     """
     found: dict[tuple[tuple[int, ...], int], dict[int, str]] = defaultdict(dict)
     for rank, said in enumerate(every):

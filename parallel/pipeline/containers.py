@@ -1,6 +1,5 @@
 """Containers (lists, dicts and objects) into which modules put tensors besides their outputs: those in a
-model, and
-those in context variables during a forward pass.
+model, and those in context variables during a forward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ _NO_OBJECTS = (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleTy
 
 def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
     """Return the writable members of a dict, or of an object of the user's program; else None. Objects of
-    this
-    library, such as the handle of a managed model, are left out: they hold nothing of a forward pass.
+    this library, such as the handle of a managed model, are left out: they hold nothing of a forward pass.
     """
     if isinstance(value, dict):
         return value
@@ -43,9 +41,7 @@ def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
 def tensors_in(
     value: Any, path: Path, seen: set[int], depth: int = 5, *, once: bool = True
 ) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield the tensors in the attributes of a module and in containers there, each ``once`` or at all its
-    places.
-    """
+    """Yield the tensors in the attributes of a module, and in containers there, ``once`` or at all places."""
     if isinstance(value, torch.Tensor):
         if id(value) not in seen:
             yield path, value
@@ -69,8 +65,7 @@ def tensors_in(
 
 def look_up(attributes: Mapping[str, Any], path: Path) -> Any:
     """Return the value at ``path``; ``attributes`` are those of the module. None if there is none, or a list
-    on the
-    path has another length.
+    on the path has another length.
     """
     value: Any = attributes
     for key in path[1:]:
@@ -119,8 +114,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 def plain_values(modules: Iterable[nn.Module]) -> dict[tuple[int, str], tuple[Any, Any]]:
     """Return plain values in the classes of ``modules`` and their submodules, and in the globals of their
-    files, where
-    forward passes may count calls. Maps each place to its owner and value.
+    files, where forward passes may count calls. Maps each place to its owner and value.
     """
     spaces: dict[int, tuple[Any, Mapping[str, Any]]] = {}
     for kind in {type(inner) for module in modules for inner in module.modules()}:
@@ -157,8 +151,7 @@ def restore_plain_values(
 
 def containers_in_context() -> dict[tuple[str, str], Any]:
     """Return the containers in context variables, by variable name. Hooks of blocks collect further outputs
-    of the
-    model there, for example those of transformers.
+    of the model there, for example those of transformers.
 
     Raises:
         ConfigError: two variables with the same name hold tensors; stages find tensors by this name.
@@ -207,11 +200,9 @@ def containers_in(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 def containers_named_in(module: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the containers outside of ``module`` that its submodules use. They are in their classes; in
-    globals of
-    their files that their methods, and functions called there, name; in enclosing functions; and in modules
-    that
-    their hooks name. Lists that other hooks fill are left out: they belong to a program that observes the
-    model.
+    globals of their files that their methods, and functions called there, name; in enclosing functions; and
+    in modules that their hooks name. Lists that other hooks fill are left out: they belong to a program that
+    observes the model.
     """
     found: dict[tuple[str, str], Any] = {}
     seen: set[int] = set()
@@ -268,9 +259,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def pairs_of(here: nn.Module, there: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the containers in attributes of the modules in ``here``, each with that of the copy
-    ``there``.
-    """
+    """Return pairs of containers in attributes of modules: those in ``here`` and in the copy ``there``."""
     copies = dict(there.named_modules())
     found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
@@ -326,8 +315,8 @@ def replace_tensors(value: Any, new: Callable[[Any], Any]) -> Any:
 
 class SharedContents:
     """Containers paired with their copies in an outline, which have tensors on ``meta``. A run of the outline
-    starts
-    with the contents of the originals; afterwards its changes are applied to them. A global is its own copy.
+    starts with the contents of the originals; afterwards its changes are applied to them. A global is its own
+    copy.
     """
 
     def __init__(self, pairs: Iterable[tuple[Any, Any]], on_meta: Callable[[Any], Any]) -> None:
@@ -363,8 +352,7 @@ class SharedContents:
 
     def take_over(self, new: Callable[[torch.Tensor], Any], mark: Callable[[Any], None]) -> bool:
         """Apply the changes of the run to the originals: store ``new(tensor)`` for new tensors, and call
-        ``mark`` for
-        the originals of tensors that it wrote to. Return whether there were changes.
+        ``mark`` for the originals of tensors that it wrote to. Return whether there were changes.
         """
         has_changed = False
         for copy, version, value in self._originals.values():

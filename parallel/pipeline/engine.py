@@ -67,9 +67,7 @@ class Trained(Protocol):
 
 @dataclass
 class Done:
-    """The results of a run: ``losses`` and model ``outputs`` by micro-batch, on the rank of the last stage;
-    else empty.
-    """
+    """The results of a run by micro-batch: ``losses``, and model ``outputs``; empty without the last stage."""
 
     losses: list[torch.Tensor]
     outputs: list[Any]
@@ -77,10 +75,7 @@ class Done:
 
 @dataclass
 class _Held:
-    """What a stage keeps of a micro-batch from forward to backward: the received tensors and the outputs that
-    get
-    gradients.
-    """
+    """What a stage keeps of a micro-batch for backward: the received tensors and outputs with gradients."""
 
     received: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
@@ -108,9 +103,7 @@ class Engine:
 
     @property
     def place(self) -> str:
-        """The current or, after an error, the last activity of this rank: stage, micro-batch, part of the
-        pass.
-        """
+        """The current activity of this rank, or the last one before an error: stage, micro-batch, pass."""
         return self._place
 
     def begin(self, place: str) -> None:
@@ -136,9 +129,7 @@ class Engine:
         self._trainable = trainable
 
     def kind_of(self, batch: Any) -> str:
-        """Return the kind of a batch. Different texts and numbers make different kinds, as long as there are
-        few.
-        """
+        """Return the kind of a batch. Texts and numbers distinguish kinds as long as there are few."""
         exact = kind_of(batch, exact=True)
         if len(self._kinds) < _MOST_KINDS:
             self._kinds.add(exact)
@@ -151,8 +142,7 @@ class Engine:
 
     def learn(self, batches: Sequence[Any], say: Callable[[str], list[str]]) -> None:
         """Find the inputs of all stages for such batches, if unknown. ``say`` sends a text to all ranks with
-        stages, and
-        returns theirs. Collective.
+        stages, and returns theirs. Collective.
         """
         forms = {self.form_of(batch): batch for batch in batches}
         fresh = {form: batch for form, batch in forms.items() if form not in self._learned}
@@ -180,8 +170,7 @@ class Engine:
         seed: int | None = None,
     ) -> Done:
         """Run ``order`` on micro-batches, which are the same on all ranks. If gradients are disabled, run
-        only forward
-        passes.
+        only forward passes.
 
         Args:
             weights: the weights of the micro-batches' losses.
@@ -231,9 +220,8 @@ class _Run:
     # -- tensors between stages ------------------------------------------------------------------
 
     def expect(self, actions: Sequence[Action], *, ahead: bool = True) -> None:
-        """Post receives for the inputs of ``actions``, if their forms are known; ``ahead``: before the input
-        that is
-        taken next.
+        """Post the receives for ``actions``, if the forms of their inputs are known. ``ahead``: the inputs
+        are taken later, in the order of these calls.
         """
         for action in actions:
             source = self._source(action)
@@ -414,8 +402,7 @@ class _Run:
 
     def _input_half(self, action: Action, held: _Held, stage: Stage) -> None:
         """Compute the gradients of the received tensors. In the first stage do nothing: all its work is in
-        the weights'
-        half.
+        the weights' half.
         """
         if not held.received:
             return
@@ -460,8 +447,7 @@ class _Enter(torch.autograd.Function):
 
 def _entered(received: torch.Tensor, returned: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the leaf that gets the gradient of a received tensor (None if no gradient is sent back), and the
-    tensor
-    for the stage. The leaf takes no memory before it has a gradient.
+    tensor for the stage. The leaf takes no memory before it has a gradient.
     """
     if not returned:
         return None, received

@@ -15,8 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 @dataclass
 class Group:
     """A set of weights, by their autograd nodes, and the nodes where their graph meets the graph of the
-    inputs, each
-    with its incoming gradients.
+    inputs, each with its incoming gradients.
     """
 
     weights: set[Any]
@@ -25,9 +24,7 @@ class Group:
 
 @dataclass
 class Unfinished:
-    """The start of the weights' half: ``groups``, and outputs that depend on no input, with a whole backward
-    pass to do.
-    """
+    """The start of the weights' half: ``groups``, and outputs without inputs, for a whole backward pass."""
 
     groups: list[Group]
     outputs: list[torch.Tensor]
@@ -75,17 +72,14 @@ def backward_input(
 
 
 def _own(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors that torch may detach in place: no views, and no tensor that another output depends
-    on.
-    """
+    """Return tensors that torch may detach in place: no views, and none that another output depends on."""
     with torch.enable_grad():
         return [each.clone() if each._is_view() or len(outputs) > 1 else each for each in outputs]
 
 
 def _disjoint(found: Iterable[dict[str, Any]]) -> list[Group]:
     """Convert torch's groups, merging those with a common weight: torch puts a weight into two groups if it
-    meets
-    inputs at nodes where others meet them separately.
+    meets inputs at nodes where others meet them separately.
     """
     groups: list[Group] = []
     for each in found:
@@ -111,8 +105,7 @@ def _led_to(outputs: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -
 
 def _reaches(root: Any, known: dict[Any, bool]) -> bool:
     """Return whether ``root`` leads to a node known to lead to a received tensor, and record the result for
-    the nodes
-    visited. The search ends at the first path.
+    the nodes visited. The search ends at the first path.
     """
     path = [(root, iter(root.next_functions))] if root not in known else []
     while path:

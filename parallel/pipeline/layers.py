@@ -1,6 +1,5 @@
 """PipelinableContext: record a model as a sequence of layers, and give each rank of a pipeline a range of
-them, with
-equal numbers of layers or with the largest cost as small as possible.
+them, with equal numbers of layers or with the largest cost as small as possible.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ def partition_uniform(
     num_items: int, pipeline_parallel_size: int, num_chunks: int = 1
 ) -> list[list[tuple[int, int]]]:
     """Divide items evenly, and return for each rank the ranges ``(start, end)`` of its chunks. The items are
-    cut into
-    ``num_chunks`` stretches, each over all ranks; longer ranges come last.
+    cut into ``num_chunks`` stretches, each over all ranks; longer ranges come last.
 
     Raises:
         ConfigError: a range would be empty.
@@ -47,8 +45,7 @@ def _sizes(count: int, parts: int) -> list[int]:
 
 def partition_balanced(costs: Sequence[float], parts: int) -> list[tuple[int, int]]:
     """Cut ``costs`` into contiguous, non-empty ranges with the smallest possible largest cost. Among those,
-    choose the
-    ranges with the least sum of squares. Exact.
+    choose the ranges with the least sum of squares. Exact.
 
     Raises:
         ConfigError: there are fewer items than parts.
@@ -98,8 +95,7 @@ class PipelinableContext:
         stage = pipelinable.partition(num_chunks, pipeline_size, rank)
 
     ``BuiltStages(stage)`` trains it. HybridParallelPlugin does not need this if the whole model is available:
-    it
-    cuts the model by ``blocks=``.
+    it cuts the model by ``blocks=``.
 
     Args:
         policy: ``"uniform"`` numbers of layers, or ``"balanced"`` numbers of parameters.
@@ -156,8 +152,7 @@ class PipelinableContext:
 
     def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> nn.Module:
         """Return the layers of a ``rank``: a module from the output of the previous rank to the input of the
-        next; with
-        several chunks a ModuleList of such modules.
+        next; with several chunks a ModuleList of such modules.
 
         Raises:
             ConfigError: there are fewer layers than chunks, or no such rank.
@@ -171,8 +166,7 @@ def stretch_of(
     layers: Sequence[nn.Module], num_chunks: int, pipeline_size: int, rank: int, policy: str
 ) -> nn.Module:
     """Return the layers of a ``rank`` from a sequence of layers: a Sequential, or with several chunks a
-    ModuleList of
-    Sequentials. Raises ConfigError as :meth:`PipelinableContext.partition`.
+    ModuleList of Sequentials. Raises ConfigError as :meth:`PipelinableContext.partition`.
     """
     if not 0 <= rank < pipeline_size:
         raise ConfigError(f"rank is {rank}; of a pipeline of {pipeline_size} it is 0 to {pipeline_size - 1}")

@@ -1,8 +1,7 @@
 """Random numbers of a pass through a pipeline.
 
 Modules around the blocks run on several stages and must draw the same numbers there, for example noise that
-is added
-before the blocks and used again behind them. Blocks draw different numbers on each stage.
+is added before the blocks and used again behind them. Blocks draw different numbers on each stage.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ def draw_seed() -> int:
 
 @dataclass(frozen=True)
 class Draws:
-    """The seeds of a micro-batch on one stage: ``around`` the blocks, equal on all stages, and ``inside``
-    them.
-    """
+    """The seeds of a micro-batch on one stage: ``around`` the blocks, equal on all stages, and ``inside``."""
 
     around: int
     inside: int

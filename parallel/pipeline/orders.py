@@ -1,6 +1,5 @@
 """Orders: the actions of each rank in every schedule, and their simulation: how long ranks are idle, and how
-many
-activations they hold.
+many activations they hold.
 
 Orders with several stages per rank are torch's (torch.distributed.pipelining); nothing is run here.
 """
@@ -19,9 +18,7 @@ from gemini.errors import ConfigError
 
 
 class Kind(Enum):
-    """The kind of an action on a micro-batch in a stage; ``INPUT`` and ``WEIGHT`` are the halves of
-    ``BACKWARD``.
-    """
+    """The kind of an action; ``INPUT`` and ``WEIGHT`` are the halves of ``BACKWARD``."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -69,8 +66,7 @@ class Order:
 @dataclass(frozen=True)
 class _Schedule:
     """A kind of schedule. ``of_torch``: the name of torch's class; ``is_v``: stages go down the ranks and up
-    again;
-    ``splits``: backward runs as two halves.
+    again; ``splits``: backward runs as two halves.
     """
 
     of_torch: str | None = None
@@ -203,8 +199,7 @@ def _converted(action: Any) -> Action:
 @dataclass(frozen=True)
 class Costs:
     """The time for one micro-batch of each part of a pass over all stages of a rank, in any unit;
-    ``transfer``: the
-    time to send a tensor to the next rank.
+    ``transfer``: the time to send a tensor to the next rank.
     """
 
     forward: float = 1.0
@@ -222,8 +217,7 @@ class Costs:
 class Simulated:
     """The result of a simulation. By rank: the time ``busy``, and ``peak_activations``, the largest number of
     micro-batches with activations held at once, counted in all stages of a rank. ``waits``: the time that a
-    rank is
-    idle before an action.
+    rank is idle before an action.
     """
 
     seconds: float
@@ -239,8 +233,7 @@ class Simulated:
 
 def simulate(order: Order, costs: Costs | None = None, shares: Sequence[float] | None = None) -> Simulated:
     """Simulate an order in which every rank computes as soon as its input is there. ``shares``: the fraction
-    of a
-    rank's work in each stage; None: equal fractions.
+    of a rank's work in each stage; None: equal fractions.
     """
     costs = costs or Costs()
     shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
@@ -257,9 +250,7 @@ def simulate_actions(
     transfer: float = 0.0,
     shares: Sequence[float] | None = None,
 ) -> Simulated:
-    """Simulate an order with a time for each action. ``transfer``: the time to send a tensor to the next
-    rank.
-    """
+    """Simulate an order with times from ``takes``; ``transfer``: the time to send a tensor to another rank."""
     shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
     ends: dict[Action, float] = {}
     waits: dict[Action, float] = {}

@@ -42,10 +42,8 @@ class Incoming:
     """A tensor of ``form`` that another rank sends; :meth:`wait` returns it.
 
     ``in_order``: these tensors are waited for in the order in which they were created, and none depends on an
-    action of
-    this rank before the wait for an earlier one. Then a thread waits ahead, and a tensor that is in time
-    causes no
-    delay.
+    action of this rank before the wait for an earlier one. Then a thread waits ahead, and a tensor that is in
+    time causes no delay.
     """
 
     def __init__(
@@ -69,8 +67,7 @@ class Passing:
     """Sends and receives over an axis, in CPU memory. For one thread.
 
     Messages are matched by tags, so ranks need not agree on their order. While a rank waits for a message it
-    checks the
-    other ranks' heartbeats, and notices one that has left, died or is stuck.
+    checks the other ranks' heartbeats, and notices one that has left, died or is stuck.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -139,8 +136,7 @@ class Passing:
 
 class _Waiter:
     """A thread that waits for messages, one after another. gloo closes its connections if a wait times out,
-    so this one
-    waits without a limit.
+    so this one waits without a limit.
     """
 
     def __init__(self) -> None:

@@ -42,8 +42,7 @@ _PIPELINES: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 @dataclass(frozen=True)
 class Schedule:
     """How a batch passes through the stages. ``style`` is a name in ``SCHEDULES``, with ``chunks`` stages on
-    each rank;
-    ``num_microbatches`` or ``microbatch_size`` determines how to cut a batch.
+    each rank; ``num_microbatches`` or ``microbatch_size`` determines how to cut a batch.
     """
 
     style: str = "1f1b"
@@ -55,8 +54,7 @@ class Schedule:
 @dataclass
 class Executed:
     """The result of a pass. ``loss`` is the mean over all micro-batches and ranks, on every rank; ``outputs``
-    are those
-    of this rank's micro-batches, on ranks with the last stage.
+    are those of this rank's micro-batches, on ranks with the last stage.
     """
 
     loss: torch.Tensor | None
@@ -78,8 +76,7 @@ class Pipeline:
         own_part: Callable[[Any], Any] | None = None,
     ) -> None:
         """``mesh``: None if one process trains alone; ``own_part`` returns this rank's part of a batch of
-        whole
-        sequences, and raises ConfigError if it cannot be cut.
+        whole sequences, and raises ConfigError if it cannot be cut.
         """
         self._own_part = own_part
         self._mesh, self._schedule = mesh, schedule
@@ -107,20 +104,16 @@ class Pipeline:
         return_outputs: bool = False,
     ) -> Executed:
         """Cut a batch and run it through all stages, forward and backward (only forward if gradients are
-        disabled).
-        Gradients are exchanged in the last backward pass of each stage.
+        disabled). Gradients are exchanged in the last backward pass of each stage.
 
         ``criterion(output, micro_batch)`` returns the mean loss of a micro-batch. All micro-batches have the
-        same
-        weight or, with ``count(micro_batch)``, weights in proportion to its result (for example tokens).
+        same weight or, with ``count(micro_batch)``, weights in proportion to its result (for example tokens).
 
         Raises:
             ConfigError: on all ranks, with nothing done: a batch cannot be cut this way, or the batches of
-                one
-                pipeline's ranks differ in shape or content.
+                one pipeline's ranks differ in shape or content.
             StateError: another rank has failed; the message says which one and why. This rank's own errors
-                are
-                raised unchanged. Neither rank can continue: restart from the last checkpoint.
+                are raised unchanged. Neither rank can continue: restart from the last checkpoint.
         """
         with self._told():
             refusal, batches, order, seed = self._agree(batch, lacks_loss=criterion is None)
@@ -155,8 +148,7 @@ class Pipeline:
         self, batch: Any, *, lacks_loss: bool
     ) -> tuple[GeminiError | None, list[Any], Order | None, int | None]:
         """Agree with all ranks of the mesh on a pass. Return the error if any rank refuses its batch, else
-        the
-        micro-batches, the order, and a seed that the stages of a pipeline share.
+        the micro-batches, the order, and a seed that the stages of a pipeline share.
         """
         self._engine.begin("the beginning of a pass through the pipeline")
         plan, batches, content = self._schedule, [], 0
@@ -219,8 +211,7 @@ class Pipeline:
 
     def _failed(self, error: BaseException) -> BaseException:
         """Report an error to the other ranks. Return the error to raise here: it, or the one on another rank
-        that
-        caused it.
+        that caused it.
         """
         if self._everyone is None:
             return error
@@ -244,8 +235,8 @@ class Pipeline:
 
 def _different(every: Sequence[Sequence[int]], own: GeminiError | None) -> GeminiError | None:
     """Return the error if ranks' batches do not match, or this rank refuses its batch (``own``). ``every``
-    has, for
-    each rank, its index along dp, the number of its micro-batches, and digests of their shapes and contents.
+    has, for each rank, its index along dp, the number of its micro-batches, and digests of their shapes and
+    contents.
     """
     counts = [said[1] for said in every]
     if ended := [rank for rank, count in enumerate(counts) if count == _ENDED]:
@@ -285,8 +276,7 @@ def _different(every: Sequence[Sequence[int]], own: GeminiError | None) -> Gemin
 
 class _Cause:
     """The message of the first rank that failed; it outlives that rank's process. Each pipeline of a program
-    has its
-    own; ranks create pipelines in the same order.
+    has its own; ranks create pipelines in the same order.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,13 @@
 """Placeholders: FakeTensors that stand for values of another stage.
 
 A FakeTensor has a shape, a type and a device, but no numbers. The result of an operator on one is a
-FakeTensor too;
-the result of an operator on real tensors only stays real. So the class of a value tells whether it depends on
-another
-stage. Three cases need more than torch's own mode:
+FakeTensor too; the result of an operator on real tensors only stays real. So the class of a value tells
+whether it depends on another stage. Three cases need more than torch's own mode:
 
 - Writing a placeholder into a real tensor (``out[:, 1:] = embed(ids)``) does not change the numbers of
-  ``out``. From
-  then on its storage counts as a placeholder, until the pass ends.
+  ``out``. From then on its storage counts as a placeholder, until the pass ends.
 - An operator that draws random numbers for a placeholder draws as many as for a real tensor, so that later
-  random
-  numbers are equal on all stages.
+  random numbers are equal on all stages.
 - A decision on a placeholder raises a ConfigError with the line of the model's code.
 """
 
@@ -79,7 +75,8 @@ class Placeholders(FakeTensorMode):
         self._written: dict[int, torch.Tensor] = {}
         self._first: dict[torch.device, torch.Tensor] = {}  # a placeholder for each device
         self._watch = _Watch(self)
-        self._follows, self._computes = False, False  # around blocks; and while in an operator
+        # Whether operators around the blocks are followed; whether one of them is being computed.
+        self._follows, self._computes = False, False
         self._outer: TorchDispatchMode | None = None  # the program's mode around the followed operators
 
     def like(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -111,8 +108,7 @@ class Placeholders(FakeTensorMode):
 
     def is_given(self, values: Iterable[Any]) -> bool:
         """Return whether a placeholder, or a tensor with one written to it, is among the arguments of an
-        operator.
-        Called for every operator around the blocks once such a tensor exists.
+        operator. Called for every operator around the blocks once such a tensor exists.
         """
         for value in values:
             if isinstance(value, torch.Tensor):
@@ -125,8 +121,7 @@ class Placeholders(FakeTensorMode):
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Follow writes of placeholders into real tensors inside the block. Operators on real tensors only
-        are
-        intercepted after the first such write.
+        are intercepted after the first such write.
         """
         self._follows, self._outer = True, _get_current_dispatch_mode()
         if self._written:
@@ -150,10 +145,8 @@ class Placeholders(FakeTensorMode):
 
     def begin_block(self) -> int:
         """Stop intercepting operators during a block of the stage, which has no placeholders, so that it runs
-        at full
-        speed. Return the argument for :meth:`end_block`. If the program has entered its own mode around the
-        block,
-        interception continues.
+        at full speed. Return the argument for :meth:`end_block`. If the program has entered its own mode
+        around the block, interception continues.
         """
         is_on, top = self._watch.is_on, _get_current_dispatch_mode()
         if not self._follows or not (top is self._outer or (is_on and top is self._watch)):
@@ -198,8 +191,7 @@ class Placeholders(FakeTensorMode):
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator around the blocks with a placeholder, or a tensor that has one written to it, among
-        its
-        arguments. Raises as :meth:`dispatch`.
+        its arguments. Raises as :meth:`dispatch`.
         """
         self._computes = True
         try:
@@ -277,8 +269,7 @@ class _Watch(TorchDispatchMode):
 
     def begin(self, outer: TorchDispatchMode | None) -> None:
         """Intercept every operator from now on. This mode goes directly inside ``outer``, below modes that
-        the program
-        has entered since.
+        the program has entered since.
         """
         if self.is_on:
             return
@@ -308,8 +299,7 @@ class _Watch(TorchDispatchMode):
 @contextmanager
 def _modes_above(mode: TorchDispatchMode | None) -> Iterator[None]:
     """Remove the modes inside ``mode`` from the stack for the block; all modes if ``mode`` is not on the
-    stack, as
-    inside an operator that the outer modes have passed on.
+    stack, as inside an operator that the outer modes have passed on.
     """
     above: list[TorchDispatchMode] = []
     while (top := _get_current_dispatch_mode()) is not None and top is not mode and not top.is_infra_mode():

@@ -54,10 +54,8 @@ class StagedModel:
 
     def owner_of(self, names: Iterable[str]) -> int:
         """Return the stage that saves a parameter or buffer, under any of its ``names``: the first that has
-        it. All
-        stages have the buffers of modules around blocks; the last stage saves those, because only it runs all
-        code
-        that writes to them. Code before the blocks runs on every stage.
+        it. All stages have the buffers of modules around blocks; the last stage saves those, because only it
+        runs all code that writes to them. Code before the blocks runs on every stage.
         """
         last = len(self.ranges) - 1
         for stage, (start, stop) in enumerate(self.ranges if last else ()):
@@ -81,8 +79,7 @@ def choose_ranges(
 
     Args:
         split: ``"bytes"`` balances parameter bytes, ``"layers"`` the number of blocks; or the names of the
-            first
-            blocks of all stages except the first.
+            first blocks of all stages except the first.
         costs: the cost of each block, in any unit, instead of ``split``.
 
     Raises:
@@ -114,12 +111,10 @@ def split(
     outline: nn.Module | None = None,
 ) -> StagedModel:
     """Keep the stages ``own`` of ``model``, in place. Other stages' parameters are freed, and parameters on
-    ``meta``
-    get the initial values that one process would draw.
+    ``meta`` get the initial values that one process would draw.
 
     ``outline`` is that of the whole model, if its layers were cut since (tensor parallelism): stand-ins must
-    not take
-    part in collectives.
+    not take part in collectives.
 
     Raises:
         ConfigError: the model skips layers at random, or a block refers to a module around the blocks.
@@ -161,8 +156,7 @@ def split(
 @dataclass(frozen=True)
 class _Beside:
     """The material for stand-ins: the ``outline`` of the whole model, the containers in attributes of its
-    modules, and
-    those of each unit with their copies in the outline (``pairs``).
+    modules, and those of each unit with their copies in the outline (``pairs``).
     """
 
     outline: nn.Module
@@ -184,8 +178,7 @@ def _pairs_by_unit(
 
 def _refuse_random_depth(model: nn.Module, units: Units, family: Family) -> None:
     """Raise ConfigError if a module around blocks skips some at random: each stage would draw for itself
-    whether the
-    next one begins.
+    whether the next one begins.
     """
     for name, chance in family.random_depth.items():
         if _holds_units(name, units.blocks):
@@ -199,8 +192,7 @@ def _refuse_random_depth(model: nn.Module, units: Units, family: Family) -> None
 
 def _refuse_references(model: nn.Module, blocks: Iterable[str], around: Collection[str]) -> None:
     """Raise ConfigError if a block holds a module around the blocks. Each stage runs its own copy of that
-    module, so
-    the block would not see what the model sets there.
+    module, so the block would not see what the model sets there.
     """
     owners = {id(model.get_submodule(name)): name for name in around}
     for block in blocks:
@@ -241,9 +233,7 @@ def _mirror(
     mirrored: list[tuple[nn.Module, nn.Module]],
     passage: Passage,
 ) -> nn.Module:
-    """Return a copy of the modules around units; the units and everything else are shared with the
-    original.
-    """
+    """Return a copy of the modules around units, which shares the units and everything else."""
     mirror = copy.copy(module)
     mirror._modules = dict(module._modules)
     mirror._parameters = dict(module._parameters)
@@ -272,8 +262,7 @@ def _replace_absent(
 
 def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage, beside: _Beside | None) -> None:
     """Wrap each block of the stage in a :class:`Present`. ``beside``: the material for stand-ins on later
-    stages,
-    None if there are none.
+    stages, None if there are none.
     """
     for name in blocks:
         around, _, key = name.rpartition(".")
@@ -305,8 +294,7 @@ def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: ty
 
 def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:
     """Make ``named_parameters()`` of ``mirrors`` list placeholders last during a pass: models read the dtype
-    and
-    the device of the first parameter.
+    and the device of the first parameter.
     """
 
     def named_parameters(here: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:

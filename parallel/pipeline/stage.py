@@ -34,10 +34,8 @@ _COLLECTIONS = (list, dict, set, deque, OrderedDict)
 @contextmanager
 def unchanged(modules: Sequence[nn.Module], beside: Sequence[object] = ()) -> Iterator[None]:
     """Undo changes to the buffers and attributes of ``modules`` that happen inside the block: replaced
-    values, writes
-    into tensors of up to 8 MiB, and changes of lists, dicts and sets, also of those in ``beside``. Parameters
-    are not
-    checked.
+    values, writes into tensors of up to 8 MiB, and changes of lists, dicts and sets, also of those in
+    ``beside``. Parameters are not checked.
 
     Raises:
         ConfigError: a larger tensor was written to.
@@ -112,8 +110,7 @@ _OWN = ("_modules", "_parameters", "_buffers", "_compiled_call_impl", "named_par
 @dataclass
 class Stage:
     """One stage of this rank. ``tree`` is the model with all other stages absent; ``mirrored`` has pairs of
-    the copies
-    of modules around the blocks and their originals.
+    the copies of modules around the blocks and their originals.
     """
 
     index: int
@@ -212,8 +209,7 @@ class Stage:
 
     def _note_writes(self, before: dict[str, tuple[int, int]]) -> None:
         """Raise ConfigError if two stages of this rank write to the same buffer around the blocks, or one
-        writes a
-        placeholder into a buffer.
+        writes a placeholder into a buffer.
         """
         stands_for = self.passage.placeholders.stands_for
         for here, _ in self.mirrored:
@@ -255,8 +251,7 @@ class Stage:
     @contextmanager
     def _without_a_trace(self) -> Iterator[None]:
         """Undo all changes of a run inside the block: random generators, and statistics and counters in
-        buffers and
-        attributes of the stage's modules. Raises ConfigError as :func:`unchanged`.
+        buffers and attributes of the stage's modules. Raises ConfigError as :func:`unchanged`.
         """
         devices = [device] if (device := current_device()).type == "cuda" else []
         followed = {place: dict(seen) for place, seen in self._followed.items()}
@@ -280,8 +275,7 @@ class Stage:
 
     def _follow(self) -> None:
         """Copy attributes that were set on the originals since the last time to the copies of modules, such
-        as the
-        training mode. Attributes that a copy's own forward pass has set are kept.
+        as the training mode. Attributes that a copy's own forward pass has set are kept.
         """
         for place, (here, there) in enumerate(self.mirrored):
             seen = self._followed.setdefault(place, {})
@@ -294,8 +288,7 @@ class Stage:
 
     def _count_on(self) -> None:
         """Copy the attributes that the forward pass of the rank's last stage has set back to the model, and
-        to the
-        other stages: the program and its criterion may read and set them.
+        to the other stages: the program and its criterion may read and set them.
         """
         if self._is_looked_at or not self.of_rank or self.of_rank[-1] is not self:
             return

@@ -1,6 +1,5 @@
 """Weights that several stages have: their gradients are summed over the stages, and one stage owns them.
-Stages that
-a program has built each have a copy.
+Stages that a program has built each have a copy.
 """
 
 from __future__ import annotations
@@ -51,26 +50,21 @@ class TiedWeights:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Broadcast the values of the first rank that has each weight. Call it before the model is
-        wrapped.
-        """
+        """Broadcast the values of the first rank with each weight. Call it before the model is wrapped."""
         for param, axis in self._weights:
             values = param.data.contiguous()
             axis.broadcast(values)
             param.data.copy_(values)
 
     def add_up_in(self, optimizer: LowLevelZeroOptimizer) -> None:
-        """Make an optimizer sum the gradients of copies. Its gradients must be whole, or sharded alike in all
-        stages.
-        """
+        """Make an optimizer sum gradients of copies; they must be whole, or sharded alike in all stages."""
         for param, axis in self._weights:
             if any(param is shard.param for shard in optimizer.sharded.shards):
                 optimizer.add_up_copies(param, axis)
 
     def watch(self, model: ManagedModel) -> None:
         """Sum gradients after backward passes are over, and do not exchange them before: each stage has its
-        own last
-        backward pass.
+        own last backward pass.
         """
         sharding = model.manager.sharding
         for param in self._kept:
@@ -112,8 +106,7 @@ class TiedWeights:
 
 class SharedTrainability:
     """Synchronizes ``requires_grad`` of weights that several stages have: a program that freezes or unfreezes
-    a weight
-    by one of its names does so only on stages with that name.
+    a weight by one of its names does so only on stages with that name.
     """
 
     def __init__(self, staged: StagedModel) -> None:
@@ -123,9 +116,7 @@ class SharedTrainability:
         self._known = [param is not None and param.requires_grad for param in self._params]
 
     def changes(self) -> list[int]:
-        """Return the change of each weight on this rank since the last call: 1 unfrozen, 0 frozen, -1
-        unchanged.
-        """
+        """Return how each weight has changed here since the last call: 1 unfrozen, 0 frozen, -1 unchanged."""
         now = [param is not None and param.requires_grad for param in self._params]
         return [-1 if new == old else int(new) for new, old in zip(now, self._known, strict=True)]
 
@@ -146,16 +137,12 @@ _order = count()
 
 class SharedParameters:
     """Parameters that some ranks along a pipeline share. They start with the first rank's values, and
-    :meth:`add_up`
-    gives all ranks the sum of their gradients, so equal updates keep them equal.
+    :meth:`add_up` gives all ranks the sum of their gradients, so equal updates keep them equal.
 
     ``ranks`` are indices along ``axis``; None: one process, with nothing to do. All of these ranks make the
-    same calls
-    in the same order; other ranks of the axis only create the object. Stages that HybridParallelPlugin cuts
-    need none:
-    it knows tied weights. For :class:`BuiltStages` it uses the weights registered here: it sums their
-    gradients itself
-    and counts them once.
+    same calls in the same order; other ranks of the axis only create the object. Stages that
+    HybridParallelPlugin cuts need none: it knows tied weights. For :class:`BuiltStages` it uses the weights
+    registered here: it sums their gradients itself and counts them once.
     """
 
     def __init__(self, axis: Axis | None, ranks: Sequence[int]) -> None:
@@ -186,9 +173,8 @@ class SharedParameters:
     @torch.no_grad()
     def add_up(self, *_: object) -> None:
         """Give every copy the sum of the gradients, if any rank has one. Call it after the last backward
-        pass, before
-        ``step()``, or as a hook: ``optimizer.register_step_pre_hook(shared.add_up)``. Collective over
-        ``ranks``.
+        pass, before ``step()``, or as a hook: ``optimizer.register_step_pre_hook(shared.add_up)``. Collective
+        over ``ranks``.
         """
         if self._axis is None:
             return
@@ -206,8 +192,7 @@ class SharedParameters:
 
 def shared_in(model: nn.Module) -> list[tuple[tuple[int, ...], str]]:
     """Return the shared parameters of ``model`` in the order of registration: the ranks that share each, and
-    its
-    first name.
+    its first name.
     """
     known = [(*_registered[param], name) for name, param in model.named_parameters() if param in _registered]
     return [(members, name) for _, members, name in sorted(known)]

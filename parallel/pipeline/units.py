@@ -25,8 +25,7 @@ class Units:
         front, behind: modules with weights, and parameters of modules around the blocks, that run before or
             behind all blocks.
         between: such modules and parameters that run between blocks, with the number of blocks before them
-            (an
-            encoder's last norm, a decoder's embedding).
+            (an encoder's last norm, a decoder's embedding).
 
     Everything else has no weights and runs in every stage.
     """
@@ -59,14 +58,11 @@ def find_units(
     before: Collection[str] = (),
 ) -> Units:
     """Return the units of ``model``. Its blocks are the members of its longest list of modules (of an
-    encoder's, then
-    a decoder's), unless ``blocks`` names others.
+    encoder's, then a decoder's), unless ``blocks`` names others.
 
     Whether a module runs before or behind the blocks is determined from where ``forward`` calls it, or else
-    from the
-    order of registration. ``behind`` names exceptions that run behind all blocks, ``before`` those that run
-    before the
-    blocks in the same module.
+    from the order of registration. ``behind`` names exceptions that run behind all blocks, ``before`` those
+    that run before the blocks in the same module.
 
     Raises:
         ConfigError: there is no such list, or more than one; or a name does not exist.
@@ -120,9 +116,7 @@ def _blocks_in(prefix: str, blocks: Sequence[str]) -> list[int]:
 
 
 def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collection[str]) -> dict[str, int]:
-    """Return the units beside blocks in a module around them, each with the number of blocks that run before
-    it.
-    """
+    """Return the units beside blocks in a module around them, with the number of blocks before each."""
     owner, prefix = model.get_submodule(name), f"{name}." if name else ""
     own = _blocks_in(prefix, blocks)
     count = own[0]
@@ -141,8 +135,7 @@ def _beside(model: nn.Module, name: str, blocks: Sequence[str], around: Collecti
 
 def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
     """Return for submodules whether the ``forward`` of ``owner`` calls them before (True) or behind (False)
-    the only
-    place where it runs ``row``, the submodule with all its blocks. Other submodules are left out.
+    the only place where it runs ``row``, the submodule with all its blocks. Other submodules are left out.
     """
     calls: dict[str, list[_Call]] = {}
     for call in _calls_of(type(owner), "forward", row):
@@ -157,8 +150,7 @@ def _order_of_calls(owner: nn.Module, row: str) -> dict[str, bool]:
 @dataclass(frozen=True)
 class _Call:
     """A call of the submodule ``name``. Its position is a list of line numbers: in ``forward``, in the method
-    called
-    there, and so on.
+    called there, and so on.
     """
 
     name: str
@@ -175,8 +167,7 @@ def _calls_of(
     kind: type, method: str, row: str, within: tuple[int, ...] = (), seen: tuple[str, ...] = ()
 ) -> Iterator[_Call]:
     """Yield the calls of submodules in a method of ``kind`` and in the methods that it calls. A loop over
-    ``row``, or
-    one that calls it, counts as one call.
+    ``row``, or one that calls it, counts as one call.
     """
     try:
         source = ast.parse(textwrap.dedent(inspect.getsource(getattr(kind, method))))
@@ -220,8 +211,7 @@ def _of(owner: str, node: ast.AST) -> str | None:
 
 def _rows_of(model: nn.Module) -> tuple[str, ...]:
     """Return the blocks of ``model``: its longest list. For an encoder-decoder model of transformers with
-    both halves,
-    the longest list of each.
+    both halves, the longest list of each.
     """
     if not family_of(model).two_sequences:
         return _longest_list(model)
@@ -233,9 +223,7 @@ def _rows_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def _half_of(model: nn.Module, way: str) -> str:
-    """Return the name of the module that a method of ``model`` returns; "" if there is none, or it is the
-    model.
-    """
+    """Return the name of the module that a method of ``model`` returns; "" for none or the model itself."""
     try:
         half = getattr(model, way)()
     except (AttributeError, NotImplementedError):
@@ -281,8 +269,7 @@ def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[str]]]:
 
 def block_bytes(model: nn.Module, units: Units) -> list[float]:
     """Return the parameter bytes of each block. Bytes of other units are added to the block before them,
-    those of the
-    front to the first.
+    those of the front to the first.
     """
     params = dict(model.named_parameters(remove_duplicate=False))
 

@@ -24,9 +24,8 @@ from gemini.parallel.tensor.cut_outline import OutlineAxis
 
 class _Join(torch.autograd.Function):
     """Gathers the whole sequence on all ranks. Each rank has the whole gradient then. The gradient of a part
-    is its part
-    of this, times the number of ranks: data parallelism averages over these ranks too and divides by their
-    number.
+    is its part of this, times the number of ranks: data parallelism averages over these ranks too and divides
+    by their number.
     """
 
     @staticmethod
@@ -103,13 +102,11 @@ class SequenceAttention:
         causal: bool,
     ) -> torch.Tensor:
         """Attend with tensors of 4 dimensions, with scores as in ``scoring``. There may be fewer key heads
-        than query
-        heads.
+        than query heads.
 
         Raises:
             ConfigError: the mask is too small, there is not one sink for each head, or ring attention is to
-                drop
-                weights.
+                drop weights.
         """
         if self._asks_nobody(query):
             return query.new_empty(*query.shape[:-1], value.size(-1))

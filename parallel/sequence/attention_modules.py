@@ -16,8 +16,7 @@ from gemini.parallel.tensor.layers import Attention as CutHeads
 
 class AttendingModule(nn.Module):
     """A module with its calls of ``scaled_dot_product_attention`` redirected. Not a hook of the model, so
-    that a block that
-    is recomputed in backward, outside the model's call, attends as in forward.
+    that a block that is recomputed in backward, outside the model's call, attends as in forward.
     """
 
     sequence_attention: SequenceAttention
@@ -30,8 +29,7 @@ class AttendingModule(nn.Module):
 
 class AttendingHeads(AttendingModule, nn.MultiheadAttention):
     """``nn.MultiheadAttention`` across parts of a sequence. It returns no attention weights, because no rank
-    has them. A
-    module that was cut by heads stays cut.
+    has them. A module that was cut by heads stays cut.
     """
 
     def forward(
@@ -48,8 +46,7 @@ class AttendingHeads(AttendingModule, nn.MultiheadAttention):
         """Return the output as torch's module does, and None.
 
         Masks: with ``is_causal``, ``attn_mask`` is ignored; ``key_padding_mask`` covers this rank's keys or
-        all keys;
-        ``attn_mask`` covers this rank's queries, or all queries, and all keys.
+        all keys; ``attn_mask`` covers this rank's queries, or all queries, and all keys.
         """
         if query.dim() != 3:
             raise ConfigError("attention between parts of a sequence takes batches; this query has none")

@@ -18,8 +18,8 @@ class Order:
     """A sequence cut over ``size`` ranks into equal parts.
 
     Without ``zigzag`` the parts are in rank order. With it, the sequence has twice as many stretches, and a
-    rank gets one
-    from the front and its mirror image from the back, which balances the work under a causal mask.
+    rank gets one from the front and its mirror image from the back, which balances the work under a causal
+    mask.
     """
 
     size: int
@@ -119,9 +119,7 @@ def cut_batch(
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return for each token of whole sequences (batch, length) the label of the next token; -100 for the
-    last.
-    """
+    """Return for each token (batch, length) of whole sequences the label of the next; -100 for the last."""
     return functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
 
 

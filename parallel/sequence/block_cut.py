@@ -35,9 +35,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def cut_at_blocks(blocks: list[nn.Module], attention: SequenceAttention) -> None:
-    """Make ``blocks`` compute with parts of the sequence (batch, length, features) that they are called
-    with.
-    """
+    """Make ``blocks`` compute with parts of their input sequences (batch, length, features)."""
     if attention.axis is None:
         return
     blocks[0].register_forward_pre_hook(partial(_begin, attention), with_kwargs=True)
@@ -66,9 +64,7 @@ def _go_on(
 
 
 def _cut_positions(attention: SequenceAttention, kwargs: dict[str, Any], length: int) -> dict[str, Any]:
-    """Cut the keywords with positions in a block's call: tensors (batch or 1, length, ...), or tuples of
-    them.
-    """
+    """Cut position keywords of a block's call: tensors (batch or 1, length, ...), or tuples of them."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, tuple):

@@ -1,6 +1,4 @@
-"""Sequence parallelism for models of transformers: their attention is looked up in a registry, where ours
-gets a name.
-"""
+"""Sequence parallelism for transformers: attention is looked up in a registry, where ours gets a name."""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ def _refuse_parts_of_batches(name: str, family: Family) -> None:
 
 def replace_attention(model: Any, attention: SequenceAttention, *, cuts_blocks: bool) -> None:
     """Make ``model`` use ``attention``; with ``cuts_blocks`` its masks are those of whole sequences. Other
-    models that
-    share its configuration are not changed.
+    models that share its configuration are not changed.
     """
     family = family_of(model)
     modeling = importlib.import_module("transformers.modeling_utils")
@@ -115,8 +112,7 @@ def _attend(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend across the ranks. Takes the arguments of transformers' ``sdpa_attention_forward``, and the soft
-    cap
-    (``softcap``) and sinks (``s_aux``, one for each query head) of its other attention functions.
+    cap (``softcap``) and sinks (``s_aux``, one for each query head) of its other attention functions.
     """
     for name in _UNKNOWN:
         if others.get(name) is not None:
@@ -150,8 +146,7 @@ def _mask(
     **options: Any,
 ) -> torch.Tensor | None:
     """Return the mask of the whole sequence, with ``q_length`` tokens of it on this rank, from the arguments
-    of
-    transformers' ``sdpa_mask``. Collective.
+    of transformers' ``sdpa_mask``. Collective.
     """
     axis, order = attention.axis, attention.order
     if int(q_offset) or int(kv_offset):
@@ -182,8 +177,7 @@ def _mask(
 
 def _is_at_the_end(padding: torch.Tensor) -> bool:
     """Return whether all padding is at the end; ``padding``: (batch, length), True for tokens that count. On
-    ``meta``,
-    which has no values, it is assumed.
+    ``meta``, which has no values, it is assumed.
     """
     return padding.is_meta or bool((padding[:, 1:] <= padding[:, :-1]).all())
 
@@ -204,8 +198,7 @@ def _refuse_router_loss(
     model: Any, configs: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raise ConfigError if a forward pass computes a router loss: its call and its configuration may request
-    one at any
-    time.
+    one at any time.
     """
     given = dict(zip(_parameters(model), args, strict=False)) | kwargs
     asked = given.get("output_router_logits")
@@ -221,8 +214,7 @@ def _complete(
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Add the arguments that the model would compute from the length of its input: positions, and the mask of
-    documents
-    if positions restart within a sequence. Collective.
+    documents if positions restart within a sequence. Collective.
     """
     names = _parameters(model)
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -256,8 +248,7 @@ def _positions(
     attention: SequenceAttention, family: Family, tokens: torch.Tensor, mask: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the positions of this rank's ``tokens``, (batch or 1, length), as the model computes them for a
-    whole
-    sequence. Collective.
+    whole sequence. Collective.
     """
     axis, order = attention.axis, attention.order
     assert axis is not None
@@ -269,8 +260,7 @@ def _positions(
 
 def _mask_of_documents(attention: SequenceAttention, positions: torch.Tensor) -> torch.Tensor | None:
     """Return the mask (batch, 1, rows here, keys) of documents side by side in a sequence; None for one
-    document, and on
-    ``meta``. Collective.
+    document, and on ``meta``. Collective.
     """
     axis, order = attention.axis, attention.order
     assert axis is not None

@@ -1,8 +1,7 @@
 """Models of transformers inside other modules: PEFT's, a value head, or a user's own.
 
 The class of a model decides what it needs for parts of sequences: masks, positions and loss. A wrapper has
-another
-class and passes its arguments on, so the inner model is examined.
+another class and passes its arguments on, so the inner model is examined.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: boo
 
 class _Completed(nn.Module):
     """A model with a forward pass that completes its arguments, for every caller: PEFT calls ``forward``
-    directly,
-    without hooks.
+    directly, without hooks.
     """
 
     sequence_completes: Complete
@@ -60,8 +58,7 @@ def complete_calls(model: nn.Module, complete: Complete) -> None:
 
 def require_loss_of(inner: Any, model: nn.Module) -> None:
     """Make ``model``, which wraps ``inner``, refuse labels if ``inner`` does not compute their loss. Labels
-    of a part were
-    shifted before they were cut, and the wrapper would shift them again.
+    of a part were shifted before they were cut, and the wrapper would shift them again.
     """
     watch = _LossWatch(inner.loss_function)
     inner.loss_function = watch

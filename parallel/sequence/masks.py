@@ -17,14 +17,11 @@ _ROWS, _KEYS = 2, 3  # dimensions of a mask: batch, heads, rows (queries), keys
 @dataclass(frozen=True)
 class AttentionMask:
     """The mask of a rank's queries over all keys, as ``scaled_dot_product_attention`` takes it: boolean (True
-    means
-    visible), or a bias for scores.
+    means visible), or a bias for scores.
 
     ``mask`` broadcasts to (batch, heads, rows, keys). Its rows are those of all queries, of this rank's
-    queries, or one
-    for all; its keys are all keys or, with one row, this rank's keys. "All" may include the padding of the
-    last parts,
-    which is hidden.
+    queries, or one for all; its keys are all keys or, with one row, this rank's keys. "All" may include the
+    padding of the last parts, which is hidden.
 
     Attributes:
         here: the numbers of queries and keys on this rank.
@@ -66,8 +63,7 @@ class AttentionMask:
 
     def of_own_queries(self, device: torch.device) -> torch.Tensor | None:
         """Return the mask of this rank's queries, or one row for all, over all keys, with padding keys
-        hidden.
-        Collective.
+        hidden. Collective.
         """
         mask = self._of_all_keys()
         rows, keys = (filled - whole for filled, whole in zip(self._filled(), self.whole, strict=True))

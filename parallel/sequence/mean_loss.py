@@ -35,9 +35,8 @@ class _Mean(torch.autograd.Function):
 
 def mean_of(total: torch.Tensor, count: torch.Tensor, axis: Axis | None) -> torch.Tensor:
     """Return the sum of all ranks' ``total`` over the sum of their ``count``, the same on all; NaN, with a
-    gradient of
-    zero, if nothing counts. The gradient is correct if gradients are averaged over the ranks of ``axis``.
-    Collective.
+    gradient of zero, if nothing counts. The gradient is correct if gradients are averaged over the ranks of
+    ``axis``. Collective.
     """
     found: torch.Tensor = _Mean.apply(total, count, axis)  # type: ignore[no-untyped-call]
     return found
@@ -45,8 +44,7 @@ def mean_of(total: torch.Tensor, count: torch.Tensor, axis: Axis | None) -> torc
 
 def mean_loss(loss: torch.Tensor, labels: torch.Tensor, axis: Axis | None, ignore_index: int) -> torch.Tensor:
     """Return the mean loss over all ranks. ``loss`` is the mean over this rank's ``labels`` that count; it
-    may be NaN if
-    none does. Collective.
+    may be NaN if none does. Collective.
     """
     count = (labels != ignore_index).sum()
     total = torch.where(count > 0, loss, 0.0) * count
@@ -54,9 +52,7 @@ def mean_loss(loss: torch.Tensor, labels: torch.Tensor, axis: Axis | None, ignor
 
 
 def take_loss_over_ranks(model: Any, axis: Axis | None) -> None:
-    """Make a causal language model of transformers with a replaceable loss function return the mean over all
-    ranks.
-    """
+    """Make a causal language model of transformers return the mean loss over all ranks."""
     model.loss_function = partial(_causal_loss, model.loss_function, axis)
 
 

@@ -14,8 +14,7 @@ from gemini.parallel.tensor.cut_outline import OutlineAxis
 
 class SequenceOutline:
     """``model``, on ``meta``, with the attention of the first of ``size`` ranks, which each have a part of
-    every
-    sequence. No rank has more heads than the first.
+    every sequence. No rank has more heads than the first.
 
     ``fills_up``: whether a cut batch was padded, so that its masks hide something.
 
@@ -41,17 +40,14 @@ class SequenceOutline:
 
     def take_message_bytes(self) -> int:
         """Return the largest number of message bytes that attention had in flight at once, sent and received,
-        since the
-        last call. Includes the messages of backward, which does not run.
+        since the last call. Includes the messages of backward, which does not run.
         """
         most, self._messages.most_bytes = self._messages.most_bytes, 0
         return most
 
 
 class _Messages(OutlineAxis):
-    """Records the sizes of messages. In backward, gradients of the messages of forward are sent the opposite
-    way.
-    """
+    """Records the sizes of messages. In backward, gradients of forward's messages are sent back."""
 
     def __init__(self, size: int) -> None:
         super().__init__(size)

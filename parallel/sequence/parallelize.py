@@ -26,8 +26,8 @@ METHODS = ("ulysses", "ring")
 class SequenceParallel:
     """Ranks that each have a part of every sequence: the axis ``sp`` of a mesh.
 
-    They are also ranks of data parallelism, with equal weights and averaged gradients:
-    ``GeminiDDP(model, process_group=mesh.group("dp", "sp"))``.
+    They are also ranks of data parallelism, with equal weights and averaged gradients: ``GeminiDDP(model,
+    process_group=mesh.group("dp", "sp"))``.
     """
 
     def __init__(self, mesh: HasAxes, method: str = "ulysses", *, zigzag: bool | None = None) -> None:
@@ -66,8 +66,7 @@ class SequenceParallel:
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Inside the block, ``scaled_dot_product_attention`` of queries, keys and values that are parts
-        attends to the
-        whole sequence, in this thread. Recomputation in backward must be inside it too.
+        attends to the whole sequence, in this thread. Recomputation in backward must be inside it too.
         """
         with self.attention.in_place_of_torch():
             yield
@@ -82,8 +81,7 @@ class SequenceParallel:
         padding: float = 0,
     ) -> Batch:
         """Return this rank's part of whole sequences, which all ranks of the axis have. If several lengths
-        give parts
-        of the same length, a model of your own attends as for the length that was cut last.
+        give parts of the same length, a model of your own attends as for the length that was cut last.
         """
         if self._hides_filled:
             self.attention.has_cut(inputs.size(1))
@@ -101,15 +99,14 @@ class SequenceParallel:
         self, loss: torch.Tensor, labels: torch.Tensor, *, ignore_index: int = IGNORED
     ) -> torch.Tensor:
         """Return the mean loss over the tokens of all ranks, including data parallel ones. ``loss`` is the
-        mean over
-        this rank's ``labels`` that count. The gradient is correct if gradients are averaged over all ranks.
+        mean over this rank's ``labels`` that count. The gradient is correct if gradients are averaged over
+        all ranks.
         """
         return mean_loss(loss, labels, self.averaging, ignore_index)
 
     def attend_in(self, model: nn.Module, *, cuts_blocks: bool = False) -> None:
         """Make the attention of ``model`` work across the ranks; on ``meta`` it returns the shapes of a part
-        without
-        communication.
+        without communication.
         """
         inner = find_pretrained(model)
         if inner is not None:
@@ -119,23 +116,18 @@ class SequenceParallel:
             replace_torch_attention(model, self.attention)
 
     def join(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return the whole tensor from the ranks' parts, including padding, without a gradient.
-        Collective.
-        """
+        """Gather a tensor from the ranks' parts, including padding, without a gradient. Collective."""
         if self.axis is None:
             return part.detach()
         return self.order.whole(self.axis.all_gather(part.detach()), dim)
 
     def cut(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return this rank's part of a batch of whole sequences, by the keywords of a model of transformers.
-        Values
-        without the sequence's length stay whole.
+        Values without the sequence's length stay whole.
 
         Labels of a causal model of transformers are shifted first, and also passed as ``shift_labels``, so
-        that the
-        model does not shift them again. Labels of a model of your own stay at their tokens, as without
-        ``sp``.
-        Padding does not count, neither as labels nor as keys.
+        that the model does not shift them again. Labels of a model of your own stay at their tokens, as
+        without ``sp``. Padding does not count, neither as labels nor as keys.
 
         Raises:
             ConfigError: the model takes whole batches, there are no tokens, or a mask cannot be padded.
@@ -199,20 +191,17 @@ def parallelize_sequence(
     takes_loss: bool = True,
 ) -> SequenceParallel:
     """Make ``model`` attend across the ranks of the axis ``sp`` of ``mesh``, which each have a part of every
-    sequence.
-    Return the object that cuts batches and averages losses. Only the attention changes.
+    sequence. Return the object that cuts batches and averages losses. Only the attention changes.
 
     Call it before the model is wrapped, and after :func:`gemini.parallel.parallelize` if that is used too.
 
     Args:
         method, zigzag: see :class:`SequenceParallel`.
         cut: ``"batch"``: each rank passes its part of the batch to the model. ``"blocks"``: all pass the
-            whole
-            batch, and the sequence is cut before the first block and gathered behind the last. Use it for
-            models that make their sequence themselves (images), or read one position of it (classifiers).
+            whole batch, and the sequence is cut before the first block and gathered behind the last. Use it
+            for models that make their sequence themselves (images), or read one position of it (classifiers).
         takes_loss: a causal model of transformers returns the mean loss over the tokens of all ranks. False:
-            the
-            mean over this rank's tokens, for :meth:`SequenceParallel.mean_loss`.
+            the mean over this rank's tokens, for :meth:`SequenceParallel.mean_loss`.
 
     Raises:
         ConfigError: the model cannot work on parts, here or on another rank; nothing was changed.

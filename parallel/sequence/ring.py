@@ -1,6 +1,5 @@
 """Ring attention: each rank keeps its queries, and keys and values are passed from rank to rank. Partial
-results are
-merged by the log-sum-exp of each query's scores.
+results are merged by the log-sum-exp of each query's scores.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from gemini.parallel.sequence.masks import AttentionMask
 from gemini.parallel.sequence.scores import Scoring
 
 # Shapes: query (batch, heads, rows, features), key and value (batch, heads, keys, features), lse (batch,
-# heads,
-# rows). Intermediate results are fp32, or fp64 if the inputs are.
+# heads, rows). Intermediate results are fp32, or fp64 if the inputs are.
 
 _TILE_ROWS = 256  # number of queries with scores in memory at once
 _FLASH = "_scaled_dot_product_flash_attention_for_cpu"  # torch's own kernel; it has no public name
@@ -34,10 +32,8 @@ def attend_block(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the attention of the queries to these keys only, and the log-sum-exp of their scores; zeros and
-    -inf for a
-    query that sees none of them. ``mask`` is boolean or a bias; ``causal``: query i sees keys 0 to i. Sinks
-    are not
-    included: they are added at the end.
+    -inf for a query that sees none of them. ``mask`` is boolean or a bias; ``causal``: query i sees keys 0 to
+    i. Sinks are not included: they are added at the end.
     """
     if mask is None and scoring.softcap is None and _has_kernel(q, v):
         out, lse = getattr(torch.ops.aten, _FLASH)(q, k, v, 0.0, causal, scale=scoring.scale)
@@ -63,8 +59,7 @@ def block_gradients(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return these keys' contribution to the gradients of query, key and value. ``out`` and ``lse`` are those
-    of attention
-    to all keys; ``grad`` is the gradient of ``out``, with its dtype.
+    of attention to all keys; ``grad`` is the gradient of ``out``, with its dtype.
     """
     if mask is None and scoring.softcap is None and _has_kernel(q, v):
         backward: Any = getattr(torch.ops.aten, f"{_FLASH}_backward")
@@ -274,12 +269,9 @@ def ring_attention(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
-    all ranks:
-    the same as torch's ``scaled_dot_product_attention``, up to rounding. Sinks join each softmax once, after
-    the last
-    keys. The dropout of ``scoring`` is ignored. No rank holds more than two ranks' keys and values at a time;
-    backward
-    sends them round again, followed by their gradients. Collective.
+    all ranks: the same as torch's ``scaled_dot_product_attention``, up to rounding. Sinks join each softmax
+    once, after the last keys. The dropout of ``scoring`` is ignored. No rank holds more than two ranks' keys
+    and values at a time; backward sends them round again, followed by their gradients. Collective.
 
     Raises:
         ConfigError: the mask has a gradient, or is causal between sequences of different lengths.

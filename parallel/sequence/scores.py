@@ -1,6 +1,4 @@
-"""Scoring: how attention computes weights from the products of queries and keys: scale, soft cap, sinks,
-dropout.
-"""
+"""Scoring: how attention weights follow from products of queries and keys: scale, soft cap, sinks, dropout."""
 
 from __future__ import annotations
 
@@ -60,14 +58,11 @@ def attend_by_scores(
     causal: bool,
 ) -> torch.Tensor:
     """Return attention of whole sequences as transformers' eager functions compute it. Scores of all rows are
-    in memory
-    at once. A row that sees nothing is zeros, as in ``scaled_dot_product_attention``; eager functions return
-    the mean
-    of all values there.
+    in memory at once. A row that sees nothing is zeros, as in ``scaled_dot_product_attention``; eager
+    functions return the mean of all values there.
 
     Shapes: ``q`` (batch, heads, rows, features), ``k`` and ``v`` (batch, key heads, keys, features). ``mask``
-    is boolean
-    (True means visible) or a bias; ``causal``: row i sees keys 0 to i.
+    is boolean (True means visible) or a bias; ``causal``: row i sees keys 0 to i.
     """
     group = q.size(1) // max(k.size(1), 1)
     if group > 1:

@@ -1,6 +1,4 @@
-"""Ulysses attention: an all-to-all gives each rank some heads of the whole sequence, and another one returns
-them.
-"""
+"""Ulysses attention: an all-to-all gives each rank some heads of the whole sequence; another reverses it."""
 
 from __future__ import annotations
 
@@ -22,10 +20,9 @@ from gemini.parallel.sequence.scores import Scoring, attend_by_scores
 @dataclass(frozen=True)
 class Heads:
     """How heads are divided: ``queries`` heads over ``size`` ranks, as evenly as possible, and ``keys`` heads
-    of keys and
-    values, each for the same number of neighbouring query heads. A rank has the key heads that its queries
-    need, so
-    several ranks may have the same one. Ranks beyond the number of query heads have none.
+    of keys and values, each for the same number of neighbouring query heads. A rank has the key heads that
+    its queries need, so several ranks may have the same one. Ranks beyond the number of query heads have
+    none.
     """
 
     queries: int
@@ -59,8 +56,7 @@ class Heads:
 
     def matching(self, keys: torch.Tensor, rank: int) -> torch.Tensor:
         """Return this rank's ``keys`` (batch, its key heads, ...), or values, in a form in which each is for
-        the same number of
-        neighbouring query heads: unchanged, or repeated for each query head.
+        the same number of neighbouring query heads: unchanged, or repeated for each query head.
         """
         mine, theirs = self.of_queries(rank), self.of_keys(rank)
         whole_groups = mine.start % self.group == 0 and mine.stop % self.group == 0
@@ -100,8 +96,7 @@ class _Exchange:
 
     def to_sequence(self, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return all heads of this rank's part of the sequence, from tensors with its heads of the whole
-        sequence. Key
-        heads that several ranks have are summed.
+        sequence. Key heads that several ranks have are summed.
         """
         size = self.axis.size
         pieces = [x.chunk(size, _DIM) for x in whole]
@@ -173,12 +168,10 @@ def ulysses_attention(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Return the attention of this rank's queries, all heads (batch, heads, length, features), to the keys of
-    all ranks.
-    Each rank computes some heads, by torch's ``scaled_dot_product_attention`` or, for a soft cap or sinks, by
-    explicit
-    scores. Forward and backward together need four all-to-alls. A sink has its gradient on the rank with its
-    head. There
-    may be fewer key heads than query heads, and fewer than ranks. Collective.
+    all ranks. Each rank computes some heads, by torch's ``scaled_dot_product_attention`` or, for a soft cap
+    or sinks, by explicit scores. Forward and backward together need four all-to-alls. A sink has its gradient
+    on the rank with its head. There may be fewer key heads than query heads, and fewer than ranks.
+    Collective.
     """
     axis = mask.axis
     exchange = _Exchange(axis, Heads(query.size(1), key.size(1), axis.size))

@@ -1,6 +1,5 @@
 """Tensor parallelism: cut the layers of an unmodified model over ranks by a plan, or build a model of layers
-for
-a grid of ranks (``nn``).
+for a grid of ranks (``nn``).
 """
 
 from gemini.parallel.tensor import nn

@@ -1,24 +1,19 @@
 """Check, on the first training batch, that a cut model computes the same as the whole one.
 
 A plan cuts the modules that the user names, and a module does not tell how it uses a part. A parameter
-between a
-column and a row layer gets only part of its gradient. A softmax over cut features is computed over a part. A
-fused
-query-key-value weight that is cut in one piece gives each rank other heads than it assumes. Shapes match in
-all
-these cases. Therefore numbers are compared, and a difference raises before the first update:
+between a column and a row layer gets only part of its gradient. A softmax over cut features is computed over
+a part. A fused query-key-value weight that is cut in one piece gives each rank other heads than it assumes.
+Shapes match in all these cases. Therefore numbers are compared, and a difference raises before the first
+update:
 
 - gradients of parameters that are whole on all ranks must be equal on all ranks;
 - for a user's plan, outputs and all gradients must be those of the whole model. Copies of both models, as
-  they are
-  before the model is wrapped, train on the batch without dropout. If they draw other random numbers, they are
-  compared in evaluation mode.
+  they are before the model is wrapped, train on the batch without dropout. If they draw other random numbers,
+  they are compared in evaluation mode.
 
 A weight of zeros hides the layers before and behind it; an adapter, a gate or an output projection often
-starts
-as zeros. Therefore a zero gradient is checked again in later passes, and outputs are compared with random
-numbers
-instead of zero weights.
+starts as zeros. Therefore a zero gradient is checked again in later passes, and outputs are compared with
+random numbers instead of zero weights.
 """
 
 from __future__ import annotations
@@ -63,8 +58,7 @@ _CAUSES = (
 
 class FirstGradients:
     """Compares, over the ranks of a cut, the first gradient of each parameter that is whole on all ranks. A
-    zero
-    or non-finite gradient proves nothing; the next one is compared.
+    zero or non-finite gradient proves nothing; the next one is compared.
     """
 
     def __init__(self, model: nn.Module, axis: Axis, partition: Partition) -> None:
@@ -131,9 +125,7 @@ def _tells(looks: torch.Tensor) -> bool:
 
 
 def _agree(looks: torch.Tensor) -> bool:
-    """Return whether the gradients with these features, by rank, are equal. Overflowed ones count as
-    equal.
-    """
+    """Return whether gradients with these features, by rank, are equal. Overflow counts as equal."""
     if not bool(torch.isfinite(looks).all()):
         return True
     largest = float(looks[:, 2].max())
@@ -145,8 +137,7 @@ def _agree(looks: torch.Tensor) -> bool:
 
 class WholeOutline:
     """The model before it was cut, without its weights. The first training batch also runs through it,
-    forward and
-    backward.
+    forward and backward.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -155,8 +146,7 @@ class WholeOutline:
 
     def watch(self, model: nn.Module, partition: Partition, region: Region) -> None:
         """Compare ``model``, which was cut and computes in ``region``, on its first training batch. It is
-        compared as
-        it is now, even if it is wrapped later.
+        compared as it is now, even if it is wrapped later.
         """
         self._partition, axis = partition, partition.axis
         self._cut = _outline(model, {id(region): region.alike(), id(axis): axis})
@@ -165,9 +155,7 @@ class WholeOutline:
         self._watch = model.register_forward_pre_hook(self._compare, with_kwargs=True, prepend=True)
 
     def _compare(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Forward pre-hook: raise ConfigError on all ranks if outputs or gradients differ from the whole
-        model's.
-        """
+        """Pre-hook: raise ConfigError on all ranks if outputs or gradients are not the whole model's."""
         axis = self._partition.axis
         if not (model.training and torch.is_grad_enabled()) or axis is None:
             return
@@ -189,8 +177,7 @@ class WholeOutline:
         looked = _OutlineComparison(ran, axis, cuts, self._hooks)
         found: _Found | None = None
         # Evaluation mode is tried if the models draw random numbers other than dropout's, and 16-bit types if
-        # they
-        # do not run in fp32.
+        # they do not run in fp32.
         for exact, evaluates in ((True, False), (True, True), (False, False), (False, True)):
             found = found or looked.at(cut, whole, parts, weights, exact=exact, evaluates=evaluates)
         self._agree_on(axis, found or _Found(0.0, []))
@@ -232,8 +219,7 @@ _INPUTS = tuple(f"input {index}" for index in range(8))  # names of the model's 
 
 class _Ran:
     """An outline to run on a batch, with ``weights`` instead of its parameters, and copies of buffers. They
-    stay in
-    the outline after forward, because backward may recompute blocks.
+    stay in the outline after forward, because backward may recompute blocks.
     """
 
     def __init__(
@@ -319,13 +305,11 @@ class _OutlineComparison:
         evaluates: bool,
     ) -> _Found | None:
         """Run both outlines and compare them. Return None if both draw different random numbers, or the whole
-        model
-        does not run in this precision.
+        model does not run in this precision.
 
         Raises:
             ConfigError: torch refuses an operator of the cut model and none of the whole model. This rank
-                raises
-                without agreement: the other ranks may be inside the model, waiting.
+                raises without agreement: the other ranks may be inside the model, waiting.
         """
         modes = [(each, each.training) for model in (cut, whole) for each in model.modules()]
         if evaluates:
@@ -488,9 +472,7 @@ def _is_differentiable(value: Any) -> bool:
 
 
 def _waves_like(output: torch.Tensor) -> torch.Tensor:
-    """Return the gradient to use for an output, the same on all ranks. Neighbouring elements get different
-    values.
-    """
+    """Return the gradient to use for an output, equal on all ranks; neighbouring elements differ."""
     wave = torch.arange(output.numel(), dtype=torch.float32, device=output.device)
     return (wave * _FREQUENCY).sin().add(0.5).reshape(output.shape).to(output.dtype)
 

@@ -29,8 +29,7 @@ def outline_part(
     whole_experts: bool = False,
 ) -> Partition:
     """Cut ``model``, which is on ``meta``, in place as :func:`parallelize` does for the first of ``size``
-    ranks.
-    Afterwards it can run on ``meta``: collectives return tensors of the right shapes.
+    ranks. Afterwards it can run on ``meta``: collectives return tensors of the right shapes.
 
     Raises:
         ConfigError: it cannot be cut this way; the message lists the possible sizes.
@@ -68,8 +67,7 @@ class OutlineAxis(Axis):
     values.
 
     ``calls`` and ``sent_bytes`` count what a real rank would send. ``log`` is called for every collective
-    with its
-    name, the bytes that this rank passes to it, and the bytes that it sends.
+    with its name, the bytes that this rank passes to it, and the bytes that it sends.
     """
 
     def __init__(self, size: int, log: Log | None = None) -> None:

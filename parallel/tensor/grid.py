@@ -43,9 +43,7 @@ class Places:
         return found
 
     def others(self, rank: int, names: Sequence[str]) -> list[int]:
-        """Return the ranks that differ from ``rank`` only in the coordinates ``names``, including
-        ``rank``.
-        """
+        """Return the ranks that differ from ``rank`` only in the coordinates ``names``, with ``rank`` itself."""
         fixed = [name for name in self.names if name not in names]
         own = self.index(rank, fixed)
         return [other for other in range(self.count) if self.index(other, fixed) == own]
@@ -56,9 +54,8 @@ class Tile:
     """A tensor of ``shape`` with each dimension cut by the coordinates ``cuts[dim]``, the first outermost.
 
     A dimension that they do not divide is padded with zeros, which are in no state dict. The parts of the
-    first
-    dimension have a multiple of ``unit`` elements. ``transposed``: parts of a matrix (out, in) are stored as
-    (in, out). Ranks that differ only in other coordinates have the same part.
+    first dimension have a multiple of ``unit`` elements. ``transposed``: parts of a matrix (out, in) are
+    stored as (in, out). Ranks that differ only in other coordinates have the same part.
     """
 
     places: Places
@@ -118,8 +115,7 @@ class Tile:
 @dataclass(frozen=True)
 class Spread:
     """How an activation (batch, ..., features) is distributed: ``rows`` are the coordinates that cut its
-    batch,
-    ``columns`` those that cut its features.
+    batch, ``columns`` those that cut its features.
     """
 
     rows: tuple[str, ...] = ()
@@ -190,8 +186,7 @@ class Grid:
 
     def axis(self, *names: str) -> Axis | None:
         """Return the ranks that differ from this one only in these coordinates; None if there are no others.
-        All
-        ranks call it in the same order.
+        All ranks call it in the same order.
         """
         if names not in self._axes:
             self._axes[names] = self._make_axis(self._known(names))
@@ -238,8 +233,7 @@ class Grid:
 
     def share_generator(self, device: torch.device) -> None:
         """Set torch's generators to the states of the first rank, so that all ranks draw the same numbers
-        next.
-        Collective.
+        next. Collective.
         """
         if self.every is not None:
             share_generators(self.every, device)

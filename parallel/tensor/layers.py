@@ -1,6 +1,5 @@
 """Layers that hold this rank's part of a weight. A module is converted by changing its class, so references
-to it
-stay valid.
+to it stay valid.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class ColumnLayer(CutLayer):
 
 class GatheredColumnLayer(CutLayer):
     """A :class:`ColumnLayer` that returns the whole output on all ranks: its first ``whole_features`` if the
-    weight
-    was padded.
+    weight was padded.
     """
 
     whole_features: int
@@ -98,8 +96,7 @@ class TransposedRowLayer(RowLayer):
 
 class InnerRowLayer(RowLayer):
     """A :class:`RowLayer` inside a region: each rank uses the sum for its own part, so the gradient of the
-    sum is
-    summed too.
+    sum is summed too.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,9 +106,7 @@ class InnerRowLayer(RowLayer):
 
 
 class ExpertsLayer(CutLayer):
-    """Experts called as ``experts(tokens, chosen, weights)``, with this rank's part of each expert's
-    width.
-    """
+    """Experts called as ``experts(tokens, chosen, weights)``, with this rank's part of their widths."""
 
     def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' results. Raises as the original module."""
@@ -123,8 +118,7 @@ class ExpertsLayer(CutLayer):
 
 class SharedKeysLayer(ColumnLayer):
     """A column layer with a whole weight. It computes this rank's part of the first outputs, and all of the
-    last
-    ``shared_features``.
+    last ``shared_features``.
     """
 
     shared_features: int
@@ -147,8 +141,7 @@ class StateSpaceLayer(CutLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output. Disables the fused training kernel of the mixer: it multiplies by the
-        weight of
-        ``out_proj`` itself, and then nothing would sum the ranks' products.
+        weight of ``out_proj`` itself, and then nothing would sum the ranks' products.
         """
         training, self.training = self.training, False
         try:
@@ -158,9 +151,7 @@ class StateSpaceLayer(CutLayer):
 
 
 class VocabularyEmbedding(CutLayer, nn.Embedding):
-    """An embedding with some of the rows on this rank: it adds zeros for ids of other ranks, and sums over
-    ranks.
-    """
+    """An embedding with some rows on this rank; vectors of other rows are zeros in a sum over the ranks."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the vectors of ``ids`` of the whole vocabulary."""
@@ -169,8 +160,7 @@ class VocabularyEmbedding(CutLayer, nn.Embedding):
 
 def embed_rows(ids: torch.Tensor, weight: torch.Tensor, padding_idx: int | None, axis: Axis) -> torch.Tensor:
     """Return the vectors of ``ids``; each rank has some rows in its ``weight``. The row at ``padding_idx``
-    gets no
-    gradient.
+    gets no gradient.
     """
     first, count = axis.rank * weight.size(0), weight.size(0)
     _refuse_unknown(ids, count * axis.size)
@@ -259,16 +249,13 @@ class Attention(CutLayer, nn.MultiheadAttention):
 
 
 class AlibiAttention(CutLayer):
-    """Attention of transformers' BLOOM and Falcon with this rank's heads. The model makes a bias for all
-    heads.
-    """
+    """Attention of transformers' BLOOM and Falcon with this rank's heads of the bias for all heads."""
 
     num_heads: int  # on this rank
 
     def forward(self, *args: Any, alibi: torch.Tensor | None, **kwargs: Any) -> Any:
         """Return the module's output. ``alibi``, (batch x all heads, 1, keys) or (batch, all heads, 1, keys),
-        is cut
-        to this rank's heads, and also a mask that contains it.
+        is cut to this rank's heads, and also a mask that contains it.
         """
         if alibi is None:  # a Falcon with rotary embeddings
             return super().forward(*args, alibi=None, **kwargs)

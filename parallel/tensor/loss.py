@@ -17,8 +17,7 @@ from gemini.parallel.mesh import Axis
 
 class _CrossEntropy(torch.autograd.Function):
     """The fp32 losses of rows of logits (rows, part of the vocabulary). Ranks exchange a maximum and two sums
-    per
-    row; no rank gets a row of the whole vocabulary.
+    per row; no rank gets a row of the whole vocabulary.
     """
 
     @staticmethod
@@ -60,8 +59,7 @@ def vocabulary_cross_entropy(
     reduction: str = "mean",
 ) -> torch.Tensor:
     """Return the cross-entropy of ``logits`` (..., this rank's part) and ``labels`` (...), in fp32 and equal
-    on all
-    ranks. Collective.
+    on all ranks. Collective.
 
     Args:
         vocabulary: the number of classes, without padding.
@@ -87,8 +85,7 @@ def take_loss_by_parts(model: nn.Module, axis: Axis) -> None:
 
 def refuse_unknown_loss(model: nn.Module) -> None:
     """Raise ConfigError unless ``model`` is a causal language model of transformers, which computes its loss
-    by a
-    replaceable function.
+    by a replaceable function.
     """
     if family_of(model).loss is not Loss.CAUSAL:
         raise ConfigError(

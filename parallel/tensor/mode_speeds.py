@@ -27,10 +27,7 @@ from gemini.parallel.tensor.nn import Linear, over
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The benchmark's settings: ``layers`` times hidden -> 4 hidden -> hidden, on input (batch, length,
-    hidden),
-    fp32.
-    """
+    """The benchmark: ``layers`` times hidden -> 4 hidden -> hidden, on (batch, length, hidden), fp32."""
 
     ranks: int
     batch: int = 8

@@ -1,6 +1,5 @@
 """Cut a model over the ranks of tensor parallelism. Each parameter keeps this rank's part of it, with the
-values
-that one process would have.
+values that one process would have.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ from gemini.runtime.storage.initialization import Initialization, children_first
 @torch.no_grad()
 def cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[int, Cut], partition: Partition) -> None:
     """Broadcast the first rank's parameters and buffers, and keep this rank's part of each parameter in
-    ``cuts``
-    (by identity). A model on ``meta`` is initialized one submodule at a time. Collective.
+    ``cuts`` (by identity). A model on ``meta`` is initialized one submodule at a time. Collective.
 
     Raises:
         ConfigError: a weight on ``meta`` gets no values from any initialization.
@@ -80,9 +78,8 @@ class _Cutting:
     @contextmanager
     def whole_again(self, owner: nn.Module) -> Iterator[None]:
         """Replace cut parameters by whole ones while ``owner`` is initialized. If its initialization draws
-        those
-        of its children again, as GPT-2's does, the new values are taken. Tied parameters that it draws as its
-        own keep their values.
+        those of its children again, as GPT-2's does, the new values are taken. Tied parameters that it draws
+        as its own keep their values.
 
         Whole parameters that are not written take no physical memory.
         """
@@ -129,12 +126,10 @@ def parallelize(
     """Cut ``model``, in place, over the axis ``tp`` of ``mesh``; return the partition of its parameters.
 
     Its modules and parameters keep their identity; each rank has plain parameters of local shapes. They get
-    the
-    first rank's values, and the random generators its states, so dropout masks outside cut layers are equal
-    on
-    all ranks. A model on ``meta`` gets the initial values of one process, one submodule at a time. Make the
-    optimizer, or wrap the model in GeminiDDP, afterwards:
-    ``GeminiDDP(model, process_group=mesh["dp"], model_ranks=partition.model_ranks)``.
+    the first rank's values, and the random generators its states, so dropout masks outside cut layers are
+    equal on all ranks. A model on ``meta`` gets the initial values of one process, one submodule at a time.
+    Make the optimizer, or wrap the model in GeminiDDP, afterwards: ``GeminiDDP(model,
+    process_group=mesh["dp"], model_ranks=partition.model_ranks)``.
 
     Args:
         plan: ``"auto"``, or styles by the names of modules (docs/parallel.md).
@@ -151,8 +146,8 @@ def parallelize(
 
     Raises:
         ConfigError: the model cannot be cut this way, here or on another rank; nothing was changed. In the
-            first
-            forward pass: outputs or gradients differ from the whole model's. In the first backward pass:
+            first forward pass: outputs or gradients differ from the whole model's. In the first backward
+            pass:
             gradients of whole parameters differ between ranks.
     """
     _refuse_layout(mesh.layout)
@@ -189,10 +184,8 @@ def parallelize(
 @torch.no_grad()
 def cut_without_values(model: nn.Module, axis: Axis) -> tuple[Region, dict[int, Cut]]:
     """Cut an inference-only ``model`` on ``meta`` as :func:`parallelize` does with ``"auto"``, without
-    values: the
-    caller must fill in the parts of the parameters. Return the region that its layers share, and the cuts by
-    the
-    identity of parameters. Raises ConfigError on all ranks if it cannot be cut.
+    values: the caller must fill in the parts of the parameters. Return the region that its layers share, and
+    the cuts by the identity of parameters. Raises ConfigError on all ranks if it cannot be cut.
     """
     work = axis.together(lambda: planned(model, axis.size, "auto"))
     for param in model.parameters():
@@ -204,8 +197,7 @@ def cut_without_values(model: nn.Module, axis: Axis) -> tuple[Region, dict[int, 
 
 def apply_styles(model: nn.Module, axis: Axis, work: Work) -> Region:
     """Convert the layers of ``model``, whose parameters are cut already, to compute with this rank's parts;
-    return
-    the region that they share.
+    return the region that they share.
     """
     region = Region(axis)
     for module, style, cuts in work.styles:
@@ -248,8 +240,7 @@ def _close(region: Region, *_: object) -> None:
 @dataclass(frozen=True)
 class Work:
     """The work of cutting a model, after every rank has checked that it is possible. ``blocks`` are those
-    between
-    which each rank has its part of the sequence.
+    between which each rank has its part of the sequence.
     """
 
     resolved: Resolved
@@ -267,9 +258,7 @@ def planned(
     sequence_norms: bool = False,
     whole_experts: bool = False,
 ) -> Work:
-    """Return the work to cut ``model`` over ``size`` ranks; change nothing. Raises ConfigError if it cannot
-    be cut.
-    """
+    """Return the work to cut ``model`` over ``size`` ranks; change nothing. Raises ConfigError."""
     blocks = find_blocks(model) if sequence_norms else []
     if any(isinstance(module, CutLayer) for module in model.modules()):
         raise ConfigError("the model has been cut before; cut a new one")
@@ -316,9 +305,7 @@ def _add_cuts(cuts: dict[int, Cut], module: nn.Module, own: Mapping[str, Cut]) -
 
 
 def _refuse_shared(model: nn.Module, cuts: Mapping[int, Cut], styles: Sequence[_Styled]) -> None:
-    """Raise ConfigError for a layer that would compute with a part because its weight is tied to a cut
-    one.
-    """
+    """Raise ConfigError for a layer that stays whole although its weight is tied to a cut one."""
     covered = {id(part) for module, _, _ in styles for part in module.modules()}
     for name, module in model.named_modules():
         if id(module) in covered or next(module.children(), None) is not None:

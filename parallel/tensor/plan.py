@@ -63,8 +63,7 @@ _OWN_STYLES: Mapping[str, Style] = {
 @dataclass
 class Resolved:
     """The plan of a model: a style by the name of each module that has one, and attributes to change by the
-    name of
-    a module and their own.
+    name of a module and their own.
     """
 
     styles: dict[str, Style] = field(default_factory=dict)
@@ -81,9 +80,8 @@ def resolve(
     whole_experts: bool = False,
 ) -> Resolved:
     """Resolve ``plan`` for ``model``. A plan is a mapping of names, with ``*`` for one part of a name, to
-    styles; or
-    ``"auto"``: transformers' own plan if the model has one, rules for known classes, and the vocabulary of
-    embedding and head. ``whole_experts``: that plan cuts no experts.
+    styles; or ``"auto"``: transformers' own plan if the model has one, rules for known classes, and the
+    vocabulary of embedding and head. ``whole_experts``: that plan cuts no experts.
 
     Raises:
         ConfigError: a name matches no module, a style is unknown, or ``"auto"`` finds nothing to cut.
@@ -212,8 +210,7 @@ def _cut_adapters(found: Resolved, model: nn.Module) -> None:
 
 def _styles_of_adapted(name: str, layer: nn.Module, style: Style) -> dict[str, Style] | None:
     """Return the styles of the parts of ``layer``, by name, if PEFT wrapped it around the module that
-    ``style`` was
-    for; else None.
+    ``style`` was for; else None.
 
     Raises:
         ConfigError: its adapters are of another kind than LoRA.

@@ -1,8 +1,7 @@
 """Products of matrices in tiles over a grid of ranks: SUMMA on a square, and on a cube.
 
 The tile at (row index, column index) is on the rank with these coordinates. On a square no rank holds more
-than
-its tiles and one received tile of each operand.
+than its tiles and one received tile of each operand.
 """
 
 from __future__ import annotations
@@ -73,8 +72,7 @@ def _sent(tile: torch.Tensor, axis: Axis | None, step: int) -> torch.Tensor:
 
 def _collected(axis: Axis | None, size: int, product: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """Sum the products of all steps along ``axis``; the product of a step is reduced to the rank of that
-    number.
-    Return this rank's sum.
+    number. Return this rank's sum.
     """
     own: torch.Tensor | None = None
     for step in range(size):
@@ -175,8 +173,7 @@ def multiply_on_square(
     """Return ``x`` (rows, k) times ``weight`` (k, n), or (n, k) with ``transposes``, in tiles.
 
     Sends 3 (q - 1) / q^2 (|X| + |W|) bytes in forward and backward together, and the gradient of the weight
-    once
-    along ``square.layers``.
+    once along ``square.layers``.
     """
     found: torch.Tensor = _SquareProduct.apply(x, weight, square, transposes)  # type: ignore[no-untyped-call]
     return found
@@ -193,9 +190,8 @@ def multiply_on_cube(
     """Return ``x`` (rows, ..., k) times ``weight`` (k, n), or (n, k) with ``transposes``, in tiles.
 
     Sends 2 (q - 1) / q^3 (|X| + |W| + |Y|) bytes in forward and backward together. For backward it keeps
-    gathered
-    X and W, 1 / q^2 of each; with ``gathers_again`` only their tiles, and sends (q - 1) / q^3 of X and W once
-    more.
+    gathered X and W, 1 / q^2 of each; with ``gathers_again`` only their tiles, and sends (q - 1) / q^3 of X
+    and W once more.
     """
     if not gathers_again:
         return _cube_product(x, weight, cube, transposes)

@@ -1,6 +1,5 @@
 """The state that the layers of one cut model share: the axis, its collectives as autograd functions, the
-copies of
-inputs, and the random generators where masks differ by rank.
+copies of inputs, and the random generators where masks differ by rank.
 """
 
 from __future__ import annotations
@@ -105,25 +104,19 @@ def sum_of(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return ``x``, which is equal on all ranks, for use in each rank's part: its gradient is summed over the
-    ranks.
-    """
+    """Return ``x``, equal on all ranks, for each rank's part: its gradient is summed over the ranks."""
     found: torch.Tensor = _Copy.apply(x, axis)  # type: ignore[no-untyped-call]
     return found
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum of ``x`` over the ranks, for use as a whole on all; ``x`` is overwritten if
-    contiguous.
-    """
+    """Return the sum of ``x`` over the ranks, for use on all as a whole. A contiguous ``x`` is overwritten."""
     found: torch.Tensor = _Reduce.apply(x, axis)  # type: ignore[no-untyped-call]
     return found
 
 
 def gather(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
-    """Concatenate the parts of all ranks, for use as a whole on all; backward takes this rank's part of the
-    gradient.
-    """
+    """Concatenate the ranks' parts, for use on all as a whole; backward takes this rank's part."""
     found: torch.Tensor = _Gather.apply(x, axis, dim)  # type: ignore[no-untyped-call]
     return found
 
@@ -135,17 +128,13 @@ def split(x: torch.Tensor, axis: Axis, dim: int = -1) -> torch.Tensor:
 
 
 def gather_and_use(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Concatenate the parts of all ranks, for use in each rank's part; backward reduce-scatters the
-    gradient.
-    """
+    """Concatenate the ranks' parts, for use in each rank's part; backward reduce-scatters the gradient."""
     found: torch.Tensor = _GatherAndUse.apply(x, axis, dim)  # type: ignore[no-untyped-call]
     return found
 
 
 def reduce_scatter(x: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's part, along ``dim``, of the sum of ``x`` over the ranks; backward gathers the
-    gradient.
-    """
+    """Return this rank's part, along ``dim``, of the sum of ``x``; backward gathers the gradient."""
     found: torch.Tensor = _ReduceScatter.apply(x, axis, dim)  # type: ignore[no-untyped-call]
     return found
 
@@ -156,9 +145,7 @@ _MIX = 0x9E3779B97F4A7C15  # odd: seeds of neighbouring ranks are far apart
 
 @dataclass
 class _Forward:
-    """The state of a thread's forward pass. ``under_way``: the whole model runs, not a block that is
-    recomputed.
-    """
+    """The state of a thread's forward pass. ``under_way``: of the model, not of a recomputed block."""
 
     under_way: bool = False
     source: torch.Tensor | None = None
@@ -175,12 +162,9 @@ class Region:
     layer.
 
     Layers that take the same tensor share one copy of it, so that its gradient is summed once. Outside the
-    region
-    dropout draws the same mask on all ranks, inside a different one on each. On entry the generators get a
-    seed that
-    was drawn outside. So a recomputed block, which restores the state from before it, draws the same masks,
-    and a
-    checkpoint needs one state (docs/notes/tensor-parallel.md).
+    region dropout draws the same mask on all ranks, inside a different one on each. On entry the generators
+    get a seed that was drawn outside. So a recomputed block, which restores the state from before it, draws
+    the same masks, and a checkpoint needs one state (docs/notes/tensor-parallel.md).
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -196,9 +180,7 @@ class Region:
         return other
 
     def cover_norms(self) -> None:
-        """Extend the region from the first block to the last: norms between sublayers work on parts of the
-        sequence.
-        """
+        """Extend the region from the first block to the last: norms work on parts of the sequence."""
         self._sequence_norms = True
 
     def go_on(self) -> None:
@@ -209,8 +191,7 @@ class Region:
 
     def enter(self, x: torch.Tensor, *, training: bool, layer: int = 0, sublayer: int = -1) -> torch.Tensor:
         """Return the input of a layer that computes this rank's part, and enter the region. ``layer``: its
-        identity;
-        ``sublayer``: the module that it is in.
+        identity; ``sublayer``: the module that it is in.
         """
         copied = self.copied(x)
         now = self._now()
@@ -233,8 +214,7 @@ class Region:
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' ``x``, which is overwritten, and leave the region. In a sublayer that
-        gathered
-        the sequence, return this rank's part of the sum.
+        gathered the sequence, return this rank's part of the sum.
         """
         now = self._now()
         if now.sequence is not None:
@@ -283,8 +263,7 @@ class Region:
 
     def open(self, model: nn.Module) -> None:
         """Begin a forward pass of ``model``. If Ctrl-C ended the last one without a hook call, the generators
-        are
-        still inside, so leave first. A state left by recomputation needs no repair: backward restores it.
+        are still inside, so leave first. A state left by recomputation needs no repair: backward restores it.
         """
         if self._now().under_way:
             self.end_masks()
@@ -321,8 +300,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 def share_generators(axis: Axis, device: torch.device) -> bool:
     """Set torch's generators to the states of the first rank, so that all ranks draw the same numbers next.
-    Return
-    whether the states differed. Collective.
+    Return whether the states differed. Collective.
     """
     own = generator_states(device)
     states = [state.clone() for state in own]

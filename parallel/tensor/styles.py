@@ -36,8 +36,7 @@ class Style(Protocol):
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         """Return the cuts of the module's parameters, by name; parameters that stay whole are left out.
-        Changes
-        nothing.
+        Changes nothing.
 
         Raises:
             ConfigError: ``size`` ranks cannot share this module.
@@ -57,8 +56,7 @@ class Column:
         sections: the number of projections of equal sizes in the weight (3 for query, key and value).
         unit: the number of outputs that stay together (those of a head).
         repeats: a unit may be on several ranks, which use it for different heads (key heads that several
-            query
-            heads share).
+            query heads share).
         square: the number of sections is outputs / inputs.
     """
 
@@ -104,8 +102,7 @@ class Column:
 @dataclass(frozen=True)
 class Row:
     """Cut a Linear or Conv1D by its inputs, which a column layer has cut. ``splits_input=True``: they are
-    whole and
-    are split here; None: either.
+    whole and are split here; None: either.
     """
 
     splits_input: bool | None = False
@@ -130,8 +127,7 @@ class Row:
 @dataclass(frozen=True)
 class Head:
     """Cut a Linear or Conv1D by any number of outputs. The output is gathered on all ranks, or without
-    ``gathers``
-    stays this rank's part, for :func:`vocabulary_cross_entropy`.
+    ``gathers`` stays this rank's part, for :func:`vocabulary_cross_entropy`.
     """
 
     gathers: bool = True
@@ -165,8 +161,7 @@ class Vocabulary:
 @dataclass(frozen=True)
 class EmbeddingColumns:
     """Cut an Embedding by its columns. They are for this rank's part of the following computation (for
-    example a
-    bias of each head), or with ``gathers`` gathered.
+    example a bias of each head), or with ``gathers`` gathered.
     """
 
     gathers: bool = False
@@ -215,9 +210,8 @@ class TorchAttention:
 @dataclass(frozen=True)
 class SharedKeys:
     """A Linear to query heads, then one key head and one value head that all query heads share, each with
-    ``unit``
-    features. Its parameters stay whole; a rank computes its own query heads and both shared heads, and the
-    gradients are summed.
+    ``unit`` features. Its parameters stay whole; a rank computes its own query heads and both shared heads,
+    and the gradients are summed.
     """
 
     unit: int = 1
@@ -235,9 +229,7 @@ class SharedKeys:
 
 @dataclass(frozen=True)
 class InnerRow:
-    """Cut a Linear by its inputs, which a column layer has cut. Each rank uses the output for its own
-    part.
-    """
+    """Cut a Linear by its inputs, as a column layer did. Each rank uses the output for its own part."""
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         return Row().cuts(module, size)
@@ -250,8 +242,7 @@ class InnerRow:
 @dataclass(frozen=True)
 class Channels:
     """Cut the parameters of a module by their first dimension, the channels that the module around it
-    computes with:
-    a Linear, a depthwise Conv1d, or any module that holds parameters of channels.
+    computes with: a Linear, a depthwise Conv1d, or any module that holds parameters of channels.
     """
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
@@ -275,8 +266,7 @@ class Channels:
 @dataclass(frozen=True)
 class StateSpace(Channels):
     """Cut a selective state space (transformers' Mamba): the parameters of its channels. Its children have
-    their own
-    styles.
+    their own styles.
     """
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
@@ -286,8 +276,7 @@ class StateSpace(Channels):
 @dataclass(frozen=True)
 class AlibiHeads:
     """Attention of transformers' BLOOM and Falcon: take this rank's heads of the bias that the model makes
-    for all
-    heads. The projections have their own styles.
+    for all heads. The projections have their own styles.
     """
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:

@@ -19,9 +19,7 @@ from gemini.system.device import current_device
 
 
 def sum_over_ranks(*values: float | torch.Tensor) -> list[float]:
-    """Return the sums of ``values`` over the ranks of data parallelism and the stages of a pipeline.
-    Collective.
-    """
+    """Return the sums of ``values`` over data parallelism and over pipeline stages. Collective."""
     total = torch.stack(
         [torch.as_tensor(value, dtype=torch.float64, device=current_device()).detach() for value in values]
     )
@@ -36,8 +34,7 @@ def sum_over_ranks(*values: float | torch.Tensor) -> list[float]:
 
 class Metric(ABC):
     """A number for watching training. Its values are over all ranks, so reading them is collective; None
-    means that there
-    is none yet.
+    means that there is none yet.
     """
 
     epoch_only = False  # True: a single step has no value
@@ -252,17 +249,13 @@ class Accuracy(nn.Module):
 
 
 class MixupAccuracy(nn.Module):
-    """:class:`Accuracy` for samples that may be mixtures: a sample counts by the share of the class with the
-    highest
-    score.
-    """
+    """:class:`Accuracy` for mixed samples: each counts by the share of the class with the highest score."""
 
     def forward(self, scores: torch.Tensor, target: torch.Tensor | Mapping[str, Any]) -> torch.Tensor:
         """Return the count; ``scores`` as for :meth:`Accuracy.forward`.
 
         ``target`` has class indices, or shares of all classes in the shape of ``scores`` (torchvision's MixUp
-        makes
-        them), or is a mapping with ``targets_a``, ``targets_b`` and ``lam``, the share of the first.
+        makes them), or is a mapping with ``targets_a``, ``targets_b`` and ``lam``, the share of the first.
         """
         if isinstance(target, Mapping):
             share = target.get("lam", 1.0)

@@ -41,8 +41,7 @@ class Timer:
 
     def stop(self, keep_in_history: bool = False) -> float:
         """Return the seconds since :meth:`start`, and add them to the elapsed time. Raises StateError if it
-        was not
-        started.
+        was not started.
         """
         if self._started is None:
             raise StateError("the timer was not started: call start() before stop()")
@@ -85,8 +84,7 @@ class MultiTimer:
 
     def stop(self, name: str, keep_in_history: bool = False) -> float | None:
         """Return the seconds since :meth:`start` of ``name``; None if the timers are off. Raises StateError
-        if it was
-        not started.
+        if it was not started.
         """
         if not self.is_on:
             return None

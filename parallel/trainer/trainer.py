@@ -68,8 +68,7 @@ class Trainer(Training):
             test_dataloader, test_interval: evaluate on this after every ``test_interval`` epochs.
             display_progress: show the progress of each epoch, on the first rank.
             return_output_label: pass outputs and labels to hooks, not only losses. If False, a pipeline keeps
-                no
-                outputs.
+                no outputs.
 
         Raises:
             ConfigError: a number is out of range, or a hook is no BaseHook.
@@ -188,9 +187,7 @@ class Trainer(Training):
 
     @contextmanager
     def _progress(self, what: str, loader: Iterable[Any], shows: bool) -> Iterator[Callable[[], None]]:
-        """Yield a function to call after each iteration of an epoch, which updates the progress bar if
-        requested.
-        """
+        """Yield a function to call after each iteration of an epoch; it updates the progress bar, if any."""
         self.show("")
         if not shows or global_context.get_global_rank() != 0:
             yield _nothing

@@ -21,10 +21,8 @@ class Training:
     """The state of a run: hooks read it, and add ``metrics``.
 
     ``cur_epoch`` and ``cur_step`` count finished epochs and iterations; ``max_epochs`` and ``max_steps``
-    (None: no limit)
-    are where the run ends. ``metrics`` are by name, those of ``"train"`` and of ``"test"``; ``step_text`` is
-    the last text
-    of :meth:`show`.
+    (None: no limit) are where the run ends. ``metrics`` are by name, those of ``"train"`` and of ``"test"``;
+    ``step_text`` is the last text of :meth:`show`.
     """
 
     def __init__(

@@ -25,15 +25,13 @@ class LowLevelZeroModel(NamedAsWrapped):
 
     Parameters that the optimizer has not cast get ``dtype`` here, in place, except those that stay in fp32;
     buffers keep their type (docs/notes/precision.md). Make the optimizer first: its masters must come from
-    the
-    original weights. State dicts are the module's own.
+    the original weights. State dicts are the module's own.
 
     Args:
         dtype: ``None`` casts nothing.
         keep_fp32: parameters that stay in fp32, or modules that contain them, by name or a part of it. Batch
             norm, and the modules that the model itself lists, need not be named. The optimizer must get its
-            own
-            list.
+            own list.
         cast_inputs: whether to cast floating-point inputs to ``dtype`` too.
         stage: the ZeRO stage that ``zero_optim_wrapper`` gives its optimizer.
     """
@@ -95,8 +93,7 @@ def spread_rest(
     apart: Iterable[nn.Parameter] = (),
 ) -> None:
     """Broadcast the first rank's buffers to ``group``, and the parameters that no optimizer has broadcast.
-    Those in
-    ``apart`` are left out: they differ between ranks.
+    Those in ``apart`` are left out: they differ between ranks.
     """
     done = set(apart) | (set() if optimizer is None else {shard.param for shard in optimizer.sharded.shards})
     for tensor in (*module.buffers(), *(param for param in module.parameters() if param not in done)):
@@ -107,8 +104,7 @@ def kept_in_fp32(
     module: nn.Module, dtype: torch.dtype | None, keep_fp32: Sequence[str]
 ) -> list[nn.Parameter]:
     """Return the parameters that stay in fp32 when others get ``dtype``, chosen by the model and
-    ``keep_fp32``.
-    Raises ConfigError for a name that matches nothing.
+    ``keep_fp32``. Raises ConfigError for a name that matches nothing.
     """
     dtype = None if dtype == torch.float32 else dtype
     types = compute_types(module, dtype, keep_fp32)

@@ -58,12 +58,11 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     shares the parameter groups and hooks of ``optimizer``, so schedulers may hold either.
 
     Gradients are held here until :meth:`step` consumes them; until then ``param.grad`` raises. All methods
-    are
-    collective, except :meth:`no_sync`, :meth:`state_shards` and the properties, which do not communicate.
+    are collective, except :meth:`no_sync`, :meth:`state_shards` and the properties, which do not communicate.
 
     Args:
-        optimizer: a torch optimizer that updates each element by itself (Adam, SGD, CPUAdam, ...). With
-            stage 0, and if every rank has the whole model, any torch optimizer.
+        optimizer: a torch optimizer that updates each element by itself (Adam, SGD, CPUAdam, ...). With stage
+            0, and if every rank has the whole model, any torch optimizer.
         stage: 1 keeps the buffers of whole gradients from step to step; 2 frees each after it is sent and
             keeps this rank's part. Both give the same numbers with the same traffic. ``partition_grad=True``
             is another way to write ``stage=2``. 0 shards nothing: every rank has the mean gradients and all
@@ -95,8 +94,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     """
 
     # State of the current gradients: the scale of their losses, the number of arrivals when they were
-    # clipped,
-    # and their norm before clipping.
+    # clipped, and their norm before clipping.
     _scale: float | None
     _settled_at: int | None
     _measured: float | None
@@ -193,8 +191,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self, tensor: torch.Tensor, grad: torch.Tensor, inputs: Any = None, retain_graph: bool = False
     ) -> None:
         """Run backward from ``tensor`` with its gradient. Under fp16 the gradient must come from a loss that
-        was
-        scaled by this scale.
+        was scaled by this scale.
         """
         if self.loss_scale is not None:
             self._hold_scale(self.loss_scale)
@@ -203,8 +200,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def run_backward(self, call: Callable[[float | None], T]) -> T:
         """Run ``call(scale)`` and return its result. It must run a backward pass, or a part of one, of a loss
         multiplied by ``scale``: the loss scale under fp16, else None. For pipelines, where the loss is on
-        another
-        rank. Gradients are reduced at the end unless inside :meth:`no_sync`.
+        another rank. Gradients are reduced at the end unless inside :meth:`no_sync`.
         """
         scale = None if self.loss_scale is None else self._hold_scale(self.loss_scale)
         with self._reducer.backward():
@@ -212,9 +208,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def add_up_copies(self, param: torch.Tensor, ranks: Peers) -> None:
         """From now on sum the gradients of ``param`` over ``ranks``, which include this one and each have a
-        copy of
-        it (stages of a pipeline). The copies are sharded the same way. Collective over ``ranks``, in the same
-        order.
+        copy of it (stages of a pipeline). The copies are sharded the same way. Collective over ``ranks``, in
+        the same order.
         """
         self._copies.append((self.sharded.shard_of(param), ranks))
 
@@ -233,8 +228,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float | None = None) -> torch.Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``; return the norm
-        before
-        scaling, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped.
+        before scaling, without loss scale. Under fp16 it may be infinite or NaN; the step is then skipped.
         """
         norm_type = self.norm_type if norm_type is None else norm_type
         check_norm(max_norm, norm_type)
@@ -267,9 +261,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def get_param_grad(self, param: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the whole gradient of ``param``, as the update will use it: the mean over all
-        ranks in
-        the master's dtype, without loss scale, clipped if it was. None if no rank has one. Gradients that
-        :meth:`no_sync` kept are sent now.
+        ranks in the master's dtype, without loss scale, clipped if it was. None if no rank has one. Gradients
+        that :meth:`no_sync` kept are sent now.
 
         Raises:
             ConfigError: the optimizer does not update ``param``.
@@ -297,8 +290,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         parameters.
 
         ``closure`` runs once, before the update. If the class of the wrapped optimizer is unknown, its step
-        gets a
-        closure that returns the mean of the ranks' losses.
+        gets a closure that returns the mean of the ranks' losses.
 
         Under fp16 a step with an infinity or NaN on any rank is skipped on all ranks; only the loss scale
         changes.
@@ -340,9 +332,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Raise: ``torch.amp.GradScaler`` reads this before it looks for gradients in the groups, which have
-        none.
-        """
+        """Raise: ``torch.amp.GradScaler`` reads this before it looks for gradients in the groups."""
         raise ConfigError(
             "torch.amp.GradScaler cannot scale for a LowLevelZeroOptimizer: it looks for overflow in "
             "gradients, of which each rank has a part. Scale by LowLevelZeroOptimizer(precision='fp16') and "
@@ -361,13 +351,11 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def state_dict(self, *, only_rank_0: bool = False) -> dict[str, Any]:
         """Return the whole state in the format of the wrapped optimizer, on every rank; with ``only_rank_0``
-        the
-        other ranks take part and get ``{}``.
+        the other ranks take part and get ``{}``.
 
         It can be loaded by any number of ranks, and by the wrapped optimizer's class without ZeRO. It also
-        has
-        ``"masters"``, the fp32 masters of 16-bit parameters by parameter number, and ``"loss_scale"`` under
-        fp16. It takes the memory of the whole state; :meth:`state_shards` does not.
+        has ``"masters"``, the fp32 masters of 16-bit parameters by parameter number, and ``"loss_scale"``
+        under fp16. It takes the memory of the whole state; :meth:`state_shards` does not.
         """
         return self._hooked_state(partial(export_state, self, only_rank_0))
 
@@ -388,8 +376,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         """Load parts that any number of ranks saved; parts that this rank does not need are skipped.
 
         ``groups`` is the ``state_dict()["param_groups"]`` or :meth:`exported_groups` of the time when the
-        parts were
-        saved.
+        parts were saved.
 
         Raises:
             ConfigError: a needed part is missing or does not match; nothing has changed.
@@ -448,8 +435,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     @property
     def _expert_norm(self) -> ModelRanks | None:
         """The further ranks to sum a norm over: those that divide experts, with stage 0, where
-        ``collectives``
-        shard nothing.
+        ``collectives`` shard nothing.
         """
         return self._experts.model_ranks if self._experts is not None and self.stage == 0 else None
 
@@ -474,9 +460,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         return self._scale
 
     def _require_same(self, doing: str) -> None:
-        """Raise StateError on all ranks if they are not about to make the same call with the same
-        settings.
-        """
+        """Raise StateError on all ranks if they are not about to make the same call."""
         self.collectives.require_same(doing)
         if self._model_ranks is None:
             return
@@ -508,9 +492,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
                     bucket.mean.div_(self._scale)
 
     def _gradients(self) -> list[tuple[ParamShard, torch.Tensor | None]]:
-        """Return, in parameter order, the parameters with a gradient on any rank, and this rank's part of
-        it.
-        """
+        """Return, in parameter order, those with a gradient on any rank, and this rank's part of it."""
         buckets = {shard: bucket for bucket in self._reducer.buckets for shard in bucket.shards}
         return [
             (shard, buckets[shard].own_mean(shard))
@@ -520,8 +502,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
 
     def _given_loss(self, loss: Any) -> GivenLoss | None:
         """Return the result for a closure of the wrapped optimizer's step: the mean of ``loss`` over the
-        ranks; None
-        if its class is known to ignore it.
+        ranks; None if its class is known to ignore it.
         """
         if steps_by_element(self.optim):
             return None

@@ -111,9 +111,7 @@ def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
 
 
 def described(groups: list[dict[str, Any]]) -> str:
-    """Return the settings of all groups as text. Ranks have equal texts if their updates use equal
-    settings.
-    """
+    """Return the settings of all groups as text, which is equal on ranks with equal settings."""
     each = []
     for number, group in enumerate(groups):
         settings = {name: _plain(value) for name, value in group.items() if name not in _NO_SETTINGS}
@@ -122,9 +120,7 @@ def described(groups: list[dict[str, Any]]) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a value as text; a value of an unknown kind by its type, because its repr could contain an
-    address.
-    """
+    """Return a value as text; one of an unknown kind by its type: its repr could contain an address."""
     if isinstance(value, torch.Tensor):
         return str(value.tolist())
     if isinstance(value, (list, tuple)):

@@ -29,12 +29,10 @@ class ParamShard:
     empty. The division depends only on the number of ranks, so nothing else can change the numbers.
 
     ``master`` has the part's elements in one dimension. It is empty if the part is, so each parameter keeps
-    its
-    place in its group on every rank. If the parameter is not divided, it has the parameter's shape. It is
-    fp32
-    for a 16-bit parameter and has the parameter's type otherwise. It is a view of the parameter (``aliased``)
-    if
-    type, device and memory order allow it, and then takes no memory. Both tensors share their attributes.
+    its place in its group on every rank. If the parameter is not divided, it has the parameter's shape. It is
+    fp32 for a 16-bit parameter and has the parameter's type otherwise. It is a view of the parameter
+    (``aliased``) if type, device and memory order allow it, and then takes no memory. Both tensors share
+    their attributes.
 
     Args:
         param: changed in place: it gets ``dtype``. Must be contiguous in some order, floating-point.
@@ -97,8 +95,7 @@ class ParamShard:
 
     def own_part(self, values: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of ``values`` (the parameter's shape) in the shape of the master: a view if
-        the
-        memory order allows it.
+        the memory order allows it.
         """
         # detach(), not .data: a view shares the version counter, so autograd sees every update.
         return self.like_master(values.detach().reshape(-1)[self.start : self.stop])
@@ -159,8 +156,7 @@ class Bucket:
     """The gradients of some parameters on this rank: the local gradients, and its part of the mean.
 
     Local gradients are in ``rows`` of (parts, width): row i is for part i. The mean is one tensor of (width),
-    with
-    the type and device of the masters.
+    with the type and device of the masters.
     """
 
     def __init__(self, shards: Sequence[ParamShard]) -> None:
@@ -199,8 +195,7 @@ class Bucket:
 
     def take_message(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the local gradients as ``dtype``, with zeros for parameters without one. The bucket gives up
-        its
-        local gradients.
+        its local gradients.
         """
         rows = self._rows if self._rows is not None else self._buffer(self.dtype, device)
         for shard in self.shards:
@@ -216,8 +211,7 @@ class Bucket:
 
     def absorb(self, received: torch.Tensor) -> None:
         """Divide the sum of the received rows by ``mean_over`` and add it to this rank's mean. Rows are
-        summed in
-        rank order.
+        summed in rank order.
         """
         first = self.shards[0]
         if self._mean_over == 1:
@@ -246,9 +240,7 @@ class Bucket:
             own.copy_(values)
 
     def own_values(self) -> torch.Tensor:
-        """Return the masters of this rank's parts (width), in the type and on the device of the
-        parameters.
-        """
+        """Return the masters of this rank's parts (width), with the parameters' type and device."""
         values = torch.empty(self.width, dtype=self.dtype, device=self.shards[0].param.device)
         for shard in self.shards:
             start = self._starts[shard]
@@ -281,8 +273,7 @@ def make_buckets(shards: Sequence[ParamShard], bucket_numel: int) -> list[Bucket
     """Group parameters into buckets of at most ``bucket_numel`` elements (or one larger parameter).
 
     The last parameters come first, because backward reaches them first. Parameters that are frozen now get
-    their
-    own buckets, so no bucket waits for them.
+    their own buckets, so no bucket waits for them.
     """
     kinds: dict[object, list[ParamShard]] = {}
     for shard in reversed(shards):
@@ -328,8 +319,8 @@ class ShardedParams:
         ranks_of: Callable[[torch.Tensor], Collectives] | None = None,
     ) -> None:
         """``kept``: parameters that do not get ``dtype``. ``ranks_of``: returns the ranks that share a
-        parameter, if
-        not those of ``collectives``; gradients are divided by the number of the latter in any case.
+        parameter, if not those of ``collectives``; gradients are divided by the number of the latter in any
+        case.
         """
         keeps_type = {id(param) for param in kept}
         labels = _checked_labels(optimizer)
@@ -369,9 +360,7 @@ class ShardedParams:
         )
 
     def refuse_others(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Raise ConfigError if ``groups`` have a parameter that was not sharded: ranks would update it
-        independently.
-        """
+        """Raise ConfigError if ``groups`` have a parameter that was not sharded: ranks would diverge."""
         known = {id(shard.master) for shard in self.shards}
         for number, group in enumerate(groups):
             for param in group["params"]:
@@ -434,9 +423,7 @@ def _checked_labels(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]
 
 
 def _check_alike(optimizer: torch.optim.Optimizer, collectives: Collectives) -> None:
-    """Raise ConfigError on all ranks if parameters differ between ranks: they would wait for each other
-    indefinitely.
-    """
+    """Raise ConfigError on all ranks if parameters differ: ranks would wait for each other indefinitely."""
     if collectives.size == 1:
         return
     described = [

@@ -26,8 +26,7 @@ class GradientReducer:
 
     A *reduction* sends buckets in a fixed order, independent of the order in which gradients arrive, so ranks
     agree without communication. At its end they exchange whether each parameter has a gradient on any rank,
-    and
-    whether a bucket must be sent again.
+    and whether a bucket must be sent again.
 
     Args:
         bucket_numel: elements of a bucket.
@@ -127,9 +126,7 @@ class GradientReducer:
     # -- reduction -------------------------------------------------------------------------------
 
     def reduce_rest(self) -> None:
-        """Reduce gradients that arrived outside :meth:`backward` or inside :meth:`no_sync`, if any rank has
-        some.
-        """
+        """Reduce gradients from outside :meth:`backward` or inside :meth:`no_sync`, if any rank has some."""
         self._take_strays()
         pending = _SEVERAL if self._several else _ONE if self._local else 0
         most = self._collectives.maximum([pending], "completes gradients (clipping, step)")[0]
@@ -157,8 +154,7 @@ class GradientReducer:
 
     def add_up(self, shard: ParamShard, ranks: Peers) -> None:
         """Replace the mean gradient of ``shard`` by the sum over ``ranks``, which have copies of it, if any
-        has a
-        gradient. Call it after a reduction; collective over ``ranks``.
+        has a gradient. Call it after a reduction; collective over ``ranks``.
         """
         bucket = self._bucket_of[shard]
         own = bucket.own_mean(shard) if shard in self.used else None

@@ -75,9 +75,8 @@ class Collectives:
     ``alone`` is set.
 
     A sharded tensor has ``num_parts`` parts, and this rank has part number ``part``: one part per rank, or
-    with
-    ``cuts=False`` one part that all ranks have. All ranks must call every method in the same order. Raises
-    ConfigError on a rank outside the group. ``traffic`` is the counter to use; None makes a new one.
+    with ``cuts=False`` one part that all ranks have. All ranks must call every method in the same order.
+    Raises ConfigError on a rank outside the group. ``traffic`` is the counter to use; None makes a new one.
     """
 
     def __init__(
@@ -115,8 +114,7 @@ class Collectives:
 
     def _begun(self, result: torch.Tensor, source: torch.Tensor, work: Any, doing: str) -> Flight:
         """Return the flight of a collective that was begun. Further collectives may begin before anything
-        waits
-        for this one.
+        waits for this one.
         """
         if self._attendance is not None:
             self._attendance.begin()
@@ -131,12 +129,10 @@ class Collectives:
 
     def exchange(self, rows: torch.Tensor) -> Flight:
         """Send row i of ``rows`` (parts, width) to rank i; row i of the result comes from rank i. If nothing
-        is
-        sharded, the only row of the result is the sum of the ranks' rows, in fp32 or a wider type.
+        is sharded, the only row of the result is the sum of the ranks' rows, in fp32 or a wider type.
 
         Not a reduce-scatter: this moves the same bytes, and the caller sums the rows, in an order and a type
-        of
-        its choice.
+        of its choice.
         """
         if self.size == 1:
             return Flight(rows, rows)
@@ -160,9 +156,7 @@ class Collectives:
         return self._begun(result, rows, work, _EXCHANGES)
 
     def gather(self, own: torch.Tensor) -> Flight:
-        """Send ``own`` (width) to the ranks with other parts; row i of the result (parts, width) is part
-        i.
-        """
+        """Send ``own`` (width) to the ranks with other parts; result (parts, width): row i is part i."""
         return Flight(own.unsqueeze(0), own) if self.num_parts == 1 else self.gather_all(own)
 
     def gather_all(self, own: torch.Tensor) -> Flight:

@@ -221,8 +221,7 @@ def _load_own(
     beside: dict[Any, Any],
 ) -> None:
     """Load the state, and the entries ``beside`` it, into the wrapped optimizer, which checks before it
-    changes
-    anything.
+    changes anything.
     """
     state = {index: part.state() for index, part in enumerate(parts)}
     own_groups: list[dict[str, Any]] = []
@@ -276,8 +275,7 @@ class StatesByParam(MutableMapping[Any, Any]):
     """The states of the wrapped optimizer, which are stored by this rank's parts of the masters.
 
     ``state[param]``, for a parameter of the model, is the state of this rank's part in a new dict. Its
-    tensors
-    are the optimizer's own, in the parameter's shape if the part is the whole parameter.
+    tensors are the optimizer's own, in the parameter's shape if the part is the whole parameter.
     """
 
     def __init__(self, states: MutableMapping[Any, Any], shards: list[ParamShard]) -> None:
@@ -338,9 +336,8 @@ def total_norm(
     device: torch.device,
 ) -> torch.Tensor:
     """Return the gradient norm over the parts of all ranks, including ``model_ranks``. Every rank gets the
-    same
-    bits, however parameters are sharded. With one rank it equals ``torch.nn.utils.get_total_norm`` bit for
-    bit.
+    same bits, however parameters are sharded. With one rank it equals ``torch.nn.utils.get_total_norm`` bit
+    for bit.
 
     Args:
         gradients: this rank's part of every gradient, None if there is none.
@@ -367,8 +364,7 @@ def count_zeros(
     experts: ModelRanks | None = None,
 ) -> int:
     """Return the number of gradient elements that are 0, over the parts of all ranks, including
-    ``model_ranks``.
-    Arguments as for :func:`total_norm`.
+    ``model_ranks``. Arguments as for :func:`total_norm`.
     """
     found, groups = 0, [each for each in (experts, model_ranks) if each is not None]
     for shard, part in gradients:

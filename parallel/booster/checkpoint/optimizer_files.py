@@ -233,8 +233,7 @@ def read_document(
     files: TensorFiles, members: Sequence[Sequence[str]], checkpoint: str | os.PathLike[str]
 ) -> dict[str, Any]:
     """Return the metadata of a checkpoint: ``members``, and the fields of :class:`OptimizerContents` except
-    the
-    tensors. Raises CheckpointError if its groups have other members.
+    the tensors. Raises CheckpointError if its groups have other members.
     """
     try:
         document = parse_json(files.metadata[_METADATA])
@@ -257,8 +256,7 @@ def _state_dict(
     optimizer: torch.optim.Optimizer, document: dict[str, Any], files: TensorFiles
 ) -> dict[str, Any]:
     """Return a state dict in torch's format. Its tensors are mapped from the files if the optimizer copies
-    them
-    on load, and copies if it keeps them.
+    them on load, and copies if it keeps them.
     """
     keeps = not isinstance(optimizer, (GeminiOptimizer, LowLevelZeroOptimizer))
     entries = {name: dict(values) for name, values in document["values"].items()}

@@ -78,8 +78,7 @@ class WholeModel:
 
     def joined(self, axis: Axis | None, partition: Partition) -> WholeModel:
         """Return the description of the whole model from the descriptions of all ranks along ``axis``, with
-        the
-        shapes that tensors had before ``partition`` cut them. Collective over ``axis``.
+        the shapes that tensors had before ``partition`` cut them. Collective over ``axis``.
         """
         cuts = partition.cuts
         shapes = {
@@ -164,9 +163,9 @@ class Parts:
         """Make calls that would save a part of the model as if it were whole raise ConfigError.
 
         These are ``state_dict()`` (and callers such as ``save_pretrained()``) of the ``boosted`` model, of
-        the module
-        in it, and of every module with a part of a tensor or without layers that another stage has; and
-        ``torch.save`` of the boosted model or its module. ``state_dict(keep_vars=True)`` returns the parts.
+        the module in it, and of every module with a part of a tensor or without layers that another stage
+        has; and ``torch.save`` of the boosted model or its module. ``state_dict(keep_vars=True)`` returns the
+        parts.
         """
         module = self.staged.module
         cut = {id(param) for param in module.parameters() if self.partition.cut_of(param) is not None}
@@ -206,8 +205,7 @@ def save_parts(
     ranks: Ranks,
 ) -> None:
     """Write the whole model, with one tensor at a time in memory. Collective; the first rank writes. Raises
-    as
-    :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`.
+    as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`.
     """
     contents = whole_contents(model, optimizer, parts, ranks)
     metadata = contents.metadata()
@@ -285,8 +283,7 @@ def stream(
 
 def _whole(name: str, source: TensorSource, dtype: torch.dtype, parts: Parts) -> torch.Tensor:
     """Assemble a whole tensor, in ``dtype``, from the ranks' parts. ``source`` is this rank's part, cut like
-    the
-    parameter ``name``. Collective over ``dp`` and ``tp``.
+    the parameter ``name``. Collective over ``dp`` and ``tp``.
     """
     value = torch.empty(source.spec.shape, dtype=source.spec.dtype, device="cpu")
     flat, place = value.view(-1), 0
@@ -333,9 +330,7 @@ def load_parts(
 
 
 def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bool) -> dict[str, Any]:
-    """Return the state that this rank loads. Raises CheckpointError if names or shapes do not match the
-    model.
-    """
+    """Return the state that this rank loads. Raises CheckpointError if names or shapes do not match."""
     stored = {
         name: found
         for name in parts.whole.tensors
@@ -370,9 +365,7 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
 
 
 class _Refusal:
-    """A hook of a module that is part of a model. It is an attribute too, so pickling the module reaches
-    it.
-    """
+    """A hook of a module that is part of a model; also an attribute, so that pickling the module reaches it."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

@@ -64,8 +64,7 @@ class StatesOfPart(Protocol):
 
     def contents(self) -> dict[str, tuple[list[TensorSource], Mapping[str, Any]]]:
         """Return for each parameter with a state its tensors, as sources named ``<name>/<state>``, and its
-        other
-        values. Collective over the ranks with the same part, which also run the sources together.
+        other values. Collective over the ranks with the same part, which also run the sources together.
         """
         ...
 
@@ -87,9 +86,7 @@ class StatesOfPart(Protocol):
 
 
 def states_of_part(optimizer: torch.optim.Optimizer, names: Names) -> StatesOfPart:
-    """Return the states of a boosted ``optimizer``; ``names`` are those of its model's parameters on this
-    rank.
-    """
+    """Return the states of a boosted ``optimizer``; ``names``: those of its model's parameters here."""
     if isinstance(optimizer, GeminiOptimizer):
         return _InChunks(optimizer)
     assert isinstance(optimizer, LowLevelZeroOptimizer)
@@ -237,17 +234,12 @@ def load_parts_of_optimizer(states: StatesOfPart, parts: Parts, checkpoint: _Pat
 
 
 def _groups(states: StatesOfPart, parts: Parts) -> list[dict[str, str]]:
-    """Return, for each group, this rank's parameters: their first name in the whole model -> their name
-    here.
-    """
+    """Return, for each group, this rank's parameters: first name in the whole model -> name here."""
     return [{parts.staged.names_of(name)[0]: name for name in group} for group in states.groups]
 
 
 def _require_members(states: StatesOfPart, parts: Parts) -> None:
-    """Raise ConfigError if groups have changed since the model was cut: this rank does not know those of
-    other
-    stages.
-    """
+    """Raise ConfigError if groups have changed since the model was cut: those of other stages are unknown."""
     groups = _groups(states, parts)
     present = {parts.staged.names_of(name)[0] for name in states.present}
     before = [[name for name in group if name in present] for group in parts.whole.members]
@@ -263,8 +255,7 @@ def _described(
     states: StatesOfPart, parts: Parts, own: dict[str, tuple[str, TensorSource]]
 ) -> dict[str, Any]:
     """Put this rank's parts of states into ``own``, by name in the files, each with its parameter's name
-    here.
-    Return the description of the states that this rank saves, to send to the others.
+    here. Return the description of the states that this rank saves, to send to the others.
     """
     found, cuts, held = {}, parts.partition.cuts, states.contents()
     here = dict(parts.staged.module.named_parameters(remove_duplicate=False))
@@ -293,8 +284,7 @@ def _own_states(
     states: StatesOfPart, parts: Parts, files: TensorFiles, checkpoint: _Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's state dict, with tensors that are cut from the files' when they are read, and the
-    same
-    with tensors on ``meta``. Raises CheckpointError if the checkpoint belongs to another model.
+    same with tensors on ``meta``. Raises CheckpointError if the checkpoint belongs to another model.
     """
     document = read_document(files, parts.whole.members, checkpoint)
     _require_known(files, parts, checkpoint)
@@ -318,9 +308,7 @@ def _own_states(
 
 
 def _require_known(files: TensorFiles, parts: Parts, checkpoint: _Path) -> None:
-    """Raise CheckpointError if a tensor belongs to no parameter, or its shape differs from the
-    parameter's.
-    """
+    """Raise CheckpointError if a tensor belongs to no parameter, or has another shape than its parameter."""
     known = {name for group in parts.whole.members for name in group}
     for key in files:
         name, _, state = key.rpartition("/")
@@ -358,9 +346,7 @@ class _OwnParts:
 
 
 class _ParameterState(Mapping[str, Any]):
-    """The state of one parameter in a state dict: plain ``values``, and ``arrays`` that are read on
-    access.
-    """
+    """The state of one parameter in a state dict: plain ``values``, and ``arrays`` that are read on demand."""
 
     def __init__(
         self, read: Callable[[str], torch.Tensor], values: Mapping[str, Any], arrays: Sequence[str]

@@ -57,9 +57,7 @@ class ModelContents:
 
 
 def extra_in(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the extra states in the header of a file, by name. Raises CheckpointError if they are
-    damaged.
-    """
+    """Return the extra states in a file's header, by name. Raises CheckpointError if they are damaged."""
     text = metadata.get(EXTRA_STATE)
     return {} if text is None else dict(plain_data.decode(parse_json(text)))
 
@@ -113,9 +111,7 @@ def _managed_contents(model: GeminiDDP) -> ModelContents:
 
 
 def _source(model: GeminiDDP, name: str, value: torch.Tensor) -> TensorSource:
-    """Return the source of a tensor of a managed model: the fp32 master of a weight that has one. All ranks
-    must run it.
-    """
+    """Return the source of a managed model's tensor: the fp32 master if it has one. All ranks must run it."""
     if not isinstance(value, ManagedParameter):
         return copied_source(name, value)
     slot = slot_of(value)
@@ -124,9 +120,7 @@ def _source(model: GeminiDDP, name: str, value: torch.Tensor) -> TensorSource:
 
 
 def tied_names(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Return the further names of tensors that occur in ``tensors`` more than once, each with the first
-    name.
-    """
+    """Return the further names of tensors that occur in ``tensors`` more than once: name -> first name."""
     first: dict[torch.Tensor, str] = {}
     for name, tensor in tensors.items():
         first.setdefault(tensor, name)
@@ -275,9 +269,7 @@ def _index_of(checkpoint: Path) -> Path | None:
 
 
 def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, str]]:
-    """Return the files that an index names, each with the names of its tensors, and the text entries of the
-    metadata.
-    """
+    """Return the files that an index names, with the names of their tensors, and the metadata that is text."""
     files: dict[Path, set[str] | None] = {}
     directory = InputDirectory(index.parent)
     document = directory.json(index.name, MAX_INDEX_BYTES)

@@ -32,23 +32,18 @@ _MIB = 2**20
 @dataclass(frozen=True)
 class Layout:
     """The files to write. ``shard_bytes`` is the largest size of a file in a directory; None means one file
-    and
-    no directory. ``prefix`` begins the names of files.
+    and no directory. ``prefix`` begins the names of files.
     """
 
     shard_bytes: int | None
     prefix: str
 
     def index_name(self, kind: str) -> str:
-        """Return the name of the index file, which maps tensors to files. ``kind`` is, for example,
-        ``"model"``.
-        """
+        """Return the name of the index, which maps tensors to files; ``kind`` is for example ``"model"``."""
         return f"{self.prefix}{kind}.safetensors.index.json"
 
     def shard_name(self, kind: str, generation: int, number: int, count: int) -> str:
-        """Return the name of a file in transformers' format, with a number added if an earlier save has that
-        name.
-        """
+        """Return the name of a file in transformers' format, numbered if an earlier save has that name."""
         again = f"-{generation}" if generation else ""
         return f"{self.prefix}{kind}{again}-{number + 1:05d}-of-{count:05d}.safetensors"
 
@@ -84,8 +79,7 @@ def require_true(name: str, value: bool, reason: str) -> None:
 
 def split(sources: Sequence[TensorSource], shard_bytes: int) -> list[list[TensorSource]]:
     """Split ``sources`` into groups of at most ``shard_bytes``. A larger one forms a group of its own.
-    Returns at
-    least one group.
+    Returns at least one group.
     """
     shards: list[list[TensorSource]] = [[]]
     room = shard_bytes
@@ -110,8 +104,7 @@ def save_tensors(
     """Write ``sources`` and ``metadata`` by ``layout``. The previous checkpoint stays loadable until the end.
 
     Every rank runs the streams of all sources in the same order, because a stream may gather its tensor from
-    all
-    of them; the first rank writes. ``companions`` are further text files of a directory.
+    all of them; the first rank writes. ``companions`` are further text files of a directory.
 
     Raises:
         IoError: the first rank cannot write; CheckpointError on the others.
@@ -139,8 +132,7 @@ def save_text(path: str | os.PathLike[str], text: str, ranks: Ranks) -> None:
 
 class _RankFiles:
     """The files of one save. If the first rank fails, it keeps its first error and continues with the
-    streams,
-    so that no rank waits for it; :meth:`finish` raises on all ranks.
+    streams, so that no rank waits for it; :meth:`finish` raises on all ranks.
     """
 
     def __init__(self, ranks: Ranks) -> None:

@@ -55,9 +55,7 @@ class Plugin(ABC):
         criterion: Criterion | None,
         precision: Precision | None,
     ) -> Boosted:
-        """Wrap model, optimizer and loss function. Raises ConfigError for arguments that the plugin cannot
-        train.
-        """
+        """Wrap model, optimizer and loss function. Raises ConfigError if the plugin cannot train them."""
 
     @abstractmethod
     def no_sync(
@@ -74,8 +72,7 @@ class Plugin(ABC):
         self, batch: Any, model: nn.Module, criterion: Criterion | None, **options: Any
     ) -> Executed:
         """Run a batch through the stages of a model; see :meth:`Booster.execute_pipeline`. Raises ConfigError
-        if
-        the plugin has no stages.
+        if the plugin has no stages.
         """
         raise ConfigError(
             f"{type(self).__name__} has no stages: call model(...) and booster.backward(loss, optimizer), or "
@@ -101,17 +98,14 @@ class Plugin(ABC):
         *,
         strict: bool,
     ) -> None:
-        """Read weights into a model; see :meth:`Booster.load_model`. ``ranks`` is None if it is not
-        boosted.
-        """
+        """Read weights into a model; ``ranks``: None if it is not boosted. See :meth:`Booster.load_model`."""
         files.load_model(model, optimizer, checkpoint, ranks, strict=strict)
 
     def save_optimizer(
         self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
     ) -> None:
         """Write the state of a boosted optimizer; see :meth:`Booster.save_optimizer`. ``names`` are those of
-        its
-        parameters.
+        its parameters.
         """
         files.save_optimizer(optimizer, names, checkpoint, layout, self.ranks)
 
@@ -135,8 +129,7 @@ class Plugin(ABC):
         """Return a loader that gives each rank its own part of ``dataset``; on one process, all of it.
 
         The order, and the random numbers of workers, depend only on ``seed`` and the rank. Every pass
-        shuffles
-        again; ``loader.sampler.set_epoch(number)`` chooses the next order.
+        shuffles again; ``loader.sampler.set_epoch(number)`` chooses the next order.
 
         Args:
             batch_size: samples per batch of one rank.

@@ -37,17 +37,15 @@ class GeminiPlugin(PluginOfParts):
         GeminiPlugin(placement_policy="auto", device_bytes="4GiB", disk_dir="/nvme", max_norm=1.0)
 
     Over several processes each chunk is divided among them (ZeRO-3). The model may be on ``meta``. The
-    optimizer
-    must be one that GeminiOptimizer drives, made over the model's parameters before :meth:`Booster.boost`.
-    With
-    a 16-bit ``mixed_precision`` here or in the booster, all parameters are cast and fp32 masters are kept.
+    optimizer must be one that GeminiOptimizer drives, made over the model's parameters before
+    :meth:`Booster.boost`. With a 16-bit ``mixed_precision`` here or in the booster, all parameters are cast
+    and fp32 masters are kept.
 
     Args:
         device, placement_policy: see GeminiDDP.
         ep_size: the number of neighbouring ranks that divide the experts of a mixture, each with chunks of
-            its
-            own experts; see docs/experts.md. This enables ``strict_ddp_mode`` unless that is given. With 1,
-            chunks of experts are divided among all ranks.
+            its own experts; see docs/experts.md. This enables ``strict_ddp_mode`` unless that is given. With
+            1, chunks of experts are divided among all ranks.
         options: further keywords of GeminiDDP (budgets, chunk search, ``mixed_precision``, ``process_group``)
             and of GeminiOptimizer (``max_norm``, ``initial_scale`` and the others of the loss scale,
             ``overlap``, ``elementwise``, ``whole``).
@@ -79,8 +77,7 @@ class GeminiPlugin(PluginOfParts):
 
     def _prepare_for_experts(self, options: dict[str, Any]) -> None:
         """Enable the check for ranks that run different operators; without it they would wait for each
-        other's
-        tokens. Raises ConfigError for options that divided experts do not support.
+        other's tokens. Raises ConfigError for options that divided experts do not support.
         """
         group = options.get("process_group")
         if options.get("model_ranks") is not None:
@@ -104,8 +101,7 @@ class GeminiPlugin(PluginOfParts):
         precision: Precision | None,
     ) -> Boosted:
         """See :class:`Plugin`. Raises OutOfBudgetError if the model cannot fit; nothing was changed, except
-        that
-        experts may have been divided.
+        that experts may have been divided.
         """
         model_options, optimizer_options = with_precision(
             "GeminiPlugin", "mixed_precision", self._model_options, self._optimizer_options, precision

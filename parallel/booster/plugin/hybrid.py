@@ -306,8 +306,7 @@ class HybridParallelPlugin(PluginOfParts):
         """Return ``"predicted"`` and ``"measured"`` of the last step on this rank if a plan is run.
 
         Both have ``step_seconds`` and ``device_bytes``, the most on DEVICE (only predicted with
-        ``zero_stage`` 0 to
-        2). For a GeminiDDP this returns its own ``stats()``, which contain them.
+        ``zero_stage`` 0 to 2). For a GeminiDDP this returns its own ``stats()``, which contain them.
         """
         if isinstance(model, GeminiDDP):
             return model.stats()
@@ -352,8 +351,7 @@ class HybridParallelPlugin(PluginOfParts):
         types: Mapping[int, torch.dtype],
     ) -> tuple[Parts, SequenceParallel | None]:
         """Keep only this rank's part of ``model``, and make its attention use the other ranks' parts of
-        sequences.
-        ``types``: the dtypes in which parameters will compute, by their ids.
+        sequences. ``types``: the dtypes in which parameters will compute, by their ids.
         """
         if isinstance(model, BuiltStages):
             return self._join(model, optimizer, mesh), None
@@ -406,17 +404,13 @@ class HybridParallelPlugin(PluginOfParts):
         return expert_ranks_of(model, data, self._ep_size, apart=sp)
 
     def _cut_sequences(self, model: nn.Module, mesh: Mesh | None) -> SequenceParallel | None:
-        """Return the object that gives each rank along ``sp`` its part of sequences; None if they stay
-        whole.
-        """
+        """Return the object that cuts sequences for ranks along ``sp``; None if they stay whole."""
         if mesh is None or self._sizes.sp == 1:
             return None
         return parallelize_sequence(model, mesh, self._sp_mode, takes_loss=False)
 
     def _join(self, built: BuiltStages, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None) -> Parts:
-        """Join the stages that ranks have built as parts of one model. Raises ConfigError if they do not
-        fit.
-        """
+        """Join the stages that ranks have built to one model. Raises ConfigError if they do not fit."""
         if self._sizes.sp > 1:
             raise ConfigError(f"sp_size {self._sizes.sp}: BuiltStages take whole sequences; choose sp_size=1")
         axis = None if mesh is None else mesh.axis("pp")
@@ -430,22 +424,19 @@ class HybridParallelPlugin(PluginOfParts):
     def plan(
         self, model: nn.Module, run: Callable[..., torch.Tensor], batch: Any = None, *, data_ranks: int = 1
     ) -> LayoutPlan:
-        """Return what each rank would hold of the whole ``model``, which is not changed, over
-        ``tp_size * pp_size * sp_size * data_ranks`` processes: the bytes of parameters, gradients, Adam's
-        states
-        and activations, and the fraction of a step in which it is idle. Needs no other process.
+        """Return what each rank would hold of the whole ``model``, which is not changed, over ``tp_size *
+        pp_size * sp_size * data_ranks`` processes: the bytes of parameters, gradients, Adam's states and
+        activations, and the fraction of a step in which it is idle. Needs no other process.
 
         Args:
             run: ``run(model)`` runs the model, a copy on ``meta``, on one micro-batch and returns the loss;
                 with a ``batch`` it is ``run(model, batch)``.
             batch: one micro-batch, on any device. ``run`` gets it on ``meta``; with ``sp_size`` above 1 it
-                gets
-                this rank's part, cut as by ``execute_pipeline``.
+                gets this rank's part, cut as by ``execute_pipeline``.
 
         Raises:
             ConfigError: the model cannot be cut over so many ranks (the message says over how many it can),
-                it
-                cannot work on parts of sequences, or ``batch`` is missing or cannot be cut into them.
+                it cannot work on parts of sequences, or ``batch`` is missing or cannot be cut into them.
         """
         if isinstance(model, BuiltStages):
             raise ConfigError(

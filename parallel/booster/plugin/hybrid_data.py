@@ -44,9 +44,7 @@ _REPLICATED = (
 
 
 class Wrapped(NamedTuple):
-    """A rank's part of a model and its optimizer, wrapped, and the object through which a pipeline trains
-    them.
-    """
+    """A rank's part of a model and its optimizer, wrapped, and how a pipeline trains them."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
@@ -263,8 +261,7 @@ class Replicas:
 
 class _ReplicatedPart:
     """A part with a LowLevelZeroOptimizer, for the pipeline. Each of its stages ends with a backward pass of
-    its
-    own; the last of these exchanges the gradients of all.
+    its own; the last of these exchanges the gradients of all.
     """
 
     def __init__(

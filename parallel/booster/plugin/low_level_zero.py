@@ -43,8 +43,7 @@ _FP16_DEFAULTS = {"growth_interval": 1000, "max_scale": 2**32}
 
 class LowLevelZeroPlugin(PluginOfParts):
     """Train with :class:`gemini.parallel.LowLevelZeroOptimizer`: ranks shard optimizer states, and with stage
-    2
-    gradients too.
+    2 gradients too.
 
     Any element-wise torch optimizer may be used. The model is moved to the current GPU if there is one. Every
     rank gets the weights and buffers of the first rank.

@@ -49,8 +49,7 @@ class PluginOfParts(Plugin):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, ep_size: int
     ) -> Parts | None:
         """Keep only this rank's experts in the whole ``model``, divided among ``ep_size`` of :attr:`ranks`;
-        return
-        None if each rank keeps all. Raises ConfigError if they cannot be divided; nothing was changed.
+        return None if each rank keeps all. Raises ConfigError if they cannot be divided; nothing was changed.
         """
         if checked_ep_size(ep_size) == 1:
             return None
@@ -82,8 +81,7 @@ class PluginOfParts(Plugin):
 
     def whole_contents(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ModelContents:
         """Return the contents that :meth:`save_model` writes for a boosted model, as streams. Collective. All
-        ranks
-        must also run all streams in order; on the first rank they pass on whole tensors.
+        ranks must also run all streams in order; on the first rank they pass on whole tensors.
         """
         return whole_contents(model, optimizer, self.parts[model], self.ranks)
 

@@ -32,8 +32,7 @@ class TorchDDPPlugin(Plugin):
         check_reduction, gradient_as_bucket_view, static_graph: see DistributedDataParallel.
         process_group: the ranks that share gradients; None means all.
         model_ranks: the ranks with the other parts of the model, as in :class:`gemini.GeminiDDP`: they clip
-            by
-            one norm and skip steps together.
+            by one norm and skip steps together.
     """
 
     def __init__(

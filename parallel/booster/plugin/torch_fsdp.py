@@ -40,10 +40,8 @@ class TorchFSDPPlugin(Plugin):
 
     The blocks of the model (members of its lists) are gathered one by one, the rest with the model. Any torch
     optimizer may be used, made before :meth:`Booster.boost`; the optimizers of gemini need plain tensors.
-    Every
-    rank starts with the weights and buffers of the first rank. Without a process group the model trains in
-    this
-    process.
+    Every rank starts with the weights and buffers of the first rank. Without a process group the model trains
+    in this process.
 
     Args:
         process_group: the ranks; None means all.
@@ -70,8 +68,7 @@ class TorchFSDPPlugin(Plugin):
         precision: Precision | None,
     ) -> Boosted:
         """See :class:`Plugin`. Parameters are replaced, also in the optimizer. In bf16 they are gathered as
-        bf16,
-        and gradients are summed in fp32.
+        bf16, and gradients are summed in fp32.
         """
         _check_model(model, optimizer, precision)
         device = current_device()
@@ -126,8 +123,7 @@ class TorchFSDPPlugin(Plugin):
 @torch.no_grad()
 def _follow(optimizer: torch.optim.Optimizer, cut: Mapping[torch.Tensor, nn.Parameter]) -> None:
     """Replace the parameters of ``optimizer`` by those in ``cut``, and its states by this rank's part of
-    them:
-    torch's Adagrad has states before its first step.
+    them: torch's Adagrad has states before its first step.
     """
     for group in optimizer.param_groups:
         group["params"] = [cut[param] for param in group["params"]]

@@ -1,8 +1,8 @@
 """Layers over the ranks of tensor parallelism, in the mode of a mesh: 1d, 2d, 2.5d or 3d.
 
 ``with over(mesh) as grid: model = Model()`` builds them; in one process they are whole. A model of these
-layers
-is written once: in every mode its tensors have the names and the initial bits that they have in one process.
+layers is written once: in every mode its tensors have the names and the initial bits that they have in one
+process.
 """
 
 from __future__ import annotations

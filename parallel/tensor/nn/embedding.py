@@ -19,8 +19,8 @@ _INIT_STD = 0.02  # of positions and of the class token
 
 class Embedding(GridLayer):
     """nn.Embedding with any number of rows. Its ids are this rank's part of the batch (``grid.own_batch``),
-    or ids
-    without a batch that all ranks have, such as positions. Its output is distributed as outside of pairs.
+    or ids without a batch that all ranks have, such as positions. Its output is distributed as outside of
+    pairs.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class Embedding(GridLayer):
 
 class PatchEmbedding(GridLayer):
     """Convert images (batch, channels, height, width) to a sequence: a class token, then the patches, each
-    with its
-    position, as in ViT. A rank takes its part of the batch; the output is distributed as outside of pairs.
+    with its position, as in ViT. A rank takes its part of the batch; the output is distributed as outside of
+    pairs.
     """
 
     def __init__(
@@ -87,9 +87,7 @@ class PatchEmbedding(GridLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError if the ranks do not divide ``embed_size``, or patches do not divide the
-        image.
-        """
+        """Raises ConfigError if the ranks do not divide ``embed_size``, or patches the image."""
         super().__init__()
         self.img_size, self.patch_size = img_size, patch_size
         self.in_chans, self.embed_size = in_chans, embed_size

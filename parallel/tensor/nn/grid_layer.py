@@ -24,8 +24,7 @@ from gemini.parallel.tensor.region import copy
 @dataclass
 class Building:
     """The state of building layers inside one ``over``: the grid; whether the next layer begins inside a
-    pair,
-    between its two Linear layers; and whether the scores for a loss are inside.
+    pair, between its two Linear layers; and whether the scores for a loss are inside.
     """
 
     grid: Grid
@@ -52,8 +51,7 @@ _CURRENT: ContextVar[Building | None] = ContextVar("gemini_building", default=No
 @contextmanager
 def over(mesh: Mesh | None, *, gathers_again: bool = False) -> Iterator[Grid]:
     """Build the layers of this package over the ranks of ``tp`` of a mesh, in its mode, inside the block. All
-    its
-    ranks must build the same layers in the same order. Yields the grid, which cuts inputs.
+    its ranks must build the same layers in the same order. Yields the grid, which cuts inputs.
 
     Args:
         mesh: None builds whole layers, as in one process.
@@ -136,8 +134,7 @@ class GridLayer(nn.Module):
 
     def summed(self, name: str, spread: Spread) -> torch.Tensor | None:
         """Return a parameter for use in a layer; None if there is none. If ranks use the same tile for
-        different rows
-        of ``spread``, its gradient is summed over them.
+        different rows of ``spread``, its gradient is summed over them.
         """
         param: torch.Tensor | None = getattr(self, name)
         if param is None:
@@ -174,8 +171,7 @@ def partition_of(model: nn.Module) -> Partition:
 
     Raises:
         ConfigError: the model has no such layers, layers of several grids, or, in modes other than 1d,
-            parameters
-            of other layers. Their gradients would be those of this rank's part of the batch.
+            parameters of other layers. Their gradients would be those of this rank's part of the batch.
     """
     layers = [module for module in model.modules() if isinstance(module, GridLayer)]
     grids = list({id(layer.grid): layer.grid for layer in layers if layer.grid.every is not None}.values())
@@ -206,8 +202,7 @@ def partition_of(model: nn.Module) -> Partition:
 
 def partition_along(model: nn.Module, axis: Axis | None) -> Partition:
     """Return the partition of a model that may have no such layers. Then its parameters are whole on all
-    ranks of
-    ``axis``, with the values of the first rank. Collective.
+    ranks of ``axis``, with the values of the first rank. Collective.
     """
     if any(isinstance(module, GridLayer) for module in model.modules()):
         return partition_of(model)

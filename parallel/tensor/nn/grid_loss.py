@@ -14,10 +14,8 @@ from gemini.parallel.tensor.region import reduce
 
 class CrossEntropyLoss(GridLayer):
     """nn.CrossEntropyLoss of the scores of :class:`Classifier`, (batch, ..., classes), and labels (batch,
-    ...), both
-    for this rank's part of the batch (:meth:`own_labels`). The loss is that of the whole batch, the same on
-    all
-    ranks.
+    ...), both for this rank's part of the batch (:meth:`own_labels`). The loss is that of the whole batch,
+    the same on all ranks.
 
     Build it after the classifier; ``inside``: the scores are between the two Linear layers of a pair.
     """
@@ -30,9 +28,7 @@ class CrossEntropyLoss(GridLayer):
         label_smoothing: float = 0.0,
         inside: bool | None = None,
     ) -> None:
-        """``reduction``: mean, sum, or none (the losses of this rank's rows). Raises ConfigError for any
-        other.
-        """
+        """``reduction``: mean, sum, or none (this rank's rows). Raises ConfigError for any other."""
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
             raise ConfigError(f"reduction is {reduction!r}; it may be mean, sum or none")

@@ -21,11 +21,9 @@ class Linear(GridLayer):
     """``x W^T + b`` as nn.Linear, in every mode.
 
     Linear layers come in pairs. The input of the first is outside and its output inside the pair: there each
-    rank
-    has a part of the features in mode 1d, and coordinates are swapped in 3d. The output of the second is
-    outside
-    again. ``inside`` tells whether the input is inside; None: layers alternate in the order in which they are
-    built. In modes other than 1d the weight is stored as (in, out).
+    rank has a part of the features in mode 1d, and coordinates are swapped in 3d. The output of the second is
+    outside again. ``inside`` tells whether the input is inside; None: layers alternate in the order in which
+    they are built. In modes other than 1d the weight is stored as (in, out).
     """
 
     side: ClassVar[bool | None] = None  # where the input is, for a class with a fixed side
@@ -145,10 +143,8 @@ class Linear(GridLayer):
 
 class Classifier(Linear):
     """A head with any number of classes. A rank's scores are a part, which :class:`CrossEntropyLoss` takes;
-    classes
-    that pad the last parts score minus infinity. With the ``weight`` of an :class:`Embedding` it is tied to
-    it, and
-    its input is outside.
+    classes that pad the last parts score minus infinity. With the ``weight`` of an :class:`Embedding` it is
+    tied to it, and its input is outside.
     """
 
     def __init__(
@@ -162,9 +158,7 @@ class Classifier(Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError if the ranks do not divide the features, or ``weight`` has another tile
-        shape.
-        """
+        """Raises ConfigError if the ranks do not divide the features, or ``weight`` has another shape."""
         super().__init__(
             in_features, num_classes, bias, inside=inside, device=device, dtype=dtype, _weight=weight
         )

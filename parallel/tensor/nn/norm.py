@@ -18,8 +18,7 @@ from gemini.parallel.tensor.nn.grid_layer import GridLayer, divided
 
 class _Normalized(torch.autograd.Function):
     """Normalize rows to mean 0 and standard deviation 1, in at least fp32, if each rank has a part of every
-    row.
-    Forward all-reduces one number per row twice; backward two numbers per row once.
+    row. Forward all-reduces one number per row twice; backward two numbers per row once.
     """
 
     @staticmethod
@@ -48,8 +47,7 @@ class _Normalized(torch.autograd.Function):
 
 class LayerNorm(GridLayer):
     """nn.LayerNorm over the last dimension, which may be cut over ranks. ``inside``: whether its input is
-    between the
-    two Linear layers of a pair; None: by the layers built so far.
+    between the two Linear layers of a pair; None: by the layers built so far.
     """
 
     def __init__(
@@ -63,9 +61,7 @@ class LayerNorm(GridLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Raises ConfigError if the ranks do not divide the features, or they have more than one
-        dimension.
-        """
+        """Raises ConfigError if the ranks do not divide the features, or there are several dimensions."""
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1:
@@ -101,10 +97,8 @@ class LayerNorm(GridLayer):
 
 class Dropout(GridLayer):
     """nn.Dropout. If ranks have parts of an activation, each draws its own mask, seeded by a number that all
-    ranks
-    draw alike. So a recomputed block gets the same masks, and a checkpoint needs only one generator state.
-    ``inside``
-    as in :class:`LayerNorm`.
+    ranks draw alike. So a recomputed block gets the same masks, and a checkpoint needs only one generator
+    state. ``inside`` as in :class:`LayerNorm`.
     """
 
     def __init__(self, p: float = 0.5, *, inside: bool | None = None) -> None:

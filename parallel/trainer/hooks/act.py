@@ -62,8 +62,7 @@ class SaveCheckpointHook(BaseHook):
 
     Args:
         checkpoint_dir: a directory, which gets ``epoch_<number>.pt``, or a file (``*.pt``, ``.pth``,
-            ``.ckpt``,
-            ``.bin``), which each save replaces.
+            ``.ckpt``, ``.bin``), which each save replaces.
         model: None saves the engine's model with its optimizer.
         lr_scheduler: saved too, if given.
         save_by_iter: ``interval`` counts iterations, and files are named ``step_<number>.pt``.

@@ -1,6 +1,4 @@
-"""BaseHook, with the methods that a trainer calls during a run, and hooks that each add a metric of
-training.
-"""
+"""BaseHook, with the methods that a trainer calls during a run, and hooks that each add a metric."""
 
 from __future__ import annotations
 
@@ -93,8 +91,7 @@ class LossHook(BaseHook):
 
 class AccuracyHook(BaseHook):
     """Adds the metric ``Accuracy`` of tests: the share of correct samples. ``accuracy_func(output, label)``
-    returns the
-    number of correct ones, as :class:`gemini.parallel.trainer.Accuracy` does.
+    returns the number of correct ones, as :class:`gemini.parallel.trainer.Accuracy` does.
     """
 
     def __init__(self, accuracy_func: Callable[..., Any], priority: int = 0) -> None:
