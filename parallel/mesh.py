@@ -210,7 +210,7 @@ class Axis(ProcessGroupPeers):
 
     def settle(self, work: Any, doing: str) -> None:
         """Wait for a message between two ranks. Raises StateError if a rank has left or died."""
-        self.attendance.wait(work, doing, self.break_off, of_all=False)
+        self.heartbeats.wait(work, doing, self.break_off, of_all=False)
 
     def break_off(self) -> None:
         """Make pending messages fail; otherwise the end of the process would wait for them."""

@@ -123,4 +123,4 @@ def store_of(group: dist.ProcessGroup, name: str = "") -> Any:
         store = dist.distributed_c10d._get_default_store()
         store = store.clone() if hasattr(store, "clone") else store  # since torch 2.6
         _connections[dist.group.WORLD] = store
-    return dist.PrefixStore(f"gemini-attendance/{group.group_name}/{name}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"gemini-heartbeats/{group.group_name}/{name}", store)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
 """Asks whether the process of another rank is alive, even while its interpreter is blocked.
 
-A rank's signs come from a Python thread, which does not run while another thread keeps the GIL in one call:
-unpickling a large data set, a sort, a regular expression. A thread of the C++ core (csrc/comm/pulse.h) does
-not need the GIL; it answers datagrams of waiting ranks.
+A rank's heartbeats come from a Python thread, which does not run while another thread keeps the GIL in one
+call: unpickling a large data set, a sort, a regular expression. A thread of the C++ core (csrc/comm/pulse.h)
+does not need the GIL; it answers datagrams of waiting ranks.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.comm.attendance import Attendance
 from gemini.comm.groups import devices_of, in_time, is_over_gloo, new_group, shortest_timeout, store_of
+from gemini.comm.heartbeats import Heartbeats
 from gemini.comm.peers import Peers, Share, Topic, Transfer
 from gemini.errors import CheckpointError, ConfigError, GeminiError, StateError
 
@@ -253,7 +253,7 @@ class ProcessGroupPeers(Peers):
         self._ranks = ranks
         self._timeout = shortest_timeout(group, replicas)
         self._among_all = new_group(ranks, self._timeout)
-        self.attendance = Attendance(
+        self.heartbeats = Heartbeats(
             store_of(self._among_all), self._share.place, len(ranks), self._among_all
         )
         self._messages = Messages(self._among_all, ranks, self._wait)
@@ -309,10 +309,10 @@ class ProcessGroupPeers(Peers):
 
     def _as_one(self, works: Sequence[Any], nbytes: int) -> Transfer:
         """Combine transfers of ``nbytes`` each into one, with a time limit."""
-        limit = self.attendance.longest_transfer(nbytes)
+        limit = self.heartbeats.longest_transfer(nbytes)
         if self._timeout is not None:
             limit = min(limit, self._timeout)
-        return _Works(works, limit, self.attendance)
+        return _Works(works, limit, self.heartbeats)
 
     def _send(self, tensor: torch.Tensor, rank: int) -> Any:
         return self.begin(lambda: dist.isend(tensor, group=self.group, group_dst=rank))
@@ -327,7 +327,7 @@ class ProcessGroupPeers(Peers):
         try:
             work = call()
         except RuntimeError as error:
-            raise self.attendance.explain(error) from error
+            raise self.heartbeats.explain(error) from error
         return _started(work)
 
     def scatter_all(self, whole: torch.Tensor, parts: torch.Tensor) -> Transfer:
@@ -368,7 +368,7 @@ class ProcessGroupPeers(Peers):
         try:
             works = dist.batch_isend_irecv(ways)
         except RuntimeError as error:
-            raise self.attendance.explain(error) from error
+            raise self.heartbeats.explain(error) from error
         if all(sent.device.type == "cpu" for _copy, sent, _got in messages):
             self._as_one(works, max(sizes)).wait()
             return
@@ -393,7 +393,7 @@ class ProcessGroupPeers(Peers):
 
     def leave(self, why: str) -> None:
         """Tell the other ranks that this one makes no more calls with them, and ``why``. Idempotent."""
-        self.attendance.leave(why)
+        self.heartbeats.leave(why)
 
     def _reduce(self, values: torch.Tensor, how: Any, doing: str) -> None:
         group = self._group_for(values)
@@ -404,13 +404,13 @@ class ProcessGroupPeers(Peers):
         self, work: Any, doing: str, group: dist.ProcessGroup | None = None, device: torch.device = _CPU
     ) -> None:
         """Wait for a collective of ``group`` (None: of all ranks) with memory of ``device``. Raises like
-        :meth:`Attendance.wait`.
+        :meth:`Heartbeats.wait`.
         """
         group = self._among_all if group is None else group
         if not is_over_gloo(group, device):
             work.wait()  # on a GPU it only orders streams
             return
-        self.attendance.wait(work, doing, partial(break_off, group))
+        self.heartbeats.wait(work, doing, partial(break_off, group))
 
     def _group_for(self, tensor: torch.Tensor) -> dist.ProcessGroup:
         """Return the group of this copy with a backend for the memory of ``tensor``."""
@@ -431,16 +431,16 @@ def break_off(group: dist.ProcessGroup) -> None:
 class _Works(Transfer):
     """Several transfers as one."""
 
-    def __init__(self, works: Sequence[Any], limit: timedelta, attendance: Attendance) -> None:
+    def __init__(self, works: Sequence[Any], limit: timedelta, heartbeats: Heartbeats) -> None:
         """``limit``: the time limit of each transfer; exceeding it closes the connections."""
-        self._works, self._limit, self._attendance = works, limit, attendance
+        self._works, self._limit, self._heartbeats = works, limit, heartbeats
 
     def wait(self) -> None:
         for work in self._works:
             try:
                 work.wait(self._limit)
             except RuntimeError as error:
-                raise self._attendance.explain(error) from error
+                raise self._heartbeats.explain(error) from error
 
 
 # torch 2.13 renamed ``all_gather_into_tensor`` and deprecates the old name.

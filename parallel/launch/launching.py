@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn as spawn_processes
 
-from gemini.comm.attendance import end_gloo_gently
+from gemini.comm.heartbeats import end_gloo_gently
 from gemini.comm.ranks import join_ranks
 from gemini.errors import ConfigError
 from gemini.parallel.launch.config import read_config

@@ -125,7 +125,7 @@ class Passing:
             self._axis.settle(done, doing)
 
     def settle(self, work: Any, doing: str) -> None:
-        """Wait for a message. Raises StateError as :meth:`gemini.comm.attendance.Attendance.wait`."""
+        """Wait for a message. Raises StateError as :meth:`gemini.comm.heartbeats.Heartbeats.wait`."""
         self._axis.settle(self._waiter.begin(work), doing)
 
     def abandon(self) -> None:

@@ -149,7 +149,7 @@ def split(
         _put(model, name, beside, outside, Absent)
     for config in (getattr(module, "config", None) for module in model.modules()):
         if getattr(config, "use_cache", False):
-            config.use_cache = False  # the stage has only its own keys, and nothing is generated
+            config.use_cache = False  # type: ignore[union-attr]  # a stage has only its own keys; none generates
     return StagedModel(model, units, tuple(ranges), tuple(stages), shared, aliases, names)
 
 

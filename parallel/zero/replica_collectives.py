@@ -14,8 +14,8 @@ from uuid import uuid4
 import torch
 from torch import distributed as dist
 
-from gemini.comm.attendance import Attendance
 from gemini.comm.groups import is_over_gloo, store_of
+from gemini.comm.heartbeats import Heartbeats
 from gemini.comm.ranks import all_gather, break_off
 from gemini.errors import ConfigError, StateError
 
@@ -96,7 +96,7 @@ class Collectives:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.num_parts, self.part = (self.size, self.rank) if cuts else (1, 0)
         self.traffic = traffic or Traffic()
-        self._attendance: Attendance | None = None
+        self._heartbeats: Heartbeats | None = None
         if self.rank < 0:
             raise ConfigError("this process is not a member of dp_process_group; pass a group that it is in")
 
@@ -104,28 +104,28 @@ class Collectives:
         """From now on report a rank that others wait for in vain. Over gloo only; nccl has a watchdog."""
         if self._group is not None and self.size > 1 and is_over_gloo(self._group, self.device):
             store = store_of(self._group, self.first(uuid4().hex))
-            self._attendance = Attendance(store, self.rank, self.size, self._group)
-            weakref.finalize(self, self._attendance.leave, "let go of its optimizer").atexit = False
+            self._heartbeats = Heartbeats(store, self.rank, self.size, self._group)
+            weakref.finalize(self, self._heartbeats.leave, "let go of its optimizer").atexit = False
 
     def leave(self, why: str) -> None:
         """Tell the other ranks that this rank makes no further calls, and ``why``. Idempotent."""
-        if self._attendance is not None:
-            self._attendance.leave(why)
+        if self._heartbeats is not None:
+            self._heartbeats.leave(why)
 
     def _begun(self, result: torch.Tensor, source: torch.Tensor, work: Any, doing: str) -> Flight:
         """Return the flight of a collective that was begun. Further collectives may begin before anything
         waits for this one.
         """
-        if self._attendance is not None:
-            self._attendance.begin()
+        if self._heartbeats is not None:
+            self._heartbeats.begin()
         return Flight(result, source, partial(self._wait, work, doing, begun=True))
 
     def _wait(self, work: Any, doing: str, *, begun: bool = False) -> None:
-        if self._attendance is None:
+        if self._heartbeats is None:
             work.wait()
         else:
             assert self._group is not None
-            self._attendance.wait(work, doing, partial(break_off, self._group), begun=begun)
+            self._heartbeats.wait(work, doing, partial(break_off, self._group), begun=begun)
 
     def exchange(self, rows: torch.Tensor) -> Flight:
         """Send row i of ``rows`` (parts, width) to rank i; row i of the result comes from rank i. If nothing

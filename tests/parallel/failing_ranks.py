@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from gemini import CPUAdam, GeminiOptimizer
 from gemini.checkpoint.sealed_file import SealedFile
-from gemini.comm.attendance import PATIENCE_VARIABLE
+from gemini.comm.heartbeats import PATIENCE_VARIABLE
 from gemini.comm.ranks import ProcessGroupPeers
 from gemini.parallel import Booster, HybridParallelPlugin
 from gemini.parallel.pipeline import engine

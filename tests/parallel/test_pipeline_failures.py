@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from gemini import CPUAdam
-from gemini.comm.attendance import PATIENCE_VARIABLE
+from gemini.comm.heartbeats import PATIENCE_VARIABLE
 from gemini.parallel import Booster, HybridParallelPlugin
 
 SOON = 30.0

@@ -46,10 +46,10 @@ def test_a_system_that_does_not_show_its_threads_makes_nobody_wait(
 
 
 PROGRAM = """
-import atexit, gemini.comm.attendance as attendance
-attendance.wait_until_idle = lambda name, seconds: print(name)
-attendance.end_gloo_gently()
-attendance.end_gloo_gently()
+import atexit, gemini.comm.heartbeats as heartbeats
+heartbeats.wait_until_idle = lambda name, seconds: print(name)
+heartbeats.end_gloo_gently()
+heartbeats.end_gloo_gently()
 atexit.register(print, "what it registers later")
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from gemini import errors
-from gemini.comm.attendance import meet_at_start
+from gemini.comm.heartbeats import meet_at_start
 from gemini.comm.ranks import Rank, make_peers
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.launch import launch_from_torch, shutdown

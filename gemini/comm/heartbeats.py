@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from gemini.comm.pulse import PulseQuestions, own_pulse
-from gemini.comm.sign import Seen, Sign, computed_seconds, own_place
+from gemini.comm.rank_state import LastSeen, RankState, computed_seconds, own_place
 from gemini.errors import ConfigError, StateError
 from gemini.system.threads import start_thread, wait_until_idle
 
@@ -47,30 +47,30 @@ _UNEVEN = (
     "fewer batches, train within `with model.join():` (GeminiDDP), end the loop on all after the smallest "
     "number (all_reduce it with MIN before), or use DistributedSampler(drop_last=True) (docs/notes/zero.md)"
 )
-_EVERY: weakref.WeakSet[Attendance] = weakref.WeakSet()  # all objects of this process
+_EVERY: weakref.WeakSet[Heartbeats] = weakref.WeakSet()  # all objects of this process
 _EVERY_LOCK = threading.Lock()  # guards _EVERY: heartbeat threads read it
 
 
-class Attendance:
-    """Publishes this rank's signs (heartbeats) in a store during training, and reads those of the other ranks
+class Heartbeats:
+    """Publishes this rank's state in a store with each heartbeat, and reads the states of the other ranks
     while this rank waits long.
 
     A thread of its own talks to the store, because the store may be unreachable without an error; a waiting
-    rank uses the signs read last. A rank that left, or gives no sign for the patience, is named at once. A
+    rank uses the states read last. A rank that left, or gives no sign for the patience, is named at once. A
     rank that is alive elsewhere may take as long as it needs, unless all ranks wait for each other. The same
     holds for a rank with its interpreter blocked in one long call: its process answers for it.
     """
 
     def __init__(self, store: Any, place: int, count: int, group: dist.ProcessGroup) -> None:
-        """``group``: the process group of these ranks; the signs end when it is destroyed."""
+        """``group``: the process group of these ranks; heartbeats end when it is destroyed."""
         self._store, self._place, self._count, self._group = store, place, count, group
         self.patience_s = patience_seconds()
         self._beat_s = min(_LONGEST_BEAT_SECONDS, self.patience_s / _BEATS)
         self._beat = self._calls = 0
-        self._doing, self._left, self._waits = Sign().doing, "", False
+        self._doing, self._left, self._waits = RankState().doing, "", False
         self._clock = _own_clock()
         self._at = own_place()
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, LastSeen] = {}
         self._questions = PulseQuestions()
         self._told_of_busy = 0.0
         self._broke = ""  # the message made when a connection broke
@@ -84,7 +84,7 @@ class Attendance:
         beats = threading.Thread(
             target=_give_beats, args=(weakref.ref(self), self._wake, self._beat_s), daemon=True
         )
-        start_thread(beats, "the signs of a rank")
+        start_thread(beats, "the heartbeats of a rank")
         weakref.finalize(self, self._wake.set)
         weakref.finalize(self, self._questions.close)
         gone = weakref.finalize(self, atexit.unregister, _tell_at_exit(weakref.ref(self)))
@@ -142,7 +142,7 @@ class Attendance:
         if self._broke:
             return StateError(self._broke)
         ends = time.monotonic() + (_MISSED_BEATS + 1) * self._beat_s
-        self._ask_for_signs()
+        self._ask_for_states()
         found = self._find_gone(math.inf, of_all=False)  # a rank that left closed the connection
         while not found and time.monotonic() < ends:
             time.sleep(self._beat_s / 2)
@@ -164,8 +164,8 @@ class Attendance:
             self._told.wait(_MISSED_BEATS * self._beat_s)  # not longer: the store may be unreachable
 
     def beat(self) -> bool:
-        """Publish a sign and, while a caller waits, read the other ranks'. Return whether to go on. Only for
-        the heartbeat thread.
+        """Publish this rank's state and, while a caller waits, read the other ranks'. Return whether to go
+        on. Only for the heartbeat thread.
         """
         if not self._left and not _exists(self._group):
             self._left = "destroyed its process group"
@@ -193,8 +193,8 @@ class Attendance:
                 raise self.explain(error) from error
         return True
 
-    def _ask_for_signs(self) -> None:
-        """Make the heartbeat thread read the others' signs for a while, the first time at once."""
+    def _ask_for_states(self) -> None:
+        """Make the heartbeat thread read the others' states for a while, the first time at once."""
         now = time.monotonic()
         if now > self._looks_until:
             for seen in self._seen.values():
@@ -205,7 +205,7 @@ class Attendance:
         self._looks_until = now + (_MISSED_BEATS + 2) * self._beat_s + self.patience_s
 
     def _find_trouble(self, of_all: bool) -> str:
-        self._ask_for_signs()
+        self._ask_for_states()
         trouble = self._find_gone(self.patience_s, of_all=of_all) or self._find_apart()
         return trouble or self._find_all_apart()
 
@@ -217,10 +217,10 @@ class Attendance:
         for rank in range(self._count):
             if rank == self._place:
                 continue
-            seen = self._seen.get(rank) or Seen.at(self._since_s)
-            if seen.sign.left and (seen.sign.calls < self._calls or not of_all):
-                return f"rank {rank} will not come: it {seen.sign.left}"
-            if not seen.sign.left and now - seen.alive_s > silence_s:
+            seen = self._seen.get(rank) or LastSeen.at(self._since_s)
+            if seen.state.left and (seen.state.calls < self._calls or not of_all):
+                return f"rank {rank} will not come: it {seen.state.left}"
+            if not seen.state.left and now - seen.alive_s > silence_s:
                 return (
                     f"rank {rank} {_SILENT} {now - seen.alive_s:.3g} s: its process was "
                     "stopped or killed, or its machine is gone"
@@ -236,20 +236,22 @@ class Attendance:
             return ""
         here = (self._calls, self._doing)
         apart = [
-            rank for rank, seen in others if not seen.sign.waits or (seen.sign.calls, seen.sign.doing) != here
+            rank
+            for rank, seen in others
+            if not seen.state.waits or (seen.state.calls, seen.state.doing) != here
         ]
         return (
             f"ranks {apart} wait in something else than rank {self._place}, for each other" if apart else ""
         )
 
-    def _all_wait(self, seen: list[Seen]) -> bool:
+    def _all_wait(self, seen: list[LastSeen]) -> bool:
         """Return whether all other ranks are alive and have waited for the patience. A rank that was stopped
         while waiting does not count: it is reported for its silence.
         """
         now, patience_s, begun = time.monotonic(), self.patience_s, self._collectives_begun()
         return len(seen) + 1 == self._count and all(
-            each.sign.is_stuck(begun)
-            and now - each.state_s > patience_s
+            each.state.is_stuck(begun)
+            and now - each.progress_s > patience_s
             and now - each.beat_s < patience_s / 2
             for each in seen
         )
@@ -263,12 +265,12 @@ class Attendance:
         of_all = next((one for one in self._others() if one._world is world and not one._left), None)
         if of_all is None or world is None:
             return ""
-        of_all._ask_for_signs()
+        of_all._ask_for_states()
         seen = list(of_all._seen.copy().values())
         waits_s = time.monotonic() - self._waits_since_s
         if waits_s < self.patience_s or not of_all._all_wait(seen):
             return ""
-        found = sorted({each.sign.what for each in seen} - {self._doing})
+        found = sorted({each.state.what for each in seen} - {self._doing})
         return (
             f"all ranks wait for each other: this one {self._doing}, others {' or '.join(found)}"
             if found
@@ -280,11 +282,11 @@ class Attendance:
         found, now = self._read(others), time.monotonic()
         answers = self._questions.answers()
         for rank in others:
-            seen = self._seen.setdefault(rank, Seen.at(now))
+            seen = self._seen.setdefault(rank, LastSeen.at(now))
             if rank in answers:
                 seen.answer(now)
-            if not seen.take(found.get(rank, seen.sign), now):
-                self._questions.ask(rank, seen.sign.pulse)
+            if not seen.take(found.get(rank, seen.state), now):
+                self._questions.ask(rank, seen.state.pulse)
         self._tell_of_busy(now)
 
     def _tell_of_busy(self, now: float) -> None:
@@ -294,7 +296,7 @@ class Attendance:
         busy = {
             rank: now - seen.beat_s
             for rank, seen in self._seen.items()
-            if not seen.sign.left and now - seen.beat_s > self.patience_s > now - seen.alive_s
+            if not seen.state.left and now - seen.beat_s > self.patience_s > now - seen.alive_s
         }
         if self._waits and busy and now - self._told_of_busy > self.patience_s:
             self._told_of_busy = now
@@ -307,37 +309,37 @@ class Attendance:
                 each,
             )
 
-    def _read(self, ranks: list[int]) -> dict[int, Sign]:
-        """Return the signs of those ``ranks`` that have published one; {} if the store is gone."""
+    def _read(self, ranks: list[int]) -> dict[int, RankState]:
+        """Return the states of those ``ranks`` that have published one; {} if the store is gone."""
         try:
             # Check first: a get of a missing key blocks, and with it all other users of this connection.
             if not self._store.check([str(rank) for rank in ranks]):
                 ranks = [rank for rank in ranks if self._store.check([str(rank)])]
             said = self._store.multi_get([str(rank) for rank in ranks])
-            return {rank: Sign(**json.loads(each)) for rank, each in zip(ranks, said, strict=True)}
+            return {rank: RankState(**json.loads(each)) for rank, each in zip(ranks, said, strict=True)}
         except (RuntimeError, ValueError):  # the rank that keeps the store is gone
             return {}
 
     def _message(self, trouble: str) -> str:
-        said = {self._place: str(replace(self._sign(), left=""))}
+        said = {self._place: str(replace(self._own_state(), left=""))}
         said |= {rank: self._describe(seen) for rank, seen in self._seen.copy().items()}
         each = "; ".join(f"rank {rank} {said[rank]}" for rank in sorted(said))
         is_lost = any(mark in trouble for mark in (_SILENT, _BROKEN))
         return f"{trouble}. By rank: {each}. {_START_AGAIN if is_lost else _UNEVEN}"
 
-    def _describe(self, seen: Seen) -> str:
-        sign, silent_s = seen.sign, time.monotonic() - seen.beat_s
-        text = str(sign)
-        if sign.left:
+    def _describe(self, seen: LastSeen) -> str:
+        state, silent_s = seen.state, time.monotonic() - seen.beat_s
+        text = str(state)
+        if state.left:
             return text
-        if not sign.waits and not sign.other and sign.begun > self._collectives_begun():
+        if not state.waits and not state.other and state.begun > self._collectives_begun():
             text += ", in a collective of the program's own since then"
         if seen.alive_s > seen.beat_s and silent_s > _MISSED_BEATS * self._beat_s:
             text += f", busy in one call for {silent_s:.3g} s"
         return text
 
-    def _sign(self) -> Sign:
-        return Sign(
+    def _own_state(self) -> RankState:
+        return RankState(
             self._beat,
             self._calls,
             self._doing,
@@ -365,17 +367,17 @@ class Attendance:
         found = (f"{one._doing} (call {one._calls})" for one in self._others() if one._waits)
         return "; ".join(sorted(found))
 
-    def _others(self) -> list[Attendance]:
-        """Return the other Attendance objects of this process, for other groups."""
+    def _others(self) -> list[Heartbeats]:
+        """Return the other Heartbeats objects of this process, for other groups."""
         with _EVERY_LOCK:
             return [one for one in _EVERY if one is not self]
 
     def _publish(self) -> None:
         self._beat += 1
         try:
-            self._store.set(str(self._place), json.dumps(asdict(self._sign())))
+            self._store.set(str(self._place), json.dumps(asdict(self._own_state())))
         except RuntimeError as error:  # the store is gone: the other ranks will notice the silence
-            logger.debug("rank %d cannot give a sign: %s", self._place, error)
+            logger.debug("rank %d cannot publish its state: %s", self._place, error)
 
 
 def patience_seconds() -> float:
@@ -394,7 +396,7 @@ def patience_seconds() -> float:
 
 def meet_at_start() -> None:
     """Wait for all ranks of the default group, right after it was made. From then on they see each other's
-    signs; before, a dead rank would be waited for until torch's timeout.
+    heartbeats; before, a dead rank would be waited for until torch's timeout.
 
     Raises:
         StateError: a rank did not come within the patience.
@@ -422,12 +424,12 @@ def _exists(group: dist.ProcessGroup) -> bool:
     return True
 
 
-def _give_beats(attendance: weakref.ref[Attendance], wake: threading.Event, seconds: float) -> None:
+def _give_beats(heartbeats: weakref.ref[Heartbeats], wake: threading.Event, seconds: float) -> None:
     goes_on = True
     while goes_on:
         wake.wait(seconds)
         wake.clear()
-        found = attendance()
+        found = heartbeats()
         goes_on = found is not None and found.beat()
         del found
 
@@ -440,13 +442,13 @@ def end_gloo_gently() -> None:
     atexit.register(wait_until_idle, _GLOO_THREADS, _GLOO_SECONDS)
 
 
-def _tell_at_exit(attendance: weakref.ref[Attendance]) -> Callable[[], None]:
+def _tell_at_exit(heartbeats: weakref.ref[Heartbeats]) -> Callable[[], None]:
     """Register an exit handler that tells the other ranks that this program ended, and with which exception;
     return it.
     """
 
     def tell() -> None:
-        found = attendance()
+        found = heartbeats()
         if found is not None:
             error = getattr(sys, "last_value", None)
             found.leave("ended" if error is None else f"ended with {type(error).__name__} ({error})")

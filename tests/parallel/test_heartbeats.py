@@ -20,8 +20,8 @@ from sharded_harness import WIDTH, Recipe, mlp, wrap
 from torch import distributed as dist
 
 from gemini import GeminiDDP, GeminiOptimizer, StateError
-from gemini.comm.attendance import PATIENCE_VARIABLE, Attendance, Sign, meet_at_start
 from gemini.comm.groups import new_group
+from gemini.comm.heartbeats import PATIENCE_VARIABLE, Heartbeats, RankState, meet_at_start
 from gemini.parallel import Layout, Mesh
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
@@ -273,7 +273,7 @@ def test_ranks_that_wait_for_each_other_in_different_calls_hear_of_it() -> None:
     (message, seconds), _ = run_on_ranks(_evaluate_alone, 2)
     assert "ranks [1] wait in something else than rank 0" in message
     assert "in a collective of the program's own" in message
-    assert "test_attendance.py" in message
+    assert "test_heartbeats.py" in message
     assert "in _evaluate_alone" in message
     assert seconds < SOON
 
@@ -360,7 +360,7 @@ def _busy_in_one_call() -> list[str]:
     """Keep one rank in a call for longer than the patience; return what the other one is told meanwhile."""
     _set_patience(PATIENCE)
     told = Told()
-    logging.getLogger("gemini.comm.attendance").addHandler(told)
+    logging.getLogger("gemini.comm.heartbeats").addHandler(told)
     model, optimizer = wrap(mlp, Recipe())
     with model:
         _step(model, optimizer)
@@ -471,8 +471,8 @@ class _EndsAsTheWaitIsGivenUp:
 
 def _wait_for(error: str) -> None:
     assert dist.group.WORLD is not None
-    attendance = Attendance(dist.HashStore(), 0, 1, dist.group.WORLD)
-    attendance.wait(_EndsAsTheWaitIsGivenUp(error), "adds up", lambda: None)
+    heartbeats = Heartbeats(dist.HashStore(), 0, 1, dist.group.WORLD)
+    heartbeats.wait(_EndsAsTheWaitIsGivenUp(error), "adds up", lambda: None)
 
 
 def test_a_collective_that_ends_while_its_wait_is_given_up_has_not_failed() -> None:
@@ -522,5 +522,5 @@ def test_a_store_that_went_with_its_rank_is_named() -> None:
 
 
 def test_a_sign_says_what_a_rank_did_last() -> None:
-    sign = Sign(3, 7, "saves or loads", left="closed the model")
-    assert str(sign) == "closed the model after 7 calls together; the last one saves or loads"
+    state = RankState(3, 7, "saves or loads", left="closed the model")
+    assert str(state) == "closed the model after 7 calls together; the last one saves or loads"

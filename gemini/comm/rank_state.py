@@ -1,6 +1,4 @@
-"""Sign: the state that a rank publishes with each heartbeat. Seen: the last sign that was read from another
-rank.
-"""
+"""RankState: what a rank publishes with each heartbeat. LastSeen: the last state read from another rank."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ _NOT_THE_PROGRAM = {"gemini", "torch", "contextlib"}  # packages
 
 
 @dataclass(frozen=True)
-class Sign:
+class RankState:
     """The state that a rank publishes.
 
     Attributes:
@@ -50,7 +48,7 @@ class Sign:
         return self.waits or bool(self.other) or self.begun > begun
 
     @property
-    def state(self) -> tuple[object, ...]:
+    def progress(self) -> tuple[object, ...]:
         """The fields that change when the rank makes progress."""
         return self.calls, self.waits, self.other, self.begun, self.computed
 
@@ -68,37 +66,37 @@ class Sign:
 
 
 @dataclass
-class Seen:
-    """The last sign of another rank, with three times (monotonic seconds): when its beat last changed, when
-    its state last changed, and when its process last proved to be alive, by a beat or a pulse answer.
+class LastSeen:
+    """The last state of another rank, with three times (monotonic seconds): when its beat last changed, when
+    its progress last changed, and when its process last proved to be alive, by a beat or a pulse answer.
     """
 
-    sign: Sign
+    state: RankState
     beat_s: float
-    state_s: float
+    progress_s: float
     alive_s: float
 
     @classmethod
-    def at(cls, now: float) -> Seen:
+    def at(cls, now: float) -> LastSeen:
         """Return an empty record with all times set to ``now``."""
-        return cls(Sign(), now, now, now)
+        return cls(RankState(), now, now, now)
 
     def forgive(self, now: float) -> None:
-        """Restart the times: signs were not read for a while, which is not the rank's silence."""
-        self.beat_s = self.state_s = self.alive_s = now
+        """Restart the times: states were not read for a while, which is not the rank's silence."""
+        self.beat_s = self.progress_s = self.alive_s = now
 
     def answer(self, now: float) -> None:
         """Record that its process has answered a pulse query."""
         self.alive_s = now
 
-    def take(self, sign: Sign, now: float) -> bool:
-        """Record its newest ``sign``; return whether its beat has changed."""
-        goes_on = sign.beat != self.sign.beat
+    def take(self, state: RankState, now: float) -> bool:
+        """Record its newest ``state``; return whether its beat has changed."""
+        goes_on = state.beat != self.state.beat
         if goes_on:
             self.beat_s = self.alive_s = now
-        if sign.state != self.sign.state:
-            self.state_s = now
-        self.sign = sign
+        if state.progress != self.state.progress:
+            self.progress_s = now
+        self.state = state
         return goes_on
 
 
