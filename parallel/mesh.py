@@ -217,7 +217,7 @@ class Axis(ProcessGroupPeers):
         break_off(self._on_host)
 
     def note(self, collective: str, nbytes: int, *, kept_bytes: int = 0) -> int:
-        """Count a call with ``nbytes``, minus ``kept_bytes`` for this rank; return the bytes that it sends."""
+        """Count a call with ``nbytes``, minus ``kept_bytes`` for this rank; return the bytes it sends."""
         sent = _SENT_BYTES[collective](nbytes - kept_bytes, self.size)
         self.calls[collective] += 1
         self.sent_bytes[collective] += sent

@@ -29,7 +29,7 @@ def own_part(sequence: SequenceParallel | SequenceOutline, batch: Any) -> dict[s
 
 
 def mean_over_tokens(sequence: SequenceParallel, criterion: Criterion) -> Criterion:
-    """Convert a criterion that averages over this rank's labels to one that averages over all ranks' labels."""
+    """Convert a criterion that averages over this rank's labels to one over all ranks' labels."""
 
     def mean(output: Any, batch: Any) -> torch.Tensor:
         if "labels" not in batch:

@@ -67,7 +67,7 @@ class Trained(Protocol):
 
 @dataclass
 class Done:
-    """The results of a run by micro-batch: ``losses``, and model ``outputs``; empty without the last stage."""
+    """The results of a run by micro-batch: ``losses`` and ``outputs``; empty without the last stage."""
 
     losses: list[torch.Tensor]
     outputs: list[Any]

@@ -250,7 +250,7 @@ def simulate_actions(
     transfer: float = 0.0,
     shares: Sequence[float] | None = None,
 ) -> Simulated:
-    """Simulate an order with times from ``takes``; ``transfer``: the time to send a tensor to another rank."""
+    """Simulate an order with times from ``takes``; ``transfer``: the time to send to another rank."""
     shares = shares or [1 / len(order.stages_of(0))] * order.num_stages
     ends: dict[Action, float] = {}
     waits: dict[Action, float] = {}

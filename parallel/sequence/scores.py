@@ -1,4 +1,4 @@
-"""Scoring: how attention weights follow from products of queries and keys: scale, soft cap, sinks, dropout."""
+"""Scoring: how attention weights follow from query-key products: scale, soft cap, sinks, dropout."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Places:
         return found
 
     def others(self, rank: int, names: Sequence[str]) -> list[int]:
-        """Return the ranks that differ from ``rank`` only in the coordinates ``names``, with ``rank`` itself."""
+        """Return the ranks that differ from ``rank`` only in the coordinates ``names``, and ``rank``."""
         fixed = [name for name in self.names if name not in names]
         own = self.index(rank, fixed)
         return [other for other in range(self.count) if self.index(other, fixed) == own]

@@ -110,7 +110,7 @@ def copy(x: torch.Tensor, axis: Axis) -> torch.Tensor:
 
 
 def reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Return the sum of ``x`` over the ranks, for use on all as a whole. A contiguous ``x`` is overwritten."""
+    """Return the sum of ``x`` over the ranks, for use on all; a contiguous ``x`` is overwritten."""
     found: torch.Tensor = _Reduce.apply(x, axis)  # type: ignore[no-untyped-call]
     return found
 

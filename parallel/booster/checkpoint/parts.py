@@ -365,7 +365,7 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
 
 
 class _Refusal:
-    """A hook of a module that is part of a model; also an attribute, so that pickling the module reaches it."""
+    """A hook of a module that is part of a model; also an attribute, so that pickling reaches it."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

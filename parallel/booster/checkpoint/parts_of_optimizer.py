@@ -346,7 +346,7 @@ class _OwnParts:
 
 
 class _ParameterState(Mapping[str, Any]):
-    """The state of one parameter in a state dict: plain ``values``, and ``arrays`` that are read on demand."""
+    """The state of one parameter in a state dict: plain ``values``, and ``arrays`` read on demand."""
 
     def __init__(
         self, read: Callable[[str], torch.Tensor], values: Mapping[str, Any], arrays: Sequence[str]

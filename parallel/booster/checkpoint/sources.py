@@ -269,7 +269,7 @@ def _index_of(checkpoint: Path) -> Path | None:
 
 
 def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, str]]:
-    """Return the files that an index names, with the names of their tensors, and the metadata that is text."""
+    """Return the files that an index names, with the names of their tensors, and its text metadata."""
     files: dict[Path, set[str] | None] = {}
     directory = InputDirectory(index.parent)
     document = directory.json(index.name, MAX_INDEX_BYTES)
