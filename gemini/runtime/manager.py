@@ -297,8 +297,9 @@ class GeminiManager(Gate):
         return self._following is self.order and self.order.moves_updates
 
     def run_pending(self, *, parts: bool = True) -> None:
-        """Run every pending update now. Without ``parts``: except updates of parts that are scheduled by
-        themselves. Raises as :meth:`run_due`; StateError if tensors are locked."""
+        """Run every pending update now; without ``parts`` leave those of chunks of a choice (experts)
+        pending, which are no moments of a step. Raises as :meth:`run_due`; StateError if tensors are
+        locked."""
         self.threads.refuse_other("an update")
         self.lock.refuse_all()
         if not self._due:

@@ -346,8 +346,9 @@ class Gate(ABC):
 
     @abstractmethod
     def run_pending(self, *, parts: bool = True) -> None:
-        """Run every pending update now. Without ``parts``: except updates of parts that are scheduled by
-        themselves. Raises as :meth:`run_due`; StateError if tensors are locked."""
+        """Run every pending update now; without ``parts`` leave those of chunks of a choice (experts)
+        pending, which are no moments of a step. Raises as :meth:`run_due`; StateError if tensors are
+        locked."""
 
     @abstractmethod
     def abandon(self) -> None:

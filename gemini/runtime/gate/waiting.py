@@ -24,7 +24,8 @@ class PendingUpdate(Protocol):
 
     ``order``: the group's place in forward order and the part's; identifies the update. ``tensors``: all of
     its tensors; a use of any of them needs the update first. ``gradients``: the gradients that it consumes.
-    ``chunks``: the chunks of all these tensors. ``has_moments``: its operators are moments of a step.
+    ``chunks``: the chunks of all these tensors. ``has_moments``: its operators are moments of a step, as for
+    all groups except those in a choice.
     """
 
     order: tuple[int, int]
