@@ -72,9 +72,9 @@ class StateLoad:
     """A load of a state dict into a module: planned on construction, performed by :meth:`carry_out`.
 
     ``keep`` takes a tensor that a hook created and returns one with the same values that may be kept until it
-    is written. Each value of a mapping that is not a dict is read once, when it is written. If the mapping
-    has a method ``outline(name)``, which returns a tensor on ``meta``, this is called where only shapes are
-    needed.
+    is written. Values of a mapping that is not a dict are read again at each access. If the mapping has a
+    method ``outline(name)``, which returns a tensor on ``meta``, that is called where only shapes are needed;
+    each value is then read once, when it is written.
 
     Raises:
         ConfigError: a value is not a tensor or has another shape than its target. No weight was changed; the

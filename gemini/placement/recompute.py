@@ -274,7 +274,7 @@ class _Derivation:
 
 _WORTH_IT = 0.02  # recomputing must save this share of a step, because the times are measured
 _MOVING = 1e-3  # least weight of a busy link second, as in planner.py
-_GRID = 4  # intervals between the first numbers of blocks to try
+_GRID = 4  # evenly spaced numbers of blocks to try first, besides 0
 _NEVER = float("inf")
 
 
