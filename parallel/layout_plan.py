@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from gemini.errors import ConfigError
 from gemini.parallel.layout import Layout
-from gemini.parallel.pipeline.absent import outline_of
 from gemini.parallel.pipeline.orders import Costs, Order, make_order, simulate
+from gemini.parallel.pipeline.remote_modules import meta_copy_of
 from gemini.parallel.pipeline.split import Split, choose_ranges
 from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline
@@ -220,7 +220,7 @@ def cuttable(model: nn.Module) -> nn.Module:
 
 def trainable_outline(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` on ``meta`` with the same ``requires_grad`` flags."""
-    outline = outline_of(model)
+    outline = meta_copy_of(model)
     trains = dict(model.named_parameters())
     for name, param in outline.named_parameters():
         param.requires_grad_(trains[name].requires_grad)

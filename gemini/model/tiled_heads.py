@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 SHARE_OF_DEVICE = 1 / 16
 _LOSS_INPUTS = ("labels", "shift_labels")
 # The file that defines the placeholders for modules of other stages.
-_STAND_INS = "gemini.parallel.pipeline.absent"
+_STAND_INS = "gemini.parallel.pipeline.remote_modules"
 
 
 class LazyHead:

@@ -17,7 +17,7 @@ from gemini.parallel.launch import global_context
 from gemini.parallel.moe.divide import divided_experts
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import BuiltStages
-from gemini.parallel.pipeline.absent import Absent
+from gemini.parallel.pipeline.remote_modules import RemoteModule
 from gemini.system.durable import replacing
 from gemini.system.files import io_errors, open_regular
 
@@ -109,7 +109,7 @@ def load_checkpoint(
 
 def _refuse_stages(what: str, model: nn.Module) -> None:
     """Raise ConfigError if other ranks have stages or experts of ``model``, or the run has stages."""
-    parts = (Absent, BuiltStages)
+    parts = (RemoteModule, BuiltStages)
     has_parts = any(isinstance(module, parts) for module in model.modules())
     in_stages = global_context.pipeline_parallel_size > 1 or has_parts
     if in_stages or divided_experts(model) is not None:

@@ -14,10 +14,10 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.parallel.pipeline.absent import Passage, Taken
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.split import StagedModel, aliases_in
 from gemini.parallel.pipeline.stage import Stage
+from gemini.parallel.pipeline.stage_pass import StageInputs, StagePass
 from gemini.parallel.pipeline.tied import shared_in
 from gemini.parallel.pipeline.units import Units
 
@@ -92,15 +92,15 @@ class BuiltStage(Stage):
 
     is_last: bool = False
 
-    def takes(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Taken:
+    def takes(self, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> StageInputs:
         """See :class:`Stage`: it receives its first argument."""
-        return Taken((0,), 1)
+        return StageInputs((0,), 1)
 
     def run(
         self,
         received: Sequence[torch.Tensor],
-        _takes: Taken,
-        _gives: Taken,
+        _takes: StageInputs,
+        _gives: StageInputs,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         _draws: Draws | None = None,
@@ -150,7 +150,7 @@ def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> Stage
     count = len(rank_of)
     units = Units(tuple(f"stage{index}" for index in range(count)), (), ())
     stages = tuple(
-        BuiltStage(index, chunk, Passage(), is_last=index == count - 1)
+        BuiltStage(index, chunk, StagePass(), is_last=index == count - 1)
         for index, chunk in zip(own, built.children(), strict=True)
     )
     state = tuple(name for each in every for name in each["state"])

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.absent import Taken
 from gemini.parallel.pipeline.batches import (
     Criterion,
     call_arguments,
@@ -27,6 +26,7 @@ from gemini.parallel.pipeline.orders import Action, Kind, Order
 from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
 from gemini.parallel.pipeline.split import StagedModel
 from gemini.parallel.pipeline.stage import Stage
+from gemini.parallel.pipeline.stage_pass import StageInputs
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Engine:
         self.trained, self.passing, self._rank = trained, passing, rank
         # What a stage receives, by the key of the batch; and the forms of these tensors, with gradients and
         # without.
-        self.takes: dict[tuple[int, str], Taken] = {}
+        self.takes: dict[tuple[int, str], StageInputs] = {}
         self.forms: dict[tuple[int, str, bool], tuple[ValueForm, ...]] = {}
         self._learned: set[str] = set()  # keys of batches for which ``takes`` is known
         self._kinds: set[str] = set()
@@ -156,7 +156,7 @@ class Engine:
         for said in say(json.dumps(own)):
             for index, taken in json.loads(said).items():
                 for form, (places, among, held) in zip(fresh, taken, strict=False):
-                    self.takes[int(index), form] = Taken(tuple(places), among, tuple(map(tuple, held)))
+                    self.takes[int(index), form] = StageInputs(tuple(places), among, tuple(map(tuple, held)))
         self._learned.update(fresh)
 
     def run(
@@ -257,9 +257,9 @@ class _Run:
         """Return the key under which the engine remembers the forms of a forward pass's inputs."""
         return (action.stage, self._forms[action.micro_batch], torch.is_grad_enabled())
 
-    def _takes(self, stage: int, micro_batch: int) -> Taken:
+    def _takes(self, stage: int, micro_batch: int) -> StageInputs:
         """Return what ``stage`` receives; nothing for the first stage or one that does not exist."""
-        return self._engine.takes.get((stage, self._forms[micro_batch]), Taken())
+        return self._engine.takes.get((stage, self._forms[micro_batch]), StageInputs())
 
     def _tag(self, action: Action, index: int, *, of_form: bool = False) -> int:
         """Return the message tag of tensor number ``index`` that an action receives."""

@@ -14,11 +14,18 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.families import Family, family_of
-from gemini.parallel.pipeline.absent import Absent, AbsentBlock, Exit, Passage, Present, outline_of
 from gemini.parallel.pipeline.containers import containers_in, containers_named_in, pairs_of
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.placeholders import Placeholders
+from gemini.parallel.pipeline.remote_modules import (
+    LocalBlock,
+    NextStageBlock,
+    RemoteBlock,
+    RemoteModule,
+    meta_copy_of,
+)
 from gemini.parallel.pipeline.stage import Stage
+from gemini.parallel.pipeline.stage_pass import StagePass
 from gemini.parallel.pipeline.units import Units, block_bytes
 from gemini.runtime.storage.initialization import Initialization, children_first
 
@@ -48,7 +55,7 @@ class StagedModel:
     @classmethod
     def undivided(cls, model: nn.Module) -> StagedModel:
         """Return a model as one stage."""
-        stage = Stage(0, model, Passage())
+        stage = Stage(0, model, StagePass())
         names = tuple(model.state_dict(keep_vars=True))
         return cls(model, Units(("",), (), ()), ((0, 1),), (stage,), {}, aliases_in(model), names)
 
@@ -122,7 +129,7 @@ def split(
     family = family_of(model)
     _refuse_random_depth(model, units, family)
     own = tuple(sorted(own))
-    outline = outline if outline is not None else outline_of(model)
+    outline = outline if outline is not None else meta_copy_of(model)
     names = tuple(model.state_dict(keep_vars=True))
     aliases = aliases_in(model)
     shared = _shared_parameters(aliases, units, ranges)
@@ -135,18 +142,18 @@ def split(
     containers = containers_in(model) | containers_named_in(model)
     beside = _Beside(outline, containers, _pairs_by_unit(model, outline, every))
     placeholders, writers = Placeholders(), {}  # type: ignore[var-annotated]
-    outside = Passage(placeholders)
+    outside = StagePass(placeholders)
     for index in own:
-        passage, mirrored = Passage(placeholders), []  # type: ignore[var-annotated]
-        tree = _mirror(model, "", around, mirrored, passage)
-        passage.containers = beside.containers
-        _replace_absent(tree, units, ranges[index], beside, passage)
+        stage_pass, mirrored = StagePass(placeholders), []  # type: ignore[var-annotated]
+        tree = _mirror(model, "", around, mirrored, stage_pass)
+        stage_pass.containers = beside.containers
+        _replace_remote(tree, units, ranges[index], beside, stage_pass)
         is_last = index == len(ranges) - 1
-        _put_before(tree, units.blocks[slice(*ranges[index])], passage, None if is_last else beside)
-        _show_absent([here for here, _ in mirrored], passage)
-        stages.append(Stage(index, tree, passage, mirrored, writers, stages, outside))
+        _put_before(tree, units.blocks[slice(*ranges[index])], stage_pass, None if is_last else beside)
+        _show_remote([here for here, _ in mirrored], stage_pass)
+        stages.append(Stage(index, tree, stage_pass, mirrored, writers, stages, outside))
     for name in every - kept:
-        _put(model, name, beside, outside, Absent)
+        _put(model, name, beside, outside, RemoteModule)
     for config in (getattr(module, "config", None) for module in model.modules()):
         if getattr(config, "use_cache", False):
             config.use_cache = False  # type: ignore[union-attr]  # a stage has only its own keys; none generates
@@ -231,37 +238,39 @@ def _mirror(
     name: str,
     around: Collection[str],
     mirrored: list[tuple[nn.Module, nn.Module]],
-    passage: Passage,
+    stage_pass: StagePass,
 ) -> nn.Module:
     """Return a copy of the modules around units, which shares the units and everything else."""
     mirror = copy.copy(module)
     mirror._modules = dict(module._modules)
     mirror._parameters = dict(module._parameters)
     mirrored.append((mirror, module))
-    passage.holders[name] = mirror
+    stage_pass.holders[name] = mirror
     for key, child in module._modules.items():
         full = f"{name}.{key}".lstrip(".")
         if child is not None and full in around:
-            mirror._modules[key] = _mirror(child, full, around, mirrored, passage)
+            mirror._modules[key] = _mirror(child, full, around, mirrored, stage_pass)
     return mirror
 
 
-def _replace_absent(
-    tree: nn.Module, units: Units, blocks: tuple[int, int], beside: _Beside, passage: Passage
+def _replace_remote(
+    tree: nn.Module, units: Units, blocks: tuple[int, int], beside: _Beside, stage_pass: StagePass
 ) -> None:
     start, stop = blocks
     have = units.of_stage(start, stop)
     for name in (*units.blocks, *units.beside):
         if name in have:
             continue
-        kind: type[Absent] = AbsentBlock if name in units.blocks else Absent
+        kind: type[RemoteModule] = RemoteBlock if name in units.blocks else RemoteModule
         if stop < len(units.blocks) and name == units.blocks[stop]:
-            kind = Exit
-        _put(tree, name, beside, passage, kind)
+            kind = NextStageBlock
+        _put(tree, name, beside, stage_pass, kind)
 
 
-def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage, beside: _Beside | None) -> None:
-    """Wrap each block of the stage in a :class:`Present`. ``beside``: the material for stand-ins on later
+def _put_before(
+    tree: nn.Module, blocks: Sequence[str], stage_pass: StagePass, beside: _Beside | None
+) -> None:
+    """Wrap each block of the stage in a :class:`LocalBlock`. ``beside``: the material for stand-ins on later
     stages, None if there are none.
     """
     for name in blocks:
@@ -272,27 +281,29 @@ def _put_before(tree: nn.Module, blocks: Sequence[str], passage: Passage, beside
         elsewhere = None
         if beside is not None:
             outline = beside.outline.get_submodule(name)
-            elsewhere = AbsentBlock(name, outline, passage, beside.pairs.get(name, ()))
+            elsewhere = RemoteBlock(name, outline, stage_pass, beside.pairs.get(name, ()))
         is_last = name == blocks[-1]
-        owner._modules[key] = Present(name, block, passage, is_last=is_last, elsewhere=elsewhere)
+        owner._modules[key] = LocalBlock(name, block, stage_pass, is_last=is_last, elsewhere=elsewhere)
 
 
-def _put(tree: nn.Module, name: str, beside: _Beside, passage: Passage, kind: type[Absent]) -> None:
+def _put(
+    tree: nn.Module, name: str, beside: _Beside, stage_pass: StagePass, kind: type[RemoteModule]
+) -> None:
     """Replace a module, or a parameter of a module around blocks, by a stand-in."""
     around, _, key = name.rpartition(".")
     owner = tree.get_submodule(around)
     if key in owner._modules:
         outline = beside.outline.get_submodule(name)
-        owner._modules[key] = kind(name, outline, passage, beside.pairs.get(name, ()))
+        owner._modules[key] = kind(name, outline, stage_pass, beside.pairs.get(name, ()))
         return
     param = owner._parameters.pop(key)
     assert param is not None
-    placeholder = passage.placeholders.like(param, torch.device("cpu"))
+    placeholder = stage_pass.placeholders.like(param, torch.device("cpu"))
     owner.__dict__[key] = placeholder  # not a buffer: it must be in no state dict
-    passage.own_parameters.append((owner, key, placeholder))
+    stage_pass.own_parameters.append((owner, key, placeholder))
 
 
-def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:
+def _show_remote(mirrors: Sequence[nn.Module], stage_pass: StagePass) -> None:
     """Make ``named_parameters()`` of ``mirrors`` list placeholders last during a pass: models read the dtype
     and the device of the first parameter.
     """
@@ -300,8 +311,8 @@ def _show_absent(mirrors: Sequence[nn.Module], passage: Passage) -> None:
     def named_parameters(here: nn.Module, *args: Any, **kwargs: Any) -> Iterator[Any]:
         found = nn.Module.named_parameters(here, *args, **kwargs)
         yield from (
-            sorted(found, key=lambda each: passage.placeholders.stands_for(each[1]))
-            if passage.runs
+            sorted(found, key=lambda each: stage_pass.placeholders.stands_for(each[1]))
+            if stage_pass.runs
             else found
         )
 

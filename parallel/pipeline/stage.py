@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.parallel.pipeline.absent import Absent, EndOfStage, FirstBlock, Passage, Present, Taken
 from gemini.parallel.pipeline.containers import (
     Path,
     containers_in_context,
@@ -25,6 +24,8 @@ from gemini.parallel.pipeline.containers import (
     restore_plain_values,
 )
 from gemini.parallel.pipeline.numbers import Draws
+from gemini.parallel.pipeline.remote_modules import LocalBlock, RemoteModule
+from gemini.parallel.pipeline.stage_pass import EndOfStage, FirstBlock, StageInputs, StagePass
 from gemini.system.device import current_device
 
 _LARGEST_BYTES = 2**23  # larger tensors are assumed to be tables, which forward passes only read
@@ -115,12 +116,12 @@ class Stage:
 
     index: int
     tree: nn.Module
-    passage: Passage
+    stage_pass: StagePass
     mirrored: list[tuple[nn.Module, nn.Module]] = field(default_factory=list)
     # The stage of this rank that writes to a buffer around the blocks, by the buffer's name.
     writers: dict[str, int] = field(default_factory=dict)
     of_rank: list[Stage] = field(default_factory=list)  # all stages of this rank
-    outside: Passage | None = None  # for stand-ins in the model itself, which a criterion may read
+    outside: StagePass | None = None  # for stand-ins in the model itself, which a criterion may read
     _is_looked_at: bool = False
     _followed: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index in ``mirrored``
 
@@ -129,7 +130,7 @@ class Stage:
         """Whether the model trains."""
         return (self.mirrored[0][1] if self.mirrored else self.tree).training
 
-    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Taken:
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageInputs:
         """Return the inputs of the stage. ``args`` and ``kwargs`` are those of the whole model.
 
         Raises:
@@ -138,23 +139,23 @@ class Stage:
         begin, before = self._reach_first_block(args, kwargs)
         places: dict[int, int] = {}
         for place, value in reversed([*enumerate(begin.values)]):
-            if self.passage.placeholders.stands_for(value):
+            if self.stage_pass.placeholders.stands_for(value):
                 places[id(value)] = place
         held = (
             path
             for path, value in begin.held.items()
             if id(value) not in places and before.get(path) is not value
         )
-        return Taken(tuple(sorted(places.values())), len(begin.values), tuple(held))
+        return StageInputs(tuple(sorted(places.values())), len(begin.values), tuple(held))
 
     def _reach_first_block(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[FirstBlock, dict[Path, torch.Tensor]]:
         """Return the arguments of the first block, and the placeholders that existed before the pass."""
-        with self._without_a_trace(), self.passage.begun(None, (args, kwargs)):
+        with self._without_a_trace(), self.stage_pass.begun(None, (args, kwargs)):
             self._follow()
-            self.passage.set_training(self.is_training)
-            before = self.passage.held()
+            self.stage_pass.set_training(self.is_training)
+            before = self.stage_pass.held()
             try:
                 with _named():
                     self.tree(*args, **kwargs)
@@ -168,8 +169,8 @@ class Stage:
     def run(
         self,
         received: Sequence[torch.Tensor],
-        takes: Taken,
-        gives: Taken,
+        takes: StageInputs,
+        gives: StageInputs,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         draws: Draws | None = None,
@@ -186,9 +187,9 @@ class Stage:
             A tuple of the tensors for the next stage; for the last stage, the model's output.
         """
         self._follow()
-        self.passage.set_training(self.is_training)
+        self.stage_pass.set_training(self.is_training)
         before = self._versions_around()
-        with self.passage.begun(takes, (args, kwargs), received, gives, draws):
+        with self.stage_pass.begun(takes, (args, kwargs), received, gives, draws):
             try:
                 with _named():
                     outputs = self.tree(*args, **kwargs)
@@ -211,7 +212,7 @@ class Stage:
         """Raise ConfigError if two stages of this rank write to the same buffer around the blocks, or one
         writes a placeholder into a buffer.
         """
-        stands_for = self.passage.placeholders.stands_for
+        stands_for = self.stage_pass.placeholders.stands_for
         for here, _ in self.mirrored:
             for name, buffer in here._buffers.items():
                 if stands_for(buffer):
@@ -234,9 +235,9 @@ class Stage:
             ConfigError: it depends on a value of another stage.
         """
         shown = nullcontext() if self.outside is None else self.outside.judged()
-        with self.passage.watched(), shown, _named():
+        with self.stage_pass.watched(), shown, _named():
             loss = call()
-        if loss.is_meta or self.passage.placeholders.stands_for(loss):
+        if loss.is_meta or self.stage_pass.placeholders.stands_for(loss):
             raise ConfigError(
                 "the loss is made of something that another stage has: what runs in front of the blocks, or "
                 "a weight there, is used behind a block, or what a block leaves behind (only what one block "
@@ -246,7 +247,9 @@ class Stage:
         return loss
 
     def _own_modules(self) -> list[nn.Module]:
-        return [module for module in self.tree.modules() if not isinstance(module, (Absent, Present))]
+        return [
+            module for module in self.tree.modules() if not isinstance(module, (RemoteModule, LocalBlock))
+        ]
 
     @contextmanager
     def _without_a_trace(self) -> Iterator[None]:
@@ -256,12 +259,12 @@ class Stage:
         devices = [device] if (device := current_device()).type == "cuda" else []
         followed = {place: dict(seen) for place, seen in self._followed.items()}
         self._is_looked_at = True
-        absent = [each for each in self.tree.modules() if isinstance(each, Absent)]
-        modules, held = self._own_modules(), list(self.passage.containers.values())
+        absent = [each for each in self.tree.modules() if isinstance(each, RemoteModule)]
+        modules, held = self._own_modules(), list(self.stage_pass.containers.values())
         held += [each for value in containers_in_context().values() for each in nested_in(value)]
         held += [hooks for each in absent for inner in each.stand_ins() for hooks in inner.hooks()]
         known = {id(inner) for each in absent for inner in each.stand_ins()}
-        classes = [self.tree, *(each.outline for each in absent)]
+        classes = [self.tree, *(each.meta_copy for each in absent)]
         counters = plain_values(classes)
         with torch.no_grad(), torch.random.fork_rng(devices), unchanged(modules, held):
             try:

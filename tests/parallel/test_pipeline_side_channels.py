@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from gemini import ConfigError, GeminiDDP
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
-from gemini.parallel.pipeline.absent import Absent, Passage, Taken, outline_of
 from gemini.parallel.pipeline.containers import tensors_in
+from gemini.parallel.pipeline.remote_modules import RemoteModule, meta_copy_of
+from gemini.parallel.pipeline.stage_pass import StageInputs, StagePass
 
 WIDTH = 6
 NOTED: list[Tensor] = []
@@ -78,8 +79,8 @@ def run_stages(leaves: str, x: Tensor) -> Any:
     stages = [staged(own, lambda: Model(leaves)).stages[0] for own in range(2)]
     takes = stages[1].takes((x,), {})
     for _ in range(2):  # the second pass finds what the first has learned
-        given = stages[0].run((), Taken(), takes, (x,), {})
-        out = stages[1].run(given, takes, Taken(), (x,), {})
+        given = stages[0].run((), StageInputs(), takes, (x,), {})
+        out = stages[1].run(given, takes, StageInputs(), (x,), {})
     return out
 
 
@@ -131,9 +132,9 @@ def test_a_block_that_holds_the_model_around_it_is_refused() -> None:
 
 
 def test_a_module_within_an_absent_one_is_absent_too_and_the_same_each_time() -> None:
-    absent = Absent("block", outline_of(nn.TransformerEncoderLayer(4, 2)), Passage())
+    absent = RemoteModule("block", meta_copy_of(nn.TransformerEncoderLayer(4, 2)), StagePass())
     inner = absent.self_attn.out_proj
-    assert type(inner) is Absent
+    assert type(inner) is RemoteModule
     assert inner is absent.self_attn.out_proj
     assert list(absent.stand_ins()) == [absent, absent.self_attn, inner]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
-from gemini.parallel.pipeline.absent import Taken
+from gemini.parallel.pipeline.stage_pass import StageInputs
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -103,9 +103,9 @@ def staged(
 def run_all(parts: list[StagedModel], *args: Tensor) -> Any:
     """Run the stages of all parts in order."""
     stages = sorted((stage for part in parts for stage in part.stages), key=lambda stage: stage.index)
-    takes = [stage.takes(args, {}) if stage.index else Taken() for stage in stages]
+    takes = [stage.takes(args, {}) if stage.index else StageInputs() for stage in stages]
     out: Any = ()
-    for stage, own, following in zip(stages, takes, [*takes[1:], Taken()], strict=True):
+    for stage, own, following in zip(stages, takes, [*takes[1:], StageInputs()], strict=True):
         out = stage.run(out, own, following, args, {})
     return out
 
@@ -200,7 +200,7 @@ def test_what_begins_on_meta_has_the_values_of_one_process(owned: list[tuple[int
 def test_train_and_eval_reach_every_stage_of_a_rank() -> None:
     part = staged(Around, (0, 3))
     part.module.eval()
-    part.stages[0].run((), Taken(), Taken((0,), 2), (IDS,), {})
+    part.stages[0].run((), StageInputs(), StageInputs((0,), 2), (IDS,), {})
     assert not part.stages[0].tree.training
 
 
@@ -251,11 +251,11 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize(("what", "refused"), [("output", True), ("weight", True), ("NaN", False)])
 def test_what_another_stage_has_is_told_from_nan_of_the_models_own(what: str, refused: bool) -> None:
     *before, last = (staged(lambda: Skipping(what), (i,)).stages[0] for i in range(4))
-    takes = [Taken(), *(stage.takes((IDS,), {}) for stage in [*before[1:], last])]
+    takes = [StageInputs(), *(stage.takes((IDS,), {}) for stage in [*before[1:], last])]
     received: tuple[Tensor, ...] = ()
     for stage, own, following in zip(before, takes, takes[1:], strict=False):
         received = stage.run(received, own, following, (IDS,), {})
-    output = last.run(received, takes[-1], Taken(), (IDS,), {})
+    output = last.run(received, takes[-1], StageInputs(), (IDS,), {})
     with pytest.raises(ConfigError, match="the loss is made of") if refused else nullcontext():
         assert bool(last.judge(output.sum).isnan())
 
@@ -269,7 +269,7 @@ def test_a_dry_run_draws_no_random_numbers() -> None:
     stage = staged(Around, (1,)).stages[0]
     stage.tree.register_forward_pre_hook(lambda _module, args: (args[0] + torch.rand(6).long(),))
     before = torch.get_rng_state()
-    assert stage.takes((IDS,), {}) == Taken((0,), 2)
+    assert stage.takes((IDS,), {}) == StageInputs((0,), 2)
     assert torch.equal(torch.get_rng_state(), before)
 
 

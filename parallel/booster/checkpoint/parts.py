@@ -38,8 +38,8 @@ from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.moe.divide import divide_experts, divided_experts
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
-from gemini.parallel.pipeline.absent import Absent
 from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
+from gemini.parallel.pipeline.remote_modules import RemoteModule
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.system.files import parse_json
@@ -173,7 +173,7 @@ class Parts:
             return
         for part in {boosted, module, *module.modules()}:
             holds_part = any(id(param) in cut for param in part.parameters(recurse=False))
-            if holds_part or part in (boosted, module) or isinstance(part, Absent):
+            if holds_part or part in (boosted, module) or isinstance(part, RemoteModule):
                 part.register_state_dict_pre_hook(_Refusal(self))
         for whole in (
             boosted,

@@ -32,10 +32,10 @@ from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.moe.divide import expert_ranks_of
 from gemini.parallel.partition import Partition, refuse_quantized
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
-from gemini.parallel.pipeline.absent import Absent, outline_of
 from gemini.parallel.pipeline.batches import contents_of, refuse_different
 from gemini.parallel.pipeline.built import BuiltStages, join_stages
 from gemini.parallel.pipeline.orders import SCHEDULES, ranks_of_stages, unknown_schedule
+from gemini.parallel.pipeline.remote_modules import RemoteModule, meta_copy_of
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
 from gemini.parallel.pipeline.tied import TiedWeights
 from gemini.parallel.pipeline.units import find_units
@@ -339,7 +339,7 @@ class HybridParallelPlugin(PluginOfParts):
         """Return the names and groups to recompute that this rank has."""
 
         def is_here(name: str) -> bool:
-            return not isinstance(model.get_submodule(name), Absent)
+            return not isinstance(model.get_submodule(name), RemoteModule)
 
         return tuple(each for each in self._recompute if all(map(is_here, flat_names(each))))
 
@@ -372,7 +372,7 @@ class HybridParallelPlugin(PluginOfParts):
             ranges = choose_ranges(model, units, len(self._rank_of), **self._split)
             self._refuse_around(units.blocks)
             self._refuse_divided([units.blocks[first:last] for first, last in ranges])
-            return units, ranges, outline_of(model, types)
+            return units, ranges, meta_copy_of(model, types)
 
         units, ranges, outline = axis.together(decide)
         assert mesh is not None

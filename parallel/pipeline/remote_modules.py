@@ -1,4 +1,4 @@
-"""Stand-ins for modules that another stage has, and the forward pass of a stage, in which they take part."""
+"""Stand-ins for the modules of other stages, and the wrapper of a stage's own blocks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import inspect
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,354 +19,21 @@ from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import ConfigError
 from gemini.parallel.pipeline.containers import (
-    CONTEXT,
-    Path,
     SharedContents,
     collections_in,
     containers_in_context,
     left_in,
-    look_up,
     members_of,
     nested_in,
     plain_values,
-    put,
     replace_tensors,
     restore_plain_values,
-    tensors_in,
-    worded,
 )
-from gemini.parallel.pipeline.numbers import Draws, drawn
-from gemini.parallel.pipeline.placeholders import Placeholders
-
-ARRIVED = "_gemini_arrived"  # an attribute of placeholders
-
-
-class EndOfStage(BaseException):  # a model that catches Exception around its blocks lets it through
-    """Ends the model's forward pass at the next stage's first block, and carries the tensors to send."""
-
-    def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        super().__init__("the stage ends here")
-        self.outputs = outputs
-
-
-class FirstBlock(BaseException):
-    """Ends the forward pass at the first block of a stage. Carries the arguments of the block, and the
-    tensors in the model's attributes at that time.
-    """
-
-    def __init__(self, name: str, values: Sequence[Any], held: Mapping[Path, torch.Tensor]) -> None:
-        super().__init__("the stage begins here")
-        self.name, self.values, self.held = name, values, held
-
-
-class Taken(NamedTuple):
-    """The inputs of a stage from earlier stages.
-
-    Attributes:
-        places: which values among the arguments of its first block are received.
-        among: the number of these arguments.
-        held: paths to received tensors in attributes of the model and in context variables, where blocks
-            leave them.
-    """
-
-    places: tuple[int, ...] = ()
-    among: int = 0
-    held: tuple[Path, ...] = ()
-
-    @property
-    def num_tensors(self) -> int:
-        """The number of received tensors."""
-        return len(self.places) + len(self.held)
-
-
-class Arrived(NamedTuple):
-    """The tensor received for a placeholder, stored on the placeholder: checkpoint() calls a block with it
-    again.
-
-    Attributes:
-        tensor: the received tensor.
-        first: the name of the stage's first block.
-        inside: the seed of random numbers in the stage's blocks.
-    """
-
-    tensor: torch.Tensor
-    first: str
-    inside: int | None
-
-
-class Passage:
-    """The forward pass of a stage: the received tensors, and whether it has reached its first block.
-
-    Places number the values in a block's call, arguments and keywords flattened. The stages on both sides of
-    a cut call the same block with the same number of values. The earlier stage sends the values at some
-    places, and the later one puts them at these places, where it has placeholders.
-    """
-
-    def __init__(self, placeholders: Placeholders | None = None) -> None:
-        """``placeholders``: creates the placeholders, shared by the stages of a model; None: the whole model,
-        or a stage that a program has built, without absent modules.
-        """
-        self.placeholders = Placeholders() if placeholders is None else placeholders
-        self._has_absent = placeholders is not None
-        self.runs, self.has_entered, self.trains, self.is_training = False, False, False, True
-        self._is_judged = False
-        # Parameters of other stages that belong to modules around the blocks, each with its placeholder.
-        self.own_parameters: list[tuple[nn.Module, str, torch.Tensor]] = []
-        self.device = torch.device("cpu")  # the device of the batch
-        # Modules around the blocks, and containers in any module, by name: tensors in them are sent between
-        # stages.
-        self.holders: dict[str, nn.Module] = {}
-        self.containers: dict[tuple[str, str], Any] = {}
-        # The tensors in context variables when the pass began, by id.
-        self._held_before: dict[int, torch.Tensor] = {}
-        self._takes: Taken | None = None
-        self._gives = Taken()
-        self._received: Sequence[torch.Tensor] = ()
-        self._draws: Draws | None = None
-        self._in_blocks: AbstractContextManager[None] | None = None  # sets the random numbers in the blocks
-        # By the id of a placeholder: the placeholder, kept so that its id stays valid, and the received
-        # tensor.
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def set_training(self, is_training: bool) -> None:
-        """Set whether the model trains: modules of other stages run on ``meta`` in the same mode."""
-        self.is_training = is_training
-
-    @property
-    def shows(self) -> bool:
-        """Whether modules and parameters of other stages are visible, as stand-ins and placeholders."""
-        return self.runs or self._is_judged
-
-    @contextmanager
-    def judged(self) -> Iterator[None]:
-        """Show the parameters of other stages to a criterion, which may sum over all weights."""
-        self._is_judged = True
-        try:
-            with self._with_own_parameters():
-                yield
-        finally:
-            self._is_judged = False
-
-    def watched(self) -> AbstractContextManager[object]:
-        """Return a context that detects writes to placeholders. It intercepts every operator, so it does
-        nothing if there can be no placeholder.
-        """
-        return self.placeholders.watched() if self._has_absent else nullcontext()
-
-    @contextmanager
-    def _with_own_parameters(self) -> Iterator[None]:
-        for owner, key, placeholder in self.own_parameters:
-            owner._parameters[key] = placeholder  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            for owner, key, _ in self.own_parameters:
-                del owner._parameters[key]
-
-    @contextmanager
-    def begun(
-        self,
-        takes: Taken | None,
-        batch: object,
-        received: Sequence[torch.Tensor] = (),
-        gives: Taken = Taken(),  # noqa: B008  # a tuple
-        draws: Draws | None = None,
-    ) -> Iterator[None]:
-        """Run the stage on ``batch`` inside the block.
-
-        Args:
-            takes: where the first block gets the ``received`` tensors. None: run to the first block only,
-                which raises FirstBlock.
-            gives: which tensors the next stage gets.
-            draws: the seeds of random numbers; None: random numbers as in one process.
-        """
-        self.placeholders.forget_writes()
-        self._takes, self._received, self._gives = takes, received, gives
-        self.has_entered, self.runs, self.trains = False, True, torch.is_grad_enabled()
-        self.device, self._draws = device_of(batch) or self.device, draws
-        self._held_before = {id(value): value for _, value in self._in_context()}
-        around = nullcontext() if draws is None else drawn(draws.around, self.device)
-        own_parameters = self._with_own_parameters() if self.own_parameters else nullcontext()
-        try:
-            with around, self.watched(), own_parameters:
-                yield
-        finally:
-            self.leave_blocks()
-            self._received, self.runs = (), False
-            self._known.clear()
-            self._held_before.clear()
-
-    def replaced(self, name: str, values: Sequence[Any]) -> list[Any]:
-        """Return the arguments for the block ``name``, with received tensors instead of placeholders."""
-        if not self.has_entered:
-            self._enter(name, values)
-        known = self._known
-        if not known:
-            return list(values)
-        return [known[id(value)][1] if id(value) in known else value for value in values]
-
-    def takes_as_is(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether none of a block's arguments must be replaced or refused. Called for every block; for
-        most blocks after the first the answer is True.
-        """
-        if not self.has_entered or self.placeholders.has_written:
-            return False
-        known = self._known
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            kind = type(value)
-            if not (kind is torch.Tensor and id(value) not in known) and kind not in _PLAIN_KINDS:
-                return False
-        return True
-
-    def arrived_for(self, value: Any) -> Any:
-        """Return the tensor received for the placeholder ``value``; any other value unchanged."""
-        return self._known[id(value)][1] if id(value) in self._known else value
-
-    def given(self, name: str, values: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """Return the tensors for the next stage: some of the ``values`` of the call of its first block
-        ``name``, and some from attributes of the model.
-
-        Raises:
-            ConfigError: the next stage calls that block with another number of values, or a tensor to send is
-                not on this stage.
-        """
-        if len(values) != self._gives.among:
-            raise ConfigError(
-                f"{name!r} is called with {len(values)} values behind the blocks before it, and with "
-                f"{self._gives.among} on the stage that has it: have blocks return tensors and take them as "
-                "arguments, or cut the model elsewhere (split=)"
-            )
-        given = [values[place] for place in self._gives.places]
-        given += [self.arrived_for(self._held(name, path)) for path in self._gives.held]
-        self._refuse_unknown_there(name, given)
-        if any(map(self.placeholders.stands_for, given)):
-            raise ConfigError(
-                f"what {name!r} of the next stage is called with is made of something that a stage before "
-                "this one has, and has not sent: what runs in front of the blocks, or a weight there, is "
-                "used behind a block (only what one block after another is called with goes from stage to "
-                "stage); have the blocks pass it on, or train without pp"
-            )
-        return tuple(given)
-
-    def _refuse_unknown_there(self, name: str, given: Sequence[torch.Tensor]) -> None:
-        """Raise ConfigError if blocks have put more tensors into context variables than the next stage found
-        when it ran them on ``meta``.
-        """
-        known = {id(each) for each in given}
-        for path, value in self._in_context():
-            if id(value) in self._held_before or {id(value), id(self.arrived_for(value))} & known:
-                continue
-            raise ConfigError(
-                f"{worded(path)} holds a tensor where {name!r} of the next stage begins, and that stage does "
-                "not know of it: a block decides on values, and does not run on 'meta'. Have blocks return "
-                "it and take it as an argument, or train without pp"
-            )
-
-    def _in_context(self) -> Iterator[tuple[Path, torch.Tensor]]:
-        """Yield the tensors in context variables, at all their places."""
-        for owner_and_key, value in containers_in_context().items():
-            yield from tensors_in(value, owner_and_key, set(), once=False)
-
-    def _held(self, name: str, path: Path) -> torch.Tensor:
-        value = look_up(self._holder(path), path)
-        if not isinstance(value, torch.Tensor):
-            raise ConfigError(
-                f"{worded(path)} holds a tensor where the stage of {name!r} begins, and not so behind the "
-                "blocks before it: stages have to find as much there as one process; empty it at the "
-                "beginning of the model's forward(), or have blocks return the tensors"
-            )
-        return value
-
-    def _holder(self, path: Path) -> Any:
-        owner, key = str(path[0]), str(path[1])
-        if owner in self.holders:
-            return self.holders[owner].__dict__
-        containers = containers_in_context() if owner == CONTEXT else self.containers
-        return {key: containers.get((owner, key))}
-
-    def held(self) -> dict[Path, torch.Tensor]:
-        """Return the placeholders in attributes of the model, and the tensors that the pass has put into
-        context variables, by path.
-        """
-        found: dict[Path, torch.Tensor] = {}
-        for path, value in self._in_attributes(once=True):
-            if self.placeholders.stands_for(value):
-                found[path] = value
-        known = {id(value) for value in found.values()}
-        for path, value in self._in_context():
-            if id(value) not in self._held_before and id(value) not in known:
-                known.add(id(value))
-                found[path] = value
-        return found
-
-    def _in_attributes(self, *, once: bool) -> Iterator[tuple[Path, torch.Tensor]]:
-        """Yield the tensors in attributes of the model, and in containers there."""
-        seen: set[int] = set()
-        roots = [(name, here.__dict__) for name, here in self.holders.items()]
-        roots += [(owner, {key: value}) for (owner, key), value in self.containers.items()]
-        for owner, attributes in roots:
-            yield from tensors_in(attributes, (owner,), seen, once=once)
-
-    def _enter(self, name: str, values: Sequence[Any]) -> None:
-        self.has_entered = True
-        if self._takes is None:
-            raise FirstBlock(name, values, self.held())
-        inside = self._draws.inside if self._draws is not None else None
-        stands = [values[place] for place in self._takes.places]
-        stands += [self._held(name, path) for path in self._takes.held]
-        for value, tensor in zip(stands, self._received, strict=True):
-            self._known[id(value)] = (value, tensor)
-            if self.trains:
-                setattr(value, ARRIVED, Arrived(tensor, name, inside))
-        for path, value in [*self._in_attributes(once=False), *self._in_context()]:
-            if id(value) in self._known:
-                put(self._holder(path), path, self._known[id(value)][1])
-        if self._draws is not None:
-            self._in_blocks = drawn(self._draws.inside, self.device)
-            self._in_blocks.__enter__()
-
-    def leave_blocks(self) -> None:
-        """Leave the blocks: random numbers are those of the modules around them again."""
-        in_blocks, self._in_blocks = self._in_blocks, None
-        if in_blocks is not None:
-            in_blocks.__exit__(None, None, None)
-
-    def stands_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a placeholder for a tensor that another stage has."""
-        return self.placeholders.like(tensor, self.device)
-
-    def refuse_others(self, name: str) -> None:
-        """Raise ConfigError if the model is called directly, instead of one of its stages."""
-        if not self.runs:
-            raise ConfigError(
-                f"model(...) gets to {name!r}, which another stage of the pipeline has; call "
-                "booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all of them "
-                "(where that was called: checkpoint() goes around one block, not around several)"
-            )
-
-
-def device_of(values: object) -> torch.device | None:
-    """Return the device of the first tensor that is not on ``meta``. A model may move its input to the device
-    of a weight, which can be another stage's.
-    """
-    if isinstance(values, torch.Tensor):
-        return None if values.is_meta else values.device
-    if type(values) is dict:
-        values = list(values.values())
-    elif not isinstance(values, (list, tuple)):
-        leaves = () if isinstance(values, _LEAVES) else tree_leaves(values)
-        values = [value for value in leaves if isinstance(value, torch.Tensor)]
-    for value in cast("Sequence[object]", values):
-        found = device_of(value)
-        if found is not None:
-            return found
-    return None
-
+from gemini.parallel.pipeline.numbers import drawn
+from gemini.parallel.pipeline.stage_pass import PLAIN_KINDS, RECEIVED, EndOfStage, StagePass, device_of
 
 _KEPT_ANSWERS = 64  # one per form of arguments
-_LEAVES = (bool, int, float, str, type(None))  # plain values among arguments
-_PLAIN_KINDS = frozenset(_LEAVES)
-_FLAT = (torch.Tensor, *_LEAVES)
+_FLAT = (torch.Tensor, *PLAIN_KINDS)
 # The attributes of a module with the hooks around its forward pass.
 _HOOKS = (
     "_forward_hooks",
@@ -381,16 +48,16 @@ class _OfKind:
     """A stand-in that isinstance() takes for an object of the represented class during a forward pass."""
 
     _taken_for: type
-    _passage: Passage
+    _pass: StagePass
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class for isinstance(), besides the true one."""
         state = self.__dict__
-        return state["_taken_for"] if "_taken_for" in state and state["_passage"].shows else type(self)
+        return state["_taken_for"] if "_taken_for" in state and state["_pass"].shows else type(self)
 
 
-def outline_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None) -> nn.Module:
+def meta_copy_of(model: nn.Module, types: Mapping[int, torch.dtype] | None = None) -> nn.Module:
     """Return a copy of ``model`` on ``meta``, which takes no memory. ``types``: the dtypes in which its
     parameters will compute, by their ids.
     """
@@ -422,24 +89,26 @@ def _keep_own(name: str) -> Callable[[Any, Any], None]:
     return keep
 
 
-class Absent(_OfKind, nn.Module):
-    """Stands in for ``outline``, a module on ``meta``, and has its attributes. Its forward returns
+class RemoteModule(_OfKind, nn.Module):
+    """Stands in for ``meta_copy``, a module on ``meta``, and has its attributes. Its forward returns
     placeholders of the right shapes, and puts placeholders into the containers that the module would put
-    tensors into. ``pairs`` are these containers, each with that of the outline.
+    tensors into. ``pairs`` are these containers, each with that of the meta copy.
     """
 
     def __init__(
-        self, name: str, outline: nn.Module, passage: Passage, pairs: Sequence[tuple[Any, Any]] = ()
+        self, name: str, meta_copy: nn.Module, stage_pass: StagePass, pairs: Sequence[tuple[Any, Any]] = ()
     ) -> None:
         super().__init__()
         self._pairs = tuple(pairs)
-        self._held = (outline,)  # in a tuple, so that it is no submodule
-        self._name, self._passage, self._taken_for = name, passage, type(outline)
+        self._held = (meta_copy,)  # in a tuple, so that it is no submodule
+        self._name, self._pass, self._taken_for = name, stage_pass, type(meta_copy)
         self._answers: dict[tuple[object, ...], Any] = {}
-        self._inner: dict[str, tuple[Absent]] = {}  # by name, each in a tuple, so that they are no submodules
+        self._inner: dict[
+            str, tuple[RemoteModule]
+        ] = {}  # by name, each in a tuple, so that they are no submodules
 
     @property
-    def outline(self) -> nn.Module:
+    def meta_copy(self) -> nn.Module:
         """The module on ``meta``."""
         return self._held[0]
 
@@ -453,7 +122,7 @@ class Absent(_OfKind, nn.Module):
         value = getattr(self._held[0], name)
         if isinstance(value, nn.Module):
             return self._inside(name, value)
-        if self._passage.runs and inspect.ismethod(value) and value.__self__ is self._held[0]:
+        if self._pass.runs and inspect.ismethod(value) and value.__self__ is self._held[0]:
             return lambda *args, **kwargs: self._answer(args, kwargs, name)
         shared = next((here for here, there in self._pairs if there is value), None)
         if shared is not None:
@@ -461,7 +130,7 @@ class Absent(_OfKind, nn.Module):
         return tree_map(self._placeholder, value) if _holds_tensors(value) else value
 
     def _placeholder(self, value: Any) -> Any:
-        return self._passage.stands_for(value) if isinstance(value, torch.Tensor) else value
+        return self._pass.stands_for(value) if isinstance(value, torch.Tensor) else value
 
     def __getitem__(self, key: Any) -> Any:
         """Return the stand-in for a member of a list or dict of modules."""
@@ -483,12 +152,12 @@ class Absent(_OfKind, nn.Module):
         """The truth value of the module."""
         return bool(self._held[0])
 
-    def _inside(self, name: str, module: nn.Module) -> Absent:
+    def _inside(self, name: str, module: nn.Module) -> RemoteModule:
         if name not in self._inner:
-            self._inner[name] = (Absent(f"{self._name}.{name}", module, self._passage, self._pairs),)
+            self._inner[name] = (RemoteModule(f"{self._name}.{name}", module, self._pass, self._pairs),)
         return self._inner[name][0]
 
-    def stand_ins(self) -> Iterator[Absent]:
+    def stand_ins(self) -> Iterator[RemoteModule]:
         """Yield this stand-in and those for modules inside it."""
         yield self
         for (inner,) in self._inner.values():
@@ -500,9 +169,9 @@ class Absent(_OfKind, nn.Module):
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
-        """Add the hooks that a forward pass has registered on stand-ins to the modules of the outline, for
+        """Add the hooks that a forward pass has registered on stand-ins to the modules of the meta copy, for
         the block. A model that collects the outputs of its modules registers hooks in the first pass. Several
-        stages share an outline, each with its own hooks.
+        stages share a meta copy, each with its own hooks.
         """
         changed: list[tuple[dict[str, Any], str, Any]] = []
         try:
@@ -510,7 +179,7 @@ class Absent(_OfKind, nn.Module):
                 if inner is self or not inner._has_hooks():
                     continue
                 for kind, own in zip(_HOOKS, inner.hooks(), strict=True):
-                    place = inner.outline.__dict__
+                    place = inner.meta_copy.__dict__
                     changed.append((place, kind, place[kind]))
                     place[kind] = OrderedDict({**place[kind], **own})
             yield
@@ -526,7 +195,7 @@ class Absent(_OfKind, nn.Module):
         a criterion, which may sum over all weights; nothing at other times.
         """
         found: dict[str, Any] = {}
-        if "_held" not in self.__dict__ or not self._passage.shows:
+        if "_held" not in self.__dict__ or not self._pass.shows:
             own: dict[str, Any] = self.__dict__.get(f"own{name}", found)
             return own
         for key, value in getattr(self._held[0], name).items():
@@ -545,8 +214,8 @@ class Absent(_OfKind, nn.Module):
         Raises:
             ConfigError: the module runs behind a block, but was assumed to run before it.
         """
-        self._passage.refuse_others(self._name)
-        if self._passage.has_entered:
+        self._pass.refuse_others(self._name)
+        if self._pass.has_entered:
             raise ConfigError(
                 f"{self._name!r} is on another stage, for it counts as running where it is registered, and "
                 f"it is called behind a block of this one; where the model is split, say "
@@ -557,22 +226,22 @@ class Absent(_OfKind, nn.Module):
 
     def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "") -> Any:
         """Return placeholders with the shapes of the module's output, or of the result of a ``method``."""
-        passage, outline = self._passage, self._held[0]
-        if outline.training != passage.is_training:
-            for module in outline.modules():
-                module.training = passage.is_training
-        key = (method, outline.training, _form(args), _form(kwargs) if kwargs else None, _collectors())
-        device = device_of(args) or (device_of(kwargs) if kwargs else None) or passage.device
+        stage_pass, meta_copy = self._pass, self._held[0]
+        if meta_copy.training != stage_pass.is_training:
+            for module in meta_copy.modules():
+                module.training = stage_pass.is_training
+        key = (method, meta_copy.training, _form(args), _form(kwargs) if kwargs else None, _collectors())
+        device = device_of(args) or (device_of(kwargs) if kwargs else None) or stage_pass.device
         answer = self._answers.get(key)
         if answer is None:
-            answer, is_same_each_time = self._run_outline(args, kwargs, method, device)
+            answer, is_same_each_time = self._run_meta_copy(args, kwargs, method, device)
             if is_same_each_time and not any(inner._has_hooks() for inner in self.stand_ins()):
                 if len(self._answers) >= _KEPT_ANSWERS:
                     self._answers.clear()
                 self._answers[key] = answer
         if isinstance(answer, torch.Tensor):
-            return passage.placeholders.like(answer, device)
-        return tree_map(lambda value: _of(passage, value, device), answer)
+            return stage_pass.placeholders.like(answer, device)
+        return tree_map(lambda value: _of(stage_pass, value, device), answer)
 
     @torch.no_grad()
     def runs_on_meta(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -608,10 +277,10 @@ class Absent(_OfKind, nn.Module):
         return found
 
     @torch.no_grad()
-    def _run_outline(
+    def _run_meta_copy(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], method: str, device: torch.device
     ) -> tuple[Any, bool]:
-        """Run the outline. Return its output on ``meta``, and whether that is its only effect: it may also
+        """Run the meta copy. Return its output on ``meta``, and whether that is its only effect: it may also
         put tensors into containers, and then placeholders are put there.
         """
         for value in tree_leaves((args, kwargs)):
@@ -632,15 +301,15 @@ class Absent(_OfKind, nn.Module):
             output = self._run(call, there_args, there_kwargs, shared)
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
-        placeholders = self._passage.placeholders
-        has_written = shared.take_over(lambda value: _of(self._passage, value, device), placeholders.mark)
+        placeholders = self._pass.placeholders
+        has_written = shared.take_over(lambda value: _of(self._pass, value, device), placeholders.mark)
         has_counted = plain_values([self._held[0]]) != counters
         return tree_map(_on_meta, output), not (has_written or has_counted)
 
     def _run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shared: SharedContents
     ) -> Any:
-        """Run the outline. If its parameters have another dtype, retry with inputs cast to it."""
+        """Run the meta copy. If its parameters have another dtype, retry with inputs cast to it."""
         with self._hooked():
             try:
                 return call(*args, **kwargs)
@@ -664,7 +333,7 @@ class Absent(_OfKind, nn.Module):
         return f"{type(self._held[0]).__name__} of another stage"
 
 
-class AbsentBlock(Absent):
+class RemoteBlock(RemoteModule):
     """Stands in for a block."""
 
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
@@ -688,7 +357,7 @@ def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
     return index == -1 and (type(after) is int or (are_tensors and not after.requires_grad))
 
 
-class Present(_OfKind, nn.Module):
+class LocalBlock(_OfKind, nn.Module):
     """Wraps a block of this stage and calls it with the received tensors. It is outside of the block, so
     recomputing the block in backward does not run it, unless the model calls checkpoint() around it. During a
     pass it shows the block's children as its own, and a hook registered on it goes to the block.
@@ -697,15 +366,21 @@ class Present(_OfKind, nn.Module):
     block: nn.Module
 
     def __init__(
-        self, name: str, block: nn.Module, passage: Passage, *, is_last: bool, elsewhere: Absent | None = None
+        self,
+        name: str,
+        block: nn.Module,
+        stage_pass: StagePass,
+        *,
+        is_last: bool,
+        elsewhere: RemoteModule | None = None,
     ) -> None:
         """``is_last``: the block is the stage's last. ``elsewhere``: its stand-in on later stages."""
         super().__init__()
         self.__dict__["block"] = block
-        self._name, self._passage, self._is_last, self._taken_for = name, passage, is_last, type(block)
+        self._name, self._pass, self._is_last, self._taken_for = name, stage_pass, is_last, type(block)
         self._elsewhere = (elsewhere,)  # in a tuple, so that it is no submodule
         self._is_known_elsewhere: dict[bool, bool] = {}  # by whether the block trains
-        self._arrived: dict[int, int] = {}  # by the number of values in a call: how many were replaced
+        self._num_received: dict[int, int] = {}  # by the number of values in a call: how many were replaced
 
     def __getattr__(self, name: str) -> Any:
         """Look up an attribute of the block."""
@@ -718,7 +393,7 @@ class Present(_OfKind, nn.Module):
 
     def _shown(self, name: str) -> dict[str, Any]:
         """Return the block as the only submodule; during a pass, the block's own members."""
-        if "block" in self.__dict__ and self._passage.shows:
+        if "block" in self.__dict__ and self._pass.shows:
             return dict(getattr(self.block, name))
         return {"block": self.block} if name == "_modules" and "block" in self.__dict__ else {}
 
@@ -742,18 +417,18 @@ class Present(_OfKind, nn.Module):
             ConfigError: an argument is on no stage before this one, or earlier stages would get no gradient
                 of the tensors that they sent.
         """
-        passage = self._passage
-        if not passage.runs:
+        stage_pass = self._pass
+        if not stage_pass.runs:
             return self._run_again(args, kwargs)
-        if passage.takes_as_is(args, kwargs):
-            self._arrived[len(args) + len(kwargs)] = 0
+        if stage_pass.takes_as_is(args, kwargs):
+            self._num_received[len(args) + len(kwargs)] = 0
         else:
             before = _leaves_of(args, kwargs)
-            args, kwargs, values = _really(self._name, passage, args, kwargs, before)
-            self._arrived[len(values)] = [*map(operator.is_, values, before)].count(False)
-        if passage.trains and not torch.is_grad_enabled():
+            args, kwargs, values = _really(self._name, stage_pass, args, kwargs, before)
+            self._num_received[len(values)] = [*map(operator.is_, values, before)].count(False)
+        if stage_pass.trains and not torch.is_grad_enabled():
             self._refuse_without_gradients(_leaves_of(args, kwargs))
-        placeholders = passage.placeholders
+        placeholders = stage_pass.placeholders
         watched = placeholders.begin_block()
         try:
             if self._leaves_what_others_know(args, kwargs):
@@ -763,7 +438,7 @@ class Present(_OfKind, nn.Module):
         finally:
             placeholders.end_block(watched)
         if self._is_last:
-            passage.leave_blocks()
+            stage_pass.leave_blocks()
         return output
 
     def _leaves_what_others_know(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -805,34 +480,34 @@ class Present(_OfKind, nn.Module):
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the block in backward, for a checkpoint() around it, with the tensors received in forward."""
         values, form = tree_flatten((args, kwargs))
-        found = [getattr(value, ARRIVED, None) for value in values]
-        arrived = [each for each in found if each is not None]
-        if len(arrived) < self._arrived.get(len(values), 0):
+        found = [getattr(value, RECEIVED, None) for value in values]
+        received = [each for each in found if each is not None]
+        if len(received) < self._num_received.get(len(values), 0):
             raise ConfigError(
                 f"checkpoint() around {self._name!r} computes more than the block in backward, of what "
                 "another stage has sent: call it with the block and what that takes, "
                 "checkpoint(block, x, use_reentrant=False)"
             )
-        if arrived:
+        if received:
             values = [old if new is None else new.tensor for old, new in zip(values, found, strict=True)]
             args, kwargs = tree_unflatten(values, form)
-        is_first = bool(arrived) and arrived[0].first == self._name and arrived[0].inside is not None
-        with drawn(arrived[0].inside, self._passage.device) if is_first else nullcontext():
+        is_first = bool(received) and received[0].first == self._name and received[0].inside is not None
+        with drawn(received[0].inside, self._pass.device) if is_first else nullcontext():
             return self.block(*args, **kwargs)
 
 
-class Exit(Absent):
+class NextStageBlock(RemoteModule):
     """Stands in for the first block of the next stage: the forward pass ends where it would be called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise EndOfStage with the tensors for the next stage. Raises ConfigError as :class:`Present`."""
-        self._passage.refuse_others(self._name)
-        *_, values = _really(self._name, self._passage, args, kwargs, _leaves_of(args, kwargs))
-        raise EndOfStage(self._passage.given(self._name, values))
+        """Raise EndOfStage with the tensors for the next stage. Raises ConfigError as :class:`LocalBlock`."""
+        self._pass.refuse_others(self._name)
+        *_, values = _really(self._name, self._pass, args, kwargs, _leaves_of(args, kwargs))
+        raise EndOfStage(self._pass.given(self._name, values))
 
 
 def _really(
-    name: str, passage: Passage, args: tuple[Any, ...], kwargs: dict[str, Any], values: Sequence[Any]
+    name: str, stage_pass: StagePass, args: tuple[Any, ...], kwargs: dict[str, Any], values: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Any]]:
     """Return the arguments of a block with received tensors instead of their placeholders: args, kwargs and
     flattened. ``values`` are the original arguments, flattened.
@@ -840,12 +515,12 @@ def _really(
     Raises:
         ConfigError: another argument is a placeholder, which was not sent.
     """
-    replaced = passage.replaced(name, values)
+    replaced = stage_pass.replaced(name, values)
     if not all(map(operator.is_, replaced, values)):
-        args, kwargs = replace_tensors((args, kwargs), passage.arrived_for)
-    if any(map(passage.placeholders.stands_for, replaced)):
+        args, kwargs = replace_tensors((args, kwargs), stage_pass.received_for)
+    if any(map(stage_pass.placeholders.stands_for, replaced)):
         named = {f"argument {index}": value for index, value in enumerate(args)} | kwargs
-        absent = passage.placeholders.stands_for
+        absent = stage_pass.placeholders.stands_for
         label = next(key for key, value in named.items() if any(map(absent, tree_leaves(value))))
         raise ConfigError(
             f"{name!r} is called with {label!r}, which what comes between the blocks makes of something that "
@@ -880,8 +555,8 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _of(passage: Passage, value: Any, device: torch.device) -> Any:
-    return passage.placeholders.like(value, device) if isinstance(value, torch.Tensor) else value
+def _of(stage_pass: StagePass, value: Any, device: torch.device) -> Any:
+    return stage_pass.placeholders.like(value, device) if isinstance(value, torch.Tensor) else value
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -899,7 +574,7 @@ def _form(value: Any) -> object:
     """Return a cache key for arguments: calls with equal keys have outputs of equal shapes."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.device
-    if isinstance(value, _LEAVES):
+    if isinstance(value, PLAIN_KINDS):
         return type(value), value
     if type(value) is dict:
         return dict, tuple(value), tuple(map(_form, value.values()))
