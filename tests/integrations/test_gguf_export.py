@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -29,12 +30,20 @@ SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-VECTORS = ("norm", "ln_", "bias", "position_embd")
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "moe_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "head_dim": 16,
+}
+VECTORS = ("norm", "ln_", "bias", "position_embd", "ffn_gate_inp")
 
 
-def qwen(kind: str) -> Callable[[Path], Path]:
+def qwen(kind: str, **options: Any) -> Callable[[Path], Path]:
     def make(directory: Path) -> Path:
-        config = getattr(transformers, f"{kind}Config")(vocab_size=300, tie_word_embeddings=True, **SIZES)
+        sizes = {"vocab_size": 300, "tie_word_embeddings": True, **SIZES, **options}
+        config = getattr(transformers, f"{kind}Config")(**sizes)
         pieces = tokenizers.pre_tokenizers
         split = pieces.Split(tokenizers.Regex(SPLIT), "isolated", False)
         rule = pieces.Sequence([split, pieces.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -42,6 +51,11 @@ def qwen(kind: str) -> Callable[[Path], Path]:
         return save(directory, model, byte_level(rule))
 
     return make
+
+
+def mixtral(directory: Path) -> Path:
+    config = transformers.MixtralConfig(vocab_size=300, num_local_experts=11, **SIZES)
+    return save(directory, transformers.MixtralForCausalLM(config), shard="60KB")
 
 
 def gpt2(directory: Path) -> Path:
@@ -80,6 +94,8 @@ def sentence_piece() -> Any:
 MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "llama": (lambda path: llama(path, attention_bias=True), "llama"),
     "mistral": (mistral, "llama"),
+    "mixtral": (mixtral, "llama"),
+    "qwen3moe": (qwen("Qwen3Moe", **EXPERTS), "qwen3moe"),
     "qwen2": (qwen("Qwen2"), "qwen2"),
     "qwen3": (qwen("Qwen3"), "qwen3"),
     "gpt2": (gpt2, "gpt2"),
@@ -111,6 +127,19 @@ def rows_of(name: str, values: torch.Tensor, heads: dict[str, int]) -> torch.Ten
     return values[order]
 
 
+def together(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors by name, with those of all experts as one."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for name, value in values.items():
+        parts = re.fullmatch(r"(.*experts)\.(\d+)(\..*)", name)
+        own, number = (parts[1] + parts[3], int(parts[2])) if parts else (name, -1)
+        found.setdefault(own, {})[number] = value
+    return {
+        name: each[-1] if -1 in each else torch.stack([each[number] for number in range(len(each))])
+        for name, each in found.items()
+    }
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 def test_the_reader_of_gguf_finds_every_value(model: tuple[Path, str], kind: str, tmp_path: Path) -> None:
     source, arch = model
@@ -118,7 +147,7 @@ def test_the_reader_of_gguf_finds_every_value(model: tuple[Path, str], kind: str
     reader = gguf.GGUFReader(tmp_path / "model.gguf")
     found = {tensor.name: tensor for tensor in reader.tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], 2)
-    values = stored(source)
+    values = together(stored(source))
     assert len(found) == len(values) == exported.copied.num_tensors
     heads = {"q_proj": 4, "k_proj": 2} if arch == "llama" else {}
     for name, value in values.items():
@@ -182,12 +211,16 @@ def test_hyperparameters_and_tokenizer_are_written(model: tuple[Path, str], tmp_
     assert tokens[:known] == [tokenizer.id_to_token(number) for number in range(known)]
     assert len(tokens) == size
     assert tokens[said["tokenizer.ggml.eos_token_id"]] in ("<end>", "</s>")
-    rule = {"llama": "gpt-2", "gpt2": "gpt-2", "mistral": "default"}.get(source.name, "qwen2")
+    rules = {"llama": "gpt-2", "gpt2": "gpt-2", "mixtral": "gpt-2", "mistral": "default"}
+    rule = rules.get(source.name, "qwen2")
     assert said["tokenizer.ggml.pre"] == rule
     is_piece = source.name == "mistral"
     assert said["tokenizer.ggml.model"] == ("llama" if is_piece else "gpt2")
     assert said["tokenizer.ggml.add_bos_token"] is is_piece
     assert ("tokenizer.ggml.merges" in said) is not is_piece
+    counts = {"mixtral": (11, 2, 96), "qwen3moe": (4, 2, 32)}.get(source.name, (None, None, None))
+    keys = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+    assert tuple(said.get(f"{arch}.{key}") for key in keys) == counts
 
 
 def test_what_the_tokenizer_does_not_name_the_config_may(tmp_path: Path) -> None:
@@ -222,8 +255,11 @@ def test_scores_merge_a_text_as_the_merges_do(tmp_path: Path) -> None:
         )
 
 
-def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = llama(tmp_path / "base")
+@pytest.mark.parametrize("make", [llama, mixtral])
+def test_one_tensor_is_in_memory_at_a_time(
+    make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make(tmp_path / "base")
     held = HeldTensors(monkeypatch, source)
     largest_bytes = max(value.nbytes for value in stored(source).values())
     export_gguf(source, tmp_path / "model.gguf", "q8_0")
@@ -387,3 +423,49 @@ def test_biases_that_llama_cpp_does_not_take_are_refused(tmp_path: Path) -> None
     source = save(tmp_path / "base", transformers.Qwen3ForCausalLM(config))
     with pytest.raises(ConfigError, match=r"_proj\.bias', which GGUF has no name for in 'qwen3'"):
         export_gguf(source, tmp_path / "model.gguf", "f16")
+
+
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: _config(path, norm_topk_prob=False), "not normalized .norm_topk_prob is not true"),
+        (lambda path: _config(path, num_experts_per_tok=5), "num_experts_per_tok is 5, of 4 experts"),
+        (lambda path: _config(path, num_local_experts=3), "has .*, and config.json says 3 experts"),
+        (
+            lambda path: _config(path, num_local_experts=5),
+            r"mlp\.gate\.weight.*says 5 experts and a width of 64",
+        ),
+        (lambda path: _config(path, moe_intermediate_size=16), "experts of width 16 in a model of width 64"),
+        (lambda path: _rename(path, EXPERT, None), r"has 3 of 4 experts in 'blk\.1\.ffn_down_exps"),
+        (lambda path: _rename(path, EXPERT, EXPERT.replace("3", "02")), "experts with one such matrix each"),
+        (lambda path: _rename(path, EXPERT, EXPERT.replace(".3", "")), "has no name for in 'qwen3moe'"),
+        (
+            lambda path: _rename(path, EXPERT, EXPERT.replace("experts.3.", "")),
+            "has no name for in 'qwen3moe'",
+        ),
+        (lambda path: _without_experts(path), r"lacks 3 tensors .* as 'blk\.0\.ffn_down_exps"),
+    ],
+)
+def test_experts_that_are_not_those_of_the_config_are_refused(
+    spoil: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
+    source = qwen("Qwen3Moe", **EXPERTS)(tmp_path / "base")
+    spoil(source)
+    with pytest.raises(ConfigError, match=message):
+        export_gguf(source, tmp_path / "model.gguf", "f16")
+    assert entries(tmp_path) == ["base"]
+
+
+def _rename(source: Path, name: str, to: str | None) -> None:
+    (file,) = source.glob("*.safetensors")
+    values = load_file(file)
+    value = values.pop(name)
+    save_file({**values, to: value} if to is not None else values, file)
+
+
+def _without_experts(source: Path) -> None:
+    (file,) = source.glob("*.safetensors")
+    save_file({name: each for name, each in load_file(file).items() if ".0.mlp.experts" not in name}, file)

@@ -16,6 +16,7 @@ WRITES = {
     "gemini/checkpoint/sealed_file.py": "synced by finish(), under a name that is not there yet",
     "gemini/checkpoint/convert.py": "in the scratch directory that convert() publishes",
     "gemini/jobs/after_training/adapter_merge.py": "in the scratch directory that published() publishes",
+    "gemini/jobs/after_training/gguf_file.py": "in the file that published() publishes",
     "gemini/jobs/after_training/model_copy.py": "in the scratch directory that published() publishes",
     "gemini/jobs/finetune/engine.py": "in the directory that put_in_place() publishes",
     "gemini/jobs/finetune/parts_engine.py": "in the directory that put_in_place() publishes",

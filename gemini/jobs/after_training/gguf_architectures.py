@@ -4,6 +4,7 @@ transformers'."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,19 @@ from gemini.errors import ConfigError, InputError
 
 # Buffers that transformers once saved.
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(.+)")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How the config of a mixture describes its experts.
+
+    ``inner``: the key of an expert's width; None: that of the model's. ``normalizes``: the key that says
+    whether the weights of a token's experts sum to one, as llama.cpp has it; None: they always do.
+    """
+
+    inner: str | None = None
+    normalizes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,7 @@ class Architecture:
         transposed: suffixes of weights that transformers stores transposed.
         lacks: suffixes of tensors that llama.cpp does not support for this family.
         activations: supported activations; the first is the default.
+        experts: how the config describes them, if the family is a mixture of experts.
     """
 
     name: str
@@ -38,6 +53,7 @@ class Architecture:
     transposed: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     activations: tuple[str, ...] = ("silu",)
+    experts: Experts | None = None
 
 
 _SIZES = {
@@ -52,8 +68,16 @@ _RMS = "rms_norm_eps"
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", _SIZES, _RMS, pairs_rows=True),
     "MistralForCausalLM": Architecture("llama", _SIZES, _RMS, pairs_rows=True),
+    "MixtralForCausalLM": Architecture("llama", _SIZES, _RMS, pairs_rows=True, experts=Experts()),
     "Qwen2ForCausalLM": Architecture("qwen2", _SIZES, _RMS),
     "Qwen3ForCausalLM": Architecture("qwen3", _SIZES, _RMS, lacks=("_proj.bias",)),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3moe",
+        _SIZES,
+        _RMS,
+        lacks=("_proj.bias",),
+        experts=Experts(inner="moe_intermediate_size", normalizes="norm_topk_prob"),
+    ),
     "GPT2LMHeadModel": Architecture(
         "gpt2",
         _GPT2_SIZES,
@@ -94,6 +118,8 @@ class ModelShape:
                 f"{path}: {self.heads} heads of {self.head_size} with {self.kv_heads} of keys are no model; "
                 "correct config.json"
             )
+        # Counts of experts, and of those that a token uses, and their width; 0 without experts.
+        self.experts, self.used_experts, self.expert_inner = self._expert_sizes()
         window = config.get("sliding_window")
         context = self._size(self.architecture.sizes["context"])
         # GGUF has no window for these families. Up to the length of the window it makes no difference, so
@@ -109,6 +135,10 @@ class ModelShape:
         writer.add_feed_forward_length(self._size(inner) if inner else self._size("n_inner", 4 * self.width))
         writer.add_head_count(self.heads)
         writer.add_vocab_size(self.vocabulary)
+        if self.architecture.experts is not None:
+            writer.add_expert_count(self.experts)
+            writer.add_expert_used_count(self.used_experts)
+            writer.add_expert_feed_forward_length(self.expert_inner)
         if not self.architecture.is_rotary:
             writer.add_layer_norm_eps(self._number(self.architecture.epsilon))
             return
@@ -132,6 +162,12 @@ class ModelShape:
     def has_place_for(self, name: str) -> bool:
         """Return whether llama.cpp supports this tensor for the family."""
         return not (self.architecture.lacks and name.endswith(self.architecture.lacks))
+
+    def expert_of(self, name: str) -> tuple[str, int] | None:
+        """Return the name that the matrices of all experts have together, and the number of the expert that
+        ``name`` belongs to; None if it belongs to none."""
+        found = _EXPERT.fullmatch(name) if self.experts else None
+        return (f"{found[1]}.{found[3]}", int(found[2])) if found else None
 
     def rearranged(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return a tensor in GGUF's order of rows and dimensions."""
@@ -179,8 +215,23 @@ class ModelShape:
         if self.architecture.is_rotary:
             if self._rope_type not in ("default", "linear", "llama3"):
                 raise self._unknown(f"rope of type {self._rope_type!r}")
+            normalizes = self.architecture.experts and self.architecture.experts.normalizes
+            if normalizes and said.get(normalizes) is not True:
+                raise self._unknown(f"weights of experts that are not normalized ({normalizes} is not true)")
         elif said.get("scale_attn_by_inverse_layer_idx") or said.get("scale_attn_weights") is False:
             raise self._unknown("another scale of attention")
+
+    def _expert_sizes(self) -> tuple[int, int, int]:
+        experts = self.architecture.experts
+        if experts is None:
+            return 0, 0, 0
+        count = self._size("num_experts" if "num_experts" in self._config else "num_local_experts")
+        used = self._size("num_experts_per_tok")
+        if used > count:
+            raise InputError(
+                f"{self._path}: num_experts_per_tok is {used}, of {count} experts; correct config.json"
+            )
+        return count, used, self._size(experts.inner or self.architecture.sizes["inner"])
 
     @property
     def is_tied(self) -> bool:
