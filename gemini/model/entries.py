@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini.errors import StateError
-from gemini.system.mixing import reduced_as
+from gemini.system.subclassing import reduce_as
 
 _KEY = "_gemini_entry"
 _SHARE = 0.1  # the least share of a model's parameters for an entry
@@ -72,7 +72,7 @@ class ModuleOfModel(nn.Module):
             self.__dict__.update(held)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *rest = reduced_as(plain_class(type(self)), self, protocol)
+        function, arguments, *rest = reduce_as(plain_class(type(self)), self, protocol)
         if rest and isinstance(rest[0], dict):
             rest[0] = {key: value for key, value in rest[0].items() if key not in self._held}
         return (function, arguments, *rest)

@@ -18,7 +18,7 @@ from gemini.parallel.moe.exchange import through_experts
 from gemini.parallel.moe.experts import Experts
 from gemini.parallel.moe.layer import MoeLayer
 from gemini.runtime.storage.experts import expert_sets
-from gemini.system.mixing import mix_in
+from gemini.system.subclassing import mix_in
 
 
 class CalledByChoice(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch import nn
 
 from gemini.errors import ConfigError
-from gemini.system.mixing import mix_in
+from gemini.system.subclassing import mix_in
 
 _MIXES_TOKENS = (nn.RNNBase, nn.Conv1d, nn.MultiheadAttention)
 _WAY_OUT = "give whole batches to all ranks and cut='blocks', or leave sp_size at 1"

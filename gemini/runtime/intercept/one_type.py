@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from gemini.runtime.intercept.compiled import is_compiled
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.intercept.precision import run_in_one_type
-from gemini.system.mixing import class_before, mix_in, reduced_as
+from gemini.system.subclassing import class_without_mixin, mix_in, reduce_as
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -114,7 +114,7 @@ class _ComputesInOneType(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         module: nn.Module = self
         mixed = type(self)
-        module.__class__ = class_before(self)
+        module.__class__ = class_without_mixin(self)
         try:
             found = copy.deepcopy(module, memo)
         finally:
@@ -123,7 +123,7 @@ class _ComputesInOneType(nn.Module):
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return reduced_as(class_before(self), self, protocol)
+        return reduce_as(class_without_mixin(self), self, protocol)
 
 
 def run_backward(

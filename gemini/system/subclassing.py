@@ -20,13 +20,13 @@ def mix_in(module: nn.Module, mixin: type[nn.Module]) -> None:
         module.__class__ = _mixed(mixin, type(module))  # type: ignore[arg-type]
 
 
-def class_before(module: nn.Module) -> type[nn.Module]:
+def class_without_mixin(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before :func:`mix_in`."""
     before: type[nn.Module] = type(module).__bases__[1]
     return before
 
 
-def reduced_as(plain: type[nn.Module], module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+def reduce_as(plain: type[nn.Module], module: nn.Module, protocol: Any) -> tuple[Any, ...]:
     """Return the result of ``module.__reduce_ex__`` for an object of class ``plain``: programs that unpickle
     it do not have the subclass.
     """
