@@ -23,7 +23,7 @@ from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import refuse_unfit_model
 from gemini.parallel.tensor.cut_outline import outline_part
-from gemini.runtime.intercept.of_cpu import GROUPED_MM, AttentionOfCpu, grouped_mm
+from gemini.runtime.intercept.cpu_operators import GROUPED_MM, CpuAttention, grouped_mm
 
 # Runs a model on ``meta`` on one micro-batch and returns the loss. The second argument cuts the micro-batch
 # into this rank's part of the sequences; None keeps sequences whole.
@@ -348,7 +348,7 @@ def _measured(
             _AsOnCpu(sequences),
             counter,  # innermost, so that it sees the operators that the other modes run
             torch.device("meta"),
-            AttentionOfCpu(),
+            CpuAttention(),
         ):
             run(model, sequences)
     finally:

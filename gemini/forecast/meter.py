@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gemini.errors import GeminiError
 from gemini.forecast.machine import MachineSpeeds
-from gemini.runtime.intercept.of_cpu import GROUPED_MM, grouped_mm, grouped_mm_flops
+from gemini.runtime.intercept.cpu_operators import GROUPED_MM, grouped_mm, grouped_mm_flops
 
 _aten = torch.ops.aten
 

@@ -42,8 +42,8 @@ from gemini.runtime.build import Blueprint, Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gate import TensorRef
 from gemini.runtime.growth import Growth
+from gemini.runtime.intercept.cpu_operators import CpuAttention
 from gemini.runtime.intercept.nested import map_tensors
-from gemini.runtime.intercept.of_cpu import AttentionOfCpu
 from gemini.runtime.intercept.precision import is_quantized
 from gemini.runtime.intercept.quantized import form_of, like
 from gemini.runtime.intercept.quantized_operators import QuantizedParameter
@@ -95,7 +95,7 @@ def rehearse(
     meter = Meter(None if recipe.most_calls is None else recipe.most_calls * recipe.accumulation)
     model = _RehearsedModel(module, config, blueprint, meter)
     optimizer = _RehearsedOptimizer(model, meter, recipe.clips_norm)
-    with torch.device("meta"), AttentionOfCpu(), meter:
+    with torch.device("meta"), CpuAttention(), meter:
         for _ in range(recipe.accumulation):
             with _as_refusal():
                 loss = recipe.loss(model(*inputs), inputs)

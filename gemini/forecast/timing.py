@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import Operation, OperationCosts, Period, TensorForm
-from gemini.runtime.intercept.of_cpu import GROUPED_MM
+from gemini.runtime.intercept.cpu_operators import GROUPED_MM
 from gemini.system.device import free_memory_bytes
 
 logger = logging.getLogger(__name__)

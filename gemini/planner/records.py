@@ -25,7 +25,7 @@ from gemini.parallel.pipeline.units import Units, find_units
 from gemini.parallel.sequence.outline import SequenceOutline
 from gemini.parallel.sequence.parallelize import refuse_unfit_model
 from gemini.parallel.tensor.cut_outline import OutlineAxis, outline_part
-from gemini.runtime.intercept.of_cpu import AttentionOfCpu
+from gemini.runtime.intercept.cpu_operators import CpuAttention
 
 
 class Message(NamedTuple):
@@ -282,7 +282,7 @@ class _SegmentWatch:
         """Run forward and backward."""
         self._saved |= {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
         backward = torch.autograd.Variable._execution_engine.run_backward
-        with torch.random.fork_rng(devices=[]), torch.device("meta"), AttentionOfCpu(), self._meter:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), CpuAttention(), self._meter:
             self._begin(self._forward[0])
             try:
                 with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):

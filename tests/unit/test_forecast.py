@@ -21,7 +21,7 @@ from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_c
 from gemini.forecast.machine import MachineSpeeds, measure_machine
 from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, TensorForm
 from gemini.forecast.report import make_report
-from gemini.runtime.intercept.of_cpu import GROUPED_MM
+from gemini.runtime.intercept.cpu_operators import GROUPED_MM
 
 
 def settings(device_bytes: int, **options: object) -> Settings:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gemini.forecast.meter import Meter, Period
-from gemini.runtime.intercept.of_cpu import AttentionOfCpu
+from gemini.runtime.intercept.cpu_operators import CpuAttention
 
 KIB = 1024
 
@@ -67,7 +67,7 @@ def test_arithmetic_of_forward_and_backward_is_what_torch_counts() -> None:
 
 def test_attention_keeps_what_the_cpu_keeps() -> None:
     query = meta(2, 4, 64, 16, requires_grad=True)
-    with AttentionOfCpu(), Meter() as meter:
+    with CpuAttention(), Meter() as meter:
         meter.open_period()
         out = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
         out.sum()

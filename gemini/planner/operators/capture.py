@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from gemini.errors import ConfigError, in_words
 from gemini.forecast.rehearsal import mean_of_outputs
 from gemini.parallel.pipeline.batches import call_arguments
-from gemini.runtime.intercept.of_cpu import GROUPED_MM, grouped_mm
+from gemini.runtime.intercept.cpu_operators import GROUPED_MM, grouped_mm
 
 _aten = torch.ops.aten
 MAKE_FX, EXPORT = "make_fx", "torch.export"

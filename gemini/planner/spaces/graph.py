@@ -20,7 +20,7 @@ from gemini.parallel.layout_plan import trainable_outline
 from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import Part
 from gemini.planner.search import RunOf, Search
-from gemini.runtime.intercept.of_cpu import AttentionOfCpu
+from gemini.runtime.intercept.cpu_operators import CpuAttention
 
 CONTRACTING = ("conv", "linear", "embedding")  # read all input channels for each output channel
 _SPACE = {3: ("sample", "channel", "length"), 4: ("sample", "channel", "height", "width")}
@@ -102,7 +102,7 @@ def capture(searching: Search, model: nn.Module, run_of: RunOf, batch: int) -> L
     """
     outline = trainable_outline(model)
     watch = _CallWatch(outline)
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), AttentionOfCpu():
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), CpuAttention():
         try:
             loss = run_of(batch)(outline, None)
         except (RuntimeError, ValueError) as error:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
 
 
-class AttentionOfCpu(TorchFunctionMode):
+class CpuAttention(TorchFunctionMode):
     """Mode in which attention on ``meta`` is the operator that the CPU would run."""
 
     def __torch_function__(
