@@ -37,8 +37,8 @@ from gemini.runtime.gate.gradients import LooseBytes
 from gemini.runtime.gate.guards import in_one_thread
 from gemini.runtime.gate.waiting import NO_SNAPSHOT
 from gemini.runtime.intercept.compiled import CompiledBlocks
+from gemini.runtime.intercept.mixed_dtypes import FirstPasses
 from gemini.runtime.intercept.nested import cast_floating, map_tensors, tensors_in
-from gemini.runtime.intercept.one_type import FirstPasses
 from gemini.runtime.intercept.precision import place_buffers
 from gemini.runtime.intercept.tensors import MANAGED_PARAMETERS, ManagedParameter
 from gemini.runtime.manager import GeminiManager
@@ -424,8 +424,8 @@ class ManagedModel:
         watched = self.passes.inside(self, training)
         given = Call() if training else self._call(call, args, kwargs)
         first = self._first_passes
-        in_one_type = first.watched(training) if first.may_look else nullcontext()
-        with manager.shortage.watched(), watched, manager.forward_pass(training, given), saving, in_one_type:
+        single_dtype = first.watched(training) if first.may_look else nullcontext()
+        with manager.shortage.watched(), watched, manager.forward_pass(training, given), saving, single_dtype:
             yield
 
     def _call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Call:
@@ -487,7 +487,7 @@ class ManagedModel:
         """Say whether the runtime needs to see neither single operators nor single gradients."""
         manager = self.manager
         is_whole = manager.resident and not manager.cuts_tensors and manager.snapshot is NO_SNAPSHOT
-        is_plain = not manager.mixes_types and not manager.gradient_scale.is_in_use
+        is_plain = not manager.mixes_dtypes and not manager.gradient_scale.is_in_use
         looks_on = self.tiled_heads or manager.activations or second_names or self.compiled.names
         return is_whole and is_plain and not looks_on
 

@@ -15,8 +15,8 @@ from gemini.errors import ConfigError
 from gemini.model.ddp import NamedAsWrapped
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.parallel.zero.replica_collectives import Collectives
+from gemini.runtime.intercept.mixed_dtypes import SingleDtype, mixes_dtypes
 from gemini.runtime.intercept.nested import cast_floating, map_tensors
-from gemini.runtime.intercept.one_type import InOneType, mixes_types
 from gemini.runtime.intercept.precision import compute_types, place_buffers
 
 
@@ -51,7 +51,7 @@ class LowLevelZeroModel(NamedAsWrapped):
         self._input_dtype = dtype if cast_inputs else None
         if dtype is not None:
             _cast_rest(module, dtype, tuple(keep_fp32))
-        self._mixes_types = dtype is not None and mixes_types(module)
+        self._mixes_dtypes = dtype is not None and mixes_dtypes(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -62,7 +62,7 @@ class LowLevelZeroModel(NamedAsWrapped):
         dtype = self._input_dtype
         if dtype is not None:
             args, kwargs = map_tensors((args, kwargs), lambda tensor: cast_floating(tensor, dtype))
-        with InOneType() if self._mixes_types else nullcontext():
+        with SingleDtype() if self._mixes_dtypes else nullcontext():
             return call(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -43,7 +43,7 @@ from gemini.parallel.zero.state import (
     total_norm,
     whole_tensor,
 )
-from gemini.runtime.intercept.one_type import run_backward
+from gemini.runtime.intercept.mixed_dtypes import run_backward
 
 T = TypeVar("T")
 

@@ -214,7 +214,7 @@ class Gate(ABC):
         self.resident = False  # True: every chunk is on DEVICE permanently, operators need no PreOp
         self._at_end_of_residence: Callable[[], None] | None = None
         self.cuts_tensors = False  # whether any tensor lies in several chunks
-        self.mixes_types = False  # True: operators may get fp32 beside parameters in 16 bits
+        self.mixes_dtypes = False  # True: operators may get fp32 beside parameters in 16 bits
         self.gradient_scale = GradientScale(self.operator)
         self.gradients_are_lent = False  # torch.compile reuses gradients' memory in its next graph
         self.num_gradients = 0  # gradients that arrived since the model was wrapped
@@ -242,7 +242,7 @@ class Gate(ABC):
     def take_types(self, precision: torch.dtype | None, slots: Collection[Slot]) -> None:
         """Set the ``precision`` in which operators use the parameters of ``slots``, a live collection; None:
         each in its own dtype."""
-        self.mixes_types = precision is not None
+        self.mixes_dtypes = precision is not None
         self.gradient_scale = GradientScale(self.operator, slots, is_needed=precision == torch.float16)
 
     def expect_cut(self) -> None:

@@ -222,7 +222,7 @@ class RefusingGate(ABC):
     number = -1  # before all other gates: it refuses before tensors are pinned
     resident = False
     cuts_tensors = False
-    mixes_types = False
+    mixes_dtypes = False
     snapshot = NO_SNAPSHOT
 
     @abstractmethod

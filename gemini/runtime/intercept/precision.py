@@ -154,7 +154,7 @@ def _weights_of_adapters(module: nn.Module) -> Iterator[tuple[tuple[int, str], t
                     yield (id(part), name), params[0].dtype
 
 
-def run_in_one_type(
+def run_in_one_dtype(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],

@@ -47,7 +47,7 @@ from gemini.runtime.intercept.functions import (
     write_items,
 )
 from gemini.runtime.intercept.nested import exchange_tensors, map_tensors
-from gemini.runtime.intercept.precision import run_in_one_type
+from gemini.runtime.intercept.precision import run_in_one_dtype
 from gemini.runtime.intercept.row_leaves import count_whole_uses, leaves_of
 from gemini.runtime.intercept.rows import is_view as is_view_of_rows
 from gemini.runtime.intercept.rows import run_by_rows
@@ -366,7 +366,7 @@ def _need_no_pin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             kind = type(value)
             if kind is ManagedParameter or kind is ManagedTensor:
                 manager = value._ref.manager
-                if not manager.resident or manager.mixes_types or manager.cuts_tensors:
+                if not manager.resident or manager.mixes_dtypes or manager.cuts_tensors:
                     return False
             elif kind in MANAGED:
                 return False
@@ -420,9 +420,9 @@ def _operate(
             try:
                 out = func(*args, **kwargs)
             except RuntimeError as refusal:
-                if not manager.mixes_types:
+                if not manager.mixes_dtypes:
                     raise
-                out = run_in_one_type(func, args, kwargs, operands, refusal)
+                out = run_in_one_dtype(func, args, kwargs, operands, refusal)
             finally:
                 written = silent or [operand._version for operand in operands] != versions
                 if written:

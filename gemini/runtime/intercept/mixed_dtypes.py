@@ -23,13 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from gemini.runtime.intercept.compiled import is_compiled
 from gemini.runtime.intercept.nested import map_tensors
-from gemini.runtime.intercept.precision import run_in_one_type
+from gemini.runtime.intercept.precision import run_in_one_dtype
 from gemini.system.subclassing import class_without_mixin, mix_in, reduce_as
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class InOneType(TorchFunctionMode):
+class SingleDtype(TorchFunctionMode):
     """Run an operator that torch refuses for its dtypes again, in the dtype of its parameters, or else of its
     16-bit operands (docs/notes/precision.md)."""
 
@@ -44,7 +44,7 @@ class InOneType(TorchFunctionMode):
             params, short = _operands(args, kwargs)
             if not params and not short:
                 raise
-            out = run_in_one_type(func, args, kwargs, params or short, refusal)
+            out = run_in_one_dtype(func, args, kwargs, params or short, refusal)
             if not params:
                 self.note()
             return out
@@ -66,15 +66,15 @@ class FirstPasses:
     def watched(self, training: bool) -> Iterator[None]:
         """Look for such operators in the block if no pass of this kind has ended before."""
         if self._looks_always:
-            with InOneType():
+            with SingleDtype():
                 yield
             return
         if training not in self._to_see or any(map(is_compiled, self._module.modules())):
             yield
             return
-        with _Looking(self._module) as looking:
+        with _MixedDtypeSearch(self._module) as search:
             yield
-        self._looks_always |= looking.met_outside
+        self._looks_always |= search.met_outside
         self._to_see.discard(training)
         self.may_look = self._looks_always or bool(self._to_see)
 
@@ -83,7 +83,7 @@ def _has_wide_buffers(module: nn.Module) -> bool:
     return any(buffer.dtype in (torch.float32, torch.float64) for buffer in module.buffers())
 
 
-class _Looking(InOneType):
+class _MixedDtypeSearch(SingleDtype):
     """Makes the module in which an operator was refused intercept operators in all of its calls."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -96,19 +96,19 @@ class _Looking(InOneType):
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and id(owner) in self._inner:
-                mix_in(owner, _ComputesInOneType)
+                mix_in(owner, _SingleDtypeForward)
                 return
             frame = frame.f_back
         self.met_outside = True
 
 
-class _ComputesInOneType(nn.Module):
+class _SingleDtypeForward(nn.Module):
     """Mixin for a module with refused operators: runs its forward in one dtype. Its copies have it too;
     pickles have the module's original class."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward within :class:`InOneType`."""
-        with InOneType():
+        """Run the module's own forward within :class:`SingleDtype`."""
+        with SingleDtype():
             return super().forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -119,7 +119,7 @@ class _ComputesInOneType(nn.Module):
             found = copy.deepcopy(module, memo)
         finally:
             module.__class__ = mixed
-        mix_in(found, _ComputesInOneType)
+        mix_in(found, _SingleDtypeForward)
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -134,7 +134,7 @@ def run_backward(
     ``torch.autograd.backward`` itself is a torch function, so inside it no mode would be active.
     """
     grads = torch.autograd._make_grads((tensor,), (grad,), is_grads_batched=False)
-    with InOneType():
+    with SingleDtype():
         graph._engine_run_backward(
             (tensor,), grads, retain_graph, False, inputs, allow_unreachable=True, accumulate_grad=True
         )
@@ -156,7 +156,7 @@ def _operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[torch
     return params, short
 
 
-def mixes_types(module: nn.Module) -> bool:
+def mixes_dtypes(module: nn.Module) -> bool:
     """Say whether the floating-point parameters and buffers of ``module`` have several dtypes."""
     tensors = (*module.parameters(), *module.buffers())
     return len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) > 1
