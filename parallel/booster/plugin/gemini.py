@@ -20,7 +20,7 @@ from gemini.optim.muon import Muon
 from gemini.optim.rule_choice import rule_of
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, with_precision
-from gemini.parallel.booster.plugin.of_parts import PluginOfParts
+from gemini.parallel.booster.plugin.parts_plugin import PartsPlugin
 from gemini.parallel.expert_ranks import checked_ep_size
 from gemini.placement import PlacementPolicy
 from gemini.system.config import keyword_names, refuse_unknown
@@ -29,7 +29,7 @@ _MODEL = keyword_names(GeminiDDP) - {"module", "experts"}
 _OPTIMIZER = keyword_names(GeminiOptimizer) - {"optim", "model"}
 
 
-class GeminiPlugin(PluginOfParts):
+class GeminiPlugin(PartsPlugin):
     """Train with :class:`gemini.GeminiDDP` and :class:`gemini.GeminiOptimizer`.
 
     ::

@@ -22,7 +22,7 @@ from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path
 from gemini.parallel.booster.plugin.hybrid_data import Chunks, Group, choose_data_parallelism
-from gemini.parallel.booster.plugin.of_parts import PluginOfParts
+from gemini.parallel.booster.plugin.parts_plugin import PartsPlugin
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
 from gemini.parallel.expert_ranks import ExpertRanks, checked_ep_size
@@ -79,7 +79,7 @@ def _taking_plan(init: _Init) -> _Init:
     return cast(_Init, with_plan)
 
 
-class HybridParallelPlugin(PluginOfParts):
+class HybridParallelPlugin(PartsPlugin):
     """Train over a grid of ``pp_size`` x data x ``sp_size`` x ``tp_size`` processes. They hold stages of the
     model, and parts of the batch, of each sequence and of each layer. The number of processes along the data
     axis is the rest. On each rank, chunks move within budgets.

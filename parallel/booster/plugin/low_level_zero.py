@@ -13,7 +13,7 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, with_precision
-from gemini.parallel.booster.plugin.of_parts import PluginOfParts
+from gemini.parallel.booster.plugin.parts_plugin import PartsPlugin
 from gemini.parallel.expert_ranks import checked_ep_size
 from gemini.parallel.zero import LowLevelZeroModel, LowLevelZeroOptimizer, spread_rest
 from gemini.parallel.zero.model import kept_in_fp32
@@ -41,7 +41,7 @@ _DEFAULTS = {"overlap_communication": True}
 _FP16_DEFAULTS = {"growth_interval": 1000, "max_scale": 2**32}
 
 
-class LowLevelZeroPlugin(PluginOfParts):
+class LowLevelZeroPlugin(PartsPlugin):
     """Train with :class:`gemini.parallel.LowLevelZeroOptimizer`: ranks shard optimizer states, and with stage
     2 gradients too.
 

@@ -1,4 +1,4 @@
-"""PluginOfParts: base class of plugins that leave each rank a part of the model. It saves and loads whole
+"""PartsPlugin: base class of plugins that leave each rank a part of the model. It saves and loads whole
 models, and divides experts.
 """
 
@@ -31,7 +31,7 @@ from gemini.parallel.mesh import Axis
 from gemini.parallel.moe.divide import expert_ranks_of
 
 
-class PluginOfParts(Plugin):
+class PartsPlugin(Plugin):
     """A plugin that writes and reads whole tensors under the names of the whole model."""
 
     def __init__(self) -> None:
