@@ -20,11 +20,11 @@ from gemini.parallel.pipeline.batches import (
     loss_of,
     without_weight,
 )
-from gemini.parallel.pipeline.halves import Unfinished, backward_input, backward_weights
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.orders import Action, Kind, Order
 from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
 from gemini.parallel.pipeline.split import StagedModel
+from gemini.parallel.pipeline.split_backward import PendingWeights, backward_input, backward_weights
 from gemini.parallel.pipeline.stage import Stage
 from gemini.parallel.pipeline.stage_pass import StageInputs
 
@@ -80,7 +80,7 @@ class _Held:
     received: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     grads: tuple[torch.Tensor, ...] = ()
-    unfinished: Unfinished | None = None
+    pending: PendingWeights | None = None
 
 
 class Engine:
@@ -383,8 +383,8 @@ class _Run:
         if action.kind is Kind.INPUT:
             self._input_half(action, held, stage)
             return
-        if held.unfinished is not None:
-            backward_weights(held.unfinished)
+        if held.pending is not None:
+            backward_weights(held.pending)
         else:
             pairs = [(o, g) for o, g in zip(held.outputs, held.grads, strict=True) if o.requires_grad]
             if pairs:
@@ -407,7 +407,7 @@ class _Run:
         if not held.received:
             return
         weights = [param for param in stage.tree.parameters() if param.requires_grad]
-        found, held.unfinished = backward_input(held.outputs, held.grads, held.received, weights)
+        found, held.pending = backward_input(held.outputs, held.grads, held.received, weights)
         held.outputs = held.grads = ()  # frees the parts of the graph that the weights' half does not use
         self._send_gradients(action, held.received, found)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemini.parallel.pipeline.halves import backward_input, backward_weights
+from gemini.parallel.pipeline.split_backward import backward_input, backward_weights
 
 Stage = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 

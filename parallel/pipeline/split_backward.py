@@ -23,7 +23,7 @@ class Group:
 
 
 @dataclass
-class Unfinished:
+class PendingWeights:
     """The start of the weights' half: ``groups``, and outputs without inputs, for a whole backward pass."""
 
     groups: list[Group]
@@ -36,7 +36,7 @@ def backward_input(
     grads: Sequence[torch.Tensor],
     received: Sequence[torch.Tensor],
     weights: Iterable[nn.Parameter],
-) -> tuple[list[torch.Tensor | None], Unfinished]:
+) -> tuple[list[torch.Tensor | None], PendingWeights]:
     """Return the gradients of ``received`` (None if nothing depends on a tensor), and the state for
     :func:`backward_weights`. ``outputs`` may contain received tensors unchanged.
     """
@@ -68,7 +68,7 @@ def backward_input(
         for grad in more:
             here = found[index]
             found[index] = grad if here is None else here + grad
-    return found, Unfinished(groups, [output for output, _ in apart], [grad for _, grad in apart])
+    return found, PendingWeights(groups, [output for output, _ in apart], [grad for _, grad in apart])
 
 
 def _own(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -122,13 +122,13 @@ def _reaches(root: Any, known: dict[Any, bool]) -> bool:
     return known[root]
 
 
-def backward_weights(unfinished: Unfinished) -> None:
+def backward_weights(pending: PendingWeights) -> None:
     """Run the weights' half. It uses autograd's accumulators, so hooks of gradients are called."""
-    groups = unfinished.groups
+    groups = pending.groups
     # Nodes may be in several parts: those that depend on no input, and those between two meeting nodes.
-    retains = bool(unfinished.outputs) or any(len(group.meets) > 1 for group in groups)
-    if unfinished.outputs:
-        torch.autograd.backward(unfinished.outputs, unfinished.grads, retain_graph=bool(groups))
+    retains = bool(pending.outputs) or any(len(group.meets) > 1 for group in groups)
+    if pending.outputs:
+        torch.autograd.backward(pending.outputs, pending.grads, retain_graph=bool(groups))
     while groups:
         group = groups.pop()
         edges = [
