@@ -24,7 +24,7 @@ import torch.distributed as dist
 from gemini.comm.ranks import join_ranks
 from gemini.errors import ConfigError, StateError
 from gemini.memstats.collectives import KINDS, MEASURED, CollectiveSpeed, CollectiveSpeeds, Figure
-from gemini.parallel.launch.here import as_rank, directory_of_job, run_here
+from gemini.parallel.launch.local_ranks import as_rank, directory_of_job, run_local_ranks
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.pipeline.passing import Passing
@@ -61,7 +61,7 @@ def measure_collectives(ranks: int) -> CollectiveSpeeds:
     """
     with directory_of_job() as directory:
         try:
-            run_here(__name__, directory, ranks)
+            run_local_ranks(__name__, directory, ranks)
         except (ConfigError, StateError) as error:
             raise StateError(f"the collectives were not measured: {error}") from error
         return CollectiveSpeeds.from_json(json.loads((directory / _SPEEDS).read_text()))

@@ -25,7 +25,7 @@ from gemini.optim import CPUAdam
 from gemini.parallel.booster.booster import Booster
 from gemini.parallel.booster.plugin.hybrid import HybridParallelPlugin
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
-from gemini.parallel.launch.here import as_rank, directory_of_job, run_here
+from gemini.parallel.launch.local_ranks import as_rank, directory_of_job, run_local_ranks
 from gemini.parallel.layout import Layout
 from gemini.parallel.plan import ParallelPlan
 from gemini.planner.plans import Trial, after_trials
@@ -142,7 +142,7 @@ def run_on_ranks(plan: ParallelPlan, job: Job) -> float:
     with directory_of_job() as directory:
         plan.save(directory / _PLAN)
         write_text(directory / _JOB, json.dumps(asdict(job)), "write what ranks train")
-        run_here(__name__, directory, plan.world_size)
+        run_local_ranks(__name__, directory, plan.world_size)
         taken = [json.loads(path.read_text()) for path in directory.glob(f"{_SECONDS}-*")]
     seconds: float = median(max(each) for each in zip(*taken, strict=True))
     return seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gemini.jobs.run import ranks
-from gemini.parallel.launch import here
+from gemini.parallel.launch import local_ranks
 from gemini.system.process import end_with_parent
 
 _SECONDS = 30.0
@@ -21,8 +21,8 @@ def test_a_rank_of_a_process_that_is_killed_ends() -> None:
     starter = os.fork()
     if starter == 0:
         if os.fork() == 0:
-            os.environ[here._STARTER] = str(os.getppid())
-            here.end_with_starter()
+            os.environ[local_ranks._STARTER] = str(os.getppid())
+            local_ranks.end_with_starter()
             os.write(held, b"x")
         signal.pause()  # both, until they are killed
     os.close(held)
@@ -46,7 +46,7 @@ def test_a_rank_that_begins_after_its_starter_has_ended_ends_at_once() -> None:
 
 def test_every_rank_looks_for_its_starter_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended_with: list[int] = []
-    monkeypatch.setattr(here, "end_with_parent", ended_with.append)
+    monkeypatch.setattr(local_ranks, "end_with_parent", ended_with.append)
     for name, value in ranks._variables(Path("errors"), 2).items():
         monkeypatch.setenv(name, value)
     for _ in range(2):

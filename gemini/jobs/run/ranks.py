@@ -14,7 +14,7 @@ from gemini.comm.heartbeats import meet_at_start
 from gemini.comm.ranks import Rank, make_peers
 from gemini.errors import ConfigError, GeminiError, StateError
 from gemini.parallel.launch import launch_from_torch, shutdown
-from gemini.parallel.launch.here import (
+from gemini.parallel.launch.local_ranks import (
     end_with_starter,
     environment,
     first_error,

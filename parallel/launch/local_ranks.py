@@ -33,12 +33,12 @@ def directory_of_job() -> Iterator[Path]:
     try:
         with directory_of_ranks() as directory:
             yield directory
-    except _Signalled as ended:
+    except _RanksSignalled as ended:
         signal.raise_signal(ended.number)
         raise StateError(f"{signal.Signals(ended.number).name} has ended the ranks") from None
 
 
-class _Signalled(BaseException):
+class _RanksSignalled(BaseException):
     """A signal has ended the ranks and must end this process."""
 
     def __init__(self, number: int) -> None:
@@ -46,7 +46,7 @@ class _Signalled(BaseException):
         self.number = number
 
 
-def run_here(module: str, directory: Path, ranks: int) -> None:
+def run_local_ranks(module: str, directory: Path, ranks: int) -> None:
     """Run ``python -m module directory`` on ``ranks`` processes, which share the processors. Their output is
     not shown.
 
@@ -63,7 +63,7 @@ def run_here(module: str, directory: Path, ranks: int) -> None:
     if not ended.code:
         return
     if ended.code > 128 and not ended.reason:
-        raise _Signalled(ended.code - 128)
+        raise _RanksSignalled(ended.code - 128)
     first = first_error(directory)
     if first is None or ended.code >= 128:  # after a signal, other ranks only report a lost rank
         raise StateError(ended.reason)
@@ -89,8 +89,8 @@ def end_with_starter() -> None:
 
 @contextmanager
 def as_rank(directory: Path) -> Iterator[None]:
-    """Run the code of a rank of :func:`run_here` inside the block: write its error to the directory, and
-    destroy the process group at the end.
+    """Run the code of a rank of :func:`run_local_ranks` inside the block: write its error to the directory,
+    and destroy the process group at the end.
     """
     end_with_starter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
