@@ -15,7 +15,6 @@ from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
 from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, simulate_actions
 from gemini.planner.chunks import ChunkSizes, ChunkTable, StageCapacity
-from gemini.planner.cuts import Ranges, StageRooms, fitting_ranges
 from gemini.planner.exchanges import (
     Gathers,
     Message,
@@ -43,6 +42,7 @@ from gemini.planner.recomputation import (
 from gemini.planner.records import ParameterSize, Part
 from gemini.planner.rotor import Rotor, blocks_of
 from gemini.planner.space import ALL, AS_NEEDED, FIT, HALF, NONE, ROTOR, Combination
+from gemini.planner.stage_cuts import Ranges, StageRooms, fitting_ranges
 from gemini.planner.tiers import (
     StagePasses,
     Transfers,
