@@ -120,7 +120,7 @@ def run(options: argparse.Namespace) -> int:
     out = _Output(Path(options.out), as_json=options.json)
     if options.script is not None:
         return _run_script(options, out)
-    from gemini.jobs.gpt.work import record_training
+    from gemini.jobs.gpt.task import record_training
     from gemini.jobs.run.display import LineDisplay, SilentDisplay
 
     config = train.config_from(options, steps=options.warmup + options.record)

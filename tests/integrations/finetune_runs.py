@@ -17,7 +17,7 @@ import gemini
 from gemini.jobs.finetune import job
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.job import FineTuneResult
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 from gemini.jobs.run.display import SilentDisplay
 from gemini.jobs.run.report import StepReport
 from gemini.jobs.run.training import shaped_factor
@@ -79,14 +79,14 @@ def run(
     """Run, to be told to stop when a step is shown, or within a step: then it is not evaluated."""
     with pytest.MonkeyPatch.context() as patch:
         if stop_before_evaluation:
-            trained = FineTuneWork.step
+            trained = FineTuneTask.step
 
-            def step(work: FineTuneWork, engine: Any, number: int) -> tuple[float, int]:
+            def step(task: FineTuneTask, engine: Any, number: int) -> tuple[float, int]:
                 if number + 1 == stop_before_evaluation:
                     os.kill(os.getpid(), signal.SIGUSR1)
-                return trained(work, engine, number)
+                return trained(task, engine, number)
 
-            patch.setattr(FineTuneWork, "step", step)
+            patch.setattr(FineTuneTask, "step", step)
         return job.run(dataclasses.replace(config, **changes), show=lambda _: Signalling(stop_after))
 
 
@@ -100,7 +100,7 @@ def plainly_trained(
 ) -> tuple[Any, list[float]]:
     """Return the model and the losses of an ordinary loop over the same rows, with an ``adapter`` of PEFT.
     ``owner`` is the model's class, and ``loading`` what transformers loads it with."""
-    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
+    task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
     torch.manual_seed(config.seed)
     model = owner.from_pretrained(config.model, **loading)
     if adapter is not None:
@@ -109,9 +109,9 @@ def plainly_trained(
     model.config.use_cache = False  # or packed documents see each other
     trained = [param for param in model.parameters() if param.requires_grad]
     adam = gemini.HybridAdam(trained, lr=config.learning_rate, betas=(0.9, 0.999), weight_decay=0.0)
-    losses, steps = [], work.options.steps
+    losses, steps = [], task.options.steps
     for step in range(steps):
-        batches = [work._batch(step, micro) for micro in range(config.accumulate)]
+        batches = [task._batch(step, micro) for micro in range(config.accumulate)]
         tokens = [batch.num_learned for batch in batches]
         adam.zero_grad()
         adam.param_groups[0]["lr"] = config.learning_rate * shaped_factor(

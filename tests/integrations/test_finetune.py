@@ -23,11 +23,11 @@ from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.forecast.forecast import Settings, look
 from gemini.forecast.machine import MachineSpeeds
-from gemini.jobs.finetune import work
+from gemini.jobs.finetune import task
 from gemini.jobs.finetune.config import TILED_LOSS, FineTuneConfig
 from gemini.jobs.finetune.encoding import Encoder
+from gemini.jobs.finetune.task import FineTuneTask
 from gemini.jobs.finetune.token_cache import TOKENS
-from gemini.jobs.finetune.work import FineTuneWork
 from gemini.runtime.config import GeminiConfig
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -231,10 +231,10 @@ def test_conversations_are_learned_by_the_template_that_is_exported(
     messages = [{"role": "user", "content": "ping"}, {"role": "assistant", "content": "pong"}]
     Path(config.data).write_text((json.dumps({"messages": messages}) + "\n") * 3)
     config = dataclasses.replace(config, seq=48)
-    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
-    assert (work.samples.num_learned, work.samples.layout) == (15, "whole")
-    assert "data: 3 conversations (messages), data.jsonl" in work.describe()
-    assert any("no chat template, so a plain one" in line for line in work.describe())
+    task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
+    assert (task.samples.num_learned, task.samples.layout) == (15, "whole")
+    assert "data: 3 conversations (messages), data.jsonl" in task.describe()
+    assert any("no chat template, so a plain one" in line for line in task.describe())
     result = run(config)
     assert result.losses[-1] < result.losses[0]
     assert result.summary.model is not None
@@ -415,7 +415,7 @@ def test_what_shows_without_data_is_refused_before_data_is_read(
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("the data was read")
 
-    monkeypatch.setattr(work, "Samples", read)
+    monkeypatch.setattr(task, "Samples", read)
     with pytest.raises((ConfigError, gemini.errors.OutOfBudgetError), match=message):
         run(config, **changes)
 

@@ -16,7 +16,7 @@ from gemini.cli.finetune import forecast_lines
 from gemini.errors import ConfigError
 from gemini.jobs.after_training.adapter_merge import merge
 from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -88,8 +88,8 @@ def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfi
     config = dataclasses.replace(mixture(config), precision="fp32", steps=2)
     with pytest.raises(ConfigError, match=r"--lora-dropout: .*: arrays of experts have none"):
         run(config, lora_target_parameters="", lora_dropout=0.1)
-    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
-    assert "scaled by 2 (alpha 8), on arrays of experts, too; learning rate" in work.describe()[0]
+    task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
+    assert "scaled by 2 (alpha 8), on arrays of experts, too; learning rate" in task.describe()[0]
     (line,) = forecast_lines(config, 24)
     assert line.startswith("plan: none of adapters on arrays of experts")
     alone = run(config)
@@ -148,7 +148,7 @@ def test_the_kind_of_adapters_its_scale_and_its_learning_rate_are_said_and_kept(
 ) -> None:
     def first_line(**changes: Any) -> str:
         changed = dataclasses.replace(config, **changes)
-        return FineTuneWork(changed, Path("unused"), resume=False, scratch=None).describe()[0]
+        return FineTuneTask(changed, Path("unused"), resume=False, scratch=None).describe()[0]
 
     assert first_line(lr=None) == "training: all weights; learning rate 1e-05, the default for all weights"
     assert first_line(lora=64, rslora=True, lr=3e-3) == (

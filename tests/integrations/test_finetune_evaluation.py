@@ -16,7 +16,7 @@ import gemini
 from gemini.errors import CheckpointError, ConfigError
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.held_out import BestWeights
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 
 
 @pytest.fixture
@@ -39,11 +39,11 @@ def eval_losses(config: FineTuneConfig) -> dict[int, float]:
 def test_the_loss_on_held_out_records_is_that_of_the_exported_model(config: FineTuneConfig) -> None:
     config = dataclasses.replace(config, precision="fp32", steps=2, batch=4)
     result = run(config)
-    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
-    (make,) = work._held_out.batches()
+    task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
+    (make,) = task._held_out.batches()
     model = LLAMA.from_pretrained(result.summary.model)
     assert result.summary.eval_loss == model(**make().inputs, use_cache=False).loss.item()
-    assert any(line.startswith("data: held out: 4 texts (text), held-out.jsonl;") for line in work.describe())
+    assert any(line.startswith("data: held out: 4 texts (text), held-out.jsonl;") for line in task.describe())
     card = Path(config.output, "model", "README.md").read_text()
     assert "| held out | held-out.jsonl |" in card
     assert f"| last loss on what is held out | {result.summary.eval_loss:.4f} |" in card

@@ -18,7 +18,7 @@ from gemini.forecast.forecast import Settings, look
 from gemini.forecast.machine import MachineSpeeds
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import quantization_of
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 from gemini.memstats import Trace
 from gemini.runtime.config import GeminiConfig
 
@@ -65,9 +65,9 @@ def test_the_forecast_of_a_quantized_base_is_of_the_step_that_runs(
     settings = Settings(config.batch, GeminiConfig.from_options(**options), MACHINE)
     outlook = look(forecast_source(config, 24), settings, config.batch)
 
-    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
-    engine = work.engine()
-    work.step(engine, 0)
+    task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
+    engine = task.engine()
+    task.step(engine, 0)
     manager = gemini.handle_of(engine.module).manager
     real, rehearsed = manager.trace, outlook.rehearsal.trace
     engine.close()

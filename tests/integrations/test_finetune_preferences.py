@@ -19,7 +19,7 @@ from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import PLAIN_TEMPLATE, Encoder
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 
 transformers = pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
 peft = pytest.importorskip("peft", reason="the extra 'hf' is not installed")
@@ -214,13 +214,13 @@ def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(
 def test_a_pair_with_an_answer_beyond_the_row_is_left_out_whole(config: FineTuneConfig) -> None:
     longer = {"prompt": "all work " * 3, "chosen": "a", "rejected": "b"}
     Path(config.data).write_text("\n".join(map(json.dumps, [*PAIRS, longer, *PAIRS])))
-    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
-    assert work.samples.num_rows == 16
-    batch = work.samples.rows([8, 3])
+    task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
+    assert task.samples.num_rows == 16
+    batch = task.samples.rows([8, 3])
     assert batch.num_pairs == batch.weight == 2
     rows = batch.inputs["input_ids"]
     assert torch.equal(rows[0, :8], rows[2, :8]), "the prompt of one pair"
-    assert any("16 pairs of rows of 24" in line and "of 8 pairs" in line for line in work.describe())
+    assert any("16 pairs of rows of 24" in line and "of 8 pairs" in line for line in task.describe())
     lines = list(job.preview(dataclasses.replace(config, show=1)))
     assert sum("preference, " in line for line in lines) == 2
 

@@ -23,7 +23,7 @@ from gemini.cli.finetune import forecast_lines, forecast_source
 from gemini.comm.ranks import Rank, make_peers
 from gemini.forecast.forecast import look_at_rank
 from gemini.jobs.finetune.config import FineTuneConfig
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 from gemini.runtime.config import GeminiConfig
 
 
@@ -39,9 +39,9 @@ def sizes_of(configs: list[FineTuneConfig]) -> list[Any]:
     assert peers is not None
     rank, found = Rank(peers.share.place, peers.share.world, peers.say), []
     for config in configs:
-        work = FineTuneWork(config, Path("unused"), resume=False, scratch=None, rank=rank)
-        engine = work.engine()
-        work.step(engine, 0)
+        task = FineTuneTask(config, Path("unused"), resume=False, scratch=None, rank=rank)
+        engine = task.engine()
+        task.step(engine, 0)
         found.append(dataclasses.replace(gemini.handle_of(engine.module).manager.size, operator_name=""))
         engine.close()
     return found

@@ -23,7 +23,7 @@ from gemini.jobs.finetune.engine import PretrainedEngine
 from gemini.jobs.finetune.job import FineTuneResult
 from gemini.jobs.finetune.references import REFERENCES
 from gemini.jobs.finetune.samples import Batch
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 from gemini.jobs.run.display import SilentDisplay
 
 pytest.importorskip("transformers", reason="the extra 'hf' is not installed")
@@ -89,7 +89,7 @@ def log_probs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def by_hand(config: FineTuneConfig) -> tuple[list[float], float, dict[str, torch.Tensor]]:
     """Return the losses of DPO with a frozen copy of the model, that on what is held out, and the weights."""
-    work = FineTuneWork(config, Path("unused"), resume=False, scratch=None)
+    task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
     model = LLAMA.from_pretrained(config.model)
     frozen = copy.deepcopy(model).requires_grad_(False)
     model.config.use_cache = False
@@ -103,13 +103,13 @@ def by_hand(config: FineTuneConfig) -> tuple[list[float], float, dict[str, torch
         ).mean()
 
     losses = []
-    for step in range(work.options.steps):
+    for step in range(task.options.steps):
         adam.zero_grad()
-        loss = loss_of(work._batch(step, 0))
+        loss = loss_of(task._batch(step, 0))
         loss.backward()
         adam.step()
         losses.append(loss.item())
-    (held_out,) = work._held_out.batches()
+    (held_out,) = task._held_out.batches()
     return losses, loss_of(held_out()).item(), model.state_dict()
 
 
@@ -151,11 +151,11 @@ def test_the_reference_is_computed_once_however_often_a_run_is_stopped(
 
 def test_pairs_share_a_pass_with_the_same_others_in_a_run_of_more_steps(config: FineTuneConfig) -> None:
     def passes_of(steps: int) -> list[list[int]]:
-        work = FineTuneWork(
+        task = FineTuneTask(
             dataclasses.replace(config, steps=steps), Path("unused"), resume=False, scratch=None
         )
-        assert work._references is not None
-        return [pairs.rows.tolist() for pairs in work._references._passes()]
+        assert task._references is not None
+        return [pairs.rows.tolist() for pairs in task._references._passes()]
 
     few, more = passes_of(1), passes_of(3)
     assert few[0] == more[0]

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from gemini.cli import main
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
-from gemini.jobs.gpt.work import record_training
+from gemini.jobs.gpt.task import record_training
 from gemini.jobs.run.display import SilentDisplay
 from gemini.timeline import TimelineRecorder
 

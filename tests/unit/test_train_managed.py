@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gemini.errors import OutOfBudgetError
-from gemini.jobs.gpt import job, work
+from gemini.jobs.gpt import job, task
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.model import language_loss
 from gemini.jobs.run.display import SilentDisplay
@@ -87,7 +87,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_whole(
             raise torch.OutOfMemoryError("no memory")
         return language_loss(*arguments)
 
-    monkeypatch.setattr(work, "language_loss", lacking)
+    monkeypatch.setattr(task, "language_loss", lacking)
     assert job.run(config).losses == want
     assert next(calls) == 2 * config.steps + 2 + 2
 

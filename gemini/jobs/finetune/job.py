@@ -22,7 +22,7 @@ from gemini.jobs.finetune.layouts import trains_parts
 from gemini.jobs.finetune.preferences import DPO
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
-from gemini.jobs.finetune.work import FineTuneWork
+from gemini.jobs.finetune.task import FineTuneTask
 from gemini.jobs.run.display import Display, ReadingDisplay, SilentDisplay
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.outcome import summarize, written
@@ -80,7 +80,7 @@ def run(
             make_disk_directory(config.disk_dir)
         scratch = None if config.disk_dir is None else Path(config.disk_dir)
         with contextlib.nullcontext() if reading is None else reading:
-            work = FineTuneWork(
+            task = FineTuneTask(
                 config,
                 directory.model,
                 resume=resume,
@@ -90,20 +90,20 @@ def run(
                 refuse=lambda known: _refuse_another(config, directory, known) if resume else None,
                 tell=(lambda _: None) if reading is None else reading.show,
             )
-        display = show(work.options.steps) if is_lead else _FollowersDisplay()
+        display = show(task.options.steps) if is_lead else _FollowersDisplay()
         with display, StopRequest(display.stopping, rank) as stop, repeatable_operators(device):
-            for line in work.describe():
+            for line in task.describe():
                 display.note(line)
-            for line in [] if forecast is None else forecast(config, work.seq):
+            for line in [] if forecast is None else forecast(config, task.seq):
                 display.note(line)
-            progress = Training(work, directory, display, stop).run()
+            progress = Training(task, directory, display, stop).run()
             written_to = directory if is_lead else None
             if rank.count > 1:
                 progress.notes.append(_on_ranks(config, rank.count))
-            summary = summarize(progress, work.num_parameters, written_to, interrupted=stop.requested)
-            summary = replace(summary, model=str(work.target) if work.finished else None)
-            if work.best is not None:
-                summary = replace(summary, best_step=work.best[0], best_eval_loss=work.best[1])
+            summary = summarize(progress, task.num_parameters, written_to, interrupted=stop.requested)
+            summary = replace(summary, model=str(task.target) if task.finished else None)
+            if task.best is not None:
+                summary = replace(summary, best_step=task.best[0], best_eval_loss=task.best[1])
             summary = written(summary, progress, written_to)
         code = 0 if stop.signum is None else 128 + stop.signum
     return FineTuneResult(summary, tuple(progress.losses[step] for step in sorted(progress.losses)), code)

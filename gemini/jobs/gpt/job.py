@@ -16,7 +16,7 @@ from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.data import ByteCorpus
 from gemini.jobs.gpt.engine import ManagedEngine, PlainEngine
 from gemini.jobs.gpt.model import num_parameters
-from gemini.jobs.gpt.work import EngineFactory, GPTWork, train_step
+from gemini.jobs.gpt.task import EngineFactory, GPTTask, train_step
 from gemini.jobs.run.display import Display, SilentDisplay
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
@@ -88,8 +88,8 @@ def _run(
             f"{num_parameters(config.gpt()):,} parameters on {corpus.nbytes:,} bytes of {corpus.source}"
         )
         weights = scope.enter_context(WeightFile(_scratch(config))) if config.verify else None
-        work = GPTWork(config, corpus, engine_factory, weights, resume=resume)
-        progress = Training(work, directory, display, stop).run()
+        task = GPTTask(config, corpus, engine_factory, weights, resume=resume)
+        progress = Training(task, directory, display, stop).run()
         outcome: Verdict | None = None
         unverified: ConfigError | None = None
         if weights is not None and not stop.requested:

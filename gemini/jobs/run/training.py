@@ -141,7 +141,7 @@ class RunOptions:
     trackers: tuple[str, ...] = ()
 
 
-class Work(Protocol[EngineT]):
+class Task(Protocol[EngineT]):
     """The model and data that a run trains. ``command`` is its name for messages."""
 
     command: str
@@ -196,33 +196,33 @@ class Training(Generic[EngineT]):
     """One managed run, from building the model to closing it. Use once."""
 
     def __init__(
-        self, work: Work[EngineT], directory: RunDirectory | None, display: Display, stop: StopRequest
+        self, task: Task[EngineT], directory: RunDirectory | None, display: Display, stop: StopRequest
     ) -> None:
-        self._work = work
-        self._options = work.options
+        self._task = task
+        self._options = task.options
         self._directory = directory
         self._display = display
         self._stop = stop
         self._progress = Progress()
-        self._identity = work.identity()
-        self._horizons = [work.options.steps]
-        self._devices = [work.options.device_kind]
+        self._identity = task.identity()
+        self._horizons = [task.options.steps]
+        self._devices = [task.options.device_kind]
         self._saved_step: int | None = None
         self._stall_seconds = 0.0
         self._told_of_metrics = False
         self._owes_evaluation = False  # the last step was not evaluated because of a stop request
-        self._trackers = Trackers(work.options.trackers, self._note)
+        self._trackers = Trackers(task.options.trackers, self._note)
 
     def run(self) -> Progress:
-        """Train and save. Call ``Work.finish`` unless a stop was requested."""
+        """Train and save. Call ``Task.finish`` unless a stop was requested."""
         self._check_directory()
-        engine = self._work.engine()
+        engine = self._task.engine()
         try:
-            scheduler = self._work.schedule(engine.optimizer)
+            scheduler = self._task.schedule(engine.optimizer)
             if not self._options.resume and self._directory is not None:
                 # Only after the engine was built: a refused budget must not delete the older run.
                 self._directory.start(self._identity, self._options.kept)
-            if not self._work.prepare(engine, self._display, self._stop):
+            if not self._task.prepare(engine, self._display, self._stop):
                 if self._options.resume and self._directory is not None:
                     self._progress.first_step = self._progress.last_step = self._directory.saved_step()
                 self._progress.stats = engine.stats()
@@ -236,7 +236,7 @@ class Training(Generic[EngineT]):
             self._save(engine, scheduler)
             self._progress.stats, self._progress.timeline = engine.stats(), engine.timeline()
             if not self._stop.requested:
-                self._work.finish(engine)
+                self._task.finish(engine)
             self._trackers.close(failed=False)
         finally:
             self._trackers.close(failed=True)  # no tracker is open if the run succeeded
@@ -297,7 +297,7 @@ class Training(Generic[EngineT]):
     def _step(self, engine: EngineT, scheduler: Any, step: int) -> StepReport:
         lr = float(engine.optimizer.param_groups[0]["lr"])
         started = time.perf_counter()
-        loss, tokens = self._work.step(engine, step)
+        loss, tokens = self._task.step(engine, step)
         scheduler.step()
         self._stop.agree()  # before the evaluation: all ranks must run it, or all skip it
         seconds = time.perf_counter() - started
@@ -311,7 +311,7 @@ class Training(Generic[EngineT]):
         self._stall_seconds += stalled
         measured = getattr(engine.optimizer, "get_grad_norm", None)
         norm = None if measured is None else measured()
-        extra = self._work.values()
+        extra = self._task.values()
         report = StepReport(step + 1, loss, lr, seconds, tokens, stalled, tier_uses(stats), grad_norm=norm)
         return replace(report, extra=extra)
 
@@ -319,7 +319,7 @@ class Training(Generic[EngineT]):
         """Return the report with the held-out loss, if it is due. Evaluation does not count as time of the
         step."""
         self._owes_evaluation = self._stop.requested
-        loss = None if self._owes_evaluation else self._work.evaluate(engine, report.step - 1)
+        loss = None if self._owes_evaluation else self._task.evaluate(engine, report.step - 1)
         if loss is None:
             return report
         self._stall_seconds = float(engine.stats()["stall_seconds"])
@@ -331,7 +331,7 @@ class Training(Generic[EngineT]):
         step = self._progress.last_step
         if not self._owes_evaluation:
             return
-        loss = self._work.evaluate(engine, step - 1)
+        loss = self._task.evaluate(engine, step - 1)
         self._owes_evaluation = False
         if loss is None or self._directory is None:
             return
@@ -361,12 +361,12 @@ class Training(Generic[EngineT]):
         horizons, devices = extra.get("horizons"), extra.get("devices", ["cpu"])
         is_step = type(step) is int and step >= 0
         if not (is_step and _is_list_of(horizons, int) and _is_list_of(devices, str)):
-            raise CheckpointError(f"{self._directory.checkpoint} was not written by {self._work.command}")
+            raise CheckpointError(f"{self._directory.checkpoint} was not written by {self._task.command}")
         refuse_past(self._directory.path, step, self._options.steps)
         self._owes_evaluation = extra.get(_OWED) is True
         self._horizons = _followed_by(list(horizons), self._options.steps)
         self._devices = _followed_by(list(devices), self._options.device_kind)
-        self._work.check_history(self._horizons, self._devices)
+        self._task.check_history(self._horizons, self._devices)
         self._directory.keep_options(self._options.kept)
         self._progress.first_step = self._progress.last_step = self._saved_step = step
         for record in self._directory.read_metrics(step):

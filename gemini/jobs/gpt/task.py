@@ -1,4 +1,4 @@
-"""The work of ``gemini train`` for the loop of :mod:`gemini.jobs.run.training`: a GPT on bytes. Also records
+"""The task of ``gemini train`` for the loop of :mod:`gemini.jobs.run.training`: a GPT on bytes. Also records
 a few steps of it for ``gemini trace``."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gemini.timeline import TimelineRecorder
 EngineFactory = Callable[[TrainConfig], TieredEngine]
 
 
-class GPTWork:
+class GPTTask:
     """Trains the GPT of ``config`` on ``corpus``. If ``weights`` is given, the final weights are written to
     it."""
 

@@ -1,4 +1,4 @@
-"""The work of ``gemini finetune`` for the loop of :mod:`gemini.jobs.run.training`."""
+"""The task of ``gemini finetune`` for the loop of :mod:`gemini.jobs.run.training`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LAYOUTS = {
 }
 
 
-class FineTuneWork:
+class FineTuneTask:
     """Trains a model on tokens of its tokenizer, and exports it to ``target`` at the end.
 
     Raises:
