@@ -67,7 +67,7 @@ class _Part:
     fate: None = None
 
 
-class _Estate:
+class _ArrayPool:
     """Arrays that rooms of one model pass on to later rooms, because chunks are never removed.
 
     ``taken``: arrays of the room that is ``open``; that room may be garbage-collected without being closed.
@@ -82,12 +82,12 @@ class _Estate:
         self._manager = manager
 
     @classmethod
-    def of(cls, manager: GeminiManager) -> _Estate:
-        """Return the estate of a model; create it at the first call."""
-        found = vars(manager).get("kv_estate")
+    def of(cls, manager: GeminiManager) -> _ArrayPool:
+        """Return the pool of a model; create it at the first call."""
+        found = vars(manager).get("kv_pool")
         if not isinstance(found, cls):
             found = cls(manager)
-            manager.keep_estate(found)
+            manager.keep_kv_pool(found)
         return found
 
     @property
@@ -122,7 +122,7 @@ class _Estate:
     def tidy(self) -> None:
         """Take back the arrays of a garbage-collected room, and settle returned ones."""
         if self.open is not None and self.open() is None:
-            self.take_back()
+            self.close_room()
         self._settle()
 
     def free(self, tensors: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ class _Estate:
             if held:
                 self._manager.chunks.free(held)
 
-    def take_back(self) -> None:
+    def close_room(self) -> None:
         """Close the open room: its arrays become spare, and plans get all of DEVICE again."""
         manager, taken = self._manager, self.taken
         self.open, self.taken = None, []
@@ -167,15 +167,15 @@ class KVRoom:
     ) -> None:
         """``raises_disk``: the DISK budget is a default, so it grows with new arrays."""
         manager.refuse_closed()
-        self._estate = _Estate.of(manager)
-        self._estate.tidy()
+        self._pool = _ArrayPool.of(manager)
+        self._pool.tidy()
         chunks, before = manager.chunks, manager.context
         self.nbytes, self.device_bytes = nbytes, min(nbytes, device_bytes)
         self.block_bytes = chunks.device.block_bytes
         self._manager = manager
         self._raises_disk = raises_disk and chunks.budgets.disk_dir is not None
         _refuse(manager, nbytes - self.device_bytes, self.device_bytes)
-        more = max(0, nbytes - self._estate.spare_bytes) if self._raises_disk else 0
+        more = max(0, nbytes - self._pool.spare_bytes) if self._raises_disk else 0
         capacity = replace(before.capacity, disk_bytes=chunks.budgets.disk_bytes + more)
         size = before.size
         before.policy.warmup_plan(replace(size, total_bytes=size.total_bytes + nbytes), capacity)
@@ -187,7 +187,7 @@ class KVRoom:
         manager.replan(
             replace(before, capacity=left, other_bytes=nbytes, other_device_bytes=self.device_bytes)
         )
-        self._estate.open = weakref.ref(self)
+        self._pool.open = weakref.ref(self)
 
     @property
     def usable_device_bytes(self) -> int:
@@ -204,14 +204,14 @@ class KVRoom:
         """
         spec = self._spec(chunk_bytes)
         count = -(-nbytes // spec.nbytes)
-        array = self._estate.spare(spec.nbytes, count) or self._made(spec, count)
+        array = self._pool.spare(spec.nbytes, count) or self._made(spec, count)
         array.shorten(count)
-        self._estate.taken.append(array)
+        self._pool.taken.append(array)
         return array
 
     def put_back(self, array: KVArray) -> None:
         """Return ``array``, which is no longer needed."""
-        self._estate.put_back(array)
+        self._pool.put_back(array)
 
     def fetch(self, tensors: list[int]) -> None:
         """Pin ``tensors`` on DEVICE until :meth:`let_go`. Raises as a PreOp."""
@@ -224,16 +224,16 @@ class KVRoom:
     def lend(self, array: KVArray, begin: int, end: int) -> tuple[torch.UntypedStorage, int]:
         """Return a storage with the bytes of ``array`` from ``begin`` to ``end``, and the offset of ``begin``
         in it. The chunks stay on DEVICE while the storage lives. Raises as a PreOp."""
-        return self._estate.leases.storage(array.part(begin, end)), begin % array.chunk_bytes
+        return self._pool.leases.storage(array.part(begin, end)), begin % array.chunk_bytes
 
     def free(self, tensors: Sequence[int]) -> None:
         """Free the content of ``tensors``, except for those in use."""
-        self._estate.free(tensors)
+        self._pool.free(tensors)
 
     def close(self) -> None:
         """Return all arrays, and give plans all of DEVICE again. Idempotent."""
-        if self._estate.open is not None and self._estate.open() is self:
-            self._estate.take_back()
+        if self._pool.open is not None and self._pool.open() is self:
+            self._pool.close_room()
 
     def _spec(self, nbytes: int) -> ChunkSpec:
         numel = whole_blocks(nbytes, self.block_bytes)

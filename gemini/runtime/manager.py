@@ -240,12 +240,12 @@ class GeminiManager(Gate):
         self.part: PartOfModel | None = None  # the model was cut before it was wrapped
         self.in_step = False  # a step that trains has begun and not ended
         self.clock = StepClock()
-        self.kv_estate: object = None  # see keep_estate()
+        self.kv_pool: object = None  # see keep_kv_pool()
         remember(self)
 
-    def keep_estate(self, estate: object) -> None:
+    def keep_kv_pool(self, pool: object) -> None:
         """Keep the object that successive rooms for keys and values pass to each other."""
-        self.kv_estate = estate
+        self.kv_pool = pool
 
     def shard(self, sharding: Sharding) -> None:
         """Let ``sharding`` gather the chunks that operators use."""
