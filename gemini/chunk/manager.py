@@ -824,7 +824,7 @@ class ChunkManager:
                 outcome = self.table.abort(action.id)
                 failed = IoError(completion.errno, completion.message, completion.path, completion.offset)
             try:
-                self._take_back(action, outcome)
+                self._free_unused(action, outcome)
             except IoError as error:  # the other transfers have ended too, and are not reported again
                 failed = failed or error
             if self.observer is not None:
@@ -833,7 +833,7 @@ class ChunkManager:
             raise failed
         return bool(completions)
 
-    def _take_back(self, action: _C.Action, outcome: _C.Completion) -> None:
+    def _free_unused(self, action: _C.Action, outcome: _C.Completion) -> None:
         chunk = self.chunks[action.chunk]
         if outcome.source_freed:
             self._unmap(chunk, action.from_tier)

@@ -30,7 +30,7 @@ from gemini.model.tiled_heads import TiledHeads
 from gemini.placement import PlanReport
 from gemini.runtime import ManagedSlot
 from gemini.runtime.adopt import Adopted, collected_once, release_adopted, second_names
-from gemini.runtime.arrivals import Changes, find_changes, take_in
+from gemini.runtime.arrivals import Changes, adopt_new, find_changes
 from gemini.runtime.build import Built
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.gate.gradients import LooseBytes
@@ -292,7 +292,7 @@ class ManagedModel:
         self._counted: dict[str, float] = {}
         # The plan's prediction for this rank, with the keys of measured_step(); None: no plan is run.
         self.predicted_step: Mapping[str, float] | None = None
-        self.manager.take_types(config.precision, self.storage.slots.values())
+        self.manager.set_precision(config.precision, self.storage.slots.values())
         self._first_passes = FirstPasses(module, config.precision)
         self.managed = ManagedParameters(module)
         self.compiled = CompiledBlocks(self.manager, module)
@@ -602,7 +602,7 @@ class ManagedModel:
             # The save covers the old parameters.
             manager.together(lambda: manager.snapshot.close(finish=True))
             numel = self.search.chunk_numel
-            adopted = take_in(self.module, changes, self.config, numel, self.device, storage, manager)
+            adopted = adopt_new(self.module, changes, self.config, numel, self.device, storage, manager)
             self._adopted = [*self._adopted, *adopted]
             self._follow_module()
         held = {param: name for name, param in self.module.named_parameters()}

@@ -62,14 +62,14 @@ def retry_step(model: ManagedModel, step: Callable[[], T]) -> T:
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
-        first_share = _take_back(model, start, error)
+        first_share = _undo_step(model, start, error)
     manager.shortage.make_room()
     try:
         return attempt()
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
-        _take_back(model, start, error)
+        _undo_step(model, start, error)
         raise OutOfBudgetError(_message(model, error, first_share)) from error
 
 
@@ -86,7 +86,7 @@ def _refuse(model: ManagedModel) -> None:
         )
 
 
-def _take_back(model: ManagedModel, start: _Start | None, error: BaseException) -> int:
+def _undo_step(model: ManagedModel, start: _Start | None, error: BaseException) -> int:
     """Undo the part of a step that ran before ``error``; return the DEVICE bytes that model data may take
     from now on."""
     drop_locals(error)  # frees activations; first, because the rest may need memory

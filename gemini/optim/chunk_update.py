@@ -248,7 +248,7 @@ class ChunkUpdate:
     def _run(self, operator: _Operator) -> None:
         rewritten = self._taken_rewritten()
         while self._begun:
-            self._take_back()
+            self._finish_oldest()
         while self._left:
             self._update(self._left[0], rewritten, operator)
         if self._rule.keeps_small and self._elsewhere:
@@ -398,7 +398,7 @@ class ChunkUpdate:
         del self._left[0]
         work.give(updates.thread)
 
-    def _take_back(self) -> None:
+    def _finish_oldest(self) -> None:
         """Wait until the CPU has updated the oldest piece that was started, and unpin it."""
         left = self._wait_for_first()
         del self._begun[0]

@@ -466,7 +466,7 @@ class ManagedGroups(WrappedOptimizer):
         self.make_states(optim)
         forget_states(self, slots_in_order(self))
 
-    def take_chunks(self) -> None:
+    def note_new_chunks(self) -> None:
         """Apply the file share and the HOST placement also to states of parameters that were unfrozen later.
         Raises like :meth:`make_states`.
         """

@@ -429,7 +429,7 @@ def manage_quantized(
     """Make a quantized weight managed; its bytes must be in its chunk."""
     dtype, device = param.dtype, param.device
     keep_layout(owner)
-    slot.take_form(form)
+    slot.set_quantized_form(form)
     make_managed_quantized(param, form, slot.param_view, slot.param_ref, slot, name_again)
     slot.param_ref.manager.parameters.add(cast("ManagedParameter", param))
     restore_saved_weights()

@@ -68,7 +68,7 @@ def find_changes(
     return Changes(names, departed, Outline.of(module, config, manager))
 
 
-def take_in(
+def adopt_new(
     module: nn.Module,
     changes: Changes,
     config: GeminiConfig,
@@ -93,7 +93,7 @@ def take_in(
         raises_disk = config.disk_bytes is None and manager.chunks.budgets.disk_bytes > 0
         operator = _largest_operator(changes, specs, device)
         assert manager.growth is not None
-        slots = manager.growth.take_in(specs, operator, raises_disk=raises_disk)
+        slots = manager.growth.add_parameters(specs, operator, raises_disk=raises_disk)
     try:
         adopted = _adopt(module, slots, manager)
     except BaseException:

@@ -37,7 +37,7 @@ class StateOwner(Protocol):
     def kept_of(self, group: ChunkGroup) -> Kept:
         """Return the states that are kept of the parameters of a group."""
 
-    def take_chunks(self) -> None:
+    def note_new_chunks(self) -> None:
         """Called after chunks were created for some of the slots."""
 
 
@@ -93,7 +93,7 @@ class Growth:
         if not is_watched(param):
             watch(param)
 
-    def take_in(
+    def add_parameters(
         self, specs: Sequence[GroupSpec], operator: tuple[int, str], *, raises_disk: bool
     ) -> list[ManagedSlot]:
         """Create the chunks of parameters that were added to the module, with the layouts in ``specs``, and
@@ -160,7 +160,7 @@ class Growth:
             manager.sharding.add_gradient(storage, grad)
         manager.replan(manager.context)
         for owner in owners:
-            owner.take_chunks()
+            owner.note_new_chunks()
 
     def _grow(self, more: Mapping[ChunkGroup, Kept]) -> None:
         storage, manager = self._storage, self._manager

@@ -271,7 +271,7 @@ class GeminiManager(Gate):
         """Return the result of ``action``. Over several ranks all ranks raise if it fails on one."""
         return action() if self.sharding is None else self.sharding.peers.together(action)
 
-    def take_part(self, part: PartOfModel) -> None:
+    def set_part(self, part: PartOfModel) -> None:
         """Note that the model is one part of a larger model, described by ``part``."""
         self.part = part
 

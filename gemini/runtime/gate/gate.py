@@ -187,7 +187,7 @@ class Grows(Protocol):
     def unfreeze(self, param: Any) -> None:
         """Create the gradient of ``param``, which never trained before."""
 
-    def take_in(self, specs: Any, operator: tuple[int, str], *, raises_disk: bool) -> Any:
+    def add_parameters(self, specs: Any, operator: tuple[int, str], *, raises_disk: bool) -> Any:
         """Create the chunks of parameters that were added to the module."""
 
 
@@ -239,7 +239,7 @@ class Gate(ABC):
         self._locked = self.lock.tensors
         self._due = self.pending.by_tensor  # checked in each PreOp
 
-    def take_types(self, precision: torch.dtype | None, slots: Collection[Slot]) -> None:
+    def set_precision(self, precision: torch.dtype | None, slots: Collection[Slot]) -> None:
         """Set the ``precision`` in which operators use the parameters of ``slots``, a live collection; None:
         each in its own dtype."""
         self.mixes_dtypes = precision is not None

@@ -228,7 +228,7 @@ class ManagedSlot:
             self.grad = SlotGradient(self.name, gate, TensorRef(gate, add(chunk)), place)
         return self.grad
 
-    def take_form(self, form: QuantizedForm) -> None:
+    def set_quantized_form(self, form: QuantizedForm) -> None:
         """Note that the parameter is the bytes of a quantized weight in the format ``form``."""
         self.form = form
 
