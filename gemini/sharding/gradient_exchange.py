@@ -41,19 +41,19 @@ class Parts(Protocol):
 class FullParts(Parts):
     """Sends parts in fp32."""
 
-    def __init__(self, peers: Peers, room: torch.Tensor) -> None:
-        """``room``: fp32, at least as large as a whole gradient."""
+    def __init__(self, peers: Peers, buffer: torch.Tensor) -> None:
+        """``buffer``: fp32, at least as large as a whole gradient."""
         self._peers = peers
-        self._room = room
+        self._buffer = buffer
         self._count = peers.share.size
 
     def send(self, whole: torch.Tensor, count: int) -> Transfer:
         self._count = count
-        return self._peers.scatter_all(whole, self._room[: whole.numel()])
+        return self._peers.scatter_all(whole, self._buffer[: whole.numel()])
 
     def mean(self, whole: torch.Tensor) -> torch.Tensor:
         share = self._peers.share
-        places = list(self._room[: whole.numel()].view(share.size, -1).unbind(0))
+        places = list(self._buffer[: whole.numel()].view(share.size, -1).unbind(0))
         total = places[share.rank]  # nothing arrived there
         terms = [*places[: share.rank], _own(whole, self._peers), *places[share.rank + 1 :]]
         torch.add(terms[0], terms[1], out=total)
@@ -65,40 +65,40 @@ class NarrowParts(Parts):
     rounded, so that none overflows unless the mean does. A rank's own part is rounded too, because which rank
     owns an element depends on the layout of chunks."""
 
-    def __init__(self, peers: Peers, room: torch.Tensor, dtype: torch.dtype) -> None:
-        """``room``: as for :class:`FullParts`; sent and received parts share it."""
+    def __init__(self, peers: Peers, buffer: torch.Tensor, dtype: torch.dtype) -> None:
+        """``buffer``: as for :class:`FullParts`; sent and received parts share it."""
         self._peers = peers
-        self._room = room
+        self._buffer = buffer
         self._dtype = dtype
 
     def send(self, whole: torch.Tensor, count: int) -> Transfer:
-        sent, arrived = self._room[: whole.numel()].view(self._dtype).chunk(2)
+        sent, arrived = self._buffer[: whole.numel()].view(self._dtype).chunk(2)
         sent.copy_(whole.mul_(1.0 / count))
         return self._peers.scatter_all(sent, arrived)
 
     def mean(self, whole: torch.Tensor) -> torch.Tensor:
         share = self._peers.share
-        sent, arrived = self._room[: whole.numel()].view(self._dtype).view(2, share.size, -1)
+        sent, arrived = self._buffer[: whole.numel()].view(self._dtype).view(2, share.size, -1)
         terms = [*arrived[: share.rank], sent[share.rank], *arrived[share.rank + 1 :]]
         total = _add(_own(whole, self._peers).copy_(terms[0]), terms[1:])
-        return self._room[: total.numel()].copy_(total)
+        return self._buffer[: total.numel()].copy_(total)
 
 
 class LoneParts(Parts):
     """For a single owner: nothing is sent."""
 
-    def __init__(self, peers: Peers, room: torch.Tensor) -> None:
-        """``room``: as for :class:`FullParts`."""
+    def __init__(self, peers: Peers, buffer: torch.Tensor) -> None:
+        """``buffer``: as for :class:`FullParts`."""
         self._peers = peers
-        self._room = room
+        self._buffer = buffer
         self._count = 1
 
     def send(self, whole: torch.Tensor, count: int) -> Transfer:
         self._count = count
-        return self._peers.scatter_all(whole, self._room)
+        return self._peers.scatter_all(whole, self._buffer)
 
     def mean(self, whole: torch.Tensor) -> torch.Tensor:
-        return torch.mul(whole, 1.0 / self._count, out=self._room[: whole.numel()])
+        return torch.mul(whole, 1.0 / self._count, out=self._buffer[: whole.numel()])
 
 
 def _own(whole: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -150,9 +150,9 @@ class GradientExchange:
         self._reduce_dtype = reduce_dtype
         # For this rank's own expert groups, and for others; created when used.
         self._parts: dict[bool, Parts] = {}
-        self._room: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._room_tensor = -1
-        self._take_room(storage.exchange)
+        self._buffer: torch.Tensor = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._buffer_tensor = -1
+        self._set_buffer(storage.exchange)
         self._gradients: list[ShardedGradient] = []
         self._add_new_groups()
 
@@ -173,7 +173,7 @@ class GradientExchange:
         """Include ``grad``, of a parameter that was unfrozen, in exchanges. Collective."""
         self.settle()
         if storage.widen_exchange():
-            self._take_room(storage.exchange)
+            self._set_buffer(storage.exchange)
         (index,) = (i for i, group in enumerate(self._groups) if grad in _gradients(group))
         assert isinstance(grad, ShardedGradient)
         self._add(index, grad)
@@ -182,7 +182,7 @@ class GradientExchange:
         """Include the gradients of new groups in exchanges. Collective."""
         self.settle()
         if storage.widen_exchange():
-            self._take_room(storage.exchange)
+            self._set_buffer(storage.exchange)
         self._add_new_groups()
 
     def keep(self, grad: ShardedGradient) -> None:
@@ -200,11 +200,11 @@ class GradientExchange:
         grad.tell(_Events(self, index, len(self._gradients)))
         self._gradients.append(grad)
 
-    def _take_room(self, exchange: Chunk | None) -> None:
+    def _set_buffer(self, exchange: Chunk | None) -> None:
         """Use ``exchange`` for received parts; None: there are no gradients."""
         if exchange is not None:
-            self._room = exchange.tensor
-            self._room_tensor = self._gate.chunks.add_tensor(exchange)
+            self._buffer = exchange.tensor
+            self._buffer_tensor = self._gate.chunks.add_tensor(exchange)
         self._parts.clear()
 
     def _parts_of(self, group: ChunkGroup) -> Parts:
@@ -213,11 +213,11 @@ class GradientExchange:
         if is_own not in self._parts:
             owners = self._owners.of(group)
             if owners.is_alone:
-                self._parts[is_own] = LoneParts(owners.peers, self._room)
+                self._parts[is_own] = LoneParts(owners.peers, self._buffer)
             elif self._reduce_dtype is None:
-                self._parts[is_own] = FullParts(owners.peers, self._room)
+                self._parts[is_own] = FullParts(owners.peers, self._buffer)
             else:
-                self._parts[is_own] = NarrowParts(owners.peers, self._room, self._reduce_dtype)
+                self._parts[is_own] = NarrowParts(owners.peers, self._buffer, self._reduce_dtype)
         return self._parts[is_own]
 
     def complete(self) -> list[int]:
@@ -232,7 +232,7 @@ class GradientExchange:
         group, gate = self._groups[index], self._gate
         assert group.grad is not None
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
-        gate.next_moment((*whole, self._room_tensor))
+        gate.next_moment((*whole, self._buffer_tensor))
         for grad in _gradients(group):
             if not grad.is_local:
                 grad.view.zero_()
@@ -273,11 +273,11 @@ class GradientExchange:
             shard.grad.tensor.copy_(mean)
         gate.chunks.release(own, dirty=True)
         for grad in _gradients(group):
-            grad.take_mean()
+            grad.note_mean()
         if self._peers.share.replicas > 1:
             self._unequal.add(index)
-        gate.chunks.release((self._room_tensor,), dirty=False)
-        gate.chunks.free((self._room_tensor,))
+        gate.chunks.release((self._buffer_tensor,), dirty=False)
+        gate.chunks.free((self._buffer_tensor,))
 
     @torch.no_grad()
     def _average_replicas(self) -> None:
@@ -289,15 +289,15 @@ class GradientExchange:
             assert group.shard is not None
             assert group.shard.grad is not None
             own = [tensor for grad in _gradients(group) for tensor in grad.update_tensors]
-            gate.next_moment((*own, self._room_tensor))
+            gate.next_moment((*own, self._buffer_tensor))
             for grad in _gradients(group):
                 if not grad.is_shared:
                     grad.value.zero_()
-                grad.take_mean()
-            take_mean_of_copies(self._peers, group.shard.grad.tensor, self._room, self._reduce_dtype)
+                grad.note_mean()
+            average_over_copies(self._peers, group.shard.grad.tensor, self._buffer, self._reduce_dtype)
             gate.chunks.release(own, dirty=True)
-            gate.chunks.release((self._room_tensor,), dirty=False)
-            gate.chunks.free((self._room_tensor,))
+            gate.chunks.release((self._buffer_tensor,), dirty=False)
+            gate.chunks.free((self._buffer_tensor,))
         self._unequal.clear()
 
     def finish(self, doing: str = "", loss: float | None = None) -> float | None:
@@ -419,8 +419,8 @@ def _union(sets: Iterable[Sequence[int]]) -> list[int]:
     return sorted({number for words in sets for number in from_bits(words)})
 
 
-def take_mean_of_copies(
-    peers: Peers, values: torch.Tensor, room: torch.Tensor, dtype: torch.dtype | None
+def average_over_copies(
+    peers: Peers, values: torch.Tensor, buffer: torch.Tensor, dtype: torch.dtype | None
 ) -> None:
     """Replace fp32 ``values`` by their mean over the copies, the same on all of them, added in the order of
     the copies.
@@ -430,20 +430,20 @@ def take_mean_of_copies(
 
     Args:
         values: with ``dtype`` an even number of elements.
-        room: fp32, one element more per copy than ``values``; is overwritten.
+        buffer: fp32, one element more per copy than ``values``; is overwritten.
     """
     copies = peers.share.replicas
     if dtype is None:
-        _sum(peers, values, room, None)
+        _sum(peers, values, buffer, None)
         values.mul_(1.0 / copies)
         return
     half = values.numel() // 2
-    narrow = room[:half].view(dtype).copy_(values.mul_(1.0 / copies))
-    _sum(peers, narrow, room[half:].view(dtype), values)
+    narrow = buffer[:half].view(dtype).copy_(values.mul_(1.0 / copies))
+    _sum(peers, narrow, buffer[half:].view(dtype), values)
     values.copy_(narrow)
 
 
-def _sum(peers: Peers, values: torch.Tensor, room: torch.Tensor, scratch: torch.Tensor | None) -> None:
+def _sum(peers: Peers, values: torch.Tensor, buffer: torch.Tensor, scratch: torch.Tensor | None) -> None:
     """Replace ``values`` by their sum, added in ``scratch`` (None: in their own dtype).
 
     Each rank adds one part of the values for all copies and sends the sum to the others: less than twice the
@@ -453,7 +453,7 @@ def _sum(peers: Peers, values: torch.Tensor, room: torch.Tensor, scratch: torch.
     parts = values.tensor_split(copies)
     mine, size = parts[own], parts[own].numel()
     others = [copy for copy in range(copies) if copy != own]
-    terms = [room[copy * size : (copy + 1) * size] for copy in range(copies)]
+    terms = [buffer[copy * size : (copy + 1) * size] for copy in range(copies)]
     peers.swap_copies([(copy, parts[copy], terms[copy]) for copy in others])
     total, terms[own] = terms[own] if scratch is None else scratch[:size], mine
     total.copy_(terms[0])

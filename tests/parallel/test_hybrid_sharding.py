@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from gemini import ConfigError, GeminiDDP
 from gemini.comm.ranks import ProcessGroupPeers
 from gemini.parallel import Booster, GeminiPlugin
-from gemini.sharding.gradient_exchange import take_mean_of_copies
+from gemini.sharding.gradient_exchange import average_over_copies
 
 RECIPE = Recipe(clip=0.05)
 
@@ -127,7 +127,7 @@ def _mean(values: list[Tensor], dtype: torch.dtype | None) -> Tensor:
     assert own is not None
     peers = ProcessGroupPeers(own, dist.group.WORLD, [0, 1, 2])
     mine = values[dist.get_rank()].clone()
-    take_mean_of_copies(peers, mine, torch.full((mine.numel() + 3,), torch.nan), dtype)
+    average_over_copies(peers, mine, torch.full((mine.numel() + 3,), torch.nan), dtype)
     return mine
 
 

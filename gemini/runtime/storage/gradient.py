@@ -405,7 +405,7 @@ class ShardedGradient(SlotGradient):
         """Set the receiver of this gradient's events."""
         self.events = events
 
-    def take_mean(self) -> None:
+    def note_mean(self) -> None:
         """Note that the shard holds the mean over the ranks."""
         self.is_shared = True
         self._left = Left.NOTHING
@@ -504,7 +504,7 @@ class ShardedGradient(SlotGradient):
             tensor = (self._place.tensor,)
             with torch.no_grad(), self._gate.operator(tensor, tensor):
                 self.value.zero_()
-            self.take_mean()
+            self.note_mean()
 
     def free(self) -> None:
         """Discard this rank's gradient and its shard, unless a pending update has taken the shard."""
