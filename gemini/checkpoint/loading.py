@@ -50,7 +50,7 @@ from gemini.errors import CheckpointError, ConfigError
 from gemini.model.handle import ManagedModel
 from gemini.model.weights import import_others
 from gemini.optim.gemini_optimizer import GeminiOptimizer
-from gemini.optim.state_exchange import note_frozen, take_counts, write_state, write_state_range
+from gemini.optim.state_exchange import note_frozen, replace_step_counts, write_state, write_state_range
 from gemini.runtime import write_range, write_values
 from gemini.system import rng
 from gemini.system.process import shown_as
@@ -397,7 +397,7 @@ def _load_once(
             _load_values(reader, model, optimizer, objects["extra_states"], rank, leave)
             _agree(rank, restore)
             _load_small(objects, optimizer)
-            optimizer.rule.take_attributes(objects.get("attributes", {}))
+            optimizer.rule.restore_attributes(objects.get("attributes", {}))
     optimizer.mark_complete()
     extra: dict[str, Any] = reader.manifest["extra"]
     return extra
@@ -589,7 +589,7 @@ def _load_moments(reader: CheckpointReader, model: ManagedModel, optimizer: Gemi
     slots = model.storage.slots
     saved = reader.manifest["optimizer_steps"]
     counts = {slots[name]: int(saved[name]) for name in _states_wanted(reader.manifest, optimizer)}
-    take_counts(optimizer, counts)
+    replace_step_counts(optimizer, counts)
     for slot in (slot for slot in slots.values() if slot in counts):
         for state in optimizer.states_of(slot):
             if reader.stride(slot.name) == slot.param_view.stride():

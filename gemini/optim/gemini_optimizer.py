@@ -476,7 +476,7 @@ class GeminiOptimizer(ManagedGroups):
     def _follow(self, described: str) -> None:
         """Repeat a gradient call that another rank described, with that rank's settings."""
         call, arguments, settings = json.loads(described)
-        self.take_settings(settings)
+        self.apply_settings(settings)
         if call == "get_param_grad":
             params = (param for group in self.param_groups for param in group["params"])
             arguments["param"] = next(p for p in params if p._slot.name == arguments["param"])

@@ -93,7 +93,7 @@ class LoneRule(KeptAsNamed):
         if odd:
             raise ConfigError(f"{odd[0]!r} is no attribute that a step of {kind.__name__} changes")
 
-    def take_attributes(self, values: Mapping[str, Any]) -> None:
+    def restore_attributes(self, values: Mapping[str, Any]) -> None:
         vars(self._optim).update(values)
         self._written |= values.keys()
 

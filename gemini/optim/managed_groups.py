@@ -370,14 +370,14 @@ class ManagedGroups(WrappedOptimizer):
     def stand_for(self, optim: torch.optim.Optimizer) -> None:
         """Drive ``optim`` from now on: share its hooks, and serve states and groups on its behalf."""
         self.share_hooks(optim)
-        self.take_driven_groups(optim)
+        self.record_driven_groups(optim)
         if isinstance(optim, SelfManaged):
             optim.give_to(self)
         if isinstance(optim.state, ManagedStates):  # left by an earlier wrapper
             optim.state = defaultdict(dict)
         refuse_states_of(optim, self, lambda wrapper: not wrapper.model.manager.is_closed)
 
-    def take_driven_groups(self, optim: torch.optim.Optimizer) -> None:
+    def record_driven_groups(self, optim: torch.optim.Optimizer) -> None:
         """Record the current groups of the driven ``optim`` as those it must keep."""
         self._driven_groups = list(optim.param_groups)
 
@@ -657,7 +657,7 @@ class ManagedGroups(WrappedOptimizer):
         hypers = (self.rule.hyper(group) for group in self.param_groups)
         return [h.as_numbers() if isinstance(h, GroupSettings) else asdict(h) for h in hypers]
 
-    def take_settings(self, settings: list[dict[str, Any]]) -> None:
+    def apply_settings(self, settings: list[dict[str, Any]]) -> None:
         """Apply another rank's :meth:`exported_settings`."""
         for group, given in zip(self.param_groups, settings, strict=True):
             for name, value in given.items():

@@ -127,7 +127,7 @@ class UpdateRule(Protocol):
     def check_attributes(self, names: Iterable[str]) -> None:
         """Raise ConfigError if :meth:`attributes` never returns one of ``names``."""
 
-    def take_attributes(self, values: Mapping[str, Any]) -> None:
+    def restore_attributes(self, values: Mapping[str, Any]) -> None:
         """Restore attributes that :meth:`attributes` returned."""
 
     @property
@@ -187,9 +187,9 @@ class Independent:
         return {}
 
     def check_attributes(self, names: Iterable[str]) -> None:
-        """Accept any names: :meth:`take_attributes` ignores them."""
+        """Accept any names: :meth:`restore_attributes` ignores them."""
 
-    def take_attributes(self, values: Mapping[str, Any]) -> None:
+    def restore_attributes(self, values: Mapping[str, Any]) -> None:
         """Do nothing."""
 
 

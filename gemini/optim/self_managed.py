@@ -145,7 +145,7 @@ class SelfManaged(torch.optim.Optimizer):
         if self._own is not None:
             self._own.add_param_group(param_group)
             self.param_groups += self._own.param_groups[count:]
-            self._own.take_driven_groups(self)
+            self._own.record_driven_groups(self)
             return
         try:
             for group in self.split_group(param_group):

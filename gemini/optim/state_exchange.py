@@ -184,7 +184,7 @@ def forget_states(optimizer: ManagedOptimizer, slots: Iterable[ManagedSlot]) -> 
                 write_state(optimizer, slot, state, _ZERO)
 
 
-def take_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> None:
+def replace_step_counts(optimizer: ManagedOptimizer, steps: dict[ManagedSlot, int]) -> None:
     """Replace all step counts by ``steps``, and zero the states of parameters without a count there. The
     caller still writes the other states.
     """
@@ -347,7 +347,7 @@ def import_state(optimizer: ManagedOptimizer, loaded: CheckedState) -> None:
     counted = not optimizer.rule.shares
     steps = {slot: int(entry.get("step", 1)) if counted else 1 for slot, entry in loaded.states.items()}
     with torch.no_grad():
-        take_counts(optimizer, steps)
+        replace_step_counts(optimizer, steps)
         for slot, entry in loaded.states.items():
             states = optimizer.states_of(slot)
             found = optimizer.rule.imported(entry, _like(slot, slot.group.plan.updated_dtype))
