@@ -392,7 +392,7 @@ class _Loading:
                 f"{type(model).__name__}.from_pretrained did not load as a model of transformers does; build "
                 "the module on 'meta' and give it to gemini.manage()"
             )
-        self._take_fresh(model)
+        self._write_initialized(model)
         late: Sequence[Adopted] = ()
         if self._quantized is not None:
             self._quantized.refuse_missing()
@@ -417,7 +417,7 @@ class _Loading:
         manage(module, **self._options)
         return module
 
-    def _take_fresh(self, model: nn.Module) -> None:
+    def _write_initialized(self, model: nn.Module) -> None:
         """Write the weights that transformers initialized, over ranks rank 0's, and put the managed
         parameters back in their places.
         """

@@ -350,7 +350,7 @@ class SharedContents:
         for (_, there), before in zip(self._pairs, self._before, strict=True):
             _fill(there, before)
 
-    def take_over(self, new: Callable[[torch.Tensor], Any], mark: Callable[[Any], None]) -> bool:
+    def apply_changes(self, new: Callable[[torch.Tensor], Any], mark: Callable[[Any], None]) -> bool:
         """Apply the changes of the run to the originals: store ``new(tensor)`` for new tensors, and call
         ``mark`` for the originals of tensors that it wrote to. Return whether there were changes.
         """

@@ -181,7 +181,7 @@ class Pipeline:
             mine = torch.tensor(said, dtype=torch.int64, device="cpu")
             every = [each.tolist() for each in self._everyone.all_gather(mine)]
             self._engine.follow(str([each[3] for each in every]))
-            self._shared.take_over([each[6 : 6 + len(changes)] for each in every])
+            self._shared.apply_changes([each[6 : 6 + len(changes)] for each in every])
             refusal = _different([(*each[:3], each[5]) for each in every], refusal)
             if self._axis is not None:  # each rank along dp and along sp has its own seed
                 seed = next(each[-1] for each in every if (each[0], each[4]) == (place, self._sequence_place))

@@ -255,7 +255,7 @@ class RemoteModule(_OfKind, nn.Module):
             return False
         finally:
             shared.begin_again()
-            shared.take_over(lambda value: value, lambda value: None)
+            shared.apply_changes(lambda value: value, lambda value: None)
             restore_plain_values([self._held[0]], counters)
         return True
 
@@ -302,7 +302,7 @@ class RemoteModule(_OfKind, nn.Module):
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             output = self._assume(args, kwargs, error)
         placeholders = self._pass.placeholders
-        has_written = shared.take_over(lambda value: _of(self._pass, value, device), placeholders.mark)
+        has_written = shared.apply_changes(lambda value: _of(self._pass, value, device), placeholders.mark)
         has_counted = plain_values([self._held[0]]) != counters
         return tree_map(_on_meta, output), not (has_written or has_counted)
 

@@ -120,7 +120,7 @@ class SharedTrainability:
         now = [param is not None and param.requires_grad for param in self._params]
         return [-1 if new == old else int(new) for new, old in zip(now, self._known, strict=True)]
 
-    def take_over(self, every: Sequence[Sequence[int]]) -> None:
+    def apply_changes(self, every: Sequence[Sequence[int]]) -> None:
         """Apply the changes of all ranks. A weight that any rank has frozen is frozen."""
         for index, (param, said) in enumerate(zip(self._params, zip(*every, strict=True), strict=True)):
             changed = [each for each in said if each >= 0]

@@ -51,7 +51,7 @@ def mean_loss(loss: torch.Tensor, labels: torch.Tensor, axis: Axis | None, ignor
     return mean_of(total, count, axis)
 
 
-def take_loss_over_ranks(model: Any, axis: Axis | None) -> None:
+def install_mean_loss(model: Any, axis: Axis | None) -> None:
     """Make a causal language model of transformers return the mean loss over all ranks."""
     model.loss_function = partial(_causal_loss, model.loss_function, axis)
 

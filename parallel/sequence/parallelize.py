@@ -17,7 +17,7 @@ from gemini.parallel.sequence.batch import Batch, Order, cut_batch, filled, shif
 from gemini.parallel.sequence.block_cut import cut_at_blocks, find_blocks
 from gemini.parallel.sequence.hugging_face import refuse_unfit, replace_attention
 from gemini.parallel.sequence.inner_models import refuse_unfit_wrapper, require_loss_of
-from gemini.parallel.sequence.mean_loss import IGNORED, mean_loss, take_loss_over_ranks
+from gemini.parallel.sequence.mean_loss import IGNORED, install_mean_loss, mean_loss
 from gemini.parallel.transformers_model import find_pretrained
 
 METHODS = ("ulysses", "ring")
@@ -228,7 +228,7 @@ def parallelize_sequence(
         sequence.shifts_labels = family.looks_back_only and family.loss is Loss.CAUSAL
         sequence.refuses_labels = sequence.looks_back_only and not sequence.shifts_labels
         if sequence.shifts_labels:
-            take_loss_over_ranks(inner, sequence.averaging if takes_loss else None)
+            install_mean_loss(inner, sequence.averaging if takes_loss else None)
             if inner is not model:
                 require_loss_of(inner, model)
     return sequence

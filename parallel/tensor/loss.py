@@ -78,7 +78,7 @@ def vocabulary_cross_entropy(
     return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
-def take_loss_by_parts(model: nn.Module, axis: Axis) -> None:
+def install_parts_loss(model: nn.Module, axis: Axis) -> None:
     """Make a causal language model of transformers compute its loss from the ranks' parts of the logits."""
     model.loss_function = partial(_causal_loss, axis)  # type: ignore[assignment]
 

@@ -19,7 +19,7 @@ from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.partition import Cut, Partition, refuse_quantized
 from gemini.parallel.tensor.agreement import FirstGradients, WholeOutline
 from gemini.parallel.tensor.layers import Attention, ColumnLayer, CutLayer
-from gemini.parallel.tensor.loss import refuse_unknown_loss, take_loss_by_parts
+from gemini.parallel.tensor.loss import install_parts_loss, refuse_unknown_loss
 from gemini.parallel.tensor.plan import Resolved, resolve
 from gemini.parallel.tensor.region import Region, device_of, share_generators
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
@@ -173,7 +173,7 @@ def parallelize(
     cut_parameters(model, axis, work.cuts, partition)
     region = apply_styles(model, axis, work)
     if not gather_logits:
-        take_loss_by_parts(model, axis)
+        install_parts_loss(model, axis)
     if whole is not None:
         whole.watch(model, partition, region)
     FirstGradients(model, axis, partition)

@@ -26,7 +26,7 @@ from gemini.parallel.booster.checkpoint.sources import (
     unwrap,
 )
 from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors
-from gemini.parallel.booster.checkpoint.zero import take_weights
+from gemini.parallel.booster.checkpoint.zero import copy_to_masters
 from gemini.parallel.booster.data_parallel import ShardedData
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.zero import LowLevelZeroOptimizer
@@ -77,7 +77,7 @@ def load_model(
             target = model if isinstance(model, (GeminiDDP, ShardedData)) else unwrap(model)
             target.load_state_dict(known, strict=False)
         if isinstance(optimizer, LowLevelZeroOptimizer):
-            take_weights(optimizer, parameter_names(model), known)
+            copy_to_masters(optimizer, parameter_names(model), known)
 
 
 def _state_for(own: Mapping[str, Any], files: TensorFiles) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from gemini.parallel.booster.checkpoint.sources import (
 )
 from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
 from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors
-from gemini.parallel.booster.checkpoint.zero import take_weights
+from gemini.parallel.booster.checkpoint.zero import copy_to_masters
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.expert_ranks import DividedExperts, ExpertRanks
 from gemini.parallel.mesh import Axis, Mesh
@@ -326,7 +326,7 @@ def load_parts(
         with torch.no_grad():
             model.load_state_dict(known, strict=False)
         if isinstance(optimizer, LowLevelZeroOptimizer):
-            take_weights(optimizer, parameter_names(model), known)
+            copy_to_masters(optimizer, parameter_names(model), known)
 
 
 def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bool) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def state_sources(
     return sources, values
 
 
-def take_weights(
+def copy_to_masters(
     optimizer: LowLevelZeroOptimizer, names: Mapping[torch.Tensor, str], state: Mapping[str, torch.Tensor]
 ) -> None:
     """Copy weights that were loaded into the parameters to the masters, at the precision before any cast."""

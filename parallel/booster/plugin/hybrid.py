@@ -237,13 +237,13 @@ class HybridParallelPlugin(PartsPlugin):
         self._refuse_unplanned(model, precision)
         refuse_unfit_blocks(model, self._recompute)
         mesh = self.mesh
-        self._take_budgets(mesh)
+        self._apply_stage_budgets(mesh)
         wrap = self._data.prepared(model, optimizer, precision)
         if mesh is not None and (across := mesh.axis("sp")) is not None:
             across.together(partial(refuse_unfit_model, model))  # before layers are cut
         types = self._data.types(model, precision)
         sharing = self._expert_ranks(model, mesh)
-        parts, sequence = self._take_part(model, optimizer, mesh, types)
+        parts, sequence = self._keep_own_part(model, optimizer, mesh, types)
         if sharing is not None:
             parts.divide_experts(sharing)
         recompute_blocks(model, self._recomputed_here(model))
@@ -280,12 +280,12 @@ class HybridParallelPlugin(PartsPlugin):
             )
         self.ranks.together(partial(plan.check, model, self.ranks.size), failure=ConfigError)
 
-    def _take_budgets(self, mesh: Mesh | None) -> None:
+    def _apply_stage_budgets(self, mesh: Mesh | None) -> None:
         """Use the plan's budgets for this rank, if they differ between stages."""
         plan = self._plan
         if plan is not None and plan.stage_budgets is not None and isinstance(self._data, Chunks):
             axis = None if mesh is None else mesh.axis("pp")
-            self._data.take_budgets(plan.budget_options(0 if axis is None else axis.rank))
+            self._data.set_budgets(plan.budget_options(0 if axis is None else axis.rank))
 
     def _watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Give :meth:`stats` the plan's prediction for this rank, and measure its steps."""
@@ -343,7 +343,7 @@ class HybridParallelPlugin(PartsPlugin):
 
         return tuple(each for each in self._recompute if all(map(is_here, flat_names(each))))
 
-    def _take_part(
+    def _keep_own_part(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,

@@ -117,7 +117,7 @@ class Chunks:
             self._model_options.setdefault("strict_ddp_mode", True)
         self._optimizer_options = {key: value for key, value in options.items() if key in _UPDATED}
 
-    def take_budgets(self, budgets: Mapping[str, Any]) -> None:
+    def set_budgets(self, budgets: Mapping[str, Any]) -> None:
         """Use the budgets of this rank instead of the common ones. Without a DISK budget no file is made."""
         self._model_options = {**self._model_options, **budgets}
         if not budgets.get("disk_bytes"):

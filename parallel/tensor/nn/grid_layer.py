@@ -196,7 +196,7 @@ def partition_of(model: nn.Module) -> Partition:
             f"and in mode {grids[0].mode!r} a rank has a part of the batch: take Linear, LayerNorm, "
             "Embedding, PatchEmbedding or Classifier of gemini.parallel.tensor.nn for them"
         )
-    _take_first(every, others, model)
+    _broadcast_first(every, others, model)
     return partition
 
 
@@ -208,11 +208,11 @@ def partition_along(model: nn.Module, axis: Axis | None) -> Partition:
         return partition_of(model)
     names = dict(model.named_parameters(remove_duplicate=False))
     if axis is not None:
-        _take_first(axis, names, model)
+        _broadcast_first(axis, names, model)
     return Partition(axis, names)
 
 
-def _take_first(every: Axis, others: dict[str, nn.Parameter], model: nn.Module) -> None:
+def _broadcast_first(every: Axis, others: dict[str, nn.Parameter], model: nn.Module) -> None:
     """Broadcast the first rank's values of parameters and buffers that are whole on each rank."""
     for param in {id(param): param for param in others.values()}.values():
         if not param.is_meta:
