@@ -257,7 +257,7 @@ class GeminiManager(Gate):
         """The orders of evaluation passes, created at the first evaluation."""
         made = Evaluations(self.chunks, self.context, self._memstats, self._names)
         if self.is_sharded:
-            made.be_alike()
+            made.use_one_order()
         if self.shortage.withheld_bytes:
             made.withhold(self.shortage.withheld_bytes)
         return made
@@ -501,7 +501,7 @@ class GeminiManager(Gate):
     def end_residence(self) -> None:
         """Allow chunks to leave DEVICE again: operators run their PreOp."""
         self.resident = self.snapshot.residence(False)
-        self.tell_of_residence()
+        self.note_residence_end()
 
     def withhold(self, nbytes: int) -> None:
         """Make plans leave ``nbytes`` of DEVICE free in addition to their reserves."""

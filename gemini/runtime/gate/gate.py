@@ -212,7 +212,7 @@ class Gate(ABC):
         self.phase = FORWARD
         self.step = 0  # finished steps
         self.resident = False  # True: every chunk is on DEVICE permanently, operators need no PreOp
-        self._at_end_of_residence: Callable[[], None] | None = None
+        self._on_residence_end: Callable[[], None] | None = None
         self.cuts_tensors = False  # whether any tensor lies in several chunks
         self.mixes_dtypes = False  # True: operators may get fp32 beside parameters in 16 bits
         self.gradient_scale = GradientScale(self.operator)
@@ -316,19 +316,19 @@ class Gate(ABC):
         """Whether the model was closed, or belongs to another process."""
         return self._is_over
 
-    def when_residence_ends(self, call: Callable[[], None] | None) -> None:
+    def on_residence_end(self, call: Callable[[], None] | None) -> None:
         """Call ``call`` as soon as chunks may leave DEVICE again; None: no call."""
-        self._at_end_of_residence = call
+        self._on_residence_end = call
 
-    def tell_of_residence(self) -> None:
+    def note_residence_end(self) -> None:
         """Note that chunks may leave DEVICE from now on."""
-        if self._at_end_of_residence is not None:
-            self._at_end_of_residence()
+        if self._on_residence_end is not None:
+            self._on_residence_end()
 
     def refuse_use(self, refuse: Callable[..., None]) -> None:
         """Replace pre_op by ``refuse``, which raises (closed or forked model)."""
         self.resident, self._is_over = False, True
-        self.tell_of_residence()
+        self.note_residence_end()
         self.pre_op = refuse  # type: ignore[method-assign]
 
     def leave_to_parent(self) -> None:

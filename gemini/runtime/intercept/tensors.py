@@ -269,11 +269,11 @@ def resident(params: Sequence[torch.nn.Parameter]) -> Iterator[None]:
             if kind is ResidentParameter:
                 param.__class__ = ManagedParameter
 
-    manager.when_residence_ends(end)
+    manager.on_residence_end(end)
     try:
         yield
     finally:
-        manager.when_residence_ends(None)
+        manager.on_residence_end(None)
         end()
         with PlainTensors():
             pairs = zip(managed, versions, strict=True)

@@ -133,7 +133,7 @@ class Evaluations:
     """The orders of all evaluation passes of a model. One pass at a time: :meth:`choose` an order and begin
     it, then :meth:`end` or :meth:`abandon`.
 
-    ``current``: the order of the last pass. ``are_alike``: all passes use one order, because ranks with
+    ``current``: the order of the last pass. ``uses_one_order``: all passes use one order, because ranks with
     different inputs must plan alike.
     """
 
@@ -146,7 +146,7 @@ class Evaluations:
     ) -> None:
         """Start with the order of ``memstats`` if that is of evaluations with this layout. ``names``: the
         parameter name of each tensor, so that a trace can list parameters by first use."""
-        self.are_alike = False
+        self.uses_one_order = False
         self._chunks, self._context, self._names = chunks, context, names
         self._withheld_bytes = 0
         self._needs: dict[Hashable, PassNeeds] = {}
@@ -157,9 +157,9 @@ class Evaluations:
         if self.current.has_order:
             self._file(None, self.current)
 
-    def be_alike(self) -> None:
+    def use_one_order(self) -> None:
         """Plan independently of a pass's inputs, as ranks must."""
-        self.are_alike = True
+        self.uses_one_order = True
 
     @property
     def trace(self) -> Trace | None:
@@ -171,7 +171,7 @@ class Evaluations:
 
     def choose(self, call: Call) -> EvalOrder:
         """Return the order for a pass that is about to begin."""
-        self._call = call = Call() if self.are_alike else call
+        self._call = call = Call() if self.uses_one_order else call
         needs = self._needs.setdefault(call.entry, PassNeeds())
         guess = needs.guess(call.numel) if self._samples else 0
         self.current = self._known(call.entry) if guess is None else self._of(call.entry, guess)
