@@ -277,7 +277,7 @@ class GatheredChunks:
                 chunk.close()
 
     @property
-    def foretold(self) -> int:
+    def prediction_digest(self) -> int:
         """A digest of both predicted orders: equal on ranks with equal predictions."""
         return self._orders[True].digest << 31 | self._orders[False].digest
 

@@ -62,14 +62,14 @@ def encode(
     num_groups: int,
     *,
     step: int = 0,
-    foretold: int = 0,
+    prediction_digest: int = 0,
     ending: Ending = Ending.NONE,
     joining: int = 0,
 ) -> list[int]:
     """Return a rank's message, of equal length on all ranks. ``step``: steps that it has finished.
     ``joining``: the options of its ``join()``; 0: it is in none."""
     padded = [*wants, *([-1] * (WANTS - len(wants)))]
-    return [ending, step, foretold, joining, *padded, *to_bits(complete, num_groups)]
+    return [ending, step, prediction_digest, joining, *padded, *to_bits(complete, num_groups)]
 
 
 def decode(messages: Sequence[Sequence[int]]) -> Round:

@@ -317,13 +317,13 @@ class Sharding:
         try:
             self._chunks.make_room(wants, in_use)
             complete = self._gradients.complete()
-            step, foretold = self._gate.step, self._chunks.foretold
+            step, prediction_digest = self._gate.step, self._chunks.prediction_digest
             message = encode(
                 wants,
                 complete,
                 self._num_groups,
                 step=step,
-                foretold=foretold,
+                prediction_digest=prediction_digest,
                 ending=ending,
                 joining=self._joining.said if self._joining is not None else 0,
             )

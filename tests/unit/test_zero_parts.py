@@ -143,5 +143,5 @@ def test_what_is_forgotten_is_foretold_again_after_the_next_iteration() -> None:
 
 
 def test_round_says_whether_all_foretell_the_same() -> None:
-    assert decode([encode([], [], 1, foretold=7)] * 3).alike
-    assert not decode([encode([], [], 1, foretold=foretold) for foretold in (7, 7, 8)]).alike
+    assert decode([encode([], [], 1, prediction_digest=7)] * 3).alike
+    assert not decode([encode([], [], 1, prediction_digest=foretold) for foretold in (7, 7, 8)]).alike
