@@ -72,13 +72,13 @@ class Heartbeats:
         self._at = own_place()
         self._seen: dict[int, LastSeen] = {}
         self._questions = PulseQuestions()
-        self._told_of_busy = 0.0
+        self._warned_of_busy_s = 0.0
         self._broke = ""  # the message made when a connection broke
         self._looks_until = self._since_s = self._waits_since_s = 0.0
         self._world = dist.group.WORLD if count == dist.get_world_size() else None  # None: only some ranks
         with _EVERY_LOCK:
             _EVERY.add(self)
-        self._wake, self._told = threading.Event(), threading.Event()
+        self._wake, self._left_published = threading.Event(), threading.Event()
         end_gloo_gently()
         self._publish()
         beats = threading.Thread(
@@ -161,7 +161,9 @@ class Heartbeats:
         if not self._left:
             self._left = why
             self._wake.set()
-            self._told.wait(_MISSED_BEATS * self._beat_s)  # not longer: the store may be unreachable
+            self._left_published.wait(
+                _MISSED_BEATS * self._beat_s
+            )  # not longer: the store may be unreachable
 
     def beat(self) -> bool:
         """Publish this rank's state and, while a caller waits, read the other ranks'. Return whether to go
@@ -175,7 +177,7 @@ class Heartbeats:
         if time.monotonic() < self._looks_until:
             self._look()
         if left:
-            self._told.set()
+            self._left_published.set()
         return not left
 
     # -- what the others do ----------------------------------------------------------------------
@@ -287,9 +289,9 @@ class Heartbeats:
                 seen.answer(now)
             if not seen.take(found.get(rank, seen.state), now):
                 self._questions.ask(rank, seen.state.pulse)
-        self._tell_of_busy(now)
+        self._warn_of_busy(now)
 
-    def _tell_of_busy(self, now: float) -> None:
+    def _warn_of_busy(self, now: float) -> None:
         """Log, once per patience, the ranks that keep this one waiting because their interpreter is blocked
         in one call.
         """
@@ -298,8 +300,8 @@ class Heartbeats:
             for rank, seen in self._seen.items()
             if not seen.state.left and now - seen.beat_s > self.patience_s > now - seen.alive_s
         }
-        if self._waits and busy and now - self._told_of_busy > self.patience_s:
-            self._told_of_busy = now
+        if self._waits and busy and now - self._warned_of_busy_s > self.patience_s:
+            self._warned_of_busy_s = now
             each = "; ".join(f"rank {rank} ({seconds:.0f} s)" for rank, seconds in busy.items())
             logger.warning(
                 "rank %d waits (%s) for ranks whose process is alive, but busy in one call that keeps the "

@@ -67,7 +67,7 @@ class Sharding:
         self._abandoned = False
         self._strict = strict
         self._joining: Joining | None = None
-        self._is_told = False  # this rank knows that the passes of all ranks have ended
+        self._passes_ended = False  # this rank knows that the passes of all ranks have ended
         self.follower: WeakMethod[Follow] | None = None  # a method of the optimizer
 
     def __del__(self) -> None:
@@ -234,11 +234,11 @@ class Sharding:
         Raises:
             StateError: on all ranks: their purposes ``doing`` differ. Nothing was exchanged.
         """
-        if not self._is_told:
+        if not self._passes_ended:
             said = self._end_passes(Ending.COMPLETE)
             if said is not None and said.joined:
                 self.peers.say(call)
-        self._is_told = False
+        self._passes_ended = False
         if add_up is not None:
             add_up()
         return self._gradients.finish(doing, loss)
@@ -291,7 +291,7 @@ class Sharding:
                     "other ranks use their gradients (step, clipping), and there is no optimizer on this one "
                     "to do so with them; keep it until join() has ended"
                 )
-            self._is_told = True
+            self._passes_ended = True
             follow(calls[0])
 
     # -- rounds ----------------------------------------------------------------------------------

@@ -115,14 +115,14 @@ class Pipeline:
             StateError: another rank has failed; the message says which one and why. This rank's own errors
                 are raised unchanged. Neither rank can continue: restart from the last checkpoint.
         """
-        with self._told():
+        with self._reporting_errors():
             refusal, batches, order, seed = self._agree(batch, lacks_loss=criterion is None)
         if batch is ENDED and (refusal is None or self._everyone is None):
             raise StopIteration
         if refusal is not None:
             raise refusal  # on all ranks, before anything was done: they may continue with another batch
         assert order is not None
-        with self._told():
+        with self._reporting_errors():
             if self._axis is not None:
                 self._engine.learn(batches, self._axis.say)
             weights = self._weigh(batches, count)
@@ -134,15 +134,15 @@ class Pipeline:
         return Executed(loss, done.outputs if return_outputs and self._has_last else None)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reporting_errors(self) -> Iterator[None]:
         """Report an error raised inside the block to the other ranks."""
         try:
             yield
         except BaseException as error:
-            told = self._failed(error)
-            if told is error:
+            failure = self._failed(error)
+            if failure is error:
                 raise
-            raise told from error
+            raise failure from error
 
     def _agree(
         self, batch: Any, *, lacks_loss: bool

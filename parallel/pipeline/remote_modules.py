@@ -344,7 +344,7 @@ class RemoteBlock(RemoteModule):
         return first if isinstance(first, torch.Tensor) else super()._assume(args, kwargs, error)
 
 
-def _is_told_when_read(index: int, before: Any, after: Any) -> bool:
+def _is_readable_later(index: int, before: Any, after: Any) -> bool:
     """Return whether later stages read a changed value correctly, or get an error.
 
     That is so if nothing changed, or if a block stores a number in its own attributes (``index`` -1), which
@@ -457,7 +457,7 @@ class LocalBlock(_OfKind, nn.Module):
         output = self.block(*args, **kwargs)
         after = elsewhere.left(self.block)
         pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
-        changed = [name for name, pair in pairs.items() if not _is_told_when_read(name[0], *pair)]
+        changed = [name for name, pair in pairs.items() if not _is_readable_later(name[0], *pair)]
         if changed:
             raise ConfigError(
                 f"{self._name!r} leaves something in {changed[0][1]} in its forward pass, which stages "

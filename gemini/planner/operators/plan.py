@@ -133,14 +133,18 @@ def plan_of(problem: StepProblem, solution: Solution) -> OperatorPlan:
         seconds = 0.0
         wanted = list(zip(tensors_of(node), chosen[at].inputs, strict=True))
         for value, target in wanted:
-            seconds += _told(problem, chosen, value, target, problem.phase(at), known, said, messages)
+            seconds += _record_conversion(
+                problem, chosen, value, target, problem.phase(at), known, said, messages
+            )
         if (
             at in of_parameters
             and (gradient := problem.captured.gradients.get(of_parameters[at])) is not None
         ):
             layout = chosen[at].outputs[0]
             assert layout is not None
-            seconds += _told(problem, chosen, gradient, layout, gradients[gradient], known, said, messages)
+            seconds += _record_conversion(
+                problem, chosen, gradient, layout, gradients[gradient], known, said, messages
+            )
         kind = (
             "parameter"
             if at in of_parameters
@@ -173,7 +177,7 @@ def plan_of(problem: StepProblem, solution: Solution) -> OperatorPlan:
     )
 
 
-def _told(
+def _record_conversion(
     problem: StepProblem,
     chosen: Sequence[Strategy],
     value: fx.Node,
