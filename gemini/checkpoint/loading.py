@@ -385,7 +385,7 @@ def _load_once(
 
         _agree(rank, check)
         _agree(rank, model.manager.snapshot.before_write)
-        _give_up_gradients(model, optimizer, rank)
+        _discard_gradients(model, optimizer, rank)
         ((reader, objects, generators),) = opened
 
         def restore() -> None:
@@ -403,13 +403,13 @@ def _load_once(
     return extra
 
 
-def _give_up_gradients(model: ManagedModel, optimizer: GeminiOptimizer, rank: Rank) -> None:
-    """Discard all gradients. Ranks wait for each other in ``give_up_passes``; the actions that may fail on
+def _discard_gradients(model: ManagedModel, optimizer: GeminiOptimizer, rank: Rank) -> None:
+    """Discard all gradients. Ranks wait for each other in ``discard_passes``; the actions that may fail on
     one rank run before and after it.
     """
     _agree(rank, model.leave_passes)
-    model.give_up_passes()
-    _agree(rank, optimizer.give_up_gradients)
+    model.discard_passes()
+    _agree(rank, optimizer.discard_gradients)
 
 
 def _load_settings(

@@ -288,7 +288,7 @@ class ManagedModel:
         self.optimizers: WeakSet[Any] = WeakSet()
         self.accumulates = False
         self.add_up: Callable[[], None] | None = None
-        self.times_given_up = 0
+        self.times_discarded = 0
         self._counted: dict[str, float] = {}
         # The plan's prediction for this rank, with the keys of measured_step(); None: no plan is run.
         self.predicted_step: Mapping[str, float] | None = None
@@ -508,28 +508,28 @@ class ManagedModel:
             yield
             with self.manager.threads.inside("join"):
                 self.leave_passes()
-                sharding.serve(self._give_up_all)
+                sharding.serve(self._discard_all)
 
     def gradient_state(self) -> tuple[int, int]:
         """Return how often gradients were discarded and how many arrived; clipping compares these numbers."""
-        return self.times_given_up, self.manager.num_gradients
+        return self.times_discarded, self.manager.num_gradients
 
     @in_one_thread("zero_grad")
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, or fill them with zeros. Also call this after a forward or backward pass
         that raised, before repeating it. Collective: every rank waits until the passes of all ranks are over,
         so that no gradient of an old pass reaches the next one."""
-        self.give_up_passes()
-        self._give_up_all(set_to_none=set_to_none)
+        self.discard_passes()
+        self._discard_all(set_to_none=set_to_none)
         for param in self.module.parameters():
             if not isinstance(param, ManagedParameter) and param.grad is not None:  # added after wrapping
                 param.grad = None if set_to_none else param.grad.zero_()
 
-    def _give_up_all(self, *, set_to_none: bool = True) -> None:
-        self.times_given_up += 1
-        self.give_up_gradients(self.storage.slots.values(), set_to_none=set_to_none)
+    def _discard_all(self, *, set_to_none: bool = True) -> None:
+        self.times_discarded += 1
+        self.discard_gradients(self.storage.slots.values(), set_to_none=set_to_none)
 
-    def give_up_passes(self) -> None:
+    def discard_passes(self) -> None:
         """Wait until the forward and backward passes of all ranks are over, to discard their gradients.
 
         Raises:
@@ -538,15 +538,15 @@ class ManagedModel:
         """
         self.leave_passes()
         if self.manager.sharding is not None:
-            self.manager.sharding.give_up_passes()
+            self.manager.sharding.discard_passes()
 
     def leave_passes(self) -> None:
         """End this rank's forward and backward passes after an exception. Raises StateError as
-        :meth:`give_up_passes`."""
+        :meth:`discard_passes`."""
         self.manager.lock.refuse_all()
         self.manager.recover()
 
-    def give_up_gradients(self, slots: Collection[ManagedSlot], *, set_to_none: bool = True) -> None:
+    def discard_gradients(self, slots: Collection[ManagedSlot], *, set_to_none: bool = True) -> None:
         """Discard the gradients of ``slots``; over ranks, of all parameters. Waits for no other rank."""
         self.manager.recover()
         if self.manager.sharding is not None:

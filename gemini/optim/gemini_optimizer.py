@@ -224,8 +224,8 @@ class GeminiOptimizer(ManagedGroups):
         """Discard the gradients, or zero them, except those of other optimizers. Collective: every rank must
         call it.
         """
-        self.model.give_up_passes()
-        self.give_up_gradients(set_to_none=set_to_none)
+        self.model.discard_passes()
+        self.discard_gradients(set_to_none=set_to_none)
         self.run_own_zero_grad(set_to_none)
 
     @in_one_thread("clip_grad_by_norm", shown_as="clip")
@@ -315,7 +315,7 @@ class GeminiOptimizer(ManagedGroups):
         else:
             update()
         self._grad_norm, self._num_zeros_in_grad = self._clipping.measured, num_zeros
-        self.give_up_gradients(set_to_none=True)
+        self.discard_gradients(set_to_none=True)
         for grad in taken:
             grad.note_taken()
         self._losses = ScaledLosses()
@@ -411,7 +411,7 @@ class GeminiOptimizer(ManagedGroups):
             margins = {each.gpu_margin_mem_ratio for each in everyone}
             check_several(self.model, {each.overlap for each in everyone}, margins)
 
-    def give_up_gradients(self, *, set_to_none: bool = True) -> None:
+    def discard_gradients(self, *, set_to_none: bool = True) -> None:
         """Discard all gradients without waiting for other ranks; the caller knows that every rank's passes
         are over.
         """
@@ -420,7 +420,7 @@ class GeminiOptimizer(ManagedGroups):
             others |= optimizer.slots
         others -= self.slots
         slots = [slot for slot in self.model.storage.slots.values() if slot not in others]
-        self.model.give_up_gradients(slots, set_to_none=set_to_none)
+        self.model.discard_gradients(slots, set_to_none=set_to_none)
         self._clipping.forget()
 
     def _begin_losses(self, loss_scale: LossScale) -> None:

@@ -534,8 +534,8 @@ class Clipping:
         """
         if not self.done or self._seen == self._model.gradient_state():
             return
-        (given_up, _), (given_up_then, _) = self._model.gradient_state(), self._seen
-        if given_up == given_up_then:
+        (discarded, _), (discarded_then, _) = self._model.gradient_state(), self._seen
+        if discarded == discarded_then:
             raise StateError("gradients arrived after they were clipped; clip once, right before step()")
         self.forget()
 

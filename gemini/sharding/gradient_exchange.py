@@ -257,7 +257,7 @@ class GradientExchange:
         whole = [grad.ref.tensors[0] for grad in _gradients(group)]
         gate.chunks.release(whole, dirty=True)
         for grad in _gradients(group):
-            grad.give_up_whole()
+            grad.free_whole()
         shard = group.shard
         assert shard is not None
         assert shard.grad is not None
@@ -330,7 +330,7 @@ class GradientExchange:
         had = set(_union(message[len(words) :] for message in said))
         for place, grad in enumerate(self._gradients):
             if place not in had and grad.exists:
-                grad.give_up_shard()
+                grad.free_shard()
         return sum(losses) / len(losses) if losses else None
 
     def forget(self, *, keep: bool) -> None:
@@ -387,7 +387,7 @@ class _Events:
     def assigned(self) -> None:
         self._exchange.note_presence(self._place, present=True)
 
-    def given_up(self) -> None:
+    def discarded(self) -> None:
         self._exchange.note_presence(self._place, present=False)
 
     def settle(self) -> None:

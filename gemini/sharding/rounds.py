@@ -25,7 +25,7 @@ class Ending(IntEnum):
 
     NONE = 0
     COMPLETE = 1  # its gradients will be used
-    GIVEN_UP = 2  # its gradients will be discarded
+    DISCARDED = 2  # its gradients will be discarded
     JOINED = 3  # it has no batches left and follows the other ranks
 
 
@@ -37,9 +37,9 @@ class Round:
     wants: tuple[tuple[int, ...], ...]
     complete: tuple[int, ...]
     all_done: bool
-    alike: bool  # all predict the same order
+    same_predictions: bool  # all predict the same order
     joined: tuple[int, ...] = ()  # ranks without batches left
-    given_up: bool = False  # a rank discards its gradients
+    discarded: bool = False  # a rank discards its gradients
 
     def gathers(
         self, members: Sequence[int], owners: Callable[[int], Sequence[int]] | None = None
@@ -90,9 +90,9 @@ def decode(messages: Sequence[Sequence[int]]) -> Round:
         wants=tuple(tuple(want for want in words[:WANTS] if want >= 0) for words in body),
         complete=tuple(sorted(complete)),
         all_done=not endings[Ending.NONE],
-        alike=all(message[2] == messages[0][2] for message in messages),
+        same_predictions=all(message[2] == messages[0][2] for message in messages),
         joined=joined,
-        given_up=bool(endings[Ending.GIVEN_UP]),
+        discarded=bool(endings[Ending.DISCARDED]),
     )
 
 
@@ -107,12 +107,12 @@ def _refuse_unlike(joined: Sequence[int], outside: Sequence[int]) -> None:
 
 def _refuse_apart(endings: Mapping[Ending, Sequence[int]], steps: Sequence[int]) -> None:
     together = "all ranks must call step(), zero_grad() and clipping as often and in the same order"
-    if endings[Ending.COMPLETE] and endings[Ending.GIVEN_UP]:
+    if endings[Ending.COMPLETE] and endings[Ending.DISCARDED]:
         raise StateError(
-            f"ranks {endings[Ending.GIVEN_UP]} give gradients up (zero_grad) that ranks "
+            f"ranks {endings[Ending.DISCARDED]} give gradients up (zero_grad) that ranks "
             f"{endings[Ending.COMPLETE]} are about to use (step, clipping); {together}"
         )
-    if len(set(steps)) > 1 and not endings[Ending.GIVEN_UP]:
+    if len(set(steps)) > 1 and not endings[Ending.DISCARDED]:
         raise StateError(
             f"ranks are in different steps, {list(steps)} by rank; {together}. Load a checkpoint "
             "(gemini.checkpoint.load), or the states of model and optimizer (load_state_dict of both), on all"
@@ -122,7 +122,7 @@ def _refuse_apart(endings: Mapping[Ending, Sequence[int]], steps: Sequence[int])
 def refuse_difference(messages: Sequence[Sequence[int]]) -> None:
     """Raise StateError, on all ranks, unless their messages are equal. No check if a rank discards its
     gradients: its pass may have ended anywhere."""
-    if any(message[0] == Ending.GIVEN_UP for message in messages):
+    if any(message[0] == Ending.DISCARDED for message in messages):
         return
     training = [rank for rank, message in enumerate(messages) if message[0] != Ending.JOINED]
     different = [rank for rank in training if messages[rank] != messages[training[0]]]

@@ -243,12 +243,12 @@ class Sharding:
             add_up()
         return self._gradients.finish(doing, loss)
 
-    def give_up_passes(self) -> None:
+    def discard_passes(self) -> None:
         """Wait until the forward and backward passes of every rank have ended, however they ended, and
         restart in the same state on all. Collective."""
-        last = self._end_passes(Ending.GIVEN_UP)
+        last = self._end_passes(Ending.DISCARDED)
         if last is not None:
-            self._chunks.restart(forget=not last.alike)
+            self._chunks.restart(forget=not last.same_predictions)
 
     def forget_gradients(self, *, keep: bool = False) -> None:
         """Called before the gradients are discarded, or with ``keep`` filled with zeros."""
@@ -272,17 +272,18 @@ class Sharding:
             self._joining = before
             self._gradients.divide_by(self.peers.share.size)
 
-    def serve(self, give_up: Callable[[], None]) -> None:
+    def serve(self, discard_gradients: Callable[[], None]) -> None:
         """Take part in the rounds of the ranks that have batches left, until none has: gather and exchange
-        with them, repeat their calls with gradients, and call ``give_up`` when they discard gradients."""
+        with them, repeat their calls with gradients, and call ``discard_gradients`` when they
+        discard theirs."""
         while (said := self._end_passes(Ending.JOINED)) is not None:
             is_over = len(said.joined) == self.peers.share.world
-            if is_over or said.given_up:
-                self._chunks.restart(forget=not said.alike)
+            if is_over or said.discarded:
+                self._chunks.restart(forget=not said.same_predictions)
             if is_over:
                 return
-            if said.given_up:
-                give_up()
+            if said.discarded:
+                discard_gradients()
                 continue
             calls = [call for rank, call in enumerate(self.peers.say("")) if rank not in said.joined]
             follow = self.follower() if self.follower is not None else None

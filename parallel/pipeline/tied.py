@@ -83,7 +83,7 @@ class TiedWeights:
         state = model.gradient_state()
         if state == self._seen:
             return
-        accumulation = (model.manager.step, model.times_given_up)
+        accumulation = (model.manager.step, model.times_discarded)
         if accumulation == self._summed:
             raise StateError(
                 "gradients were read or clipped in the middle of an accumulation, which summed those of the "

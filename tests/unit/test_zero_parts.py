@@ -53,13 +53,13 @@ def test_round_is_the_last_when_every_rank_is_done() -> None:
     def all_done(*endings: Ending) -> bool:
         return decode([encode([], [], 1, ending=ending) for ending in endings]).all_done
 
-    for ending in (Ending.COMPLETE, Ending.GIVEN_UP):
+    for ending in (Ending.COMPLETE, Ending.DISCARDED):
         assert all_done(ending, ending)
         assert not all_done(ending, Ending.NONE)
 
 
 def test_rounds_refuse_ranks_that_give_up_what_others_use() -> None:
-    endings = (Ending.COMPLETE, Ending.NONE, Ending.GIVEN_UP)
+    endings = (Ending.COMPLETE, Ending.NONE, Ending.DISCARDED)
     with pytest.raises(
         StateError, match=r"ranks \[2\] give gradients up .* that ranks \[0\] are about to use"
     ):
@@ -75,7 +75,7 @@ def test_ranks_may_differ_where_one_gives_its_gradients_up() -> None:
     wants = encode([1], [], 3)
     with pytest.raises(StateError, match="ranks \\[1\\] run other operators"):
         refuse_difference([wants, encode([2], [], 3)])
-    refuse_difference([wants, encode([], [], 3, ending=Ending.GIVEN_UP)])
+    refuse_difference([wants, encode([], [], 3, ending=Ending.DISCARDED)])
 
 
 def test_messages_of_all_ranks_are_equally_long() -> None:
@@ -143,5 +143,7 @@ def test_what_is_forgotten_is_foretold_again_after_the_next_iteration() -> None:
 
 
 def test_round_says_whether_all_foretell_the_same() -> None:
-    assert decode([encode([], [], 1, prediction_digest=7)] * 3).alike
-    assert not decode([encode([], [], 1, prediction_digest=foretold) for foretold in (7, 7, 8)]).alike
+    assert decode([encode([], [], 1, prediction_digest=7)] * 3).same_predictions
+    assert not decode(
+        [encode([], [], 1, prediction_digest=foretold) for foretold in (7, 7, 8)]
+    ).same_predictions

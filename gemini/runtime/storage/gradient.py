@@ -19,7 +19,7 @@ from gemini.runtime.gate.guards import RefusingGate
 from gemini.runtime.intercept.tensors import as_managed
 
 
-class _GivenUp(RefusingGate):
+class _DiscardedGradient(RefusingGate):
     """The gate of every alias of a discarded gradient; raises on use."""
 
     def pre_op(self, *_tensors: Any) -> NoReturn:
@@ -29,7 +29,7 @@ class _GivenUp(RefusingGate):
         )
 
 
-_GIVEN_UP = cast("Gate", _GivenUp())
+_DISCARDED = cast("Gate", _DiscardedGradient())
 
 
 class Left(Enum):
@@ -284,7 +284,7 @@ class SlotGradient:
     def retire_aliases(self) -> None:
         """Make all aliases handed out so far, and their views, raise when they are used."""
         if self._alias_ref is not None:
-            self._alias_ref.lead_to(_GIVEN_UP)
+            self._alias_ref.lead_to(_DISCARDED)
             self._alias_ref = None
             increment_version(self.view)  # graphs that saved an alias refuse their backward
 
@@ -355,7 +355,7 @@ class GradientEvents(Protocol):
         """The user assigned the gradient."""
         ...
 
-    def given_up(self) -> None:
+    def discarded(self) -> None:
         """The gradient was discarded on this rank."""
         ...
 
@@ -480,7 +480,7 @@ class ShardedGradient(SlotGradient):
         if grad is not None:
             self._is_offered = False
             if not self._shard_is_taken:
-                self.give_up_shard()
+                self.free_shard()
             self.events.assigned()
 
     def fill_zero(self) -> None:
@@ -513,15 +513,15 @@ class ShardedGradient(SlotGradient):
         if self._in_chunk:
             super().use_up()
         if not self._shard_is_taken:
-            self.give_up_shard()
-        self.events.given_up()
+            self.free_shard()
+        self.events.discarded()
 
     def end_update(self) -> None:
         """Free the shard, which the update has used. A gradient that arrived in the chunk since is another
         one and stays."""
-        self.give_up_shard()
+        self.free_shard()
 
-    def give_up_whole(self) -> None:
+    def free_whole(self) -> None:
         """Free the whole gradient, or its zeros, after the exchange."""
         if self._in_chunk:
             super().use_up()
@@ -543,7 +543,7 @@ class ShardedGradient(SlotGradient):
         update = self._gate.pending.by_tensor.get(self._place.tensor)
         return update is not None and self._place.tensor in update.gradients
 
-    def give_up_shard(self) -> None:
+    def free_shard(self) -> None:
         """Free this rank's shard, if it exists."""
         tensor = (self._place.tensor,)
         if self._gate.tensors.state(tensor[0]) != TensorState.FREE:
