@@ -348,9 +348,9 @@ class GeminiDDP(LoadsAsPart):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name not in ManagedModel.SHOWN or "_gemini" not in self.__dict__:
+            if name not in ManagedModel.EXPOSED or "_gemini" not in self.__dict__:
                 raise
-        return self._gemini.shown(name)
+        return self._gemini.runtime_attribute(name)
 
     # -- training --------------------------------------------------------------------------------
 

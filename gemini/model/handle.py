@@ -266,7 +266,7 @@ class ManagedModel:
     """
 
     # Attributes that a wrapper exposes if its module has none of that name.
-    SHOWN: ClassVar = frozenset(
+    EXPOSED: ClassVar = frozenset(
         ("device", "storage", "manager", "peers", "managed", "compiled", "optimizers", "accumulates")
     )
 
@@ -319,7 +319,7 @@ class ManagedModel:
         the caller computes the loss."""
         return nullcontext() if self.tiled_heads is None else self.tiled_heads.expecting_loss()
 
-    def shown(self, name: str) -> Any:
+    def runtime_attribute(self, name: str) -> Any:
         """Return a part of the model for inspection. ``device`` is a ``torch.device``, as users expect of a
         module."""
         return self.device.torch_device if name == "device" else getattr(self, name)

@@ -42,7 +42,7 @@ def serve(config: ServeConfig, say: Callable[[str], None], rank: Rank | None = N
         make_disk_directory(config.disk_dir)
     ranks = TensorRanks(rank) if rank is not None and rank.count > 1 else None
     if ranks is not None and not ranks.is_lead:
-        with _deaf_to_signals():
+        with _ignored_signals():
             follow(ranks, str(config.model), **_loading_options(config))
         return
     tokenizer = tokenizer_of(config.model, config.adapter)
@@ -71,7 +71,7 @@ def _loading_options(config: ServeConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _deaf_to_signals() -> Iterator[None]:
+def _ignored_signals() -> Iterator[None]:
     """Ignore SIGINT and SIGTERM on this rank. The first rank gets the signal too, and needs this rank until
     its last answer."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -59,7 +59,7 @@ class Block:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, checkpointed if the block is chosen."""
         owner = self._owner
-        if not owner.saves_here():
+        if not owner.saves_activations():
             return self.forward(*args, **kwargs)
         if not owner.decided:
             return owner.watch(self, args, kwargs)
@@ -129,7 +129,7 @@ class Recompute:
         """Whether the choice of blocks is final."""
         return self.choice is not None
 
-    def saves_here(self) -> bool:
+    def saves_activations(self) -> bool:
         """Whether autograd saves tensors now, with the model's own hooks. Not inside a block that is already
         recomputed, by this class or by the user's torch.utils.checkpoint."""
         if self._pack is None or self._watching or not torch.is_grad_enabled():
