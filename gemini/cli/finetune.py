@@ -26,7 +26,7 @@ from gemini.cli.train import (
     with_options,
 )
 from gemini.errors import ConfigError, GeminiError, OutOfBudgetError
-from gemini.forecast.forecast import Outlook, Settings, look, look_at_rank, time_step
+from gemini.forecast.forecast import BatchForecast, Settings, forecast_batch, forecast_rank, time_step
 from gemini.forecast.rehearsal import ModelSource
 from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of, adapting, adapts_experts
 from gemini.jobs.finetune.config import NO, PARTS, QUANTIZE, SCHEDULES, TILED_LOSS, FineTuneConfig
@@ -543,19 +543,19 @@ def _lines_of_rank(config: FineTuneConfig, seq: int) -> Iterator[str]:
     if config.objective == DPO:
         rows *= 2  # a pair has two rows
     settings = GeminiConfig.from_options(**options)
-    outlook = look_at_rank(forecast_source(config, seq), settings, rows, ranks, accumulation=passes)
-    yield from _verdict(config, outlook, where=f" on each of {ranks} ranks", refused=_misfits(outlook))
+    forecast = forecast_rank(forecast_source(config, seq), settings, rows, ranks, accumulation=passes)
+    yield from _verdict(config, forecast, where=f" on each of {ranks} ranks", refused=_misfits(forecast))
 
 
 def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     source, settings = forecast_source(config, seq), _settings(config)
     rows = 2 if config.objective == DPO else 1  # a pair has two rows
-    outlook = look(source, settings, config.batch * rows)
-    yield from _verdict(config, outlook, where="", refused=_is_refused(outlook, settings))
-    if outlook.obstacles:
+    forecast = forecast_batch(source, settings, config.batch * rows)
+    yield from _verdict(config, forecast, where="", refused=_is_refused(forecast, settings))
+    if forecast.obstacles:
         return
-    step = time_step(outlook, settings)
-    simulation, capacity = step.plan.simulation, outlook.blueprint.context.capacity
+    step = time_step(forecast, settings)
+    simulation, capacity = step.plan.simulation, forecast.blueprint.context.capacity
     budgets = (capacity.device_bytes, capacity.host_bytes, capacity.disk_bytes)
     kept = [
         f"{name.upper()} {format_bytes(simulation.peak_bytes.get(name, 0))} of {format_bytes(budget)}"
@@ -571,23 +571,23 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     )
 
 
-def _verdict(config: FineTuneConfig, outlook: Outlook, *, where: str, refused: bool) -> Iterator[str]:
+def _verdict(config: FineTuneConfig, forecast: BatchForecast, *, where: str, refused: bool) -> Iterator[str]:
     """Yield whether a step fits, and the reasons if not.
 
     Args:
         where: the processes that the lines are about; empty for a single process.
         refused: loading will raise the same error.
     """
-    size = outlook.blueprint.context.size.total_bytes
+    size = forecast.blueprint.context.size.total_bytes
     needs = (
-        f"{format_bytes(size)} of model data, at most {format_bytes(outlook.non_model_bytes)} of activations "
-        "and temporaries at one moment"
+        f"{format_bytes(size)} of model data, at most {format_bytes(forecast.non_model_bytes)} of "
+        "activations and temporaries at one moment"
     )
     smaller = (
         "" if config.state_dtype == "fp32" else f"; planned with fp32 states, {config.state_dtype} take less"
     )
     if refused:
-        if expert_sets(outlook.source.example(1).module):
+        if expert_sets(forecast.source.example(1).module):
             yield (
                 "plan: none of a mixture within these budgets: it counts all experts of a layer at once, and "
                 "the run moves them one by one; the first step is measured"
@@ -596,34 +596,34 @@ def _verdict(config: FineTuneConfig, outlook: Outlook, *, where: str, refused: b
         yield f"plan: it {'may' if smaller else 'does'} not fit{where}: {needs}{smaller}"
         if not smaller:
             return  # loading will raise the reason
-    elif outlook.obstacles and config.activations == "keep":
+    elif forecast.obstacles and config.activations == "keep":
         yield f"plan: activations will exceed the budget{where}: {needs}{smaller}"
-    elif outlook.obstacles:
+    elif forecast.obstacles:
         yield (
             f"plan: activations are too large to stay, so --activations {config.activations} acts{where}: "
             f"{needs}"
         )
-    if outlook.obstacles:
-        for obstacle in outlook.obstacles:
+    if forecast.obstacles:
+        for obstacle in forecast.obstacles:
             yield f"plan: {with_options(obstacle).replace('--checkpointing', '--activation-checkpointing')}"
         return
     yield f"plan: it fits{where}: {needs}{smaller}"
 
 
-def _is_refused(outlook: Outlook, settings: Settings) -> bool:
+def _is_refused(forecast: BatchForecast, settings: Settings) -> bool:
     """Return whether the model data does not fit, so that loading will be refused."""
-    blueprint = outlook.blueprint
-    if _misfits(outlook):
+    blueprint = forecast.blueprint
+    if _misfits(forecast):
         return True
     if not settings.disk_is_here:
         return False
     return lacking_space(blueprint.budgets, blueprint.context.size.total_bytes) is not None
 
 
-def _misfits(outlook: Outlook) -> bool:
+def _misfits(forecast: BatchForecast) -> bool:
     """Return whether the budgets are too small for the model data."""
     try:
-        outlook.blueprint.refuse_misfit()
+        forecast.blueprint.refuse_misfit()
     except OutOfBudgetError:
         return True
     return False

@@ -82,13 +82,13 @@ def _sizes(report: Report) -> Table:
     table = Table(title="memory", title_justify="left", box=None)
     for name in ("what", "bytes", "budget"):
         table.add_column(name, justify="left" if name == "what" else "right")
-    table.add_row("all model data", format_bytes(report.outlook.blueprint.context.size.total_bytes), "")
+    table.add_row("all model data", format_bytes(report.forecast.blueprint.context.size.total_bytes), "")
     peaks = {} if report.step is None else report.step.plan.simulation.peak_bytes
     for tier, budget in report.budgets.items():
         if budget:
             peak = format_bytes(peaks[tier]) if tier in peaks else "-"
             table.add_row(f"{tier.upper()} peak, model data", peak, format_bytes(budget))
-    activations = format_bytes(report.outlook.non_model_bytes)
+    activations = format_bytes(report.forecast.non_model_bytes)
     table.add_row("DEVICE peak, activations and temporaries", activations, "")
     return table
 
@@ -154,7 +154,7 @@ def _sureness(report: Report, step: StepTime) -> str:
         return (
             f"Times are estimated from the speeds of {report.settings.machine.name!r}; nothing was timed.\n"
         )
-    guesses = report.outlook.rehearsal.num_guesses
+    guesses = report.forecast.rehearsal.num_guesses
     note = f" The model looked at {guesses} truth values; each was taken to be true." if guesses else ""
     return (
         f"{step.sampled_share:.0%} of the compute time is of operators timed here just now, one by one; the "

@@ -49,7 +49,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class BatchForecast:
     """The memory need of one batch size, and the reasons if it does not fit.
 
     Attributes:
@@ -98,7 +98,7 @@ _MOST_CALLS = 16_000
 _FEW_TOKENS = 16
 
 
-def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
+def forecast_batch(source: ModelSource, settings: Settings, batch: int) -> BatchForecast:
     """Rehearse a step with ``batch``, and check whether it fits the budgets of ``settings``.
 
     Raises:
@@ -107,12 +107,12 @@ def look(source: ModelSource, settings: Settings, batch: int) -> Outlook:
     settings.tell(f"rehearsing a step of batch {batch}")
     source, blueprint, rehearsal, stretch = _rehearsed_in_bounds(source, settings, batch)
     obstacles = [*_lacking_space(blueprint, settings), *_obstacles(blueprint, rehearsal.trace, batch)]
-    return Outlook(source, batch, rehearsal, blueprint, tuple(obstacles), stretch)
+    return BatchForecast(source, batch, rehearsal, blueprint, tuple(obstacles), stretch)
 
 
-def look_at_rank(
+def forecast_rank(
     source: ModelSource, config: GeminiConfig, batch: int, copies: int, *, accumulation: int = 1
-) -> Outlook:
+) -> BatchForecast:
     """Rehearse a step with ``batch`` on one of ``copies`` ranks of this machine that cut all chunks among
     them (ZeRO 3), and check whether it fits the rank's budgets. The rank computes the same as a single
     process; chunks are whole while operators use them.
@@ -126,7 +126,7 @@ def look_at_rank(
     recipe = Recipe(source.loss, accumulation)
     rehearsal = rehearse(example.module, example.inputs, recipe, config, whole)
     obstacles = _obstacles(blueprint, rehearsal.trace, batch)
-    return Outlook(source, batch, rehearsal, blueprint, tuple(obstacles))
+    return BatchForecast(source, batch, rehearsal, blueprint, tuple(obstacles))
 
 
 def _rehearsed_in_bounds(
@@ -170,27 +170,27 @@ def _rehearsed(
     return blueprint, rehearse(example.module, example.inputs, recipe, config, rehearsed)
 
 
-def time_step(outlook: Outlook, settings: Settings) -> StepTime:
+def time_step(forecast: BatchForecast, settings: Settings) -> StepTime:
     """Simulate the step within the budgets.
 
     Raises:
         OutOfBudgetError: it does not fit.
     """
-    machine, rehearsal = settings.machine, outlook.rehearsal
+    machine, rehearsal = settings.machine, forecast.rehearsal
     samples = {}
     if settings.sample_seconds > 0:
         settings.tell(f"timing operators for {settings.sample_seconds:g} s")
-        most_bytes = outlook.blueprint.context.capacity.device_bytes
+        most_bytes = forecast.blueprint.context.capacity.device_bytes
         samples = sample(
             rehearsal.periods, machine, limit_seconds=settings.sample_seconds, most_bytes=most_bytes
         )
     costs = OperationCosts(machine, samples)
     seconds = [costs.period_seconds(period) for period in rehearsal.periods]
-    if outlook.stretch is not None:
-        growth = outlook.stretch.growth(OperationCosts(machine).period_seconds)
+    if forecast.stretch is not None:
+        growth = forecast.stretch.growth(OperationCosts(machine).period_seconds)
         seconds = [each * factor for each, factor in zip(seconds, growth, strict=True)]
     trace = replace(rehearsal.trace, seconds=tuple(seconds), links=machine.links)
-    budgets = _budgets(outlook, machine)
+    budgets = _budgets(forecast, machine)
     settings.tell("planning what stays on DEVICE")
     plan = choose_plan(Iteration.of_trace(trace, overlap=True), budgets)
     busy = _busy_seconds(trace, plan, budgets.disk_shared)
@@ -207,12 +207,12 @@ def time_step(outlook: Outlook, settings: Settings) -> StepTime:
     )
 
 
-def _budgets(outlook: Outlook, machine: MachineSpeeds) -> Machine:
+def _budgets(forecast: BatchForecast, machine: MachineSpeeds) -> Machine:
     """Return the budgets for the placement planner. As in the runtime, the lower tiers are used only if
     DEVICE cannot keep everything permanently."""
-    context = outlook.blueprint.context
+    context = forecast.blueprint.context
     capacity = context.capacity
-    if context.size.total_bytes + outlook.non_model_bytes <= capacity.device_bytes:
+    if context.size.total_bytes + forecast.non_model_bytes <= capacity.device_bytes:
         return Machine(capacity.device_bytes, 0, 0, ())
     return Machine(
         capacity.device_bytes,
@@ -223,7 +223,7 @@ def _budgets(outlook: Outlook, machine: MachineSpeeds) -> Machine:
     )
 
 
-def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> int:
+def largest_batch(source: ModelSource, settings: Settings, known: BatchForecast) -> int:
     """Return the largest batch that fits; 0 if a single sample does not fit.
 
     Memory of activations grows almost linearly with the batch, so two rehearsals give an estimate. Bisection
@@ -233,7 +233,7 @@ def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> in
     if _misfit(known.blueprint) is not None or _lacking_space(known.blueprint, settings):
         return 0
     fits, fails = (known.batch, 0) if not known.obstacles else (0, known.batch)
-    other = look(source, settings, 1 if known.batch > 1 else 2)
+    other = forecast_batch(source, settings, 1 if known.batch > 1 else 2)
     if other.obstacles:
         fails = min(fails or other.batch, other.batch)
     else:
@@ -244,7 +244,7 @@ def largest_batch(source: ModelSource, settings: Settings, known: Outlook) -> in
         batch = tries.pop() if tries else (fits + fails) // 2 if fails else 2 * max(fits, 1)
         if not fits < batch < (fails or math.inf):
             continue
-        if look(source, settings, batch).obstacles:
+        if forecast_batch(source, settings, batch).obstacles:
             fails = batch
         else:
             fits = batch
@@ -268,7 +268,7 @@ def samples_to_compute_bound(step: StepTime, samples: int) -> int | None:
     return math.ceil(samples * slowest / step.busy_seconds["compute"])
 
 
-def _extrapolated(first: Outlook, second: Outlook) -> int:
+def _extrapolated(first: BatchForecast, second: BatchForecast) -> int:
     """Return the batch at which the tightest moment fills DEVICE, by linear extrapolation of each moment's
     memory."""
     device_bytes = first.blueprint.context.capacity.device_bytes
@@ -281,8 +281,8 @@ def _extrapolated(first: Outlook, second: Outlook) -> int:
     return 0 if limit is math.inf or limit < 0 else int(limit)
 
 
-def _moment_needs(outlook: Outlook) -> list[int]:
-    trace = outlook.rehearsal.trace
+def _moment_needs(forecast: BatchForecast) -> list[int]:
+    trace = forecast.rehearsal.trace
     return [
         sum(trace.chunk_bytes[chunk] for chunk in chunks) + reserve
         for chunks, reserve in zip(trace.accesses, trace.non_model_bytes, strict=True)

@@ -7,11 +7,11 @@ from typing import Any
 
 from gemini.errors import OutOfBudgetError
 from gemini.forecast.forecast import (
-    Outlook,
+    BatchForecast,
     Settings,
     StepTime,
+    forecast_batch,
     largest_batch,
-    look,
     samples_to_compute_bound,
     time_step,
 )
@@ -40,7 +40,7 @@ class Report:
 
     source: ModelSource
     settings: Settings
-    outlook: Outlook
+    forecast: BatchForecast
     step: StepTime | None
     obstacles: tuple[str, ...]
     largest_batch: int
@@ -68,19 +68,19 @@ class Report:
     @property
     def num_parameters(self) -> int:
         """Number of elements of all parameters that are not quantized; tied ones count once."""
-        groups = self.outlook.blueprint.groups
+        groups = self.forecast.blueprint.groups
         return sum(spec.layout.used_numel for spec in groups if spec.dtype is not BYTES)
 
     @property
     def quantized_bytes(self) -> int:
         """Bytes of 4-bit and 8-bit weights with their scales."""
-        groups = self.outlook.blueprint.groups
+        groups = self.forecast.blueprint.groups
         return sum(spec.layout.used_numel for spec in groups if spec.dtype is BYTES)
 
     @property
     def budgets(self) -> dict[str, int]:
         """Byte limit of each tier; 0 for an unused tier."""
-        capacity = self.outlook.blueprint.context.capacity
+        capacity = self.forecast.blueprint.context.capacity
         return {"device": capacity.device_bytes, "host": capacity.host_bytes, "disk": capacity.disk_bytes}
 
     @property
@@ -101,7 +101,7 @@ class Report:
         options = []
         if config.precision is not None:
             options.append(f"mixed_precision={DTYPE_NAMES[config.precision]!r}")
-        capacity = self.outlook.blueprint.context.capacity
+        capacity = self.forecast.blueprint.context.capacity
         options.append(f"device_bytes={capacity.device_bytes}")
         if capacity.host_bytes:
             options.append(f"host_bytes={capacity.host_bytes}")
@@ -120,8 +120,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report for ``--json``; sizes in bytes, times in seconds."""
-        context = self.outlook.blueprint.context
-        trace = self.outlook.rehearsal.trace
+        context = self.forecast.blueprint.context
+        trace = self.forecast.rehearsal.trace
         return {
             "model": self.source.name,
             "machine": self.settings.machine.name,
@@ -135,13 +135,13 @@ class Report:
             "obstacles": list(self.obstacles),
             "largest_batch": self.largest_batch,
             "model_data_bytes": context.size.total_bytes,
-            "non_model_bytes": self.outlook.non_model_bytes,
+            "non_model_bytes": self.forecast.non_model_bytes,
             "budgets": self.budgets,
             "moments": trace.num_moments,
             "chunks": len(trace.chunk_bytes),
             "notes": list(self.notes),
             "extrapolated_from": None if self.source.spans is None else list(self.source.spans),
-            "guessed_values": self.outlook.rehearsal.num_guesses,
+            "guessed_values": self.forecast.rehearsal.num_guesses,
             "step": _step_dict(self.step),
             "units_to_compute_bound": self.units_to_compute_bound,
             "wear": None if self.wear is None else vars(self.wear),
@@ -155,18 +155,18 @@ def make_report(source: ModelSource, settings: Settings, *, tbw_bytes: int) -> R
     Raises:
         ConfigError: the model cannot be built or managed without values.
     """
-    outlook = look(source, settings, settings.batch)
-    obstacles, step = list(outlook.obstacles), None
+    forecast = forecast_batch(source, settings, settings.batch)
+    obstacles, step = list(forecast.obstacles), None
     if not obstacles:
         try:
-            step = time_step(outlook, settings)
+            step = time_step(forecast, settings)
         except OutOfBudgetError as error:
             obstacles.append(str(error))
-    source = outlook.source
-    largest = largest_batch(source, settings, outlook)
+    source = forecast.source
+    largest = largest_batch(source, settings, forecast)
     if obstacles and largest:
         obstacles[-1] += f"; batch {largest} fits"
-    return Report(source, settings, outlook, step, tuple(obstacles), largest, _wear(step, tbw_bytes))
+    return Report(source, settings, forecast, step, tuple(obstacles), largest, _wear(step, tbw_bytes))
 
 
 def _wear(step: StepTime | None, tbw_bytes: int) -> Wear | None:

@@ -21,7 +21,7 @@ import gemini
 from gemini.cli.finetune import forecast_source
 from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
-from gemini.forecast.forecast import Settings, look
+from gemini.forecast.forecast import Settings, forecast_batch
 from gemini.forecast.machine import MachineSpeeds
 from gemini.jobs.finetune import task
 from gemini.jobs.finetune.config import TILED_LOSS, FineTuneConfig
@@ -83,7 +83,7 @@ def test_the_plan_of_a_tiled_loss_counts_no_logits(config: FineTuneConfig) -> No
         changed = dataclasses.replace(config, tiled_loss=tiled_loss, batch=8, seq=512)
         options = GeminiConfig(device_bytes=2**30, tiled_loss=TILED_LOSS[tiled_loss])
         settings = Settings(8, options, MachineSpeeds("any", {"fp32": 1e11}, 1e10, 1e10))
-        return look(forecast_source(changed, 512), settings, 8).non_model_bytes
+        return forecast_batch(forecast_source(changed, 512), settings, 8).non_model_bytes
 
     whole = 4 * 8 * 512 * 30_000
     assert non_model_bytes("no") > 2 * whole

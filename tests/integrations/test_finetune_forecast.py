@@ -14,7 +14,7 @@ from finetune_runs import LLAMA, small_run
 import gemini
 from gemini.cli.finetune import forecast_source
 from gemini.cli.main import main
-from gemini.forecast.forecast import Settings, look
+from gemini.forecast.forecast import Settings, forecast_batch
 from gemini.forecast.machine import MachineSpeeds
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.engine import quantization_of
@@ -63,15 +63,15 @@ def test_the_forecast_of_a_quantized_base_is_of_the_step_that_runs(
     options = config.managed_options()
     del options["device"]
     settings = Settings(config.batch, GeminiConfig.from_options(**options), MACHINE)
-    outlook = look(forecast_source(config, 24), settings, config.batch)
+    forecast = forecast_batch(forecast_source(config, 24), settings, config.batch)
 
     task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
     engine = task.engine()
     task.step(engine, 0)
     manager = gemini.handle_of(engine.module).manager
-    real, rehearsed = manager.trace, outlook.rehearsal.trace
+    real, rehearsed = manager.trace, forecast.rehearsal.trace
     engine.close()
-    size = outlook.blueprint.context.size
+    size = forecast.blueprint.context.size
     assert dataclasses.replace(size, operator_name=manager.size.operator_name) == manager.size
     assert real is not None
     names = [field.name for field in fields(Trace) if field.name not in APART]

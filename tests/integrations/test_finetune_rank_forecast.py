@@ -21,7 +21,7 @@ from processes import close_workers, run_on_ranks
 import gemini
 from gemini.cli.finetune import forecast_lines, forecast_source
 from gemini.comm.ranks import Rank, make_peers
-from gemini.forecast.forecast import look_at_rank
+from gemini.forecast.forecast import forecast_rank
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.task import FineTuneTask
 from gemini.runtime.config import GeminiConfig
@@ -60,9 +60,9 @@ def test_the_forecast_of_a_rank_has_the_sizes_of_one_that_runs(tmp_path: Path) -
         options = config.managed_options()
         del options["device"]
         rows, passes = config.rows_of_rank(2)
-        outlook = look_at_rank(
+        forecast = forecast_rank(
             forecast_source(config, 24), GeminiConfig.from_options(**options), rows, 2, accumulation=passes
         )
-        assert dataclasses.replace(outlook.blueprint.context.size, operator_name="") == size
+        assert dataclasses.replace(forecast.blueprint.context.size, operator_name="") == size
         said = "\n".join(forecast_lines(dataclasses.replace(config, device_bytes=2**22), 24))
         assert said.startswith("plan: it fits on each of 2 ranks: ")

@@ -10,7 +10,7 @@ from planner_models import machine, net, question, run_of
 
 from gemini.cli.plan_layout import run_on
 from gemini.cli.plan_model import ModelOptions, find_model
-from gemini.forecast.forecast import Settings, look, time_step
+from gemini.forecast.forecast import Settings, forecast_batch, time_step
 from gemini.forecast.meter import OperationCosts
 from gemini.memstats import LinkSpeed
 from gemini.memstats.collectives import KINDS, CollectiveSpeed, CollectiveSpeeds, Figure
@@ -33,14 +33,16 @@ _PINS = ["zero=3", "recompute=none", "microbatches=1"]
 def test_one_rank_takes_what_the_planner_of_one_process_says(name: str) -> None:
     source, speeds = find_model(name, ModelOptions(32, False, seq_is_asked=True)), machine(1)
     settings = Settings(4, GeminiConfig(device_bytes=2**30), speeds, clips_norm=False)
-    outlook = look(source, settings, 4)
-    wanted = time_step(outlook, settings)
+    forecast = forecast_batch(source, settings, 4)
+    wanted = time_step(forecast, settings)
     asked = Question(1, 4, speeds, StageCapacity(2**30), Pins.parse(_PINS))
     model = source.example(1).model
     found = search(model, lambda n: run_on(source.example(1), source.example(n).inputs, source.loss), asked)
     (best,) = found.prices
-    assert best.ranks[0].activation_bytes == outlook.non_model_bytes
-    assert best.ranks[0].device_bytes == outlook.blueprint.context.size.total_bytes + outlook.non_model_bytes
+    assert best.ranks[0].activation_bytes == forecast.non_model_bytes
+    assert (
+        best.ranks[0].device_bytes == forecast.blueprint.context.size.total_bytes + forecast.non_model_bytes
+    )
     assert best.step_seconds == pytest.approx(wanted.seconds, rel=0.02)
     assert best.seconds["Adam"] == pytest.approx(wanted.busy_seconds["Adam"], rel=0.02)
 
@@ -67,9 +69,9 @@ def test_one_rank_below_device_waits_as_the_planner_of_one_process_says(
     budget = int(whole.activation_bytes + share * chunks)
     config = GeminiConfig(device_bytes=budget, disk_dir="DIR", disk_bytes=2**30)
     settings = Settings(4, config, speeds, accumulation=accumulation, clips_norm=False)
-    outlook = look(source, settings, 4)
-    assert not outlook.obstacles
-    wanted, best = time_step(outlook, settings), planned(StageCapacity(budget, 0, 2**30))
+    forecast = forecast_batch(source, settings, 4)
+    assert not forecast.obstacles
+    wanted, best = time_step(forecast, settings), planned(StageCapacity(budget, 0, 2**30))
     assert best.combination.uses_lower
     assert best.seconds["transfers"] > 0.1 * best.step_seconds
     assert best.step_seconds == pytest.approx(wanted.seconds, rel=0.08)

@@ -17,7 +17,13 @@ from torch import nn
 from gemini import GeminiDDP
 from gemini.errors import ConfigError, IoError
 from gemini.forecast import timing
-from gemini.forecast.forecast import Settings, largest_batch, look, samples_to_compute_bound, time_step
+from gemini.forecast.forecast import (
+    Settings,
+    forecast_batch,
+    largest_batch,
+    samples_to_compute_bound,
+    time_step,
+)
 from gemini.forecast.machine import MachineSpeeds, measure_machine
 from gemini.forecast.meter import Meter, Operation, OperationCosts, Period, TensorForm
 from gemini.forecast.report import make_report
@@ -30,7 +36,7 @@ def settings(device_bytes: int, **options: object) -> Settings:
 
 def test_a_model_that_fits_moves_nothing_and_is_bound_by_computing() -> None:
     given = settings(64 * MIB)
-    step = time_step(look(source(), given, 2), given)
+    step = time_step(forecast_batch(source(), given, 2), given)
     assert sum(step.plan.simulation.link_bytes.values()) == 0
     assert step.seconds == pytest.approx(step.busy_seconds["compute"] + step.busy_seconds["Adam"])
     assert samples_to_compute_bound(step, 2) is None
@@ -38,7 +44,7 @@ def test_a_model_that_fits_moves_nothing_and_is_bound_by_computing() -> None:
 
 def test_a_slow_disk_bounds_a_model_that_does_not_fit() -> None:
     slow = settings(1536 * KIB, machine=machine(1e6))
-    step = time_step(look(source(), slow, 2), slow)
+    step = time_step(forecast_batch(source(), slow, 2), slow)
     assert step.bound == "disk"
     assert step.seconds >= step.busy_seconds["disk"] > step.busy_seconds["compute"]
     needed = samples_to_compute_bound(step, 2)
@@ -49,10 +55,10 @@ def test_a_slow_disk_bounds_a_model_that_does_not_fit() -> None:
 @pytest.mark.parametrize("device_bytes", [1536 * KIB, 3 * MIB, 7 * MIB])
 def test_the_largest_batch_fits_and_the_next_does_not(device_bytes: int) -> None:
     given = settings(device_bytes)
-    found = largest_batch(source(), given, look(source(), given, 2))
+    found = largest_batch(source(), given, forecast_batch(source(), given, 2))
     assert found >= 1
-    assert not look(source(), given, found).obstacles
-    assert look(source(), given, found + 1).obstacles
+    assert not forecast_batch(source(), given, found).obstacles
+    assert forecast_batch(source(), given, found + 1).obstacles
 
 
 def test_a_forecast_tells_what_it_is_doing() -> None:
@@ -69,7 +75,8 @@ def test_a_forecast_tells_what_it_is_doing() -> None:
 
 def test_the_largest_batch_does_not_depend_on_the_one_that_was_asked_for() -> None:
     given = settings(3 * MIB)
-    assert len({largest_batch(source(), given, look(source(), given, batch)) for batch in (1, 2, 50)}) == 1
+    known = [forecast_batch(source(), given, batch) for batch in (1, 2, 50)]
+    assert len({largest_batch(source(), given, each) for each in known}) == 1
 
 
 def test_without_room_for_one_sample_there_is_no_batch_and_a_way_out() -> None:
@@ -82,18 +89,18 @@ def test_without_room_for_one_sample_there_is_no_batch_and_a_way_out() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_smaller_batch_is_advised_where_there_is_one(batch: int) -> None:
-    (*_, advice) = look(source(), settings(300 * KIB), batch).obstacles
+    (*_, advice) = forecast_batch(source(), settings(300 * KIB), batch).obstacles
     assert ("lower the batch or the sequence" in advice) == (batch > 1)
     assert "lower" in advice
 
 
 def test_a_hopeless_budget_is_refused_at_once() -> None:
     large, hopeless = source(lambda: nn.Embedding(4096, 2048)), settings(1 * KIB)
-    outlook = look(large, hopeless, 1)
-    assert "1024" in outlook.obstacles[0]
-    assert "the 1.0 KiB of DEVICE" in outlook.obstacles[-1]
-    assert len(outlook.rehearsal.trace.accesses) < 3000  # of an update as fine as DEVICE, 4099
-    assert largest_batch(large, hopeless, outlook) == 0
+    forecast = forecast_batch(large, hopeless, 1)
+    assert "1024" in forecast.obstacles[0]
+    assert "the 1.0 KiB of DEVICE" in forecast.obstacles[-1]
+    assert len(forecast.rehearsal.trace.accesses) < 3000  # of an update as fine as DEVICE, 4099
+    assert largest_batch(large, hopeless, forecast) == 0
 
 
 def test_a_disk_without_the_space_is_refused_as_by_a_run(
@@ -151,7 +158,7 @@ def test_a_sample_counts_as_it_is_and_corrects_others_of_its_function() -> None:
 
 def test_operations_of_a_step_can_be_called_on_real_memory() -> None:
     given = settings(64 * MIB)
-    periods = look(source(), given, 2).rehearsal.periods
+    periods = forecast_batch(source(), given, 2).rehearsal.periods
     kinds = {each for period in periods for each in period.operations if not each.is_update}
     arena = timing.Arena(64 * MIB)
     assert [str(each.function) for each in kinds if timing.prepare(each, arena) is None] == []

@@ -111,15 +111,15 @@ def test_operators_that_are_known_before_a_step_are_those_of_torchs_layers() -> 
 def test_rehearsing_seventy_billion_parameters_takes_less_than_a_gigabyte_and_a_half() -> None:
     script = f"""
 from gemini.cli.plan_model import ModelOptions, find_model
-from gemini.forecast.forecast import look, Settings
+from gemini.forecast.forecast import forecast_batch, Settings
 from gemini.runtime.config import GeminiConfig
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 from forecast_models import machine
 import torch
 source = find_model("gpt:layers=80,hidden=8448,heads=64,vocab=32000", ModelOptions(2048, True))
 options = GeminiConfig(device_bytes=80 << 30, disk_dir="nowhere", precision=torch.bfloat16)
-outlook = look(source, Settings(1, options, machine()), 1)
-assert sum(spec.layout.used_numel for spec in outlook.blueprint.groups) > 68e9
+forecast = forecast_batch(source, Settings(1, options, machine()), 1)
+assert sum(spec.layout.used_numel for spec in forecast.blueprint.groups) > 68e9
 # Not ru_maxrss: that of a process begins with its parent's.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """

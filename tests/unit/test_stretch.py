@@ -11,7 +11,7 @@ from forecast_models import MIB, config, machine
 from torch import Tensor, nn
 
 from gemini.forecast import forecast
-from gemini.forecast.forecast import Settings, look, time_step
+from gemini.forecast.forecast import Settings, forecast_batch, time_step
 from gemini.forecast.rehearsal import Example, ModelSource, mean_of_outputs, spans
 
 WIDTH = 32
@@ -55,19 +55,19 @@ def test_memory_and_time_of_a_token_loop_are_those_of_the_whole_step(
     cell: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = Settings(2, config(64 * MIB), machine())
-    whole = look(replace(steps(512, cell), resized=None), settings, 2)
+    whole = forecast_batch(replace(steps(512, cell), resized=None), settings, 2)
     monkeypatch.setattr(forecast, "_MOST_CALLS", 6000)
-    part = look(steps(512, cell), settings, 2)
+    part = forecast_batch(steps(512, cell), settings, 2)
     assert part.source.spans is not None
     assert part.rehearsal.num_calls < 6000 < whole.rehearsal.num_calls
     assert part.non_model_bytes == pytest.approx(whole.non_model_bytes, rel=0.2)
-    seconds = [time_step(outlook, settings).seconds for outlook in (part, whole)]
+    seconds = [time_step(found, settings).seconds for found in (part, whole)]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
 
 
 def test_a_step_within_the_bound_is_rehearsed_whole() -> None:
-    outlook = look(steps(16, cell=True), Settings(2, config(64 * MIB), machine()), 2)
-    assert outlook.source.spans is outlook.stretch is None
+    found = forecast_batch(steps(16, cell=True), Settings(2, config(64 * MIB), machine()), 2)
+    assert found.source.spans is found.stretch is None
 
 
 def test_many_layers_are_no_loop_over_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +83,9 @@ def test_many_layers_are_no_loop_over_tokens(monkeypatch: pytest.MonkeyPatch) ->
         )
 
     settings = Settings(2, config(64 * MIB), machine())
-    whole = look(replace(layers(64), resized=None), settings, 2)
+    whole = forecast_batch(replace(layers(64), resized=None), settings, 2)
     monkeypatch.setattr(forecast, "_MOST_CALLS", 50)
-    found = look(layers(64), settings, 2)
+    found = forecast_batch(layers(64), settings, 2)
     assert found.stretch is None
     assert found.rehearsal.periods == whole.rehearsal.periods
 
@@ -140,8 +140,8 @@ class Masked(nn.Module):
 def test_a_rehearsal_takes_what_a_cpu_does(kind: type[nn.Module]) -> None:
     source = ModelSource("layer", lambda batch: Example(kind(), (torch.zeros(batch, 4, 8),)), mean_of_outputs)
     settings = Settings(2, config(64 * MIB), machine())
-    found: Any = look(source, settings, 2).rehearsal
+    found: Any = forecast_batch(source, settings, 2).rehearsal
     assert found.num_guesses == (kind is Masked)
-    assert time_step(look(source, settings, 2), settings).seconds > 0
+    assert time_step(forecast_batch(source, settings, 2), settings).seconds > 0
     outputs = kind()(torch.zeros(2, 4, 8))
     outputs.mean().backward()
