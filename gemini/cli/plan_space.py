@@ -16,7 +16,7 @@ from gemini.forecast.machine import threads_of_a_rank
 from gemini.forecast.rehearsal import ModelSource
 from gemini.planner.search import Search
 from gemini.planner.spaces.galvatron_files import GalvatronFile, exported
-from gemini.planner.spaces.table import SYSTEMS, Answer, Asked, answer_of, system
+from gemini.planner.spaces.table import SYSTEMS, SystemPlan, SystemRequest, priced_plan, system
 from gemini.planner.spaces.tree import candidates, counts
 from gemini.system.config import format_bytes
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
     model, run_of = runner_of(options, source)
     with Console(stderr=True).status("rehearsing") as status, threads_of_a_rank(question.num_ranks):
         searching = Search(model, run_of, dataclasses.replace(question, tell=status.update))
-        asked = Asked(
+        request = SystemRequest(
             searching,
             model,
             run_of,
@@ -56,20 +56,20 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
             _annotations(options),
             options.seed or 1,
         )
-        found = _imported(options, asked) if options.import_plan else system(options.space).plan(asked)
+        found = _imported(options, request) if options.import_plan else system(options.space).plan(request)
     if found is None:
-        why = f"no plan of {options.space} fits in {format_bytes(asked.capacity.device_bytes)} of a rank"
+        why = f"no plan of {options.space} fits in {format_bytes(request.capacity.device_bytes)} of a rank"
         if options.json:
             print_json({"model": source.name, "space": options.space, "fits": False, "why": why})
         else:
             Console().print(f"{why}; give more with --device-bytes", highlight=False)
         return 1
-    _keep(options, asked, found, source)
+    _keep(options, request, found, source)
     if options.json:
-        print_json({"model": source.name, "space": options.space, **_document(found, asked)})
+        print_json({"model": source.name, "space": options.space, **_document(found, request)})
     else:
-        _render(options, asked, found)
-    return 0 if _fits(found, asked) else 1
+        _render(options, request, found)
+    return 0 if _fits(found, request) else 1
 
 
 def _annotations(options: argparse.Namespace) -> dict[str, str]:
@@ -82,16 +82,18 @@ def _annotations(options: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def _imported(options: argparse.Namespace, asked: Asked) -> Answer:
+def _imported(options: argparse.Namespace, request: SystemRequest) -> SystemPlan:
     """Return the price of an imported Galvatron plan."""
     file = GalvatronFile.load(options.import_plan)
-    plan = file.layerwise(asked.ranks)
+    plan = file.layerwise(request.ranks)
     return dataclasses.replace(
-        answer_of(plan, asked.blocks.priced(plan)), differs=file.not_runnable(asked.ranks)
+        priced_plan(plan, request.blocks.priced(plan)), differs=file.not_runnable(request.ranks)
     )
 
 
-def _keep(options: argparse.Namespace, asked: Asked, found: Answer, source: ModelSource) -> None:
+def _keep(
+    options: argparse.Namespace, request: SystemRequest, found: SystemPlan, source: ModelSource
+) -> None:
     if options.export_plan is not None:
         if found.plan is None:
             raise ConfigError(f"--export-plan: {options.space} gives blocks no strategies of Galvatron")
@@ -99,17 +101,17 @@ def _keep(options: argparse.Namespace, asked: Asked, found: Answer, source: Mode
     if options.save_plan is not None:
         if found.plan is None or found.differs:
             raise ConfigError(f"--save-plan: the plan does not run: {'; '.join(found.differs)}")
-        runnable = asked.blocks.runnable(found.plan, source.example(1).model, options.dtype)
+        runnable = request.blocks.runnable(found.plan, source.example(1).model, options.dtype)
         runnable.save(options.save_plan)
 
 
-def _fits(found: Answer, asked: Asked) -> bool:
-    return found.device_bytes is None or found.device_bytes <= asked.capacity.device_bytes
+def _fits(found: SystemPlan, request: SystemRequest) -> bool:
+    return found.device_bytes is None or found.device_bytes <= request.capacity.device_bytes
 
 
-def _document(found: Answer, asked: Asked) -> dict[str, Any]:
+def _document(found: SystemPlan, request: SystemRequest) -> dict[str, Any]:
     return {
-        "fits": _fits(found, asked),
+        "fits": _fits(found, request),
         "step_seconds": found.step_seconds,
         "seconds": dict(found.seconds),
         "device_bytes": found.device_bytes,
@@ -119,18 +121,18 @@ def _document(found: Answer, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _render(options: argparse.Namespace, asked: Asked, found: Answer) -> None:
+def _render(options: argparse.Namespace, request: SystemRequest, found: SystemPlan) -> None:
     console, title = Console(), system(options.space).title
     console.print(
-        f"{title} on {asked.ranks} ranks: a step is predicted to take {found.step_seconds:.4g} s",
+        f"{title} on {request.ranks} ranks: a step is predicted to take {found.step_seconds:.4g} s",
         highlight=False,
     )
     if found.seconds:
         spent = ", ".join(f"{name} {value:.3g} s" for name, value in found.seconds.items())
         console.print(f"Of that: {spent}", highlight=False)
     if found.device_bytes is not None:
-        has = format_bytes(asked.capacity.device_bytes)
-        verb = "holds" if _fits(found, asked) else "would hold"
+        has = format_bytes(request.capacity.device_bytes)
+        verb = "holds" if _fits(found, request) else "would hold"
         console.print(
             f"A rank {verb} {format_bytes(found.device_bytes)} of the {has} it has", highlight=False
         )

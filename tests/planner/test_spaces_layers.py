@@ -46,7 +46,7 @@ from gemini.planner.spaces.splits import (
     optcnn,
     splits_of,
 )
-from gemini.planner.spaces.table import SYSTEMS, Asked, _strategy_of, _uniform
+from gemini.planner.spaces.table import SYSTEMS, SystemRequest, _strategy_of, _uniform
 
 
 class Pictures(nn.Module):
@@ -90,24 +90,24 @@ def pictures(samples: int) -> Run:
 
 
 @cache
-def drawn(seed: int, kind: str = "pictures", faster: float = 1.0) -> Asked:
+def drawn(seed: int, kind: str = "pictures", faster: float = 1.0) -> SystemRequest:
     with torch.device("meta"):
         model: nn.Module = Pictures() if kind == "pictures" else net(32, 64)
     run = pictures if kind == "pictures" else run_of
-    asked = question(4, 8, seed, machine=machine(seed, faster=faster))
-    return Asked(Search(model, run, asked), model, run, 4, 8, StageCapacity(2**30))
+    request = question(4, 8, seed, machine=machine(seed, faster=faster))
+    return SystemRequest(Search(model, run, request), model, run, 4, 8, StageCapacity(2**30))
 
 
 def test_the_layers_of_a_model_have_its_dimensions_inputs_and_seconds() -> None:
-    asked = drawn(0)
-    one, two, wide, head = asked.graph
-    assert [each.kind for each in asked.graph] == ["conv", "conv", "linear", "linear"]
+    request = drawn(0)
+    one, two, wide, head = request.graph
+    assert [each.kind for each in request.graph] == ["conv", "conv", "linear", "linear"]
     assert dict(two.dims) == {"sample": 8, "channel": 16, "height": 16, "width": 16}
     assert (two.reduced, two.inputs, dict(two.halo)) == (8, (0,), {"height": 2, "width": 2})
     assert (wide.reduced, wide.numel, head.inputs, one.inputs) == (1024, 1024 * 128 + 128, (2,), ())
-    figures = asked.searching.figures_of(Part(), 8)
+    figures = request.searching.figures_of(Part(), 8)
     total = sum(each.forward + each.backward for each in figures)
-    assert sum(each.forward + each.backward for each in asked.graph) == pytest.approx(total)
+    assert sum(each.forward + each.backward for each in request.graph) == pytest.approx(total)
 
 
 def test_tensors_meet_in_sums_and_tokens_in_attention() -> None:
@@ -129,9 +129,9 @@ def test_tensors_meet_in_sums_and_tokens_in_attention() -> None:
 
 
 def test_a_model_without_parameters_is_refused() -> None:
-    asked = drawn(0)
+    request = drawn(0)
     with pytest.raises(ConfigError, match="no layers with parameters"):
-        capture(asked.searching, nn.ReLU(), pictures, 8)
+        capture(request.searching, nn.ReLU(), pictures, 8)
 
 
 # -- OptCNN and one weird trick ------------------------------------------------------------------------------
@@ -170,9 +170,9 @@ def test_elimination_finds_what_brute_force_finds(seed: int, count: int, most: i
 @pytest.mark.parametrize("kind", ["pictures", "net"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_optcnn_finds_the_best_of_all_configurations(kind: str, seed: int) -> None:
-    asked = drawn(seed, kind)
-    short = asked.graph[:4]
-    costs = SplitCosts(short, 2, asked.searching.speeds)
+    request = drawn(seed, kind)
+    short = request.graph[:4]
+    costs = SplitCosts(short, 2, request.searching.speeds)
     best = min(costs.total(each) for each in product(*costs.splits))
     assert optcnn(costs).seconds == pytest.approx(best, rel=1e-12)
 
@@ -201,11 +201,13 @@ def test_a_layer_that_is_cut_as_its_input_gets_nothing() -> None:
 
 
 def test_the_weird_trick_cuts_samples_of_convolutions_and_channels_of_linear_layers() -> None:
-    asked = drawn(0)
-    found = one_weird_trick(asked.splits)
+    request = drawn(0)
+    found = one_weird_trick(request.splits)
     assert found.splits == ((("sample", 4),), (("sample", 4),), (("channel", 4),), (("channel", 4),))
     large = SplitCosts(
-        tuple(replace(e, dims={**e.dims, "sample": 2**20}) for e in asked.graph), 4, asked.searching.speeds
+        tuple(replace(e, dims={**e.dims, "sample": 2**20}) for e in request.graph),
+        4,
+        request.searching.speeds,
     )
     assert set(one_weird_trick(large).splits) == {(("sample", 4),)}
 
@@ -378,37 +380,37 @@ def test_annotations_that_say_nothing_are_refused(annotations: dict[str, str]) -
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_plan_runs_or_says_why_not(name: str, seed: int) -> None:
     for kind in ("pictures", "net"):
-        asked = drawn(seed, kind)
-        found = SYSTEMS[name].plan(asked)
+        request = drawn(seed, kind)
+        found = SYSTEMS[name].plan(request)
         assert found is not None
         assert found.step_seconds > 0
         assert (found.plan is not None) == (not found.differs)
         if found.plan is not None:
-            plan = asked.blocks.runnable(found.plan, asked.model, "fp32")
+            plan = request.blocks.runnable(found.plan, request.model, "fp32")
             assert plan.world_size == 4
-        assert found == SYSTEMS[name].plan(asked)
+        assert found == SYSTEMS[name].plan(request)
 
 
 def test_data_parallelism_of_pictures_runs() -> None:
-    asked = drawn(0)
-    found = SYSTEMS["gshard"].plan(asked)
+    request = drawn(0)
+    found = SYSTEMS["gshard"].plan(request)
     assert found is not None
     assert found.plan is not None
-    plan = asked.blocks.runnable(found.plan, asked.model, "fp32")
+    plan = request.blocks.runnable(found.plan, request.model, "fp32")
     assert (plan.layout.dp, plan.begins, plan.recompute) == (4, (), ())
     with pytest.raises(ConfigError, match="no row of blocks"):
-        SYSTEMS["galvatron"].plan(asked)
+        SYSTEMS["galvatron"].plan(request)
 
 
 def test_layouts_that_megatron_and_data_parallelism_make_run() -> None:
     with torch.device("meta"):
         model = _Cut((32, 64))
-    asked = replace(drawn(0, "net"), searching=Search(model, run_of, question(4, 8, 0)), model=model)
-    graph = named(asked.graph)
+    request = replace(drawn(0, "net"), searching=Search(model, run_of, question(4, 8, 0)), model=model)
+    graph = named(request.graph)
     strategy, reasons = _strategy_of(graph, {"sample": 0, "blocks.*.up": 1}, (2, 2))
     assert not reasons
     assert strategy == Strategy(tp=2, dp=2)
-    assert _uniform(asked, strategy)[0] is not None
+    assert _uniform(request, strategy)[0] is not None
     for layout, reason in (
         ({"length": 0}, "length must be whole"),
         ({"head": 0}, "blocks.*.up must be cut as head"),

@@ -36,7 +36,7 @@ _DEFAULT_ANNOTATIONS = {"inputs": "split:sample"}
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class SystemRequest:
     """The input of a system's search.
 
     Attributes:
@@ -73,7 +73,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SystemPlan:
     """The result of a system.
 
     Attributes:
@@ -99,16 +99,16 @@ class System:
     title: str
     decides: str
     runs: str
-    plan: Callable[[Asked], Answer | None]
+    plan: Callable[[SystemRequest], SystemPlan | None]
 
 
 # -- strategies of blocks ------------------------------------------------------------------------------------
 
 
-def answer_of(plan: LayerwisePlan, price: PlanPrice) -> Answer:
-    """Return a layerwise plan and its price as an answer."""
+def priced_plan(plan: LayerwisePlan, price: PlanPrice) -> SystemPlan:
+    """Return a layerwise plan and its price as the plan of a system."""
     device_bytes = max(each.device_bytes for each in price.ranks)
-    return Answer(price.step_seconds, _rows(plan), price.seconds, device_bytes, plan.not_uniform(), plan)
+    return SystemPlan(price.step_seconds, _rows(plan), price.seconds, device_bytes, plan.not_uniform(), plan)
 
 
 def _rows(plan: LayerwisePlan) -> tuple[tuple[str, str], ...]:
@@ -125,27 +125,27 @@ def _rows(plan: LayerwisePlan) -> tuple[tuple[str, str], ...]:
     return (*rows, ("behind the blocks", str(plan.outside[1])))
 
 
-def _galvatron(asked: Asked) -> Answer | None:
-    found = galvatron.best_plan(asked.blocks, asked.ranks, asked.batch)
-    return None if found is None else answer_of(found.plan, found.price)
+def _galvatron(request: SystemRequest) -> SystemPlan | None:
+    found = galvatron.best_plan(request.blocks, request.ranks, request.batch)
+    return None if found is None else priced_plan(found.plan, found.price)
 
 
-def _alpa(asked: Asked) -> Answer | None:
-    found = alpa.best_plan(asked.blocks, asked.ranks, asked.batch)
-    return None if found is None else answer_of(found.plan, found.price)
+def _alpa(request: SystemRequest) -> SystemPlan | None:
+    found = alpa.best_plan(request.blocks, request.ranks, request.batch)
+    return None if found is None else priced_plan(found.plan, found.price)
 
 
 # -- splits of layers ----------------------------------------------------------------------------------------
 
 
-def _uniform(asked: Asked, strategy: Strategy) -> tuple[LayerwisePlan | None, tuple[str, ...]]:
+def _uniform(request: SystemRequest, strategy: Strategy) -> tuple[LayerwisePlan | None, tuple[str, ...]]:
     """Return the plan with one strategy for all blocks, or why the model does not support it."""
     try:
-        asked.searching.figures_of(Part(strategy.tp), 2)
+        request.searching.figures_of(Part(strategy.tp), 2)
     except ConfigError as error:
         return None, (str(error),)
-    count = len(asked.blocks.names)
-    plan = LayerwisePlan(asked.batch, 1, (strategy,) * count, (strategy, strategy), (count,))
+    count = len(request.blocks.names)
+    plan = LayerwisePlan(request.batch, 1, (strategy,) * count, (strategy, strategy), (count,))
     return plan, plan.not_uniform()
 
 
@@ -163,33 +163,33 @@ def _text(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} in {count}" for name, count in parts.items()) or "whole, on one rank"
 
 
-def _split_answer(asked: Asked, found: Chosen) -> Answer:
-    costs, layers = asked.splits, list(zip(asked.graph, found.splits, strict=True))
+def _split_plan(request: SystemRequest, found: Chosen) -> SystemPlan:
+    costs, layers = request.splits, list(zip(request.graph, found.splits, strict=True))
     rows = _grouped((layer.name, _text(dict(split))) for layer, split in layers)
     own = sum(costs.own(at, split) for at, split in enumerate(found.splits))
     seconds = {"layers": own, "transfers": max(costs.total(found.splits) - own, 0.0)}
-    data = (("sample", asked.ranks),) if asked.ranks > 1 else ()
+    data = (("sample", request.ranks),) if request.ranks > 1 else ()
     other = [(layer.name, split) for layer, split in layers if layer.numel and split != data]
     if not other:
-        plan, differs = _uniform(asked, Strategy(dp=asked.ranks))
-        return Answer(found.seconds, rows, seconds, None, differs, plan)
+        plan, differs = _uniform(request, Strategy(dp=request.ranks))
+        return SystemPlan(found.seconds, rows, seconds, None, differs, plan)
     names = [f"{name} ({_text(dict(split))})" for name, split in other[:_SHOWN]]
     more = [f"and {len(other) - _SHOWN} more"] if len(other) > _SHOWN else []
     said = ", ".join([*names, *more])
-    reason = f"every layer must have its samples in {asked.ranks} parts, as dp; not so: {said}"
-    return Answer(found.seconds, rows, seconds, None, (reason,))
+    reason = f"every layer must have its samples in {request.ranks} parts, as dp; not so: {said}"
+    return SystemPlan(found.seconds, rows, seconds, None, (reason,))
 
 
-def _one_weird_trick(asked: Asked) -> Answer:
-    return _split_answer(asked, one_weird_trick(asked.splits))
+def _one_weird_trick(request: SystemRequest) -> SystemPlan:
+    return _split_plan(request, one_weird_trick(request.splits))
 
 
-def _optcnn(asked: Asked) -> Answer:
-    return _split_answer(asked, optcnn(asked.splits))
+def _optcnn(request: SystemRequest) -> SystemPlan:
+    return _split_plan(request, optcnn(request.splits))
 
 
-def _flexflow(asked: Asked) -> Answer:
-    found = _split_answer(asked, flexflow(asked.splits, seed=asked.seed))
+def _flexflow(request: SystemRequest) -> SystemPlan:
+    found = _split_plan(request, flexflow(request.splits, seed=request.seed))
     # Transfers and exchanges overlap with computing, so their times do not add up.
     alone = ("without overlap", f"{sum(found.seconds.values()):.4g} s a step")
     return replace(found, seconds={}, rows=(alone, *found.rows))
@@ -198,9 +198,9 @@ def _flexflow(asked: Asked) -> Answer:
 # -- tensors over a mesh -------------------------------------------------------------------------------------
 
 
-def _mesh_tensorflow(asked: Asked) -> Answer:
-    graph = named(asked.graph)
-    found = mesh_tensorflow(LayoutCosts(graph, asked.searching.speeds), asked.ranks)
+def _mesh_tensorflow(request: SystemRequest) -> SystemPlan:
+    graph = named(request.graph)
+    found = mesh_tensorflow(LayoutCosts(graph, request.searching.speeds), request.ranks)
     shape = " x ".join(map(str, found.mesh))
     rows = [("mesh", f"{shape} ranks")]
     for name, size in graph.sizes.items():
@@ -210,8 +210,8 @@ def _mesh_tensorflow(asked: Asked) -> Answer:
     strategy, differs = _strategy_of(graph, found.layout, found.mesh)
     plan = None
     if strategy is not None:
-        plan, differs = _uniform(asked, strategy)
-    return Answer(found.seconds, tuple(rows), {"layers and messages": found.seconds}, None, differs, plan)
+        plan, differs = _uniform(request, strategy)
+    return SystemPlan(found.seconds, tuple(rows), {"layers and messages": found.seconds}, None, differs, plan)
 
 
 def _strategy_of(
@@ -246,31 +246,31 @@ def _strategy_of(
     return None, tuple(reasons)
 
 
-def _gshard(asked: Asked) -> Answer:
-    sharded = gshard(asked.graph, asked.annotations or _DEFAULT_ANNOTATIONS, asked.ranks)
+def _gshard(request: SystemRequest) -> SystemPlan:
+    sharded = gshard(request.graph, request.annotations or _DEFAULT_ANNOTATIONS, request.ranks)
     rows = []
-    for layer, each in zip(asked.graph, sharded, strict=True):
+    for layer, each in zip(request.graph, sharded, strict=True):
         text = _text(each.output) if each.output else "whole, on every rank"
         weight = f"; weight: {_text(each.weight)}" if each.weight else ""
         sent = "; ".join(f"{m.kind} of {m.nbytes} bytes over {m.ranks} ({m.why})" for m in each.messages)
         rows.append((layer.name, text + weight + (f"; {sent}" if sent else "")))
-    seconds = gshard_seconds(asked.graph, sharded, asked.searching.speeds)
-    data = {"sample": asked.ranks} if asked.ranks > 1 else {}
+    seconds = gshard_seconds(request.graph, sharded, request.searching.speeds)
+    data = {"sample": request.ranks} if request.ranks > 1 else {}
     other = [
         layer.name
-        for layer, each in zip(asked.graph, sharded, strict=True)
+        for layer, each in zip(request.graph, sharded, strict=True)
         if each.weight or dict(each.output) != data
     ]
     plan, differs = None, tuple[str, ...]()
     if other:
         more = f" and {len(other) - 1} more" if len(other) > 1 else ""
         differs = (
-            f"every layer must have its samples in {asked.ranks} parts and its weight whole, as dp; not so: "
-            f"{other[0]}{more}",
+            f"every layer must have its samples in {request.ranks} parts and its weight whole, as dp; not "
+            f"so: {other[0]}{more}",
         )
     else:
-        plan, differs = _uniform(asked, Strategy(dp=asked.ranks))
-    return Answer(seconds, _grouped(rows), {"layers and messages": seconds}, None, differs, plan)
+        plan, differs = _uniform(request, Strategy(dp=request.ranks))
+    return SystemPlan(seconds, _grouped(rows), {"layers and messages": seconds}, None, differs, plan)
 
 
 _DATA_ALONE = "data parallelism of all layers"
