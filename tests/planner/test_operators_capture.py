@@ -34,7 +34,7 @@ CASES = [(Language, language_batch, language_loss), (Pictures, picture_batch, pi
 def results(model: nn.Module, batch: Any, captured: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
     values = [*(p.detach() for p in model.parameters()), *model.buffers()]
     loss, *rest = captured.module(*values, *captured.form.tensors(batch))
-    rest = rest[: len(rest) - len(captured.answers)]
+    rest = rest[: len(rest) - len(captured.truth_values)]
     grads = dict(zip(captured.gradients, rest, strict=False))
     return loss, grads, dict(zip(captured.changed, rest[len(grads) :], strict=True))
 
@@ -126,7 +126,7 @@ def test_a_step_takes_the_path_of_its_samples(is_full: bool) -> None:
     loss, grads, _ = results(model, batch, captured)
     want = model(**batch).sum()
     want.backward()
-    assert [each.value for each in captured.answers] == [is_full]
+    assert [each.value for each in captured.truth_values] == [is_full]
     assert torch.equal(loss, want)
     assert torch.equal(grads["weight"], model.weight.grad)
 
@@ -134,7 +134,7 @@ def test_a_step_takes_the_path_of_its_samples(is_full: bool) -> None:
 def test_without_values_all_of_a_mask_is_taken_to_be_set() -> None:
     meta = {name: each.to("meta") for name, each in _masked_batch(is_full=False).items()}
     captured = capture(Masked(4, 4), meta, lambda out, _: out.sum())
-    assert [each.value for each in captured.answers] == [True]
+    assert [each.value for each in captured.truth_values] == [True]
 
 
 def test_another_form_of_batch_is_refused() -> None:

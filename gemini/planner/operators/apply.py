@@ -134,7 +134,7 @@ class _GraphBuilder:
 
     def build(self, *, with_gradients: bool) -> fx.GraphModule:
         """Return the graph. Its outputs are the loss, the gradients if requested, changed buffers, and
-        answers."""
+        truth values."""
         problem, captured = self._problem, self._problem.captured
         receivers = {node: name for name, node in captured.gradients.items()} if with_gradients else {}
         takers: dict[fx.Node, fx.Node] = {}
@@ -151,7 +151,7 @@ class _GraphBuilder:
         if with_gradients:
             results += [takers[node] for node in captured.gradients.values()]
         results += [self._in_whole(node) for node in captured.changed.values()]
-        results += [self._in_whole(each.node) for each in captured.answers if each.node in self._made]
+        results += [self._in_whole(each.node) for each in captured.truth_values if each.node in self._made]
         self._graph.output(tuple(results))
         self._graph.eliminate_dead_code()
         self._graph.lint()
@@ -263,12 +263,12 @@ class OperatorParallel(nn.Module):
         return [self.get_buffer(name) for name in self._captured.buffers]
 
     def _change(self, values: Sequence[torch.Tensor]) -> None:
-        """Check the answers at the end of ``values``, then update the buffers."""
+        """Check the truth values at the end of ``values``, then update the buffers."""
         changed = self._captured.changed
-        for answer, found in zip(self._captured.answers, values[len(changed) :], strict=False):
-            answer.check(
+        for truth, found in zip(self._captured.truth_values, values[len(changed) :], strict=False):
+            truth.check(
                 found
-            )  # answers of backward are last; they are missing if only the loss was computed
+            )  # truth values of backward are last; they are missing if only the loss was computed
         for name, value in zip(changed, values, strict=False):
             self.get_buffer(name).copy_(value)
 

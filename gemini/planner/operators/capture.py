@@ -76,7 +76,7 @@ class BatchForm:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TruthValue:
     """A truth value of a tensor on which the model branched, usually whether all of a mask is set. The graph
     is valid only for batches with the same value."""
 
@@ -101,7 +101,7 @@ class Captured:
     ``loss``, ``gradients`` and ``changed`` (buffers) are nodes.
 
     Attributes:
-        answers: truth values on which the model branched.
+        truth_values: truth values on which the model branched.
         way: how the step was captured, ``MAKE_FX`` or ``EXPORT``.
     """
 
@@ -112,7 +112,7 @@ class Captured:
     loss: fx.Node
     gradients: dict[str, fx.Node]
     changed: dict[str, fx.Node]
-    answers: tuple[Answer, ...]
+    truth_values: tuple[TruthValue, ...]
     way: str
 
     @property
@@ -149,7 +149,7 @@ def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> C
     reasons = []
     for way in (MAKE_FX, EXPORT):
         try:
-            return _as_answered(model, form, tensors, loss, way)
+            return _with_truth_values(model, form, tensors, loss, way)
         except CaptureError:
             raise
         except Exception as error:  # model code may raise anything
@@ -160,19 +160,19 @@ def capture(model: nn.Module, samples: Any, loss: LossOf = mean_of_outputs) -> C
     )
 
 
-def _as_answered(
+def _with_truth_values(
     model: nn.Module, form: BatchForm, tensors: list[torch.Tensor], loss: LossOf, way: str
 ) -> Captured:
-    """Capture the step on the path that the samples take. Each capture assumes answers; the first wrong one
-    is corrected and the step is captured again."""
-    answers: list[bool] = []
+    """Capture the step on the path that the samples take. Each capture assumes truth values; the first wrong
+    one is corrected and the step is captured again."""
+    truth_values: list[bool] = []
     for _ in range(_MOST_CAPTURES):
-        captured = _captured(model, form, tensors, loss, way, answers)
+        captured = _captured(model, form, tensors, loss, way, truth_values)
         other = _first_other(captured, dict(model.named_buffers()), tensors)
         if other is None:
             return captured
-        answers = [each.value for each in captured.answers[:other]]
-        answers.append(not captured.answers[other].value)
+        truth_values = [each.value for each in captured.truth_values[:other]]
+        truth_values.append(not captured.truth_values[other].value)
     raise CaptureError(f"the path through the model depends on more than {_MOST_CAPTURES} values of tensors")
 
 
@@ -187,7 +187,7 @@ def _first_other(
         **dict(zip(batch, tensors, strict=True)),
     }
     env: dict[fx.Node, Any] = {node: value for node, value in values.items() if not value.is_meta}
-    needed = _ancestors(each.node for each in captured.answers)
+    needed = _ancestors(each.node for each in captured.truth_values)
     with _quiet(), torch.no_grad():
         for node in captured.nodes:
             if node.op == "get_attr":
@@ -196,7 +196,7 @@ def _first_other(
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), env.__getitem__)
                 function: Any = node.target
                 env[node] = function(*args, **kwargs)
-    for number, each in enumerate(captured.answers):
+    for number, each in enumerate(captured.truth_values):
         if each.node in env and bool(env[each.node]) != each.value:
             return number
     return None
@@ -219,13 +219,13 @@ def _captured(
     tensors: list[torch.Tensor],
     loss: LossOf,
     way: str,
-    answers: Sequence[bool] = (),
+    truth_values: Sequence[bool] = (),
 ) -> Captured:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     trained = [name for name, param in parameters.items() if param.requires_grad]
     if not trained:
         raise CaptureError("the model has no parameter that requires a gradient: there is nothing to train")
-    mode, truths = _FakeMode(allow_non_fake_inputs=True), _TruthValues(answers)
+    mode, truths = _FakeMode(allow_non_fake_inputs=True), _TruthValues(truth_values)
     called: nn.Module = _LossModule(model, form, loss)
 
     def step(params: list[Any], buffs: list[Any], batch: list[Any]) -> Any:
@@ -284,12 +284,12 @@ class _FakeMode(FakeTensorMode):
 
 
 class _TruthValues(TorchDispatchMode):
-    """Answers the model's queries for truth values of tensors: first with the given answers, then with true.
+    """Answers the model's queries for truth values of tensors: first with the given ones, then with true.
     Records both."""
 
-    def __init__(self, answers: Sequence[bool]) -> None:
+    def __init__(self, truth_values: Sequence[bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._answers = answers
+        self._given_values = truth_values
         self.asked: list[torch.Tensor] = []
         self.given: list[bool] = []
 
@@ -297,7 +297,7 @@ class _TruthValues(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             number = len(self.given)
             self.asked.append(args[0])
-            self.given.append(self._answers[number] if number < len(self._answers) else True)
+            self.given.append(self._given_values[number] if number < len(self._given_values) else True)
             return self.given[number]
         return func(*args, **(kwargs or {}))
 
@@ -365,7 +365,7 @@ def _tidied(
     loss, *others = output.args[0]
     until = len(trained) + len(buffers)
     grads, buffs, asked = others[: len(trained)], others[len(trained) : until], others[until:]
-    answers = tuple(Answer(node, value) for node, value in zip(asked, given, strict=True))
+    truth_values = tuple(TruthValue(node, value) for node, value in zip(asked, given, strict=True))
     places = [node for node in graph.nodes if node.op == "placeholder"]
     before = places[len(parameters) : len(parameters) + len(buffers)]
     changed = {name: new for name, new, old in zip(buffers, buffs, before, strict=True) if new is not old}
@@ -380,7 +380,7 @@ def _tidied(
     graph.set_codegen(fx.graph.CodeGen())  # the inputs become flat tensors instead of three lists
     graph.lint()
     made.recompile()
-    return Captured(made, parameters, buffers, form, loss, gradients, changed, answers, way)
+    return Captured(made, parameters, buffers, form, loss, gradients, changed, truth_values, way)
 
 
 def _views_again(graph: fx.Graph, loss: fx.Node) -> None:

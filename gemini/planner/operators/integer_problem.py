@@ -142,11 +142,11 @@ class StepProblem:
         return strategies
 
     def _returned(self) -> set[int]:
-        """Return the nodes that every rank must have whole at the end: loss, changed buffers and answers.
-        Strategies that cannot be converted to whole are removed."""
+        """Return the nodes that every rank must have whole at the end: loss, changed buffers, truth
+        values. Strategies that cannot be converted to whole are removed."""
         captured, whole = self.captured, set()
-        answers = (each.node for each in captured.answers)
-        for node in (captured.loss, *captured.changed.values(), *answers):
+        truth_values = (each.node for each in captured.truth_values)
+        for node in (captured.loss, *captured.changed.values(), *truth_values):
             at, out = self.made(node)
             whole.add(at)
             self.choices[at] = tuple(

@@ -172,7 +172,7 @@ def plan_of(problem: StepProblem, solution: Solution) -> OperatorPlan:
         dict(messages),
         dict(problem.uncovered),
         problem.captured.way,
-        len(problem.captured.answers),
+        len(problem.captured.truth_values),
         tuple(rows),
     )
 
