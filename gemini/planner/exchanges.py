@@ -18,7 +18,7 @@ BUCKET_NUMEL = 2**20  # the default of LowLevelZeroOptimizer
 _ROUND_BYTES = 64  # approximate message with which ranks agree before they gather a chunk
 
 
-class Message(NamedTuple):
+class GradientBucket(NamedTuple):
     """Gradients that are exchanged together: their bytes in the type in which they are summed, and the bytes
     of their weights."""
 
@@ -56,7 +56,7 @@ class Gathers(NamedTuple):
         return self.times(num_microbatches) * sum(once)
 
 
-def buckets_of(parameters: Sequence[ParameterSize]) -> tuple[Message, ...]:
+def buckets_of(parameters: Sequence[ParameterSize]) -> tuple[GradientBucket, ...]:
     """Return the gradient buckets of a rank with these parameters, those of the last parameters first."""
     found: list[tuple[int, int, int]] = []
     for each in reversed(parameters):
@@ -67,18 +67,18 @@ def buckets_of(parameters: Sequence[ParameterSize]) -> tuple[Message, ...]:
         numel, wide, own = found[-1]
         nbytes = each.numel * each.itemsize
         found[-1] = numel + each.numel, wide + max(nbytes, 4 * each.numel), own + nbytes
-    return tuple(Message(wide, own) for _, wide, own in found)
+    return tuple(GradientBucket(wide, own) for _, wide, own in found)
 
 
-def chunks_of(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> tuple[Message, ...]:
+def chunks_of(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> tuple[GradientBucket, ...]:
     """Return the gradient chunks of a rank with these parameters. Without a table: one chunk of everything,
     so that the time is not overestimated."""
     if table is not None:
         trained = [each for each in table.groups if each.trainable]
-        return tuple(Message(4 * each.numel, each.numel * each.dtype.itemsize) for each in trained)
+        return tuple(GradientBucket(4 * each.numel, each.numel * each.dtype.itemsize) for each in trained)
     sizes = [each for each in parameters if each.trains]
     numel, own = sum(each.numel for each in sizes), sum(each.numel * each.itemsize for each in sizes)
-    return (Message(4 * numel, own),) if sizes else ()
+    return (GradientBucket(4 * numel, own),) if sizes else ()
 
 
 def whole_sizes(parameters: Iterable[ParameterSize], table: ChunkTable | None) -> tuple[int, ...]:
@@ -97,15 +97,17 @@ def kept_share(table: ChunkTable | None) -> float:
     return min(table.gather_bytes / max(total, 1), 1.0)
 
 
-def exchange_seconds(messages: Sequence[Message], copies: int, zero_stage: int, speeds: Speeds) -> float:
+def exchange_seconds(
+    buckets: Sequence[GradientBucket], copies: int, zero_stage: int, speeds: Speeds
+) -> float:
     """Return the seconds at the end of a step that data ranks spend on gradients and updated weights."""
-    if copies == 1 or not messages:
+    if copies == 1 or not buckets:
         return 0.0
     # Gradients are sent while backward still computes, except for the last message. Nothing is computed
     # while updated weights arrive.
-    total = speeds.collective("all_to_all", copies, messages[-1].wide_bytes)
-    total += sum(speeds.beside_computing("all_to_all", copies, each.wide_bytes) for each in messages[:-1])
+    total = speeds.collective("all_to_all", copies, buckets[-1].wide_bytes)
+    total += sum(speeds.beside_computing("all_to_all", copies, each.wide_bytes) for each in buckets[:-1])
     if zero_stage < 3:
-        own = [each.wide_bytes if zero_stage == 0 else each.own_bytes for each in messages]
+        own = [each.wide_bytes if zero_stage == 0 else each.own_bytes for each in buckets]
         total += sum(speeds.collective("all_gather", copies, each / copies) for each in own)
     return total

@@ -17,7 +17,7 @@ from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, 
 from gemini.planner.chunks import ChunkSizes, ChunkTable, StageCapacity
 from gemini.planner.exchanges import (
     Gathers,
-    Message,
+    GradientBucket,
     buckets_of,
     chunks_of,
     exchange_seconds,
@@ -206,7 +206,7 @@ class Pricer:
         passes = 0 if copies == 1 else 1 if zero_stage == 3 else 2
         return passes * self.pass_seconds(numel) + nbytes / self.speeds.machine.adam_bytes_per_second
 
-    def _buckets(self, part: Part, samples: int, ranges: Ranges) -> tuple[Message, ...]:
+    def _buckets(self, part: Part, samples: int, ranges: Ranges) -> tuple[GradientBucket, ...]:
         return buckets_of(self.parameters(part, samples, ranges))
 
 
@@ -270,7 +270,7 @@ class _Pricing:
         )
         return Gathers(self._copies, sizes, min(map(kept_share, tables)))
 
-    def _exchanged(self, rank: int) -> tuple[Message, ...]:
+    def _exchanged(self, rank: int) -> tuple[GradientBucket, ...]:
         """Return the messages in which a rank exchanges gradients."""
         if self._choice.zero_stage < 3:
             return self._pricer.buckets(*self._own(rank))

@@ -315,14 +315,14 @@ def test_megatron_as_a_layout_sends_what_megatron_sends() -> None:
 
 
 def kinds(annotations: dict[str, str]) -> list[list[tuple[str, str]]]:
-    return [[(m.kind, m.why) for m in each.messages] for each in gshard(chain(), annotations, 4)]
+    return [[(m.kind, m.why) for m in each.collectives] for each in gshard(chain(), annotations, 4)]
 
 
 def test_annotated_inputs_make_data_parallelism() -> None:
     found = gshard(chain(), {"inputs": "split:sample"}, 4)
     assert all(dict(each.output) == {"sample": 4} for each in found)
     assert kinds({"inputs": "split:sample"})[1] == [("all_reduce", "gradients of parameters")]
-    assert found[1].messages[0].nbytes == 4 * 256
+    assert found[1].collectives[0].nbytes == 4 * 256
 
 
 def test_annotated_weights_make_megatrons_pair() -> None:
@@ -330,8 +330,8 @@ def test_annotated_weights_make_megatrons_pair() -> None:
     _, up, down, *_ = gshard(chain(), pair, 4)
     assert dict(up.output) == {"channel": 4}
     assert dict(down.output) == {}
-    assert [m.kind for m in up.messages] == ["all_reduce"]  # gradients of its input
-    assert [(m.kind, m.why) for m in down.messages] == [("all_reduce", "sums of input channels")]
+    assert [m.kind for m in up.collectives] == ["all_reduce"]  # gradients of its input
+    assert [(m.kind, m.why) for m in down.collectives] == [("all_reduce", "sums of input channels")]
     # A whole weight behind it needs the whole input.
     gathered = kinds({"0.up.weight": "split:channel"})[2]
     assert gathered[0] == ("all_gather", "the input")
@@ -340,9 +340,9 @@ def test_annotated_weights_make_megatrons_pair() -> None:
 def test_an_annotated_output_is_changed_to_what_it_says() -> None:
     found = gshard(chain(), {"inputs": "split:sample", "0.down": "replicate"}, 4)
     assert dict(found[2].output) == {}
-    assert [m.kind for m in found[2].messages][-1] == "all_gather"
+    assert [m.kind for m in found[2].collectives][-1] == "all_gather"
     other = gshard(chain(), {"inputs": "split:sample", "0.down": "split:length"}, 4)
-    assert [m.kind for m in other[2].messages][-2:] == ["all_to_all"] * 2
+    assert [m.kind for m in other[2].collectives][-2:] == ["all_to_all"] * 2
     tiled = gshard(chain(), {"inputs": "shard:sample=2,length=2"}, 4)
     assert dict(tiled[5].output) == {"sample": 2, "length": 2}
 

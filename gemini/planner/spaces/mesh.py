@@ -1,4 +1,4 @@
-"""Tensors over a mesh: Mesh-TensorFlow's layouts and GShard's annotations, and the messages that they imply.
+"""Tensors over a mesh: Mesh-TensorFlow's layouts and GShard's annotations, and the collectives that follow.
 
 Each layer is a product: every element of its output sums over the channels of its input. If a dimension of
 the output is cut, ranks compute parts of it. If the summed channels are cut, ranks add up their partial sums
@@ -24,7 +24,7 @@ _MOST_LAYOUTS = 2**18
 Layout = Mapping[str, int]  # named dimension -> index of the mesh dimension that cuts it
 
 
-class Message(NamedTuple):
+class MeshCollective(NamedTuple):
     """A collective over ``ranks`` ranks that each give ``nbytes``; ``why`` is the reason as text."""
 
     kind: str
@@ -33,30 +33,30 @@ class Message(NamedTuple):
     why: str
 
 
-def messages_of(layer: Layer, parts: Mapping[str, int], reduced: int) -> list[Message]:
+def collectives_of(layer: Layer, parts: Mapping[str, int], reduced: int) -> list[MeshCollective]:
     """Return the collectives on a layer's activations, if its output is cut into ``parts`` by dimension and
     its input channels into ``reduced`` parts."""
     output = layer.output_bytes // prod(parts.values())
     found = []
     if reduced > 1:
-        found.append(Message("all_reduce", reduced, output, "sums of input channels"))
+        found.append(MeshCollective("all_reduce", reduced, output, "sums of input channels"))
     channel = parts.get("channel", 1)
     if layer.kind in CONTRACTING and channel > 1 and layer.kind != "embedding":
         rest = prod(parts.values()) // channel
         given = layer.output_bytes // layer.dims["channel"] * max(layer.reduced, 1) // (rest * reduced)
-        found.append(Message("all_reduce", channel, given, "gradients of the input"))
+        found.append(MeshCollective("all_reduce", channel, given, "gradients of the input"))
     if layer.kind == "norm" and channel > 1:
         rows = output // (layer.dims["channel"] // channel)
-        found.append(Message("all_reduce", channel, 2 * rows, "statistics"))
+        found.append(MeshCollective("all_reduce", channel, 2 * rows, "statistics"))
     if layer.kind == "attention" and parts.get("length", 1) > 1:
-        found += [Message("all_gather", parts["length"], output, "keys and values")] * 2
+        found += [MeshCollective("all_gather", parts["length"], output, "keys and values")] * 2
     return found
 
 
 def layer_seconds(layer: Layer, parts: Mapping[str, int], reduced: int, speeds: Speeds) -> float:
     """Return the seconds that a rank spends on a layer that is cut this way."""
-    messages = messages_of(layer, parts, reduced)
-    sent = sum(speeds.collective(each.kind, each.ranks, each.nbytes) for each in messages)
+    collectives = collectives_of(layer, parts, reduced)
+    sent = sum(speeds.collective(each.kind, each.ranks, each.nbytes) for each in collectives)
     return own_seconds(layer, parts, speeds, reduced) + sent
 
 
@@ -229,11 +229,11 @@ Sharding = Mapping[str, int]  # number of parts by dimension; empty: every rank 
 @dataclass(frozen=True)
 class Sharded:
     """A layer with shardings. ``weight``: how its parameters are cut, by ``channel`` and ``reduced``;
-    ``messages``: the collectives in a step that follow."""
+    ``collectives``: the collectives in a step that follow."""
 
     output: Sharding
     weight: Sharding
-    messages: tuple[Message, ...]
+    collectives: tuple[MeshCollective, ...]
 
 
 def parse_annotation(text: str, ranks: int) -> Sharding:
@@ -294,36 +294,38 @@ def _propagated(
         inferred["channel"] = channel
     inferred = {name: count for name, count in inferred.items() if layer.dims[name] % count == 0}
     reduced = weight.get("reduced", 1) if is_contracting else 1
-    messages: list[Message] = []
+    collectives: list[MeshCollective] = []
     whole = source.get("channel", 1)
     if is_contracting and given and whole > 1 and whole != reduced:
         nbytes = graph[layer.inputs[0]].output_bytes // prod(source.values())
-        messages.append(Message("all_gather", whole, nbytes, "the input"))
-        messages.append(Message("reduce_scatter", whole, nbytes * whole, "the gradient of the input"))
+        collectives.append(MeshCollective("all_gather", whole, nbytes, "the input"))
+        collectives.append(
+            MeshCollective("reduce_scatter", whole, nbytes * whole, "the gradient of the input")
+        )
     for other in given[1:]:
         if dict(other.output) != dict(source):
-            messages += _resharded(layer, other.output, source)
-    messages += messages_of(layer, inferred, reduced)
+            collectives += _resharded(layer, other.output, source)
+    collectives += collectives_of(layer, inferred, reduced)
     if (copies := prod(count for name, count in inferred.items() if name != "channel")) > 1 and layer.numel:
         part = 4 * layer.numel // (inferred.get("channel", 1) * reduced)
-        messages.append(Message("all_reduce", copies, part, "gradients of parameters"))
+        collectives.append(MeshCollective("all_reduce", copies, part, "gradients of parameters"))
     output = said.get(layer.name, inferred)
     _check(layer.name, output, layer.dims)
     if dict(output) != inferred:
-        messages += _resharded(layer, inferred, output)
-    return Sharded(output, weight, tuple(messages))
+        collectives += _resharded(layer, inferred, output)
+    return Sharded(output, weight, tuple(collectives))
 
 
-def _resharded(layer: Layer, one: Sharding, other: Sharding) -> list[Message]:
-    """Return the messages that convert a layer's output from one sharding to another, and its gradient back.
-    If one sharding is finer in every dimension, ranks gather in one direction; otherwise they exchange in
-    both."""
+def _resharded(layer: Layer, one: Sharding, other: Sharding) -> list[MeshCollective]:
+    """Return the collectives that convert a layer's output from one sharding to another, and its gradient
+    back. If one sharding is finer in every dimension, ranks gather in one direction; otherwise they exchange
+    in both."""
     fine, coarse = (one, other) if prod(one.values()) >= prod(other.values()) else (other, one)
     ranks = prod(fine.values()) // max(prod(coarse.values()), 1)
     nbytes = layer.output_bytes // prod(fine.values())
     if ranks > 1 and all(fine.get(name, 1) % count == 0 for name, count in coarse.items()):
-        return [Message("all_gather", ranks, nbytes, "another sharding")]
-    return [Message("all_to_all", max(prod(fine.values()), 2), nbytes, "another sharding")] * 2
+        return [MeshCollective("all_gather", ranks, nbytes, "another sharding")]
+    return [MeshCollective("all_to_all", max(prod(fine.values()), 2), nbytes, "another sharding")] * 2
 
 
 def _check(name: str, sharding: Sharding, dims: Mapping[str, int]) -> None:
@@ -342,5 +344,7 @@ def gshard_seconds(graph: LayerGraph, sharded: Sequence[Sharded], speeds: Speeds
         computing = (layer.forward + layer.backward) / (prod(each.output.values()) * cut)
         held = -(-layer.numel // (each.output.get("channel", 1) * cut))
         update = held * (24 + layer.itemsize) / speeds.machine.adam_bytes_per_second
-        total += computing + update + sum(speeds.collective(m.kind, m.ranks, m.nbytes) for m in each.messages)
+        total += (
+            computing + update + sum(speeds.collective(m.kind, m.ranks, m.nbytes) for m in each.collectives)
+        )
     return total

@@ -252,7 +252,7 @@ def _gshard(request: SystemRequest) -> SystemPlan:
     for layer, each in zip(request.graph, sharded, strict=True):
         text = _text(each.output) if each.output else "whole, on every rank"
         weight = f"; weight: {_text(each.weight)}" if each.weight else ""
-        sent = "; ".join(f"{m.kind} of {m.nbytes} bytes over {m.ranks} ({m.why})" for m in each.messages)
+        sent = "; ".join(f"{m.kind} of {m.nbytes} bytes over {m.ranks} ({m.why})" for m in each.collectives)
         rows.append((layer.name, text + weight + (f"; {sent}" if sent else "")))
     seconds = gshard_seconds(request.graph, sharded, request.searching.speeds)
     data = {"sample": request.ranks} if request.ranks > 1 else {}
