@@ -172,7 +172,7 @@ class CutModel:
             axis.tell(partial(watch.log, name))
         with (
             _watched(self.model, self._units, watch),
-            _repeated_stand_still(self.model, self._units, watch),
+            _skip_repeated_blocks(self.model, self._units, watch),
         ):
             watch.run(self.model, run, self._sequences)
         return Record(self._part, watch.segments(self.model, self._units), self._why_one, self._units)
@@ -220,7 +220,7 @@ class _SegmentWatch:
     def __init__(self, units: Units | None) -> None:
         self._meter = Meter()
         self._count = 1 if units is None else len(units.blocks) + 2
-        self.stands_for: dict[int, int] = {}  # by segment that did not run: the equal segment that did
+        self.equal_segment: dict[int, int] = {}  # by segment that did not run: the equal segment that did
         self._forward = [_Stretch() for _ in range(self._count)]
         self._backward = [_Stretch() for _ in range(self._count)]
         self._entered_bytes = [0] * (self._count + 1)
@@ -315,7 +315,7 @@ class _SegmentWatch:
         return tuple(self._segment(at, names[at], owned) for at in range(self._count))
 
     def _segment(self, at: int, name: str, owned: Sequence[tuple[ParameterSize, ...]]) -> Segment:
-        seen = self.stands_for.get(at, at)
+        seen = self.equal_segment.get(at, at)
         before, after = self._entered_bytes[seen : seen + 2]
         forward, backward = self._forward[seen], self._backward[seen]
         return Segment(
@@ -388,13 +388,13 @@ def _watched(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Ite
             hook.remove()
 
 
-_SEEN = 2  # blocks of a kind that run; later ones are skipped
+_RUNS_PER_KIND = 2  # blocks of a kind that run; later ones are skipped
 # Attributes that only number the blocks: equal blocks may differ in them.
 _NUMBERS = ("layer_idx", "layer_id", "layer_index", "block_idx", "idx", "index", "tensor_sublayer")
 
 
 @contextmanager
-def _repeated_stand_still(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Iterator[None]:
+def _skip_repeated_blocks(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Iterator[None]:
     """Skip blocks that are equal to blocks already seen: they pass on their input. A model of a hundred equal
     layers then takes as long as a model of two."""
     changed: list[nn.Module] = []
@@ -425,8 +425,8 @@ class _EqualBlocks:
         """Run the block of segment ``at``, or skip it and record the segment that represents it."""
         key = _shapes_of((args, kwargs))
         count, seen, out, passes = self._runs.get(key, (0, at, None, False))
-        if count >= _SEEN and passes:
-            self._watch.stands_for[at] = seen
+        if count >= _RUNS_PER_KIND and passes:
+            self._watch.equal_segment[at] = seen
             return _passed_on((args, kwargs), out)
         out = forward(*args, **kwargs)
         passed, came = _tensors((args, kwargs))[:1], _tensors(out)[:1]

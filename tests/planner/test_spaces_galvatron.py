@@ -18,8 +18,8 @@ from gemini.planner.spaces.galvatron_profile import (
     Task,
     linear,
     optimum,
-    pipeline_seconds,
     quadratic,
+    seconds_of_1f1b,
     strategies,
 )
 from gemini.planner.spaces.tree import candidates, counts
@@ -210,8 +210,8 @@ def test_galvatrons_model_is_no_slower_with_more_memory() -> None:
 
 
 def test_a_pipeline_of_equal_stages_takes_its_stages_and_the_other_chunks() -> None:
-    assert pipeline_seconds([1.0] * 4, [1.0] * 4, 8) == pytest.approx(4 + 7)
-    assert pipeline_seconds([2.0], [5.0], 3) == pytest.approx(6 + 3)  # behind it the exchange that is left
+    assert seconds_of_1f1b([1.0] * 4, [1.0] * 4, 8) == pytest.approx(4 + 7)
+    assert seconds_of_1f1b([2.0], [5.0], 3) == pytest.approx(6 + 3)  # behind it the exchange that is left
 
 
 def test_tasks_that_galvatron_has_no_plan_for_are_refused() -> None:

@@ -372,11 +372,11 @@ class _DegreeSearch:
             a + b
             for a, b in zip(by_stage(exchanges=False), self._costs.outside_seconds(outside), strict=True)
         ]
-        seconds = pipeline_seconds(computing, by_stage(exchanges=True), self._task.chunks)
+        seconds = seconds_of_1f1b(computing, by_stage(exchanges=True), self._task.chunks)
         return Optimum(self._task.batch / seconds, tuple(plan), outside, self._division)
 
 
-def pipeline_seconds(computing: Sequence[float], exchanging: Sequence[float], chunks: int) -> float:
+def seconds_of_1f1b(computing: Sequence[float], exchanging: Sequence[float], chunks: int) -> float:
     """Return the seconds of a step of a 1F1B pipeline.
 
     It is the passes of the last stage, or of the first with the other stages' work in between, plus the rest
