@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import gemini
-from gemini.integrations.accelerate import unwrapped
+from gemini.integrations.accelerate import unwrap_optimizer
 from gemini.integrations.transformers import GeminiTrainer
 from gemini_bench.peaks import PhasePeaks
 from gemini_bench.programs_resume import Settings
@@ -71,7 +71,7 @@ def train(settings: Settings, kind: str, place: Path) -> dict[str, Any]:
         trainer.train(resume_from_checkpoint=str(source) if kind == "resumed" else None)
         peaks.end("training")
     logs = [log for log in trainer.state.log_history if "loss" in log]  # of steps before a checkpoint, too
-    optimizer = unwrapped(trainer.optimizer)
+    optimizer = unwrap_optimizer(trainer.optimizer)
     digests = dict(_digests(trainer.handle, optimizer))
     return {
         "num_parameters": sum(param.numel() for param in trainer.model.parameters()),

@@ -37,7 +37,7 @@ class LeadingModel(PackedModel):
     def __init__(self, model: Any, ranks: TensorRanks) -> None:
         super().__init__(model)
         self._ranks = ranks
-        self._passes = _Passes(ranks, self)
+        self._passes = _RankPasses(ranks, self)
         self._events: list[tuple[str, int, int]] = []  # of sequences, not sent to the other ranks yet
         self._numbers = count()
         self._is_over = False
@@ -64,7 +64,7 @@ class LeadingModel(PackedModel):
             own.append((sequence.own, tokens))
             told.append((sequence.number, tokens))
         self._tell({"parts": told, "ended": list(ended)})
-        return self._passes.make(own, ended)
+        return self._passes.run(own, ended)
 
     def idle(self) -> None:
         """Send an empty order, which shows both sides that the ranks are alive."""
@@ -109,14 +109,14 @@ def follow(ranks: TensorRanks, directory: str, **options: Any) -> None:
         handle.close()
 
 
-class _Passes:
+class _RankPasses:
     """Runs this rank's share of passes that all ranks run at the same time."""
 
     def __init__(self, ranks: TensorRanks, packed: PackedModel) -> None:
         self._ranks, self._packed = ranks, packed
         self._is_first = True
 
-    def make(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
+    def run(self, parts: Items[tuple[Sequence, Items[int]]], ended: Items[bool]) -> list[torch.Tensor]:
         """Compute :meth:`PackedModel.logits`. Raises like :meth:`TensorRanks.together`."""
         logits = self._ranks.together(lambda: self._packed.run(parts, ended))
         if self._is_first:  # it measures the size of a token: all ranks must succeed, or none
@@ -137,7 +137,7 @@ class _Follower:
 
     def __init__(self, ranks: TensorRanks, packed: PackedModel, keeper: Keeper) -> None:
         self._ranks, self._keeper = ranks, keeper
-        self._passes = _Passes(ranks, packed)
+        self._passes = _RankPasses(ranks, packed)
         self._sequences: dict[int, Sequence] = {}
 
     def run(self) -> None:
@@ -172,7 +172,7 @@ class _Follower:
         missing = [number for number, _ in told if number not in self._sequences]
         if missing:
             self._ranks.together(_refuse)
-        self._passes.make([(self._sequences[number], tokens) for number, tokens in told], ended)
+        self._passes.run([(self._sequences[number], tokens) for number, tokens in told], ended)
 
 
 def _refuse() -> None:

@@ -126,7 +126,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         Raises:
             ConfigError: under fp16: Accelerate's GradScaler looks for gradients outside chunks.
         """
-        if isinstance(unwrapped(optimizer), GeminiOptimizer):
+        if isinstance(unwrap_optimizer(optimizer), GeminiOptimizer):
             if self.scaler is not None:
                 raise ConfigError(
                     "Accelerate's fp16 scales gradients that are not in chunks; manage the model with "
@@ -258,7 +258,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
         """Return each managed model with its optimizer, in the order in which the optimizers were
         prepared.
         """
-        optimizers = [unwrapped(optimizer) for optimizer in self._optimizers]
+        optimizers = [unwrap_optimizer(optimizer) for optimizer in self._optimizers]
         return [(each.model, each) for each in optimizers if isinstance(each, GeminiOptimizer)]
 
     @contextmanager
@@ -283,7 +283,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc, unused-ignore]
     def _other_optimizers_only(self) -> Iterator[None]:
         """Hide the optimizers of managed models from Accelerate within the block."""
         optimizers = self._optimizers
-        self._optimizers = [o for o in optimizers if not isinstance(unwrapped(o), GeminiOptimizer)]
+        self._optimizers = [o for o in optimizers if not isinstance(unwrap_optimizer(o), GeminiOptimizer)]
         try:
             yield
         finally:
@@ -305,7 +305,7 @@ def managed(model: Any) -> ManagedModel | None:
     return handle if isinstance(handle, ManagedModel) else None
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrap_optimizer(optimizer: Any) -> Any:
     """Return the optimizer that Accelerate has wrapped."""
     while not isinstance(optimizer, GeminiOptimizer) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

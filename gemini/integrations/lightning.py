@@ -336,7 +336,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
 
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the backward pass, through the optimizer if it scales losses or updates during backward."""
-        inner = unwrapped(optimizer)
+        inner = gemini_optimizer_of(optimizer)
         if inner is None or (inner.loss_scale is None and inner.overlap != "backward"):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         loss = self.precision_plugin.pre_backward(closure_loss, self._module)
@@ -492,7 +492,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
                 f"a directory has the states of one optimizer, and there are {len(self.optimizers)}; load a "
                 "file that was saved with as many"
             )
-        found = unwrapped(self.optimizers[0])
+        found = gemini_optimizer_of(self.optimizers[0])
         assert found is not None
         return found
 
@@ -502,7 +502,7 @@ class _ClipsInChunks(Precision):  # type: ignore[misc, unused-ignore]
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Clamp gradients within the update."""
-        inner = unwrapped(optimizer)
+        inner = gemini_optimizer_of(optimizer)
         if inner is None:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
@@ -512,7 +512,7 @@ class _ClipsInChunks(Precision):  # type: ignore[misc, unused-ignore]
         """Scale gradients within the update; 16-bit gradients by torch in their own dtype, as without
         management.
         """
-        inner = unwrapped(optimizer)
+        inner = gemini_optimizer_of(optimizer)
         if inner is None or _is_narrow(inner):
             super().clip_grad_by_norm(optimizer, clip_val)
         else:
@@ -535,7 +535,7 @@ def _clipping(plugin: type[Precision]) -> type[Precision]:
     return type(plugin.__name__, (_ClipsInChunks, plugin), names)
 
 
-def unwrapped(optimizer: Any) -> GeminiOptimizer | None:
+def gemini_optimizer_of(optimizer: Any) -> GeminiOptimizer | None:
     """Return the GeminiOptimizer that Lightning has wrapped; None if it is another optimizer."""
     found = getattr(optimizer, "_optimizer", optimizer)
     return found if isinstance(found, GeminiOptimizer) else None

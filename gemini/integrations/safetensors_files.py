@@ -53,13 +53,13 @@ class Readable(Protocol):
 class TensorReads:
     """Reads tensors of files for one thread, ahead of time. Close it before the files.
 
-    A caller that has copied a tensor's values puts the tensor into ``spent``; the next one of its size reuses
-    the memory. ``stand_in``: see :meth:`hand_out`. Spare memory, the last tensor and those read ahead
+    A caller that has copied a tensor's values puts the tensor into ``reusable``; the next one of its size
+    reuses the memory. ``stand_in``: see :meth:`hand_out`. Spare memory, the last tensor and those read ahead
     together take at most the memory of the largest tensor in the order.
     """
 
     def __init__(self) -> None:
-        self.spent: list[torch.Tensor] = []
+        self.reusable: list[torch.Tensor] = []
         self.stand_in: Callable[[StoredTensor], torch.Tensor] | None = None
         self._is_over = False  # the files are closed
         self._order: list[Readable] = []
@@ -101,8 +101,8 @@ class TensorReads:
         """
         if self._is_over:
             raise CheckpointError(f"{tensor.name} was to be read after its file was closed")
-        while self.spent:
-            self._spare.add(self.spent.pop().untyped_storage())
+        while self.reusable:
+            self._spare.add(self.reusable.pop().untyped_storage())
         read = self._ahead.pop(tensor.name, None)
         self._ahead_bytes -= 0 if read is None else read.nbytes
         memory = self._spare.take(tensor.nbytes) if read is None else None

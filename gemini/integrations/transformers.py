@@ -35,7 +35,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from gemini import checkpoint
 from gemini.errors import ConfigError, OutOfBudgetError, StateError
 from gemini.integrations import other_engines, trainer_files
-from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrapped
+from gemini.integrations.accelerate import GeminiAccelerator, load_keeping_random, managed, unwrap_optimizer
 from gemini.integrations.whole_files import written_whole
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
@@ -201,7 +201,7 @@ class GeminiTrainerMixin:
             self.optimizer_cls_and_kwargs = (HybridAdam, self._adam_options())
             own = {name: value for name, value in own.items() if name not in _ADAM_OPTIONS}
         super().create_optimizer(*args, **options)  # type: ignore[misc]
-        inner = unwrapped(self.optimizer)
+        inner = unwrap_optimizer(self.optimizer)
         if not isinstance(inner, GeminiOptimizer):
             self.optimizer = GeminiOptimizer(inner, self.model, **own)
         return self.optimizer
@@ -312,7 +312,7 @@ class GeminiTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Stream weights, masters and optimizer states to ``gemini`` in ``output_dir``."""
         folder = Path(output_dir) / trainer_files.FOLDER
-        checkpoint.save(folder, self.handle, unwrapped(self.optimizer), keep=1)
+        checkpoint.save(folder, self.handle, unwrap_optimizer(self.optimizer), keep=1)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / trainer_files.SCHEDULER)
 
@@ -329,7 +329,7 @@ class GeminiTrainerMixin:
                 super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         folder = Path(checkpoint) / trainer_files.FOLDER
-        load_keeping_random(folder, self.handle, unwrapped(self.optimizer))
+        load_keeping_random(folder, self.handle, unwrap_optimizer(self.optimizer))
         with _resuming(checkpoint):
             state = torch.load(Path(checkpoint) / trainer_files.SCHEDULER, weights_only=True)
             self.lr_scheduler.load_state_dict(state)

@@ -258,7 +258,7 @@ class _Loading:
         self._built: Built | None = None
         self._filling: Filling | None = None
         self._written: set[str] = set()
-        self._spent: list[torch.Tensor] | None = None
+        self._reusable: list[torch.Tensor] | None = None
         # id of a parameter that transformers makes because files lack it -> (it, the managed one replaced).
         self._fresh: dict[int, tuple[nn.Parameter, ManagedParameter]] = {}
 
@@ -309,7 +309,7 @@ class _Loading:
             if quantizer is not None:
                 self._quantized = QuantizedWeights.of(model, rest[0], stored)
             built, filling = self._begin(model, frozenset(names_apart(model, stored)))
-            self._spent = stored.reads.spent
+            self._reusable = stored.reads.reusable
             if quantizer is None:
                 self._stored = StoredWeights.of(built, filling, stored)
             if self._stored is None:
@@ -354,8 +354,8 @@ class _Loading:
             return None
         self._write(before, param)
         is_read = not isinstance(param, UnreadTensor)
-        if is_read and param.untyped_storage().nbytes() == param.nbytes and self._spent is not None:
-            self._spent.append(param.data)  # reusable, although transformers keeps it until the next read
+        if is_read and param.untyped_storage().nbytes() == param.nbytes and self._reusable is not None:
+            self._reusable.append(param.data)  # reusable, although transformers keeps it until the next read
         before._is_hf_initialized = True  # type: ignore[attr-defined]
         return before
 

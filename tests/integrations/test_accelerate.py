@@ -16,7 +16,7 @@ from accelerate_runs import TIGHT, assert_equal, net, run  # noqa: E402
 import gemini  # noqa: E402
 from gemini.checkpoint.saving import CheckpointFiles  # noqa: E402
 from gemini.errors import ConfigError  # noqa: E402
-from gemini.integrations.accelerate import GeminiAccelerator, unwrapped  # noqa: E402
+from gemini.integrations.accelerate import GeminiAccelerator, unwrap_optimizer  # noqa: E402
 
 KINDS = [accelerate.Accelerator, GeminiAccelerator]
 
@@ -95,8 +95,8 @@ def test_prepare_takes_models_and_optimizers_in_any_order_and_leaves_others_alon
     accelerator = GeminiAccelerator(cpu=True, gemini=TIGHT)
     prepared = accelerator.prepare(optimizers[1], torch.optim.SGD([other], lr=1.0), second, first)
     late = accelerator.prepare(optimizers[0])
-    assert unwrapped(prepared[0]).model is gemini.handle_of(second)
-    assert unwrapped(late).model is gemini.handle_of(first)
+    assert unwrap_optimizer(prepared[0]).model is gemini.handle_of(second)
+    assert unwrap_optimizer(late).model is gemini.handle_of(first)
     assert type(prepared[1].optimizer) is torch.optim.SGD
     assert prepared[2:] == (second, first)
     assert accelerator.prepare(prepared[0]) is prepared[0]

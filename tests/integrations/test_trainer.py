@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn  # noqa: E402
 from trainer_runs import Tokens, arguments, build, figures, ours, tight, unmanaged  # noqa: E402
 
 import gemini  # noqa: E402
-from gemini.integrations.accelerate import unwrapped  # noqa: E402
+from gemini.integrations.accelerate import unwrap_optimizer  # noqa: E402
 from gemini.integrations.transformers import GeminiCallback, GeminiTrainer  # noqa: E402
 
 BEST = {
@@ -66,7 +66,7 @@ def test_resuming_is_bit_for_bit_as_not_stopping(precision: str | None, tmp_path
 
 def states(trainer: Any) -> list[dict[str, torch.Tensor]]:
     """Return masters, and the state of each parameter."""
-    kept = unwrapped(trainer.optimizer).state_dict()["state"]
+    kept = unwrap_optimizer(trainer.optimizer).state_dict()["state"]
     return [trainer.handle.state_dict(), *kept.values()]
 
 

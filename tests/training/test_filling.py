@@ -244,7 +244,7 @@ def test_the_system_is_given_back_what_was_freed(monkeypatch: pytest.MonkeyPatch
     reads = TensorReads()
     reads.expect(order)
     for tensor in order:
-        reads.spent.append(reads.take(tensor))
+        reads.reusable.append(reads.take(tensor))
     reads.close()
     assert len(trims) == 3 + 1  # of 10 bytes, twice of 9 and 10, and at the end
     assert threading.get_ident() not in trims[:3]  # beside the copies into chunks
@@ -261,7 +261,7 @@ def test_memory_of_what_is_spent_is_used_again(monkeypatch: pytest.MonkeyPatch) 
         values = reads.take(tensor)
         assert values.tolist() == [place] * tensor.nbytes
         seen.add(values.data_ptr())
-        reads.spent.append(values)
+        reads.reusable.append(values)
     reads.close()
     assert len(seen) < len(order) / 2
 
@@ -282,7 +282,7 @@ def test_what_a_caller_keeps_is_never_written_to(sizes: list[int], keeps: list[b
         if keeps_it:
             kept.append(values)
         else:
-            reads.spent.append(values)
+            reads.reusable.append(values)
     reads.close()
     names = [int(tensor.name) for tensor, keeps_it in zip(order, keeps, strict=False) if keeps_it]
     for name, values in zip(names, kept, strict=True):
