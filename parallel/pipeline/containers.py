@@ -38,7 +38,7 @@ def attributes_of(value: Any) -> MutableMapping[Any, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def tensors_in(
+def tensor_paths(
     value: Any, path: Path, seen: set[int], depth: int = 5, *, once: bool = True
 ) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the tensors in the attributes of a module, and in containers there, ``once`` or at all places."""
@@ -60,7 +60,7 @@ def tensors_in(
         seen.add(id(value))
     for key, member in members:
         if type(member) not in _PLAIN_TYPES:
-            yield from tensors_in(member, (*path, key), seen, depth - 1, once=once)
+            yield from tensor_paths(member, (*path, key), seen, depth - 1, once=once)
 
 
 def look_up(attributes: Mapping[str, Any], path: Path) -> Any:
@@ -172,7 +172,7 @@ def containers_in_context() -> dict[tuple[str, str], Any]:
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(True for _ in tensors_in(value, ("", ""), set()))
+    return any(True for _ in tensor_paths(value, ("", ""), set()))
 
 
 def nested_in(value: Any, depth: int = 4) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from gemini.parallel.pipeline.containers import (
     containers_in_context,
     look_up,
     put,
-    tensors_in,
+    tensor_paths,
     worded,
 )
 from gemini.parallel.pipeline.numbers import Draws, drawn
@@ -252,7 +252,7 @@ class StagePass:
     def _in_context(self) -> Iterator[tuple[Path, torch.Tensor]]:
         """Yield the tensors in context variables, at all their places."""
         for owner_and_key, value in containers_in_context().items():
-            yield from tensors_in(value, owner_and_key, set(), once=False)
+            yield from tensor_paths(value, owner_and_key, set(), once=False)
 
     def _held(self, name: str, path: Path) -> torch.Tensor:
         value = look_up(self._holder(path), path)
@@ -292,7 +292,7 @@ class StagePass:
         roots = [(name, here.__dict__) for name, here in self.holders.items()]
         roots += [(owner, {key: value}) for (owner, key), value in self.containers.items()]
         for owner, attributes in roots:
-            yield from tensors_in(attributes, (owner,), seen, once=once)
+            yield from tensor_paths(attributes, (owner,), seen, once=once)
 
     def _enter(self, name: str, values: Sequence[Any]) -> None:
         self.has_entered = True

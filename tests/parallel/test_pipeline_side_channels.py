@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gemini import ConfigError, GeminiDDP
 from gemini.parallel.pipeline import StagedModel, choose_ranges, find_units, split
-from gemini.parallel.pipeline.containers import tensors_in
+from gemini.parallel.pipeline.containers import tensor_paths
 from gemini.parallel.pipeline.remote_modules import RemoteModule, meta_copy_of
 from gemini.parallel.pipeline.stage_pass import StageInputs, StagePass
 
@@ -144,6 +144,6 @@ def test_what_the_runtime_keeps_with_a_model_is_not_looked_through_in_each_pass(
     module.losses = [torch.zeros(())]
     module.kept = torch.zeros(3)
     model = GeminiDDP(module)
-    found = [path for path, _ in tensors_in(module.__dict__, ("",), set())]
+    found = [path for path, _ in tensor_paths(module.__dict__, ("",), set())]
     assert found == [("", "losses", (0, 1)), ("", "kept")]
     model.close()

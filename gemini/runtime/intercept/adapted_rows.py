@@ -23,7 +23,7 @@ from torch.nn import functional
 from gemini.errors import StateError
 from gemini.runtime.gate.gate import CutRef
 from gemini.runtime.intercept.functions import METADATA_FUNCTIONS
-from gemini.runtime.intercept.rows import Operate, is_view, runs_of
+from gemini.runtime.intercept.rows import Operate, is_view_of_rows, runs_of
 from gemini.system.lazy_tensor import LazyTensor, versions_of
 
 _GROUPED: frozenset[Any] = frozenset(
@@ -275,7 +275,7 @@ def _part(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     of = rows._sum
     if func in (torch.transpose, torch.Tensor.transpose) and sorted(d % 3 for d in args[1:]) == [1, 2]:
         return AdaptedRows(replace(of, is_transposed=not of.is_transposed))
-    if func is not torch.Tensor.__getitem__ or not is_view(func, args):
+    if func is not torch.Tensor.__getitem__ or not is_view_of_rows(func, args):
         return NotImplemented
     if not isinstance(args[1], (int, torch.Tensor)):
         return NotImplemented

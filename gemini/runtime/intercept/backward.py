@@ -249,7 +249,9 @@ def hook_backward(
     (first_node, older), behind = before, next_node_number()
     if behind == first_node:
         return True
-    stack = [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in tensors_in(out)]
+    stack = (
+        [out.grad_fn] if type(out) is torch.Tensor else [tensor.grad_fn for tensor in tensors_of_result(out)]
+    )
     seen = [] if seen is None else seen  # few: the nodes of one operator
     for further in (_nodes_of_written, _nodes_of_tangents, None):
         while stack:
@@ -283,7 +285,7 @@ def _unbatched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nodes_of_written(_out: Any, arguments: Any) -> list[Any]:
-    return [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.requires_grad]
+    return [tensor.grad_fn for tensor in tensors_of_result(arguments) if tensor.requires_grad]
 
 
 def _nodes_of_tangents(out: Any, arguments: Any) -> list[Any]:
@@ -291,16 +293,16 @@ def _nodes_of_tangents(out: Any, arguments: Any) -> list[Any]:
     their own beside that of their primals."""
     if forward_ad._current_level < 0:
         return []
-    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors_in((out, arguments))]
+    tangents = [forward_ad.unpack_dual(tensor).tangent for tensor in tensors_of_result((out, arguments))]
     return [tangent.grad_fn for tangent in tangents if tangent is not None]
 
 
-def tensors_in(out: Any) -> Iterator[torch.Tensor]:
+def tensors_of_result(out: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a result, or in arguments."""
     if isinstance(out, torch.Tensor):
         yield out
     elif isinstance(out, (list, tuple)):
         for item in out:
-            yield from tensors_in(item)
+            yield from tensors_of_result(item)
     elif isinstance(out, dict):
-        yield from tensors_in(tuple(out.values()))
+        yield from tensors_of_result(tuple(out.values()))

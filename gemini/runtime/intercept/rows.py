@@ -44,7 +44,7 @@ _ROW_TYPES = (torch.int64, torch.int32)
 _PRODUCTS = frozenset(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"))
 
 
-def is_view(func: Any, args: tuple[Any, ...]) -> bool:
+def is_view_of_rows(func: Any, args: tuple[Any, ...]) -> bool:
     """Say whether ``func(*args)`` returns a view of its operand and reads no element."""
     if func is not torch.Tensor.__getitem__:
         return func in _VIEWS
@@ -64,7 +64,7 @@ def run_by_rows(
     """Run ``func`` with only the chunks that it reads of one cut operand; NotImplemented if it may read all
     of it. Raises as a PreOp, and as ``func`` for a bad index."""
     if func is torch.Tensor.__setitem__ and _is_cut(args[0], operands):
-        if is_view(torch.Tensor.__getitem__, args):
+        if is_view_of_rows(torch.Tensor.__getitem__, args):
             return operate(args, kwargs, args[0]._ref, _covering(args[0], args[1]))
     elif func is torch.Tensor.__getitem__ and _is_cut(args[0], operands):
         rows = _rows_of_index(args[1], len(args[0]))

@@ -35,7 +35,7 @@ from gemini.runtime.intercept.backward import (
     next_node_number,
     node_of,
     nodes_so_far,
-    tensors_in,
+    tensors_of_result,
 )
 from gemini.runtime.intercept.functions import (
     ALIASING_FUNCTIONS,
@@ -49,8 +49,7 @@ from gemini.runtime.intercept.functions import (
 from gemini.runtime.intercept.nested import exchange_tensors, map_tensors
 from gemini.runtime.intercept.precision import run_in_one_dtype
 from gemini.runtime.intercept.row_leaves import count_whole_uses, leaves_of
-from gemini.runtime.intercept.rows import is_view as is_view_of_rows
-from gemini.runtime.intercept.rows import run_by_rows
+from gemini.runtime.intercept.rows import is_view_of_rows, run_by_rows
 
 # Places of arguments: position (None if keyword-only) and name.
 Places = tuple[tuple[int | None, str], ...]
@@ -434,7 +433,7 @@ def _operate(
             if given is not None and pinned:
                 hook_backward(out, (first_node, given), manager, tensors, (args, kwargs))
                 if manager.cuts_tensors:
-                    count_whole_uses(operands, None if cut is None else cut[0], list(tensors_in(out)))
+                    count_whole_uses(operands, None if cut is None else cut[0], list(tensors_of_result(out)))
             return adopt(out, operands)
     finally:
         if turn is not None:
