@@ -30,14 +30,14 @@ class DataFlow:
 
     Attributes:
         mixed: combined two parameters.
-        gathered: combined elements of one parameter.
+        reduced: combined elements of one parameter.
         read: turned elements into a Python value.
         drawn: drew random numbers.
     """
 
     def __init__(self, owned: Iterable[Iterable[torch.Tensor]]) -> None:
         """``owned``: the tensors of each parameter."""
-        self.mixed = self.gathered = self.read = self.drawn = ""
+        self.mixed = self.reduced = self.read = self.drawn = ""
         self._owners: dict[int, frozenset[int]] = {}
         self._kept: list[
             torch.UntypedStorage
@@ -74,7 +74,7 @@ class DataFlow:
             self.mixed = self.mixed or name
         pointwise = torch.Tag.pointwise in func.tags or name.strip("_") in _STRUCTURAL
         if not pointwise and any(t.numel() > 1 and self._owners_of([t]) for t in tensors):
-            self.gathered = self.gathered or name
+            self.reduced = self.reduced or name
         made = list(_tensors([result]))
         if not made and result is not None:
             self.read = self.read or name
@@ -99,7 +99,7 @@ class DataFlow:
             if len(owners) > 1:
                 self.mixed = self.mixed or name
             if owners and name in _REDUCED_LISTS and row[0].numel() > 1:
-                self.gathered = self.gathered or name
+                self.reduced = self.reduced or name
             for tensor in (*row[len(lists) :], *(row[:1] if name.endswith("_") else ())):
                 self._add(tensor, owners)
 

@@ -614,7 +614,7 @@ def _num_threads() -> int:
 
 
 @dataclass(frozen=True)
-class _Stop:
+class _BatchRows:
     """A batch, and the range of its rows in the table."""
 
     file: StateFile
@@ -682,8 +682,8 @@ class DiskRows:
         self._options = [step.options() for step in steps]
         self._threads = _num_threads()
         self._disk.ring.update(self._extents, self._old, self._visit)
-        for stop, memory in self._held:
-            self._update_batch(stop, memory)
+        for rows, memory in self._held:
+            self._update_batch(rows, memory)
         self._counts += 1.0
         if self._sources is not None:
             self._settle_in()
@@ -693,7 +693,7 @@ class DiskRows:
         owners: list[int] = []
         offsets: list[list[int]] = []
 
-        def stop_at(file: StateFile, batch: SegmentBatch) -> _Stop:
+        def batch_rows(file: StateFile, batch: SegmentBatch) -> _BatchRows:
             first = len(rows)
             for segment in batch.segments:
                 owner = index_of.get(segment.param)
@@ -701,11 +701,11 @@ class DiskRows:
                     rows.append(self._row(owner, segment))
                     owners.append(owner)
                     offsets.append([segment.offsets.get(name, -1) for name in ARRAYS])
-            return _Stop(file, batch, first, len(rows))
+            return _BatchRows(file, batch, first, len(rows))
 
         stored, held = self._disk.batches_of(index_of.keys())
-        self._stops = [stop_at(file, batch) for file, batch, _extent in stored]
-        self._held = [(stop_at(file, batch), memory) for file, batch, memory in held]
+        self._stored = [batch_rows(file, batch) for file, batch, _extent in stored]
+        self._held = [(batch_rows(file, batch), memory) for file, batch, memory in held]
         self._extents = [extent for _file, _batch, extent in stored]
         self._old = [file.has_any_of(batch) for file, batch, _extent in stored]
         self._owners = np.array(owners, dtype=np.int64)
@@ -724,12 +724,12 @@ class DiskRows:
         )
 
     def _visit(self, index: int, buffer: torch.Tensor) -> None:
-        self._update_batch(self._stops[index], buffer)
+        self._update_batch(self._stored[index], buffer)
 
-    def _update_batch(self, stop: _Stop, memory: torch.Tensor) -> None:
+    def _update_batch(self, rows: _BatchRows, memory: torch.Tensor) -> None:
         if self._sources is not None:
-            stop.file.put(stop.batch, memory, self._sources)
-        here = slice(stop.first, stop.last)
+            rows.file.put(rows.batch, memory, self._sources)
+        here = slice(rows.first, rows.last)
         self._table.place_states(here, self._offsets, memory)
         self._table.run_on_cpu(self._options, threads=self._threads, rows=here)
 

@@ -23,7 +23,7 @@ from gemini.optim.self_managed import SelfManaged
 from gemini.optim.state_exchange import (
     boxed_state_dict,
     complete_groups,
-    numbers_of,
+    param_numbers,
     refuse_flags,
     refuse_unsupported,
     torch_flags_in,
@@ -180,7 +180,7 @@ class KernelAdam(SelfManaged):
         self._require_usable()
         with self._all_states_in_memory():
             exported = super().state_dict()
-        for key in exported["state"].keys() & numbers_of(exported):
+        for key in exported["state"].keys() & param_numbers(exported):
             exported["state"][key] = self._format.exported(exported["state"][key])
         for group in exported["param_groups"]:
             group["decoupled_weight_decay"] = group["adamw_mode"]

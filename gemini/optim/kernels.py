@@ -24,7 +24,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.system.device import launching
 
 
-def numbers_of(group: Mapping[str, Any], *names: str) -> dict[str, float]:
+def floats_of(group: Mapping[str, Any], *names: str) -> dict[str, float]:
     """Return settings of a group as floats; one-element tensors count as numbers. Raises ConfigError for
     others.
     """
@@ -511,7 +511,7 @@ class AdamHyper:
     def from_group(cls, group: Mapping[str, Any]) -> AdamHyper:
         """Read the settings from a parameter group; one-element tensors count as numbers."""
         return cls(
-            **numbers_of(group, "lr", "eps", "weight_decay"),
+            **floats_of(group, "lr", "eps", "weight_decay"),
             betas=betas_of(group),
             bias_correction=bool(group["bias_correction"]),
             adamw_mode=bool(group["adamw_mode"]),

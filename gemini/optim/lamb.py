@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_non_negative
+from gemini.optim.kernels import betas_of, floats_of, require_betas, require_non_negative
 from gemini.optim.self_managed import SelfManaged
 
 
@@ -29,7 +29,7 @@ class LambHyper:
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> LambHyper:
         """Read the settings from a parameter group; one-element tensors count as numbers."""
-        numbers = numbers_of(group, "lr", "eps", "weight_decay")
+        numbers = floats_of(group, "lr", "eps", "weight_decay")
         return cls(**numbers, betas=betas_of(group), bias_correction=bool(group["bias_correction"]))
 
 

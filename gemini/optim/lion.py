@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_non_negative
+from gemini.optim.kernels import betas_of, floats_of, require_betas, require_non_negative
 from gemini.optim.self_managed import SelfManaged
 
 
@@ -27,7 +27,7 @@ class LionHyper:
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> LionHyper:
         """Read the settings from a parameter group; one-element tensors count as numbers."""
-        return cls(**numbers_of(group, "lr", "weight_decay"), betas=betas_of(group))
+        return cls(**floats_of(group, "lr", "weight_decay"), betas=betas_of(group))
 
 
 class Lion(SelfManaged):

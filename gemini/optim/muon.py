@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemini.errors import ConfigError
-from gemini.optim.kernels import betas_of, numbers_of, require_betas, require_non_negative
+from gemini.optim.kernels import betas_of, floats_of, require_betas, require_non_negative
 from gemini.optim.self_managed import SelfManaged
 from gemini.runtime.config import is_hidden_matrix
 
@@ -49,7 +49,7 @@ class MuonHyper:
     @classmethod
     def from_group(cls, group: Mapping[str, Any]) -> MuonHyper:
         """Read the settings from a parameter group; one-element tensors count as numbers."""
-        numbers = numbers_of(group, "lr", "momentum", "weight_decay", "eps")
+        numbers = floats_of(group, "lr", "momentum", "weight_decay", "eps")
         steps, uses = int(group["ns_steps"]), bool(group["use_muon"])
         return cls(**numbers, betas=betas_of(group), ns_steps=steps, use_muon=uses)
 

@@ -25,7 +25,7 @@ from gemini.optim.kernels import (
     AdamStep,
     GradScale,
     StateFormat,
-    numbers_of,
+    floats_of,
     require_non_negative,
     run_rows,
 )
@@ -332,9 +332,9 @@ class SgdRule(_TorchRule):
     """torch.optim.SGD, operator by operator."""
 
     def hyper(self, group: Mapping[str, Any]) -> SgdHyper:
-        numbers = numbers_of(group, "lr", "momentum", "weight_decay")
+        numbers = floats_of(group, "lr", "momentum", "weight_decay")
         require_non_negative(**numbers)
-        dampening = numbers_of(group, "dampening")
+        dampening = floats_of(group, "dampening")
         return SgdHyper(
             **numbers, **dampening, nesterov=bool(group["nesterov"]), maximize=bool(group["maximize"])
         )

@@ -99,7 +99,7 @@ def boxed_state_dict(_optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     """Check a state dict and box its values (a load_state_dict pre-hook)."""
     for group in state_dict["param_groups"]:
         refuse_unsupported(group)
-    numbers = numbers_of(state_dict)
+    numbers = param_numbers(state_dict)
     boxed = dict(state_dict["state"])
     for key in boxed.keys() & numbers:
         require_complete(boxed[key], str(key))
@@ -107,7 +107,7 @@ def boxed_state_dict(_optimizer: Optimizer, state_dict: StateDict) -> StateDict:
     return {**state_dict, "state": boxed}
 
 
-def numbers_of(state_dict: StateDict) -> set[Any]:
+def param_numbers(state_dict: StateDict) -> set[Any]:
     """Return the parameter numbers of a state dict. Other keys of its state belong to the user."""
     return {number for group in state_dict["param_groups"] for number in group["params"]}
 

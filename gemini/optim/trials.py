@@ -210,7 +210,7 @@ class PieceTrial:
         tried = _chosen(self._optim, groups, _MOST_NUMEL, every=shown is not Shown.ALL)
         stepped = _step_groups(groups, tried, dtype, shown, loss)
         draws = [made_up(each.form, dtype, len(MAGNITUDES)) for each in tried]
-        self._refuse_gathering(stepped, tried, draws)
+        self._refuse_reductions(stepped, tried, draws)
         found: dict[StateSpec, None] = {}
         arrays: dict[tuple[str, Marks], Mapping[str, torch.Tensor]] = {}
         for each in tried:
@@ -369,7 +369,7 @@ class PieceTrial:
             return ConfigError(f"{self._kind} {self._claim}, and {reason}. {self._way_out}")
         return refuse(self._optim, reason)
 
-    def _refuse_gathering(self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]) -> None:
+    def _refuse_reductions(self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]) -> None:
         """Raise ConfigError if an operator of a step combines several elements, or reads one as a number.
         Comparing a few results is not enough: they may agree by chance.
         """
@@ -379,7 +379,7 @@ class PieceTrial:
         ]
         with DataFlow(rows) as flow:
             self._run(groups, tried, rows)
-        found = flow.mixed or flow.gathered or flow.read or flow.drawn
+        found = flow.mixed or flow.reduced or flow.read or flow.drawn
         if found:
             raise ConfigError(
                 f"{self._kind} {self._claim}, and its step runs {found}() on values or "
