@@ -117,7 +117,7 @@ class LoneRule(KeptAsNamed):
             try:
                 small = {name: deep_copied(v) for name, v in (before or {}).items() if name != ABSENT}
                 states = {values: {**kept, **small}}
-                self._shared.run({part.step.seat: values}, states)
+                self._shared.run({part.step.param_index: values}, states)
                 refuse_marks(part.step.marks, values)
             except Inseparable as reason:
                 raise self._late(reason) from reason
@@ -194,7 +194,9 @@ class PieceRule(KeptAsNamed, Independent):
         assert groups is not None
         before = with_own_attributes(shell, self._optim)
         stepped = [SteppedPart(part, shell) for part in parts]
-        shell.param_groups = groups.filled({each.seat: each.values for each in stepped}, self._optim, shell)
+        shell.param_groups = groups.filled(
+            {each.param_index: each.values for each in stepped}, self._optim, shell
+        )
         given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
         try:
             groups.step(shell, [each.values for each in stepped])
@@ -202,7 +204,7 @@ class PieceRule(KeptAsNamed, Independent):
             raise self._late(reason) from reason
         changed = written_by(shell, before)
         try:
-            seen = groups.indices([each.seat for each in stepped])
+            seen = groups.indices([each.param_index for each in stepped])
             if any(groups.changes(given, shell.param_groups, seen)):
                 changed.append("param_groups")
         except Inseparable:

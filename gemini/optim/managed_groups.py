@@ -24,7 +24,7 @@ from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.kernels import has_cuda_kernel
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.managed_states import ManagedStates, refuse_write
-from gemini.optim.marks import Marks, Seat
+from gemini.optim.marks import Marks, ParamIndex
 from gemini.optim.rule import States, UpdateRule
 from gemini.optim.rule_choice import rule_of
 from gemini.optim.self_managed import SelfManaged
@@ -410,10 +410,10 @@ class ManagedGroups(WrappedOptimizer):
             found.update((param._slot, hyper) for param in settings["params"])
         return found
 
-    def marks(self) -> dict[ManagedSlot, tuple[Marks, Seat]]:
+    def marks(self) -> dict[ManagedSlot, tuple[Marks, ParamIndex]]:
         """Return for each parameter the attributes that user code set on it, and its place in the groups."""
         return {
-            param._slot: (Marks.of(param), Seat(number, index))
+            param._slot: (Marks.of(param), ParamIndex(number, index))
             for number, group in enumerate(self.param_groups)
             for index, param in enumerate(group["params"])
         }

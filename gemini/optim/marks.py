@@ -68,14 +68,14 @@ class Marks:
 _NONE = Marks()
 
 
-class Seat(NamedTuple):
+class ParamIndex(NamedTuple):
     """The place of a parameter: the index of its group, and its index in the group."""
 
     group: int
     place: int
 
 
-class Gap(NamedTuple):
+class ParamForm(NamedTuple):
     """The properties of a parameter that its placeholder imitates."""
 
     shape: tuple[int, ...]
@@ -86,8 +86,8 @@ class Gap(NamedTuple):
     marks: Marks
 
     @classmethod
-    def of(cls, param: torch.Tensor) -> Gap:
-        """Return the gap of ``param``, with the dtype in which its optimizer sees it."""
+    def of(cls, param: torch.Tensor) -> ParamForm:
+        """Return the form of ``param``, with the dtype in which its optimizer sees it."""
         with torch._C.DisableTorchFunctionSubclass():
             slot = vars(param).get("_slot")
             dtype = param.dtype if slot is None else slot.group.plan.updated_dtype
@@ -121,14 +121,14 @@ class Placeholder(torch.Tensor):
         vars(self).update(_meta=meta, _marks=_NONE, _touched=None)
 
     @classmethod
-    def of(cls, gap: Gap, touched: list[Placeholder]) -> Placeholder:
-        """Return a placeholder for the parameter of ``gap``. It adds itself to ``touched`` whenever an
+    def of(cls, form: ParamForm, touched: list[Placeholder]) -> Placeholder:
+        """Return a placeholder for the parameter of ``form``. It adds itself to ``touched`` whenever an
         attribute is set on it.
         """
-        meta = torch.empty_strided(gap.shape, gap.stride, dtype=gap.dtype, device="meta")
-        made = cls(meta, gap.device, requires_grad=gap.requires_grad)
-        vars(made).update(_marks=gap.marks, _touched=touched)
-        gap.marks.put_on(made)
+        meta = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
+        made = cls(meta, form.device, requires_grad=form.requires_grad)
+        vars(made).update(_marks=form.marks, _touched=touched)
+        form.marks.put_on(made)
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -30,7 +30,7 @@ from gemini.optim.kernels import (
     run_rows,
 )
 from gemini.optim.lion import LionHyper, lion_update
-from gemini.optim.marks import Marks, Seat
+from gemini.optim.marks import Marks, ParamIndex
 from gemini.optim.shared_step import GivenLoss, GroupSettings, copied, shell_of
 from gemini.optim.trials import PieceTrial
 from gemini.optim.wrapped import step_of
@@ -47,7 +47,7 @@ class UpdateStep:
         before: its small states; None before the first step.
         after: receives the small states that the step leaves.
         marks: the attributes that user code set on the parameter.
-        seat: its group and its index in the group.
+        param_index: its group and its index in the group.
         states: the states that chunks keep for it.
     """
 
@@ -57,7 +57,7 @@ class UpdateStep:
     before: Mapping[str, Any] | None = None
     after: dict[str, Any] = field(default_factory=dict)
     marks: Marks = field(default_factory=Marks)
-    seat: Seat = field(default_factory=partial(Seat, 0, 0))
+    param_index: ParamIndex = field(default_factory=partial(ParamIndex, 0, 0))
     states: tuple[StateSpec, ...] = ()
 
 
@@ -390,7 +390,7 @@ class SteppedPart:
     """
 
     def __init__(self, part: Part, shell: torch.optim.Optimizer) -> None:
-        self.seat, self._part, self._states = part.step.seat, part, shell.state
+        self.param_index, self._part, self._states = part.step.param_index, part, shell.state
         self.values = part.values.detach().requires_grad_()
         part.step.marks.put_on(self.values)
         self.values.grad = scaled(part.grad, part.step.scale).to(self.values.dtype)

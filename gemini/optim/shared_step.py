@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.errors import ConfigError
-from gemini.optim.marks import Gap, Marks, Placeholder, Seat, holder_of_identities
+from gemini.optim.marks import Marks, ParamForm, ParamIndex, Placeholder, holder_of_identities
 from gemini.optim.wrapped import HOOKS, step_of
 
 
@@ -176,23 +176,23 @@ class StepGroups:
     def __init__(
         self,
         settings: Sequence[Mapping[str, Any]],
-        gaps: Sequence[Sequence[Gap]],
+        forms: Sequence[Sequence[ParamForm]],
         names: Sequence[Sequence[str]],
         shown: Shown,
         loss: GivenLoss | None = None,
     ) -> None:
         """Args:
         settings: of each group.
-        gaps: describe the parameters of each group, for placeholders; empty unless ``shown`` is ALL.
+        forms: describe the parameters of each group, for placeholders; empty unless ``shown`` is ALL.
         names: the parameter names of each group, if there are any.
         shown: how a step sees the parameters that it does not update.
         loss: of the step's closure; None if it has none.
         """
         self._loss = loss
         self.settings = list(settings)
-        self.gaps, self.names, self.shown = gaps, names, shown
+        self.forms, self.names, self.shown = forms, names, shown
         self._touched: list[Placeholder] = []
-        self._others = [[Placeholder.of(gap, self._touched) for gap in each] for each in gaps]
+        self._others = [[Placeholder.of(form, self._touched) for form in each] for each in forms]
 
     @classmethod
     def of(
@@ -201,12 +201,12 @@ class StepGroups:
         """Return a snapshot of an optimizer's groups."""
         settings = [GroupSettings.of(group).values for group in groups]
         params = [group["params"] if shown is Shown.ALL else () for group in groups]
-        gaps = [[Gap.of(param) for param in each] for each in params]
-        return cls(settings, gaps, [list(group.get("param_names", ())) for group in groups], shown, loss)
+        forms = [[ParamForm.of(param) for param in each] for each in params]
+        return cls(settings, forms, [list(group.get("param_names", ())) for group in groups], shown, loss)
 
-    def with_gaps(self, gaps: Sequence[Sequence[Gap]]) -> StepGroups:
+    def with_forms(self, forms: Sequence[Sequence[ParamForm]]) -> StepGroups:
         """Return the same groups with other parameters."""
-        return StepGroups(self.settings, gaps, self.names, self.shown, self._loss)
+        return StepGroups(self.settings, forms, self.names, self.shown, self._loss)
 
     def step(self, shell: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
         """Run the step of ``shell``, with its groups filled, over ``params``. Raises Inseparable like
@@ -221,12 +221,15 @@ class StepGroups:
 
     def with_settings(self, settings: Sequence[Mapping[str, Any]]) -> StepGroups:
         """Return the same parameters with other group settings."""
-        return StepGroups(settings, self.gaps, self.names, self.shown, self._loss)
+        return StepGroups(settings, self.forms, self.names, self.shown, self._loss)
 
     def filled(
-        self, tensors: Mapping[Seat, torch.Tensor], optim: torch.optim.Optimizer, shell: torch.optim.Optimizer
+        self,
+        tensors: Mapping[ParamIndex, torch.Tensor],
+        optim: torch.optim.Optimizer,
+        shell: torch.optim.Optimizer,
     ) -> list[dict[str, Any]]:
-        """Return the groups for a step of ``shell``, a shell of ``optim``, over ``tensors`` by seat. Raises
+        """Return the groups for a step of ``shell``, a shell of ``optim``, over ``tensors`` by index. Raises
         Inseparable if a setting cannot be copied.
         """
         while self._touched:
@@ -234,22 +237,22 @@ class StepGroups:
         filled: list[dict[str, Any]] = []
         for index in self.indices(tensors):
             settings, names = self.settings[index], self.names[index]
-            seats = sorted(seat for seat in tensors if seat.group == index)
-            params = [tensors[seat] for seat in seats]
+            places = sorted(at for at in tensors if at.group == index)
+            params = [tensors[at] for at in places]
             if self.shown is Shown.ALL:
                 params = list(self._others[index])
-                for seat in seats:
-                    params[seat.place] = tensors[seat]
+                for at in places:
+                    params[at.place] = tensors[at]
             elif names:
-                names = [names[seat.place] for seat in seats]
+                names = [names[at.place] for at in places]
             named = {"param_names": list(names)} if names else {}
             filled.append({**deep_copied(settings, optim, shell), **named, "params": params})
         return filled
 
-    def indices(self, tensors: Collection[Seat]) -> list[int]:
+    def indices(self, tensors: Collection[ParamIndex]) -> list[int]:
         """Return the indices of the groups that a step over ``tensors`` sees."""
         if self.shown is Shown.NOTHING:
-            return sorted({seat.group for seat in tensors})
+            return sorted({at.group for at in tensors})
         return list(range(len(self.settings)))
 
     def changes(
@@ -290,8 +293,8 @@ class SharedStep:
         self._written: dict[str, Any] = {}  # attributes
         self.is_begun = False
 
-    def run(self, tensors: Mapping[Seat, torch.Tensor], states: dict[torch.Tensor, Any]) -> None:
-        """Step over parameters that have gradients, by their seats. ``states``: their states, updated in
+    def run(self, tensors: Mapping[ParamIndex, torch.Tensor], states: dict[torch.Tensor, Any]) -> None:
+        """Step over parameters that have gradients, by their indices. ``states``: their states, updated in
         place.
 
         Raises Inseparable if an attribute cannot be copied, or if earlier parts left other shared values.
@@ -307,7 +310,7 @@ class SharedStep:
             raise Inseparable("its state has entries that are no parameter's")
         states.update((tensor, shell.state.get(tensor, {})) for tensor in states)
         self.is_begun = True
-        have, seen = {seat.group for seat in tensors}, self._groups.indices(tensors)
+        have, seen = {at.group for at in tensors}, self._groups.indices(tensors)
         found = self._groups.changes(given, shell.param_groups, seen)
         for index, changed in zip(seen, found, strict=True):
             kept = self._changed if index in have else self._aside

@@ -16,7 +16,7 @@ from gemini.chunk.chunk import StateSpec
 from gemini.chunk.layout import flat, ordered_like
 from gemini.errors import ConfigError, in_words
 from gemini.optim.data_flow import DataFlow
-from gemini.optim.marks import Marks, Seat
+from gemini.optim.marks import Marks, ParamIndex
 from gemini.optim.shared_step import (
     GivenLoss,
     GroupSettings,
@@ -137,7 +137,7 @@ class _TrialFailed(ConfigError):
 
 
 class _Tried(NamedTuple):
-    seat: Seat
+    param_index: ParamIndex
     form: Form
     shape: tuple[int, ...]  # of the real parameter
     state: Mapping[str, Any]  # before the first step
@@ -171,7 +171,7 @@ class PieceTrial:
     def of_known(self, settings: GroupSettings, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Return the states that a known class keeps per element under these settings."""
         groups = StepGroups([settings.values], [], [()], Shown.GROUPS)
-        tried = _Tried(Seat(0, 0), VECTOR, VECTOR.shape, {}, Marks(), "")
+        tried = _Tried(ParamIndex(0, 0), VECTOR, VECTOR.shape, {}, Marks(), "")
         return self._specs(self._arrays_of(groups, tried, dtype, _STEPS_OF_KNOWN))
 
     def of_groups(
@@ -320,9 +320,9 @@ class PieceTrial:
                     for name, value in self._first.items()
                 }
         before = with_own_attributes(shell, self._optim)
-        seats = {each.seat: param for each, param in zip(tried, params, strict=True)}
+        indices = {each.param_index: param for each, param in zip(tried, params, strict=True)}
         try:
-            shell.param_groups = groups.filled(seats, self._optim, shell)
+            shell.param_groups = groups.filled(indices, self._optim, shell)
         except Inseparable as reason:
             raise self._refusal(reason) from reason
         given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
@@ -345,7 +345,7 @@ class PieceTrial:
         if not self._at_once:
             each_written = map(_written, params, marks, (first.marks for first in tried))
             written = {name for names in each_written for name in names}
-            seen = groups.indices(seats)
+            seen = groups.indices(indices)
             changed = [*written_by(shell, before), *sorted(written), *_changed(groups, given, shell, seen)]
             if left_over(shell.state, params):
                 changed.append("state")
@@ -673,7 +673,7 @@ class _Side:
         self.states: list[dict[str, Any]] = [_first(each) for each in tried]
         self.groups: list[dict[str, Any]] = [{**settings} for settings in groups.settings]
         self._stepped = groups
-        self._seats = [each.seat for each in tried]
+        self._indices = [each.param_index for each in tried]
         self._kept: dict[str, torch.dtype | None] = {}
         self._forms = [each.form for each in tried]
         self.reads = False  # whether a step read elements as numbers, or combined parameters
@@ -688,7 +688,7 @@ class _Side:
         """
         self._set(grads)
         shell, groups = self.optim, self._stepped.with_settings(self.groups)
-        shell.param_groups = groups.filled(dict(zip(self._seats, self.params, strict=True)), shell, shell)
+        shell.param_groups = groups.filled(dict(zip(self._indices, self.params, strict=True)), shell, shell)
         given = [{**group, "params": list(group["params"])} for group in shell.param_groups]
         for param, state in zip(self.params, self.states, strict=True):
             if state:
@@ -704,7 +704,7 @@ class _Side:
             raise Inseparable("its state has entries that are no parameter's")
         self.states = [dict(shell.state.pop(param, {})) for param in self.params]
         shell.state.clear()
-        seen = groups.indices(self._seats)
+        seen = groups.indices(self._indices)
         for index, changed in zip(seen, groups.changes(given, shell.param_groups, seen), strict=True):
             self.groups[index].update(changed)
         self.reads = self.reads or bool(flow.read or flow.mixed)
@@ -718,7 +718,7 @@ class _Side:
             if param.grad is None:
                 continue
             states = {param: deep_copied(self.states[index])}
-            shared.run({self._seats[index]: param}, states)
+            shared.run({self._indices[index]: param}, states)
             self.states[index] = states[param]
             self._note(param, states[param])
         shared.end(self.groups)
@@ -791,7 +791,7 @@ def _chosen(
             # The first ones keep their form: a class may be written for one specific shape.
             is_small = every and (is_many or (is_known and len(tried) + len(here) >= _MOST_TRIED))
             bounded = form.bounded(_NUMEL_OF_SAME if is_small else most_numel)
-            here.append(_Tried(Seat(number, index), bounded, form.shape, state, kind.marks, switches))
+            here.append(_Tried(ParamIndex(number, index), bounded, form.shape, state, kind.marks, switches))
         tried += here
     return tried
 
@@ -807,11 +807,13 @@ def _step_groups(
     stepped = StepGroups.of(groups, shown, loss)
     if shown is not Shown.ALL:
         return stepped
-    gaps = [[gap._replace(dtype=dtype, device=torch.device("cpu")) for gap in each] for each in stepped.gaps]
+    forms = [
+        [form._replace(dtype=dtype, device=torch.device("cpu")) for form in each] for each in stepped.forms
+    ]
     for each in tried:
-        group, place = each.seat
-        gaps[group][place] = gaps[group][place]._replace(shape=each.form.shape, stride=each.form.stride)
-    return stepped.with_gaps(gaps)
+        group, place = each.param_index
+        forms[group][place] = forms[group][place]._replace(shape=each.form.shape, stride=each.form.stride)
+    return stepped.with_forms(forms)
 
 
 def key_of(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:

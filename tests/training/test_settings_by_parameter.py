@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training_harness import seeded
 
 from gemini import ConfigError, GeminiDDP, GeminiOptimizer, HybridAdam, Lion, StateError
-from gemini.optim.marks import Gap, Placeholder
+from gemini.optim.marks import ParamForm, Placeholder
 
 MODES: dict[str, dict[str, Any]] = {
     "tried": {},
@@ -201,7 +201,7 @@ def test_a_placeholder_has_no_values_and_forgets_what_is_set_on_it() -> None:
     touched: list[Placeholder] = []
     param = nn.Parameter(torch.ones(3, 4).t())
     param.rate = 0.5  # type: ignore[attr-defined]
-    placeholder = Placeholder.of(Gap.of(param), touched)
+    placeholder = Placeholder.of(ParamForm.of(param), touched)
     for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "rate"):
         assert getattr(placeholder, name) == getattr(param, name), name
     assert placeholder.stride() == param.stride()
