@@ -20,8 +20,8 @@ from gemini.optim.shared_step import (
     GroupSettings,
     Inseparable,
     SharedStep,
-    Shown,
     StepGroups,
+    Visibility,
     attributes_of,
     deep_copied,
     is_own,
@@ -49,12 +49,12 @@ class LoneRule(KeptAsNamed):
     shares = True
     defers = False
 
-    def __init__(self, optim: torch.optim.Optimizer, *, is_said: bool) -> None:
-        """``is_said``: whether the user declared that the optimizer may run so (``whole=True``); see
+    def __init__(self, optim: torch.optim.Optimizer, *, is_declared: bool) -> None:
+        """``is_declared``: whether the user declared that the optimizer may run so (``whole=True``); see
         :func:`try_one_by_one`.
         """
         self._optim = optim
-        self._is_said = is_said
+        self._is_declared = is_declared
         self._trials = _Trials(self._try)
         self._shared: SharedStep | None = None
         self._written: set[str] = set()  # attributes that steps change
@@ -69,7 +69,7 @@ class LoneRule(KeptAsNamed):
 
     def _try(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss | None) -> Found:
         try:
-            return try_one_by_one(self._optim, groups, dtype, loss, is_said=self._is_said)
+            return try_one_by_one(self._optim, groups, dtype, loss, is_declared=self._is_declared)
         except Inseparable as reason:
             raise refuse(self._optim, reason) from reason
 
@@ -262,7 +262,9 @@ class _Trials:
         seen = [found for _, _, found in trials]
         if any(found.needs_gradients for found in seen):
             _require_gradients(optim, groups)
-        return StepGroups.of(groups, max((found.shown for found in seen), key=list(Shown).index), loss)
+        return StepGroups.of(
+            groups, max((found.visibility for found in seen), key=list(Visibility).index), loss
+        )
 
 
 def _require_gradients(optim: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:

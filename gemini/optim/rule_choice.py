@@ -158,4 +158,4 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
             raise refuse(optim, reason)
     if not all(hasattr(optim, name) for name in HOOKS):
         raise refuse(optim, "it is an Optimizer whose __init__ does not call that of torch.optim.Optimizer")
-    return PieceRule(optim) if elementwise else LoneRule(optim, is_said=whole)
+    return PieceRule(optim) if elementwise else LoneRule(optim, is_declared=whole)

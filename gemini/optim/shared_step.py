@@ -115,7 +115,7 @@ class Inseparable(Exception):
     """A step cannot be taken over one parameter after another. The message is the end of a sentence."""
 
 
-class Shown(Enum):
+class Visibility(Enum):
     """How a step over some parameters sees the other parameters."""
 
     ALL = "placeholders in their places"
@@ -178,35 +178,37 @@ class StepGroups:
         settings: Sequence[Mapping[str, Any]],
         forms: Sequence[Sequence[ParamForm]],
         names: Sequence[Sequence[str]],
-        shown: Shown,
+        visibility: Visibility,
         loss: GivenLoss | None = None,
     ) -> None:
         """Args:
         settings: of each group.
-        forms: describe the parameters of each group, for placeholders; empty unless ``shown`` is ALL.
+        forms: describe the parameters of each group, for placeholders; empty unless ``visibility`` is ALL.
         names: the parameter names of each group, if there are any.
-        shown: how a step sees the parameters that it does not update.
+        visibility: how a step sees the parameters that it does not update.
         loss: of the step's closure; None if it has none.
         """
         self._loss = loss
         self.settings = list(settings)
-        self.forms, self.names, self.shown = forms, names, shown
+        self.forms, self.names, self.visibility = forms, names, visibility
         self._touched: list[Placeholder] = []
         self._others = [[Placeholder.of(form, self._touched) for form in each] for each in forms]
 
     @classmethod
     def of(
-        cls, groups: Sequence[Mapping[str, Any]], shown: Shown, loss: GivenLoss | None = None
+        cls, groups: Sequence[Mapping[str, Any]], visibility: Visibility, loss: GivenLoss | None = None
     ) -> StepGroups:
         """Return a snapshot of an optimizer's groups."""
         settings = [GroupSettings.of(group).values for group in groups]
-        params = [group["params"] if shown is Shown.ALL else () for group in groups]
+        params = [group["params"] if visibility is Visibility.ALL else () for group in groups]
         forms = [[ParamForm.of(param) for param in each] for each in params]
-        return cls(settings, forms, [list(group.get("param_names", ())) for group in groups], shown, loss)
+        return cls(
+            settings, forms, [list(group.get("param_names", ())) for group in groups], visibility, loss
+        )
 
     def with_forms(self, forms: Sequence[Sequence[ParamForm]]) -> StepGroups:
         """Return the same groups with other parameters."""
-        return StepGroups(self.settings, forms, self.names, self.shown, self._loss)
+        return StepGroups(self.settings, forms, self.names, self.visibility, self._loss)
 
     def step(self, shell: torch.optim.Optimizer, params: Iterable[torch.Tensor]) -> None:
         """Run the step of ``shell``, with its groups filled, over ``params``. Raises Inseparable like
@@ -221,7 +223,7 @@ class StepGroups:
 
     def with_settings(self, settings: Sequence[Mapping[str, Any]]) -> StepGroups:
         """Return the same parameters with other group settings."""
-        return StepGroups(settings, self.forms, self.names, self.shown, self._loss)
+        return StepGroups(settings, self.forms, self.names, self.visibility, self._loss)
 
     def filled(
         self,
@@ -239,7 +241,7 @@ class StepGroups:
             settings, names = self.settings[index], self.names[index]
             places = sorted(at for at in tensors if at.group == index)
             params = [tensors[at] for at in places]
-            if self.shown is Shown.ALL:
+            if self.visibility is Visibility.ALL:
                 params = list(self._others[index])
                 for at in places:
                     params[at.place] = tensors[at]
@@ -251,7 +253,7 @@ class StepGroups:
 
     def indices(self, tensors: Collection[ParamIndex]) -> list[int]:
         """Return the indices of the groups that a step over ``tensors`` sees."""
-        if self.shown is Shown.NOTHING:
+        if self.visibility is Visibility.NOTHING:
             return sorted({at.group for at in tensors})
         return list(range(len(self.settings)))
 

@@ -22,8 +22,8 @@ from gemini.optim.shared_step import (
     GroupSettings,
     Inseparable,
     SharedStep,
-    Shown,
     StepGroups,
+    Visibility,
     attributes_of,
     copied,
     deep_copied,
@@ -121,13 +121,13 @@ class Found(NamedTuple):
 
     Attributes:
         states: those with one value per element.
-        shown: how steps must see the other parameters.
+        visibility: how steps must see the other parameters.
         needs_gradients: whether a step fails, or changes a parameter, if that parameter has no gradient.
         written: the names of attributes that steps change.
     """
 
     states: tuple[StateSpec, ...]
-    shown: Shown
+    visibility: Visibility
     needs_gradients: bool
     written: frozenset[str] = frozenset()
 
@@ -170,7 +170,7 @@ class PieceTrial:
 
     def of_known(self, settings: GroupSettings, dtype: torch.dtype) -> tuple[StateSpec, ...]:
         """Return the states that a known class keeps per element under these settings."""
-        groups = StepGroups([settings.values], [], [()], Shown.GROUPS)
+        groups = StepGroups([settings.values], [], [()], Visibility.GROUPS)
         tried = _Tried(ParamIndex(0, 0), VECTOR, VECTOR.shape, {}, Marks(), "")
         return self._specs(self._arrays_of(groups, tried, dtype, _STEPS_OF_KNOWN))
 
@@ -184,19 +184,19 @@ class PieceTrial:
             refuse_identities(self._optim, ())
         except Inseparable as reason:
             raise self._refusal(reason) from reason
-        return _first_that_runs(lambda shown: self._try(groups, dtype, shown, loss))
+        return _first_that_runs(lambda visibility: self._try(groups, dtype, visibility, loss))
 
     def of_closure(self, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, loss: GivenLoss) -> None:
         """Raise ConfigError if a step over whole parameters does not run its closure exactly once, before it
         changes anything.
         """
 
-        def attempt(shown: Shown) -> Found:
-            tried = _chosen(self._optim, groups, _NUMEL_TOGETHER, every=shown is not Shown.ALL)
+        def attempt(visibility: Visibility) -> Found:
+            tried = _chosen(self._optim, groups, _NUMEL_TOGETHER, every=visibility is not Visibility.ALL)
             draws = [made_up(each.form, dtype, _STEPS_OF_KNOWN) for each in tried]
             rows = [[each.form.tensor(row) for row in draw] for each, draw in zip(tried, draws, strict=True)]
-            self._run(_step_groups(groups, tried, dtype, shown, loss), tried, rows)
-            return Found((), shown, False)
+            self._run(_step_groups(groups, tried, dtype, visibility, loss), tried, rows)
+            return Found((), visibility, False)
 
         _first_that_runs(attempt)
 
@@ -204,11 +204,11 @@ class PieceTrial:
         self,
         groups: Sequence[Mapping[str, Any]],
         dtype: torch.dtype,
-        shown: Shown,
+        visibility: Visibility,
         loss: GivenLoss | None,
     ) -> Found:
-        tried = _chosen(self._optim, groups, _MOST_NUMEL, every=shown is not Shown.ALL)
-        stepped = _step_groups(groups, tried, dtype, shown, loss)
+        tried = _chosen(self._optim, groups, _MOST_NUMEL, every=visibility is not Visibility.ALL)
+        stepped = _step_groups(groups, tried, dtype, visibility, loss)
         draws = [made_up(each.form, dtype, len(MAGNITUDES)) for each in tried]
         self._refuse_reductions(stepped, tried, draws)
         found: dict[StateSpec, None] = {}
@@ -222,7 +222,7 @@ class PieceTrial:
         names = [arrays[each.switches, each.marks].keys() for each in tried]
         self._check(stepped, tried, draws, names)
         needs_gradients = _fails(lambda: self._check(stepped, tried, _with_gaps(draws), names))
-        return Found(tuple(found), shown, needs_gradients)
+        return Found(tuple(found), visibility, needs_gradients)
 
     def _arrays_of(
         self, groups: StepGroups, tried: _Tried, dtype: torch.dtype, steps: int
@@ -485,15 +485,15 @@ def _has_gradient(number: int, step: int) -> bool:
     return (number > 0, number % 2 == 0, True, number % 2 == 1, number % 3 == 0)[step]
 
 
-def _first_that_runs(attempt: Callable[[Shown], Found]) -> Found:
-    """Return the result of ``attempt`` for the first :class:`Shown` under which steps do not fail: some
+def _first_that_runs(attempt: Callable[[Visibility], Found]) -> Found:
+    """Return the result of ``attempt`` for the first :class:`Visibility` under which steps do not fail: some
     optimizers need a gradient for each parameter that they see, or a parameter in each group. Raises like
     ``attempt``.
     """
     errors: list[_TrialFailed] = []
-    for shown in Shown:
+    for visibility in Visibility:
         try:
-            return attempt(shown)
+            return attempt(visibility)
         except _TrialFailed as error:
             errors.append(error)
     raise errors[0]
@@ -570,7 +570,7 @@ def try_one_by_one(
     dtype: torch.dtype,
     loss: GivenLoss | None = None,
     *,
-    is_said: bool = False,
+    is_declared: bool = False,
 ) -> Found:
     """Return the states that ``optim`` keeps per element.
 
@@ -579,8 +579,8 @@ def try_one_by_one(
         groups: its groups.
         dtype: of the updated values.
         loss: of a closure that steps get; None without one.
-        is_said: whether the user declared that parameters are independent. Then only the bits are compared,
-            and a class with steps that cannot be tried keeps all states outside chunks.
+        is_declared: whether the user declared that parameters are independent. Then only the bits are
+            compared, and a class with steps that cannot be tried keeps all states outside chunks.
 
     Raises:
         Inseparable: steps over one parameter after another change values, states, groups or attributes
@@ -589,10 +589,12 @@ def try_one_by_one(
     """
     refuse_identities(optim, groups)
     try:
-        return _first_that_runs(lambda shown: _try_all(optim, groups, dtype, shown, loss, is_said=is_said))
+        return _first_that_runs(
+            lambda visibility: _try_all(optim, groups, dtype, visibility, loss, is_declared=is_declared)
+        )
     except _TrialFailed as error:
-        if is_said:
-            return Found((), Shown.GROUPS, True)
+        if is_declared:
+            return Found((), Visibility.GROUPS, True)
         raise Inseparable(str(error)) from error
 
 
@@ -600,22 +602,22 @@ def _try_all(
     optim: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     dtype: torch.dtype,
-    shown: Shown,
+    visibility: Visibility,
     loss: GivenLoss | None,
     *,
-    is_said: bool,
+    is_declared: bool,
 ) -> Found:
-    every = shown is not Shown.ALL
+    every = visibility is not Visibility.ALL
     tried = _chosen(optim, groups, _NUMEL_TOGETHER, most=_MOST_TRIED, every=every)
     steps = _STEPS_OF_MANY if every and len(tried) > _MOST_TRIED else len(MAGNITUDES)
     draws: list[Draw] = [made_up(each.form, dtype, steps) for each in tried]
-    stepped = _step_groups(groups, tried, dtype, shown, loss)
-    states, apart = _try_draws(optim, stepped, tried, draws, is_said=is_said)
+    stepped = _step_groups(groups, tried, dtype, visibility, loss)
+    states, apart = _try_draws(optim, stepped, tried, draws, is_declared=is_declared)
     if apart.reads:
         with suppress(_TrialFailed):  # plain training fails there, too
-            _try_draws(optim, stepped, tried, _with_outliers(draws), is_said=is_said)
-    fails = _fails(lambda: _try_draws(optim, stepped, tried, _with_gaps(draws), is_said=is_said))
-    return Found(states, shown, fails, frozenset(written_by(apart.optim, attributes_of(optim))))
+            _try_draws(optim, stepped, tried, _with_outliers(draws), is_declared=is_declared)
+    fails = _fails(lambda: _try_draws(optim, stepped, tried, _with_gaps(draws), is_declared=is_declared))
+    return Found(states, visibility, fails, frozenset(written_by(apart.optim, attributes_of(optim))))
 
 
 def _try_draws(
@@ -624,7 +626,7 @@ def _try_draws(
     tried: Sequence[_Tried],
     draws: Sequence[Draw],
     *,
-    is_said: bool,
+    is_declared: bool,
 ) -> tuple[tuple[StateSpec, ...], _Side]:
     """Return the states kept per element, and the side that stepped over one parameter after another. Raises
     Inseparable like :func:`try_one_by_one`.
@@ -635,7 +637,7 @@ def _try_draws(
         try:
             before = _random_state()
             mixed = together.step_over_all(grads)
-            if mixed and not is_said:
+            if mixed and not is_declared:
                 raise Inseparable(f"its step runs {mixed}() on several parameters")
             if not same(_random_state(), before):
                 raise Inseparable("its step draws random numbers, whose order is that of all parameters")
@@ -800,12 +802,12 @@ def _step_groups(
     groups: Sequence[Mapping[str, Any]],
     tried: Sequence[_Tried],
     dtype: torch.dtype,
-    shown: Shown,
+    visibility: Visibility,
     loss: GivenLoss | None,
 ) -> StepGroups:
     """Return the groups of a trial: all parameters with one dtype, the tried ones in their trial forms."""
-    stepped = StepGroups.of(groups, shown, loss)
-    if shown is not Shown.ALL:
+    stepped = StepGroups.of(groups, visibility, loss)
+    if visibility is not Visibility.ALL:
         return stepped
     forms = [
         [form._replace(dtype=dtype, device=torch.device("cpu")) for form in each] for each in stepped.forms
