@@ -12,12 +12,12 @@ from gemini.errors import ConfigError
 from gemini.optim.kernel_adam import KernelAdam
 from gemini.optim.lamb import Lamb
 from gemini.optim.lion import Lion
-from gemini.optim.lone_rule import LoneRule, PieceRule
 from gemini.optim.muon import ARRAYS, Muon, arrays_of_group
 from gemini.optim.rule import AdamRule, LionRule, SgdRule, SteppedRule, UpdateRule
 from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shared_step import GivenLoss, Inseparable, refuse, refuse_kept_identities
 from gemini.optim.trials import PieceTrial
+from gemini.optim.unknown_optimizer import PerParameterRule, PieceRule
 from gemini.optim.wrapped import HOOKS, WrappedOptimizer, step_of
 
 # torch's optimizers with element-wise steps.
@@ -158,4 +158,4 @@ def rule_of(optim: torch.optim.Optimizer, *, elementwise: bool = False, whole: b
             raise refuse(optim, reason)
     if not all(hasattr(optim, name) for name in HOOKS):
         raise refuse(optim, "it is an Optimizer whose __init__ does not call that of torch.optim.Optimizer")
-    return PieceRule(optim) if elementwise else LoneRule(optim, is_declared=whole)
+    return PieceRule(optim) if elementwise else PerParameterRule(optim, is_declared=whole)

@@ -1,5 +1,5 @@
-"""Rules for optimizers of unknown classes. LoneRule steps over one parameter after another. PieceRule steps
-over pieces, if the user declared the step element-wise.
+"""Rules for optimizers of unknown classes. PerParameterRule steps over one parameter after
+another. PieceRule steps over pieces, if the user declared the step element-wise.
 
 User code may read anything until it has run, so these rules never defer updates beyond ``step()``.
 """
@@ -35,7 +35,7 @@ from gemini.optim.shared_step import (
 from gemini.optim.trials import Found, PieceTrial, key_of, try_one_by_one
 
 
-class LoneRule(KeptAsNamed):
+class PerParameterRule(KeptAsNamed):
     """Runs the optimizer's own ``step`` over each parameter, in its shape, as if no other had a gradient.
 
     Shared data (group settings and attributes) advances once per step. States that a trial found in the
