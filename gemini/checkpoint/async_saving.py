@@ -98,7 +98,7 @@ def save_async(
         model.manager.keep_for(handle)
         handle.start()
     except BaseException as error:
-        model.manager.let_go_of(model.manager.snapshot)
+        model.manager.release_snapshot(model.manager.snapshot)
         context.__exit__(type(error), error, error.__traceback__)
         raise
     return handle
@@ -316,7 +316,7 @@ class SaveHandle:
     def _settle(self) -> None:
         """Release everything that the save held, after the thread has ended."""
         atexit.unregister(self._at_exit)
-        self._manager.let_go_of(self)
+        self._manager.release_snapshot(self)
 
     def _at_exit(self) -> None:
         """At interpreter exit: finish if the model is no longer needed, else drop the save."""

@@ -390,7 +390,7 @@ def _load_once(
 
         def restore() -> None:
             _load_settings(reader.manifest, objects, optimizer, scheduler)
-            model.manager.go_on_after(int(reader.manifest["step"]))
+            model.manager.set_finished_steps(int(reader.manifest["step"]))
             rng.restore(generators)
 
         with optimizer.loading():

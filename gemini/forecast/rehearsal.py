@@ -242,7 +242,7 @@ class _RehearsedModel(GeminiDDP):
         room = TierCapacity(_UNLIMITED, 0, 0, non_model_bytes=0)
         manager = _RehearsedManager(storage.chunks, replace(blueprint.context, capacity=room))
         storage.register(manager)
-        manager.grow_with(Growth(storage, manager, lambda error, _: error.least_bytes))
+        manager.set_growth(Growth(storage, manager, lambda error, _: error.least_bytes))
         params = dict(module.named_parameters())
         for name, slot in storage.slots.items():
             if is_quantized(params[name]):

@@ -15,7 +15,7 @@ import torch
 from torch._C import _EnableTorchFunction as SubclassesAnswer
 
 from gemini.errors import ConfigError
-from gemini.runtime.gate.gate import at_the_last
+from gemini.runtime.gate.gate import when_last_gate_ends
 from gemini.runtime.intercept.functions import METADATA_FUNCTIONS, SPECIAL
 from gemini.runtime.intercept.tensors import MANAGED, ManagedParameter, ManagedTensor, dispatch
 
@@ -81,7 +81,7 @@ def _replace(owner: type, name: str, value: object) -> None:
             setattr(owner, name, before)
 
     setattr(owner, name, value)
-    at_the_last(undo)
+    when_last_gate_ends(undo)
 
 
 def _intercepting(answer: Callable[..., Any]) -> Callable[..., Any]:

@@ -191,7 +191,7 @@ class ChunkUpdate:
         now. Raises like :meth:`run`.
         """
         with OutsideTransforms():
-            self._manager.shortage.twice(lambda: self._begin(self._manager.updates.late))
+            self._manager.shortage.retry(lambda: self._begin(self._manager.updates.late))
 
     def settle(self) -> None:
         """Wait for the background work; the caller unpins everything."""
@@ -203,7 +203,7 @@ class ChunkUpdate:
         """Run the update inside the step; each piece is one moment."""
         updates = self._manager.updates
         operator = updates.inside if self.has_moments else updates.beside
-        self._manager.shortage.twice(lambda: self._run(operator))
+        self._manager.shortage.retry(lambda: self._run(operator))
 
     def run(self) -> None:
         """Update the remaining pieces, then free the gradients.
@@ -215,10 +215,10 @@ class ChunkUpdate:
         updates = self._manager.updates
         operator = updates.late if self.has_moments else updates.beside
         with OutsideTransforms():  # the use that needs the update may be inside a torch.func transform
-            self._manager.shortage.twice(lambda: self._run(operator))
+            self._manager.shortage.retry(lambda: self._run(operator))
             while self._repeated:
                 self._begin_next()
-                self._manager.shortage.twice(lambda: self._run(operator))
+                self._manager.shortage.retry(lambda: self._run(operator))
 
     def repeat(self, update: PendingUpdate) -> None:
         """Run ``update``, of the same part at a later step, after this one."""

@@ -454,7 +454,7 @@ class GeminiOptimizer(ManagedGroups):
             )
         self._finish_gradients(call, **arguments)
         self._clipping.check()
-        self.model.manager.shortage.twice(self.model.make_zeros)
+        self.model.manager.shortage.retry(self.model.make_zeros)
 
     def _finish_gradients(self, call: str, loss: float | None = None, **arguments: Any) -> float | None:
         """Complete all gradients, over ranks too. Return the mean of ``loss`` over the ranks, None if none
@@ -487,23 +487,23 @@ class GeminiOptimizer(ManagedGroups):
         return self.model.storage, self.model.manager
 
     def _all_finite(self) -> bool:
-        return self.model.manager.shortage.twice(lambda: all_finite(*self._chunks))
+        return self.model.manager.shortage.retry(lambda: all_finite(*self._chunks))
 
     def _count_zeros(self) -> int:
-        return self.model.manager.shortage.twice(lambda: count_zeros(*self._chunks))
+        return self.model.manager.shortage.retry(lambda: count_zeros(*self._chunks))
 
     def _global_norm(self, norm_type: float) -> torch.Tensor:
         params = self.model.module.parameters()
         order = [slot_of(param) for param in params if isinstance(param, ManagedParameter)]
         (storage, manager), scale = self._chunks, self._clipping.scale
-        return manager.shortage.twice(lambda: total_norm(storage, manager, order, norm_type, scale))
+        return manager.shortage.retry(lambda: total_norm(storage, manager, order, norm_type, scale))
 
     def _update(self, loss: GivenLoss | None) -> None:
         """Update all groups that have gradients: now, or deferred until their next use."""
         manager = self.model.manager
         if manager.sharding is not None:
             manager.sharding.close_all()
-        manager.shortage.twice(self.model.make_zeros)
+        manager.shortage.retry(self.model.make_zeros)
         deferred = self.overlap and self._in_backward is None and self.can_defer_updates
         updates = self._chunk_updates(self.model.storage.trainable_groups(), by_part=deferred)
         updated = {slot: None for update in updates for slot in update.steps}

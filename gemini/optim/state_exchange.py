@@ -386,7 +386,7 @@ def import_together(optimizer: ManagedOptimizer, loaded: CheckedState, rank: Ran
         import_state(optimizer, loaded)
         return str(manager.step)
 
-    manager.go_on_after(min(int(step) for step in rank.collect(run)))
+    manager.set_finished_steps(min(int(step) for step in rank.collect(run)))
 
 
 def _checked_groups(optimizer: ManagedOptimizer, loaded: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -311,7 +311,7 @@ def build_runtime(
         manager.shard(sharding)
     if model_ranks is not None:
         manager.set_part(model_ranks.bind(module))
-    manager.grow_with(Growth(storage, manager, partial(_least_to_train, config, drawing)))
+    manager.set_growth(Growth(storage, manager, partial(_least_to_train, config, drawing)))
     if without_values:
         adopted = adopt_without_values(module, storage, manager)
     else:

@@ -108,7 +108,7 @@ class Shortage:
                 self._note(error)
             raise
 
-    def twice(self, run: Callable[[], T]) -> T:
+    def retry(self, run: Callable[[], T]) -> T:
         """Call ``run``; if memory runs out, make room and call it again. ``run`` must resume where it
         stopped, or only read."""
         if self._taker.is_sharded:

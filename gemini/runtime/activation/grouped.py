@@ -129,7 +129,7 @@ class _Given:
         return args, kwargs
 
     @contextmanager
-    def as_then(self) -> Iterator[None]:
+    def restored_state(self) -> Iterator[None]:
         """Restore generators and autocast to their state at the call for the block."""
         cpu, (devices, states) = self._random
         with ExitStack() as stack:
@@ -223,7 +223,7 @@ class _GroupPass:
             if slot is not None and keeps:
                 slot.value = tensor.detach()
 
-        with given.as_then(), saved_tensors_hooks(pack, _refuse):
+        with given.restored_state(), saved_tensors_hooks(pack, _refuse):
             args, kwargs = given.arguments(returned)
             out = self._runs[member](*args, **kwargs)
         if place != len(slots):

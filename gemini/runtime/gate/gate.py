@@ -249,7 +249,7 @@ class Gate(ABC):
         """Note that there are tensors that lie in several chunks."""
         self.cuts_tensors = True
 
-    def grow_with(self, growth: Grows) -> None:
+    def set_growth(self, growth: Grows) -> None:
         """Set the object that adds chunks after wrapping."""
         self.growth = growth
 
@@ -257,7 +257,7 @@ class Gate(ABC):
         """Set the phase of the following operators."""
         self.phase = phase
 
-    def go_on_after(self, step: int) -> None:
+    def set_finished_steps(self, step: int) -> None:
         """Set the number of finished steps, for a resumed run."""
         self.step = step
 
@@ -269,7 +269,7 @@ class Gate(ABC):
         """Ask ``snapshot`` before model data that it still wants is changed, until it is over."""
         self.snapshot = snapshot
 
-    def let_go_of(self, snapshot: Snapshot) -> None:
+    def release_snapshot(self, snapshot: Snapshot) -> None:
         """Stop asking ``snapshot``; no effect if another one is set."""
         if self.snapshot is snapshot:
             self.snapshot = NO_SNAPSHOT
@@ -331,7 +331,7 @@ class Gate(ABC):
         self.note_residence_end()
         self.pre_op = refuse  # type: ignore[method-assign]
 
-    def leave_to_parent(self) -> None:
+    def disable_in_child(self) -> None:
         """Disable the gate in a forked child: the memory is the parent's."""
         self.snapshot = NO_SNAPSHOT  # its thread exists in the parent only
         self.threads.forget_others()
@@ -499,7 +499,7 @@ def remember(gate: Gate) -> None:
     _living.add(gate)
 
 
-def at_the_last(undo: Callable[[], None]) -> None:
+def when_last_gate_ends(undo: Callable[[], None]) -> None:
     """Call ``undo`` once, as soon as no gate lives."""
     _undo.append(undo)
 
@@ -526,7 +526,7 @@ def parameter_at(address: int) -> torch.nn.Parameter | None:
 
 def _after_fork_in_child() -> None:
     for gate in _living:
-        gate.leave_to_parent()
+        gate.disable_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

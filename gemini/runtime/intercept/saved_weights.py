@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch._C import _FunctionBase
 from torch.autograd.function import BackwardCFunction
 
-from gemini.runtime.gate.gate import at_the_last, parameter_at
+from gemini.runtime.gate.gate import parameter_at, when_last_gate_ends
 from gemini.runtime.intercept.tensors import as_managed
 
 _NAME = "saved_tensors"
@@ -27,7 +27,7 @@ def restore_saved_weights() -> None:
     model is gone."""
     if _NAME not in BackwardCFunction.__dict__:
         setattr(BackwardCFunction, _NAME, property(_saved_tensors))
-        at_the_last(lambda: delattr(BackwardCFunction, _NAME))
+        when_last_gate_ends(lambda: delattr(BackwardCFunction, _NAME))
 
 
 def _saved_tensors(ctx: Any) -> tuple[Any, ...]:
