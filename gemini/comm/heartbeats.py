@@ -200,7 +200,7 @@ class Heartbeats:
         now = time.monotonic()
         if now > self._looks_until:
             for seen in self._seen.values():
-                seen.forgive(now)
+                seen.restart_times(now)
             self._since_s = now
             self._looks_until = math.inf
             self._wake.set()
@@ -347,7 +347,7 @@ class Heartbeats:
             self._doing,
             self._waits,
             self._at,
-            self._what_else() if self._world is not None else "",
+            self._calls_in_other_groups() if self._world is not None else "",
             self._collectives_begun(),
             0 if self._waits else int(10 * computed_seconds(self._clock)),
             own_pulse().where,
@@ -364,7 +364,7 @@ class Heartbeats:
         except RuntimeError:  # the backend does not count, or the group was destroyed
             return 0
 
-    def _what_else(self) -> str:
+    def _calls_in_other_groups(self) -> str:
         """Describe the calls in other groups that this process waits for."""
         found = (f"{one._doing} (call {one._calls})" for one in self._others() if one._waits)
         return "; ".join(sorted(found))

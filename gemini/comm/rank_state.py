@@ -81,7 +81,7 @@ class LastSeen:
         """Return an empty record with all times set to ``now``."""
         return cls(RankState(), now, now, now)
 
-    def forgive(self, now: float) -> None:
+    def restart_times(self, now: float) -> None:
         """Restart the times: states were not read for a while, which is not the rank's silence."""
         self.beat_s = self.progress_s = self.alive_s = now
 

@@ -93,7 +93,7 @@ class NamedAsWrapped(Wrapper):
         """Yield named parameters like ``nn.Module``, but without the ``module.`` prefix if
         torch.distributed.checkpoint asks: it looks up optimizer states by these names and strips the prefix
         of torch's own wrapper only."""
-        if torchs_checkpoint_asks():
+        if called_by_torch_checkpoint():
             return cast("nn.Module", self.module).named_parameters(*args, **kwargs)
         return super().named_parameters(*args, **kwargs)
 
@@ -177,7 +177,7 @@ def _load_part(wrapper: LoadsAsPart, keys: Any) -> None:
         keys.unexpected_keys.extend(load.prefix + key for key in found.unexpected_keys)
 
 
-def torchs_checkpoint_asks() -> bool:
+def called_by_torch_checkpoint() -> bool:
     """Say whether the caller's caller is torch.distributed.checkpoint."""
     return sys._getframe(2).f_globals.get("__name__") == _HELPER
 

@@ -473,7 +473,7 @@ class ManagedModel:
         the whole model stays on DEVICE, operators use its parameters without interception, autograd
         accumulates gradients without a hook for each, and the checks before a pass run before the first pass
         only."""
-        if not self._need_no_look():
+        if not self._runs_unobserved():
             yield
             return
         with collected_once(self.managed.params):
@@ -483,7 +483,7 @@ class ManagedModel:
             finally:
                 self._is_first_of_row = None
 
-    def _need_no_look(self) -> bool:
+    def _runs_unobserved(self) -> bool:
         """Say whether the runtime needs to see neither single operators nor single gradients."""
         manager = self.manager
         is_whole = manager.resident and not manager.cuts_tensors and manager.snapshot is NO_SNAPSHOT

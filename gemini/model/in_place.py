@@ -14,7 +14,7 @@ from gemini.chunk import ComputeDevice
 from gemini.comm.peers import ModelRanks
 from gemini.comm.ranks import ProcessGroupPeers, make_peers
 from gemini.errors import ConfigError
-from gemini.model.ddp import GeminiDDP, refuse_assign, torchs_checkpoint_asks
+from gemini.model.ddp import GeminiDDP, called_by_torch_checkpoint, refuse_assign
 from gemini.model.entries import ModuleOfModel, class_on_top, plain_class
 from gemini.model.handle import ManagedModel
 from gemini.model.retry import retry_step
@@ -205,7 +205,7 @@ class ManagedModule(ModuleOfModel):
         instead if parameters have masters, or if ranks would have to read the tensors together."""
         handle = self._gemini
         partial = handle.config.precision is not None or handle.peers is not None
-        if partial and torchs_checkpoint_asks():
+        if partial and called_by_torch_checkpoint():
             return handle.state_dict(*args, **kwargs)
         return super().state_dict(*args, **kwargs)
 

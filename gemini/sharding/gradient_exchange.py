@@ -197,7 +197,7 @@ class GradientExchange:
                 self._add(index, grad)
 
     def _add(self, index: int, grad: ShardedGradient) -> None:
-        grad.tell(_Events(self, index, len(self._gradients)))
+        grad.set_events(_Events(self, index, len(self._gradients)))
         self._gradients.append(grad)
 
     def _set_buffer(self, exchange: Chunk | None) -> None:

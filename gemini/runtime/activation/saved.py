@@ -79,7 +79,7 @@ class ChunkPool:
         heapq.heappush(self._free[chunk.spec.nbytes], chunk.id)
 
 
-def too_large_now(chunks: ChunkManager, chunk: Chunk) -> OutOfBudgetError | None:
+def too_large_error(chunks: ChunkManager, chunk: Chunk) -> OutOfBudgetError | None:
     """Return the error for an activation that does not fit on DEVICE beside the pinned chunks; None if it
     fits."""
     pinned = [other for other in chunks.chunks if other is not chunk and chunks.table.pins(other.id)]
@@ -200,7 +200,7 @@ def pin(gate: Gate, tenant: Tenant) -> None:
         gate.pre_op(tenant.tensors)
     except OutOfBudgetError as error:
         is_saved = tenant.chunk.spec.kind is ChunkKind.ACTIVATION
-        too_large = too_large_now(gate.chunks, tenant.chunk) if is_saved else None
+        too_large = too_large_error(gate.chunks, tenant.chunk) if is_saved else None
         if too_large is None:
             raise
         raise too_large from error

@@ -111,7 +111,7 @@ class ScaledLosses:
     @contextmanager
     def backward_pass(self, scale: float) -> Iterator[None]:
         """Context of the backward pass of a loss times ``scale``. Passes may be nested."""
-        outer = _pass_under_way()
+        outer = _running_pass()
         # Not an attribute of a model, because the pass reaches other models. Autograd propagates this to its
         # own threads.
         _stash(_KEY, (self, scale))
@@ -151,7 +151,7 @@ class GradientScale:
         Raises:
             ConfigError: its loss was not scaled, and had to be.
         """
-        found = _pass_under_way()
+        found = _running_pass()
         if found is None and self._is_needed:
             raise ConfigError(
                 "under mixed_precision='fp16' the gradients of an unscaled loss underflow; call "
@@ -198,7 +198,7 @@ class GradientScale:
         self.losses, self.value = [], None
 
 
-def _pass_under_way() -> tuple[ScaledLosses, float] | None:
+def _running_pass() -> tuple[ScaledLosses, float] | None:
     """Return the losses and their scale if their backward pass runs on this thread; None otherwise."""
     if not torch._C._is_key_in_tls(_KEY):
         return None

@@ -116,9 +116,9 @@ class BackwardPins:
         """Return another thread that runs a backward pass of this model; 0: none, or one of autograd's own
         threads, which may still hold a finished pass of the thread that called it."""
         other = self._pass_thread
-        if self._pass_end() is None or other == threading.get_ident() or not _is_pythons(other):
+        if self._pass_end() is None or other == threading.get_ident() or not _is_python_thread(other):
             return 0
-        return other if current_pass() == -1 or _is_pythons(threading.get_ident()) else 0
+        return other if current_pass() == -1 or _is_python_thread(threading.get_ident()) else 0
 
     def forget(self) -> None:
         """Drop the record of every pin; the caller unpins."""
@@ -184,7 +184,7 @@ class BackwardPins:
             self._gate.post_op(tensors, False)
 
 
-def _is_pythons(ident: int) -> bool:
+def _is_python_thread(ident: int) -> bool:
     """Say whether Python started a thread, rather than autograd."""
     started = (t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread))
     return ident in started

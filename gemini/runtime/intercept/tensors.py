@@ -128,7 +128,7 @@ def possibly_written(
         return everything
     if name in _STATISTICS:
         return (args[1:3], kwargs.get("running_mean"), kwargs.get("running_var"))
-    return () if _is_torchs(func) else everything
+    return () if _is_torch_function(func) else everything
 
 
 def _is_mutable(func: Callable[..., Any]) -> bool:
@@ -140,7 +140,7 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def _is_torchs(func: Callable[..., Any]) -> bool:
+def _is_torch_function(func: Callable[..., Any]) -> bool:
     owner = getattr(func, "__module__", None) or getattr(func, "__objclass__", type(func)).__module__
     return owner in ("builtins", "_operator") or owner.partition(".")[0] == "torch"
 
@@ -457,7 +457,7 @@ def _operate_across(
         with ExitStack() as stack:
             # One order for all threads and ranks prevents deadlocks.
             for manager, share in sorted(shares.items(), key=lambda of: of[0].number):
-                stack.enter_context(pinned(manager, share, _written_in_silence(func, args, kwargs)))
+                stack.enter_context(pinned(manager, share, _written_without_version(func, args, kwargs)))
             out = func(*args, **kwargs)
         if nodes is not None:
             for manager, share in shares.items():
@@ -541,7 +541,7 @@ def _written(operands: list[Any], versions: list[int], silent: Sequence[Any]) ->
     ]
 
 
-def _written_in_silence(
+def _written_without_version(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Sequence[Any]:
     """Return the managed operands that ``func`` writes to without moving their version counters."""

@@ -401,7 +401,7 @@ class ShardedGradient(SlotGradient):
         self.is_shared = False  # the shard has the mean over the ranks
         self._is_offered = False  # the ranks exchange it once all of them have theirs
 
-    def tell(self, events: GradientEvents) -> None:
+    def set_events(self, events: GradientEvents) -> None:
         """Set the receiver of this gradient's events."""
         self.events = events
 
