@@ -18,7 +18,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.runtime.gate.gate import Gate
 from gemini.runtime.storage.gradient import ShardedGradient, SlotGradient
 from gemini.runtime.storage.model_storage import ChunkGroup, ModelStorage
-from gemini.sharding.gathered import GatheredChunks
+from gemini.sharding.gathered_chunks import GatheredChunks
 from gemini.sharding.gradient_exchange import GradientExchange
 from gemini.sharding.owners import OwnersOfGroups
 from gemini.sharding.rounds import (

@@ -8,7 +8,7 @@ import pytest
 
 from gemini.comm.peers import Share
 from gemini.errors import StateError
-from gemini.sharding.gathered import NEVER, UseOrder
+from gemini.sharding.gathered_chunks import NEVER, UseOrder
 from gemini.sharding.rounds import WANTS, Ending, decode, encode, from_bits, refuse_difference, to_bits
 
 
