@@ -17,7 +17,7 @@ from gemini.optim.rule import Part, UpdateRule, UpdateStep
 from gemini.optim.whole_parameter import WholeOverRanks, WholeParameter
 from gemini.runtime import MASTER, ChunkGroup, GeminiManager, ManagedSlot, StatePiece
 from gemini.runtime.gate.gradients import Place
-from gemini.runtime.gate.waiting import GivenWork, PendingUpdate
+from gemini.runtime.gate.pending_work import GivenWork, PendingUpdate
 from gemini.runtime.storage.model_storage import HALF_LOADED, Mixture, Room
 from gemini.system.process import paused_collector, shown_as
 
@@ -87,7 +87,7 @@ class ChunkUpdate:
     """Runs an update rule on the parameters of one group that have a gradient, one state piece at a time.
 
     Everything that affects the result is captured: hyper-parameters, step numbers, scaling.
-    :class:`gemini.runtime.gate.waiting.PendingUpdate` says how it may be used. Not thread-safe.
+    :class:`gemini.runtime.gate.pending_work.PendingUpdate` says how it may be used. Not thread-safe.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from gemini.runtime.adopt import (
 )
 from gemini.runtime.gate.gate import StatefulTensorMgr, TensorState
 from gemini.runtime.gate.gradients import MASTER, StatePiece
-from gemini.runtime.gate.waiting import NO_SNAPSHOT, Snapshot
+from gemini.runtime.gate.pending_work import NO_SNAPSHOT, Snapshot
 from gemini.runtime.growth import Filling
 from gemini.runtime.intercept.tensors import ManagedParameter, ManagedTensor
 from gemini.runtime.manager import GeminiManager

@@ -31,7 +31,7 @@ from gemini.placement import ModelDataSize, PlanReport
 from gemini.runtime.activation.activations import ActivationOffload
 from gemini.runtime.gate import guards
 from gemini.runtime.gate.gate import Gate, remember
-from gemini.runtime.gate.waiting import StepObserver
+from gemini.runtime.gate.pending_work import StepObserver
 from gemini.runtime.intercept.backward import BackwardPins
 from gemini.runtime.intercept.raw_access import RawAccess
 from gemini.runtime.intercept.tensors import ManagedParameter

@@ -11,7 +11,7 @@ from gemini import _C
 from gemini.errors import StateError
 from gemini.memstats import Trace
 from gemini.runtime import GeminiManager
-from gemini.runtime.gate.waiting import PendingUpdate
+from gemini.runtime.gate.pending_work import PendingUpdate
 from gemini.runtime.storage.model_storage import ModelStorage
 from gemini.timeline.chrome import save_chrome
 from gemini.timeline.events import Timeline, name_model

@@ -32,7 +32,7 @@ CORE = (
         "runtime/manager.py",
         "step/order.py",
         "recorder.py",
-        "gate/waiting.py",
+        "gate/pending_work.py",
         "chunk_update.py",
         "optim/rule.py",
     ),

@@ -30,7 +30,7 @@ from training_harness import assert_same_state, assert_within_budgets
 from gemini import HybridAdam, StateError
 from gemini.checkpoint import load, save
 from gemini.optim import chunk_update
-from gemini.runtime.gate.waiting import GivenWork, UpdateThread
+from gemini.runtime.gate.pending_work import GivenWork, UpdateThread
 
 BLOCKS = 10  # of DEVICE, of about 25 that parameters, gradients and states take
 STEPS = range(6)

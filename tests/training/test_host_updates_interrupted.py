@@ -21,7 +21,7 @@ WHERE = (
         "runtime/manager.py",
         "step/order.py",
         "recorder.py",
-        "gate/waiting.py",
+        "gate/pending_work.py",
         "chunk_update.py",
         "host_update.py",
         "optim/rule.py",

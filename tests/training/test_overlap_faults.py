@@ -16,7 +16,7 @@ from training_models import Around, square_loss
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, IoError, StateError, checkpoint
 from gemini.optim import rule
-from gemini.runtime.gate.waiting import PendingUpdate, PendingUpdates
+from gemini.runtime.gate.pending_work import PendingUpdate, PendingUpdates
 
 STEPS = 4
 

@@ -25,7 +25,13 @@ from gemini.memstats.trace import FORWARD, OPTIMIZER
 from gemini.runtime.gate import guards
 from gemini.runtime.gate.gradients import GradientScale, LooseBytes, RowGradient, Slot, WrittenTensors
 from gemini.runtime.gate.guards import OneThread, ParametersByAddress, Strays, TensorLock
-from gemini.runtime.gate.waiting import NO_SNAPSHOT, PendingUpdate, PendingUpdates, Snapshot, StepObserver
+from gemini.runtime.gate.pending_work import (
+    NO_SNAPSHOT,
+    PendingUpdate,
+    PendingUpdates,
+    Snapshot,
+    StepObserver,
+)
 
 TensorState = _C.TensorState
 _UPDATES_AHEAD = 2  # updates with chunks that are fetched while one runs

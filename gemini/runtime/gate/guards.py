@@ -21,7 +21,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from gemini import _C
 from gemini.chunk import ChunkManager, TensorIds
 from gemini.errors import EvictedAccessError, StateError
-from gemini.runtime.gate.waiting import NO_SNAPSHOT
+from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 
 logger = logging.getLogger(__name__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])

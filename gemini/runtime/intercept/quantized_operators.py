@@ -20,7 +20,7 @@ from torch._C import _EnableTorchFunction as SubclassesAnswer
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
-from gemini.runtime.gate.waiting import NO_SNAPSHOT
+from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 from gemini.runtime.intercept import raw_access
 from gemini.runtime.intercept.backward import hook_backward, next_node_number
 from gemini.runtime.intercept.functions import METADATA_FUNCTIONS, SPECIAL

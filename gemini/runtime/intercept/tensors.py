@@ -28,7 +28,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from gemini.errors import ConfigError
 from gemini.runtime.gate.gate import CutRef, Gate, TensorRef
 from gemini.runtime.gate.gradients import Slot
-from gemini.runtime.gate.waiting import NO_SNAPSHOT
+from gemini.runtime.gate.pending_work import NO_SNAPSHOT
 from gemini.runtime.intercept.adapted_rows import lazy_sum
 from gemini.runtime.intercept.backward import (
     hook_backward,

@@ -24,7 +24,7 @@ from gemini.placement import ModelDataSize, PlacementPlan, PlacementPolicy, Tier
 from gemini.placement.problem import CPU_TRANSFERS_TAKE, Machine, update_groups
 from gemini.placement.report import PlannedStep
 from gemini.runtime.gate.gate import Gate
-from gemini.runtime.gate.waiting import BEGUN_AT_ONCE, PendingUpdate, UpdateThread
+from gemini.runtime.gate.pending_work import BEGUN_AT_ONCE, PendingUpdate, UpdateThread
 from gemini.runtime.intercept.compiled import num_compilations
 from gemini.runtime.step.recorder import Accesses, LinkMeter, MomentLog, Recorded, Recorder, StepMeter
 from gemini.runtime.step.schedule import (
