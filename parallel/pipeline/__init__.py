@@ -1,6 +1,6 @@
 """Pipeline parallelism: a model cut into stages that pass micro-batches on (docs/parallel.md)."""
 
-from gemini.parallel.pipeline.built import BuiltStages, join_stages
+from gemini.parallel.pipeline.built_stages import BuiltStages, join_stages
 from gemini.parallel.pipeline.layers import (
     PipelinableContext,
     partition_balanced,

@@ -33,7 +33,7 @@ from gemini.parallel.moe.divide import expert_ranks_of
 from gemini.parallel.partition import Partition, refuse_quantized
 from gemini.parallel.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.batches import contents_of, refuse_different
-from gemini.parallel.pipeline.built import BuiltStages, join_stages
+from gemini.parallel.pipeline.built_stages import BuiltStages, join_stages
 from gemini.parallel.pipeline.orders import SCHEDULES, ranks_of_stages, unknown_schedule
 from gemini.parallel.pipeline.remote_modules import RemoteModule, meta_copy_of
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
