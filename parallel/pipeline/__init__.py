@@ -10,7 +10,7 @@ from gemini.parallel.pipeline.layers import (
 from gemini.parallel.pipeline.orders import SCHEDULES, Costs, Simulated, make_order, simulate
 from gemini.parallel.pipeline.pipeline import Executed, Pipeline, Schedule
 from gemini.parallel.pipeline.split import StagedModel, choose_ranges, split
-from gemini.parallel.pipeline.tied import SharedParameters
+from gemini.parallel.pipeline.tied_weights import SharedParameters
 from gemini.parallel.pipeline.units import Units, find_units
 
 __all__ = [

@@ -18,7 +18,7 @@ from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.split import StagedModel, aliases_in
 from gemini.parallel.pipeline.stage import Stage
 from gemini.parallel.pipeline.stage_pass import StageInputs, StagePass
-from gemini.parallel.pipeline.tied import shared_in
+from gemini.parallel.pipeline.tied_weights import shared_in
 from gemini.parallel.pipeline.units import Units
 
 

@@ -28,7 +28,7 @@ from gemini.parallel.pipeline.numbers import draw_seed
 from gemini.parallel.pipeline.orders import Order, make_order
 from gemini.parallel.pipeline.passing import Passing
 from gemini.parallel.pipeline.split import StagedModel
-from gemini.parallel.pipeline.tied import SharedTrainability
+from gemini.parallel.pipeline.tied_weights import SharedTrainability
 
 logger = logging.getLogger(__name__)
 

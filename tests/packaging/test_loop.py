@@ -84,7 +84,7 @@ def test_values_meet_in_rows_that_no_mark_skips() -> None:
     ("changed", "reached"),
     [
         ("gemini/optim/lion.py", "tests/training/test_rules.py"),
-        ("parallel/pipeline/tied.py", "tests/parallel/test_pipeline_training.py"),
+        ("parallel/pipeline/tied_weights.py", "tests/parallel/test_pipeline_training.py"),
         ("gemini/cli/trace.py", "tests/unit/test_trace_cli.py"),  # run as a command
         ("tests/faults/injected_faults.py", "tests/faults/test_injected_faults.py"),  # run as a program
         ("csrc/aio/async_file.cpp", "tests/unit/test_async_file.py"),

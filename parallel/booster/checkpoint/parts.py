@@ -40,7 +40,7 @@ from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
 from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
 from gemini.parallel.pipeline.remote_modules import RemoteModule
-from gemini.parallel.pipeline.tied import TiedWeights
+from gemini.parallel.pipeline.tied_weights import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.system.files import parse_json
 

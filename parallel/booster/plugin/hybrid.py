@@ -37,7 +37,7 @@ from gemini.parallel.pipeline.built_stages import BuiltStages, join_stages
 from gemini.parallel.pipeline.orders import SCHEDULES, ranks_of_stages, unknown_schedule
 from gemini.parallel.pipeline.remote_modules import RemoteModule, meta_copy_of
 from gemini.parallel.pipeline.split import Split, StagedModel, choose_ranges, split
-from gemini.parallel.pipeline.tied import TiedWeights
+from gemini.parallel.pipeline.tied_weights import TiedWeights
 from gemini.parallel.pipeline.units import find_units
 from gemini.parallel.plan import ParallelPlan
 from gemini.parallel.sequence import SequenceParallel, parallelize_sequence
