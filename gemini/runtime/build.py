@@ -36,7 +36,7 @@ from gemini.placement import ModelDataSize, PlacementPlan, TierCapacity, make_po
 from gemini.placement.policies import DeviceTooSmallError
 from gemini.runtime.activation.activations import ActivationOffload
 from gemini.runtime.activation.recompute import Recompute
-from gemini.runtime.activation.saved import KeepPlan
+from gemini.runtime.activation.saved_tensors import KeepPlan
 from gemini.runtime.adopt import Adopted, adopt_module, adopt_without_values, check_apart, unique_parameters
 from gemini.runtime.config import MOST_STATES, GeminiConfig, check_offload, states_by_rule
 from gemini.runtime.growth import Growth, least_gathered, with_gathered

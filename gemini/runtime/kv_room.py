@@ -18,7 +18,7 @@ import torch
 from gemini.chunk import Chunk, ChunkKind, ChunkSpec
 from gemini.chunk.chunk import whole_blocks
 from gemini.errors import ConfigError
-from gemini.runtime.activation.saved import Leases
+from gemini.runtime.activation.saved_tensors import Leases
 from gemini.runtime.gate.gate import TensorState
 from gemini.runtime.manager import GeminiManager
 from gemini.system.config import format_bytes

@@ -20,7 +20,7 @@ from training_harness import (
 from gemini import GeminiDDP
 from gemini._C import ChunkTable
 from gemini.errors import ConfigError
-from gemini.runtime.activation.saved import Fate, KeepPlan
+from gemini.runtime.activation.saved_tensors import Fate, KeepPlan
 
 pytestmark = pytest.mark.usefixtures(store_small_tensors.__name__)
 

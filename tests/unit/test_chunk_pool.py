@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gemini.chunk import ChunkManager, TierBudgets
 from gemini.errors import OutOfBudgetError
-from gemini.runtime.activation.saved import ChunkPool, rounded_bytes
+from gemini.runtime.activation.saved_tensors import ChunkPool, rounded_bytes
 
 PAGE = 4096
 

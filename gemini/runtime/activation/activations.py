@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gemini import _C
 from gemini.chunk import Chunk
 from gemini.runtime.activation.recompute import Recompute
-from gemini.runtime.activation.saved import (
+from gemini.runtime.activation.saved_tensors import (
     ChunkPool,
     Fate,
     KeepPlan,

@@ -20,7 +20,7 @@ from gemini.errors import ConfigError
 from gemini.memstats.trace import OPTIMIZER
 from gemini.placement.recompute import NOTHING, BlockCall, RecomputeChoice, RecomputeReport, choose_blocks
 from gemini.runtime.activation.repeatable import CannotRepeat, Given, Look, Repeat, training_modes
-from gemini.runtime.activation.saved import Version
+from gemini.runtime.activation.saved_tensors import Version
 from gemini.runtime.intercept.compiled import find_blocks, is_compiled
 from gemini.runtime.step.order import StepOrder
 

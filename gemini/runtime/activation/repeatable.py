@@ -22,7 +22,7 @@ from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini import _C
 from gemini.errors import StateError
-from gemini.runtime.activation.saved import Version
+from gemini.runtime.activation.saved_tensors import Version
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _FIXED = (
