@@ -39,7 +39,7 @@ from gemini.jobs.finetune.samples import DOCUMENTS
 from gemini.jobs.run.managed import PRECISIONS
 from gemini.jobs.run.run_directory import saved_options
 from gemini.optim.kernels import STATE_DTYPES
-from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
+from gemini.runtime.activation.recomputed_blocks import recompute_blocks, refuse_unfit_blocks
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.storage.experts import expert_sets
 from gemini.system.config import format_bytes

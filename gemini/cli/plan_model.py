@@ -28,7 +28,7 @@ from gemini.integrations.model_directory import (
 )
 from gemini.jobs.gpt.model import GPT, GPTConfig, language_loss
 from gemini.runtime import init_on
-from gemini.runtime.activation.recomputed import recompute_layers
+from gemini.runtime.activation.recomputed_blocks import recompute_layers
 from gemini.runtime.config import GeminiConfig
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.system.config import did_you_mean

@@ -42,7 +42,7 @@ from gemini.model.in_place import manage
 from gemini.model.retry import retry_step
 from gemini.optim import GeminiOptimizer, HybridAdam
 from gemini.parallel.plan import ParallelPlan
-from gemini.runtime.activation.recomputed import recompute_blocks, refuse_unfit_blocks
+from gemini.runtime.activation.recomputed_blocks import recompute_blocks, refuse_unfit_blocks
 from gemini.system.device import ran_out_of_memory
 from gemini.system.input_files import errors_of
 

@@ -36,7 +36,7 @@ from gemini.parallel.moe import (
     moe_set_seed,
 )
 from gemini.parallel.moe import experts as experts_file
-from gemini.runtime.activation.recomputed import recompute_blocks
+from gemini.runtime.activation.recomputed_blocks import recompute_blocks
 from gemini.runtime.storage.experts import expert_sets
 
 WIDTH, EXPERTS = 8, 4

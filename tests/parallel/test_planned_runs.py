@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import gemini
 from gemini import ConfigError, CPUAdam, handle_of
 from gemini.parallel import Booster, HybridParallelPlugin, Layout, ParallelPlan, PlanBudgets
-from gemini.runtime.activation.recomputed import recompute_blocks
+from gemini.runtime.activation.recomputed_blocks import recompute_blocks
 
 STEPS = 3
 BLOCKS = tuple(f"blocks.{index}" for index in range(4))

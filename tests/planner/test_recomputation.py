@@ -13,7 +13,7 @@ from gemini.planner.figures import Figures, Speeds
 from gemini.planner.recomputation import Groups, Held, again, alone, groups_of, rotor_of
 from gemini.planner.records import CutModel, Part
 from gemini.planner.rotor import blocks_of
-from gemini.runtime.activation.recomputed import recompute_blocks
+from gemini.runtime.activation.recomputed_blocks import recompute_blocks
 
 INNER, SAMPLES = (32, 64, 16, 64, 32, 64), 8
 GROUPS: dict[str, Groups] = {

@@ -11,7 +11,7 @@ from torch import nn
 
 from gemini import ConfigError, StateError
 from gemini.runtime.activation.grouped import names_in, text_of_names
-from gemini.runtime.activation.recomputed import GroupedBlock, recompute_blocks
+from gemini.runtime.activation.recomputed_blocks import GroupedBlock, recompute_blocks
 
 WIDTH, ROWS = 32, 64
 NESTED: tuple[Any, ...] = ((("0", ("1", "2"), "3"), "4", "5"),)

@@ -27,7 +27,7 @@ from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.parallel.plan import ParallelPlan
-from gemini.runtime.activation.recomputed import recompute_blocks, recompute_layers
+from gemini.runtime.activation.recomputed_blocks import recompute_blocks, recompute_layers
 from gemini.runtime.build import refuse_unfit
 from gemini.runtime.config import GeminiConfig
 from gemini.system.input_files import InputDirectory, errors_of

@@ -31,7 +31,7 @@ from gemini.model.ddp import GeminiDDP
 from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
 from gemini.optim import HybridAdam
 from gemini.parallel.booster import Booster, HybridParallelPlugin
-from gemini.runtime.activation.recomputed import recompute_layers
+from gemini.runtime.activation.recomputed_blocks import recompute_layers
 from gemini.system.durable import temporary_of
 from gemini.system.input_files import errors_of
 
