@@ -24,7 +24,7 @@ from gemini.parallel.layout import Layout
 from gemini.parallel.pipeline.orders import ranks_of_stages
 from gemini.parallel.plan_report import differences, explanation
 from gemini.parallel.sequence.parallelize import METHODS
-from gemini.runtime.activation.grouped import Names, flat_names
+from gemini.runtime.activation.block_groups import Names, flat_names
 from gemini.system.config import parse_bytes
 from gemini.system.durable import write_text
 from gemini.system.files import KEY, Format, read_regular

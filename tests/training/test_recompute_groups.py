@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gemini import ConfigError, StateError
-from gemini.runtime.activation.grouped import names_in, text_of_names
+from gemini.runtime.activation.block_groups import names_in, text_of_names
 from gemini.runtime.activation.recomputed_blocks import GroupedBlock, recompute_blocks
 
 WIDTH, ROWS = 32, 64

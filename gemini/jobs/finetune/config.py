@@ -20,7 +20,7 @@ from gemini.jobs.run.managed import POLICIES, PRECISIONS, MemoryOptions
 from gemini.jobs.run.run_directory import RESUME, is_a
 from gemini.jobs.run.trackers import parse_trackers
 from gemini.optim.kernels import STATE_DTYPES
-from gemini.runtime.activation.grouped import Names, names_in, text_of_names
+from gemini.runtime.activation.block_groups import Names, names_in, text_of_names
 from gemini.system.config import parse_bytes
 from gemini.system.input_files import read_document
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import ConfigError
-from gemini.runtime.activation.grouped import BlockGroup, Names, flat_names
+from gemini.runtime.activation.block_groups import BlockGroup, Names, flat_names
 from gemini.runtime.activation.repeatable import CannotRepeat, Digest, digest_of, set_training, training_modes
 from gemini.runtime.intercept.compiled import is_compiled
 

@@ -49,7 +49,7 @@ from gemini.parallel.tensor.styles import Style
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.parallel.zero.options import parse_precision
 from gemini.placement import PlacementPolicy
-from gemini.runtime.activation.grouped import Names, flat_names
+from gemini.runtime.activation.block_groups import Names, flat_names
 from gemini.runtime.activation.recomputed_blocks import recompute_blocks, refuse_unfit_blocks
 from gemini.runtime.intercept.nested import map_tensors
 from gemini.runtime.manager import StepClock
