@@ -22,7 +22,7 @@ from gemini.checkpoint.loading import CheckpointReader
 from gemini.checkpoint.sealed_file import Staging
 from gemini.checkpoint.tensor_file import TensorFile, TensorSpec
 from gemini.errors import ConfigError
-from gemini.offload.mapped import MappedTensors
+from gemini.offload.mapped_tensors import MappedTensors
 from gemini.optim.kernels import StateFormat, step_count
 from gemini.optim.rule import ABSENT
 from gemini.system.durable import publish, scratch_directory

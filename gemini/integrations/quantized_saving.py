@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.offload.mapped import MappedTensors
+from gemini.offload.mapped_tensors import MappedTensors
 from gemini.runtime.intercept.quantized import leaves_of
 from gemini.runtime.intercept.quantized_operators import QuantizedParameter
 from gemini.runtime.intercept.tensors import plain_copy

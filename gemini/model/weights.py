@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from gemini.errors import ConfigError, StateError
 from gemini.model.handle import ManagedModel
-from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
+from gemini.offload.mapped_tensors import IN_MEMORY, MappedTensors, Place
 from gemini.runtime import (
     GeminiManager,
     ManagedParameter,

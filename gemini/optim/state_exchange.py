@@ -18,7 +18,7 @@ from gemini.chunk.chunk import StateSpec
 from gemini.chunk.layout import flat
 from gemini.comm.ranks import Rank
 from gemini.errors import ConfigError, StateError
-from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
+from gemini.offload.mapped_tensors import IN_MEMORY, MappedTensors, Place
 from gemini.optim.kernels import ARRAYS, StateFormat, step_count
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.rule import ABSENT

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from gemini.chunk import TensorIds
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, GeminiError
-from gemini.offload.mapped import IN_MEMORY, Place
+from gemini.offload.mapped_tensors import IN_MEMORY, Place
 from gemini.runtime.gate.gradients import MASTER, StatePiece
 from gemini.runtime.gate.guards import span_bytes
 from gemini.runtime.intercept.precision import is_quantized

@@ -22,7 +22,7 @@ WRITES = {
     "gemini/jobs/finetune/parts_engine.py": "in the directory that put_in_place() publishes",
     "gemini/jobs/finetune/tuning.py": "in the directory that put_in_place() publishes",
     "gemini/integrations/transformers.py": "in the directory that put_in_place() publishes",
-    "gemini/offload/mapped.py": "a file without a name, for this process",
+    "gemini/offload/mapped_tensors.py": "a file without a name, for this process",
     "gemini/memstats/monitor.py": "/proc",
     "gemini/cli/console.py": "/dev/null",
     "parallel/tensor/mode_speeds.py": "what processes that end together say to each other",

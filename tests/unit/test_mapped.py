@@ -12,7 +12,7 @@ import torch
 
 from gemini import HybridAdam
 from gemini.errors import IoError, StateError
-from gemini.offload.mapped import MappedTensors
+from gemini.offload.mapped_tensors import MappedTensors
 from gemini.system.threads import usable_processors
 
 

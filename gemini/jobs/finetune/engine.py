@@ -25,7 +25,7 @@ from gemini.jobs.finetune.samples import Batch
 from gemini.jobs.finetune.tuning import BETAS, SHARD, TuningEngine, refuse_mixed_documents
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
-from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
+from gemini.offload.mapped_tensors import IN_MEMORY, MappedTensors, Place
 from gemini.parallel.plan import ParallelPlan
 from gemini.runtime.activation.recomputed_blocks import recompute_blocks, recompute_layers
 from gemini.runtime.build import refuse_unfit

@@ -28,7 +28,7 @@ from gemini.jobs.finetune.tuning import BETAS, SHARD, TuningEngine, refuse_mixed
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.report import LINKS, TIERS
 from gemini.model.ddp import GeminiDDP
-from gemini.offload.mapped import IN_MEMORY, MappedTensors, Place
+from gemini.offload.mapped_tensors import IN_MEMORY, MappedTensors, Place
 from gemini.optim import HybridAdam
 from gemini.parallel.booster import Booster, HybridParallelPlugin
 from gemini.runtime.activation.recomputed_blocks import recompute_layers

@@ -15,7 +15,7 @@ import torch
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 
 from gemini import _C
-from gemini.offload.mapped import MappedTensors
+from gemini.offload.mapped_tensors import MappedTensors
 from gemini.runtime.gate.gate import Gate, parameter_at
 from gemini.runtime.gate.guards import span_bytes
 
