@@ -36,7 +36,7 @@ from gemini.optim.state_exchange import (
     nbytes_of,
     slots_in_order,
 )
-from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of
+from gemini.optim.wrapped_optimizer import WrappedOptimizer, refuse_states_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.storage.data_sizes import Kept
 from gemini.runtime.storage.host_choice import HostUpdates

@@ -33,7 +33,7 @@ from gemini.optim.lion import LionHyper, lion_update
 from gemini.optim.marks import Marks, ParamIndex
 from gemini.optim.shared_step import GivenLoss, GroupSettings, copied, shell_of
 from gemini.optim.trials import PieceTrial
-from gemini.optim.wrapped import step_of
+from gemini.optim.wrapped_optimizer import step_of
 
 
 @dataclass(frozen=True)

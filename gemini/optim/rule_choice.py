@@ -18,7 +18,7 @@ from gemini.optim.self_managed import SelfManaged
 from gemini.optim.shared_step import GivenLoss, Inseparable, refuse, refuse_kept_identities
 from gemini.optim.trials import PieceTrial
 from gemini.optim.unknown_optimizer import PerParameterRule, PieceRule
-from gemini.optim.wrapped import HOOKS, WrappedOptimizer, step_of
+from gemini.optim.wrapped_optimizer import HOOKS, WrappedOptimizer, step_of
 
 # torch's optimizers with element-wise steps.
 _ELEMENT_WISE = (

@@ -13,7 +13,7 @@ import torch
 
 from gemini.errors import ConfigError
 from gemini.model.handle import ManagedModel, handle_of_parameter
-from gemini.optim.wrapped import step_of
+from gemini.optim.wrapped_optimizer import step_of
 from gemini.runtime import ManagedParameter
 
 Hyper = TypeVar("Hyper")

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.errors import ConfigError
 from gemini.optim.marks import Marks, ParamForm, ParamIndex, Placeholder, holder_of_identities
-from gemini.optim.wrapped import HOOKS, step_of
+from gemini.optim.wrapped_optimizer import HOOKS, step_of
 
 
 @dataclass(frozen=True, eq=False)

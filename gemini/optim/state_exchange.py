@@ -23,7 +23,7 @@ from gemini.optim.kernels import ARRAYS, StateFormat, step_count
 from gemini.optim.managed_optimizer import ManagedOptimizer
 from gemini.optim.rule import ABSENT
 from gemini.optim.self_managed import SelfManaged
-from gemini.optim.wrapped import hooks_set_aside
+from gemini.optim.wrapped_optimizer import hooks_set_aside
 from gemini.runtime import ManagedSlot, read_state
 from gemini.system.config import parse_bytes
 

@@ -15,7 +15,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.optim.gradients import INITIAL_SCALE, LossScale, LossScaleConfig, loss_scale_for
 from gemini.optim.rule_choice import refuse_closure, steps_by_element
 from gemini.optim.shared_step import GivenLoss, Inseparable, mean_like, number_of
-from gemini.optim.wrapped import WrappedOptimizer, refuse_states_of, step_within
+from gemini.optim.wrapped_optimizer import WrappedOptimizer, refuse_states_of, step_within
 from gemini.parallel.expert_ranks import DividedExperts
 from gemini.parallel.zero.options import (
     check_norm,

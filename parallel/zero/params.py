@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 
 from gemini.errors import ConfigError, StateError
-from gemini.optim.wrapped import hooks_set_aside
+from gemini.optim.wrapped_optimizer import hooks_set_aside
 from gemini.parallel.zero.replica_collectives import Collectives, Flight
 
 _HALVES = (torch.bfloat16, torch.float16)

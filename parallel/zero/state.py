@@ -16,7 +16,7 @@ from gemini.comm.peers import ModelRanks, Topic
 from gemini.errors import ConfigError
 from gemini.optim.gradients import LossScale, NormOverRanks, sum_over_ranks
 from gemini.optim.rule_choice import steps_by_element
-from gemini.optim.wrapped import hooks_set_aside
+from gemini.optim.wrapped_optimizer import hooks_set_aside
 from gemini.parallel.zero.params import Bucket, ParamShard, ShardedParams
 from gemini.parallel.zero.replica_collectives import Collectives
 
