@@ -27,7 +27,7 @@ from gemini.memstats.collectives import KINDS, MEASURED, CollectiveSpeed, Collec
 from gemini.parallel.launch.local_ranks import as_rank, directory_of_job, run_local_ranks
 from gemini.parallel.layout import Layout
 from gemini.parallel.mesh import Axis, Mesh
-from gemini.parallel.pipeline.passing import Passing
+from gemini.parallel.pipeline.stage_messages import StageMessages
 from gemini.system.durable import write_text
 
 FEWEST_RANKS, MOST_RANKS = 2, 16
@@ -107,7 +107,7 @@ def passed_numel(kind: str, nbytes: int, ranks: int) -> int:
 def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
     """Measure all groups of ``size`` consecutive ranks at the same time; stop after ``limit`` seconds."""
     axis = everyone if size == everyone.size else everyone.neighbours(size)
-    passing, matrix = Passing(axis), torch.full((512, 512), 0.002, dtype=torch.float32, device="cpu")
+    messages, matrix = StageMessages(axis), torch.full((512, 512), 0.002, dtype=torch.float32, device="cpu")
     calls = [
         (kind, torch.ones(passed_numel(kind, nbytes, size), dtype=torch.float32, device="cpu"))
         for kind in KINDS
@@ -119,7 +119,7 @@ def _over(everyone: Axis, size: int, limit: float) -> list[CollectiveSpeed]:
         row = []
         for kind, base in calls:
             matrix = (matrix @ matrix).tanh()
-            row.append(_exchange(axis, passing, kind, base * 0.5, step))
+            row.append(_exchange(axis, messages, kind, base * 0.5, step))
         taken.append(row)
         if _is_late(everyone, began, limit) and step:
             break
@@ -227,7 +227,7 @@ _BESIDE: Mapping[str, _Begin] = {"all_gather": _begin_all_gather, "all_to_all": 
 
 
 def _exchange(
-    axis: Axis, passing: Passing, kind: str, tensor: torch.Tensor, step: int
+    axis: Axis, messages: StageMessages, kind: str, tensor: torch.Tensor, step: int
 ) -> tuple[float, float]:
     """Run one collective and return when it began and ended on this rank. For a message, the sender returns
     its begin twice: the receiver has the end.
@@ -242,10 +242,10 @@ def _exchange(
     elif kind == "all_to_all":
         axis.all_to_all(list(tensor.view(axis.size, -1)), [(tensor.numel() // axis.size,)] * axis.size)
     elif axis.rank % 2:
-        passing.settle(passing.receive(torch.empty_like(tensor), axis.rank - 1, step), "measures a message")
+        messages.settle(messages.receive(torch.empty_like(tensor), axis.rank - 1, step), "measures a message")
     elif axis.rank + 1 < axis.size:
-        passing.send(tensor, axis.rank + 1, step)
-        passing.finish()
+        messages.send(tensor, axis.rank + 1, step)
+        messages.finish()
         return begin, begin
     else:  # the last of an odd number of ranks has no partner
         return 0.0, 0.0

@@ -22,10 +22,10 @@ from gemini.parallel.pipeline.batches import (
 )
 from gemini.parallel.pipeline.numbers import Draws
 from gemini.parallel.pipeline.orders import Action, Kind, Order
-from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
 from gemini.parallel.pipeline.split import StagedModel
 from gemini.parallel.pipeline.split_backward import PendingWeights, backward_input, backward_weights
 from gemini.parallel.pipeline.stage import Stage
+from gemini.parallel.pipeline.stage_messages import Incoming, StageMessages, ValueForm
 from gemini.parallel.pipeline.stage_pass import StageInputs
 
 T = TypeVar("T")
@@ -86,12 +86,14 @@ class _Held:
 class Engine:
     """The stages of a model on this rank, and the connection to the ranks with the others.
 
-    ``passing`` is None if one rank has all stages; ``rank`` is the index of this rank.
+    ``messages`` is None if one rank has all stages; ``rank`` is the index of this rank.
     """
 
-    def __init__(self, staged: StagedModel, trained: Trained, passing: Passing | None, rank: int) -> None:
+    def __init__(
+        self, staged: StagedModel, trained: Trained, messages: StageMessages | None, rank: int
+    ) -> None:
         self.stages = {stage.index: stage for stage in staged.stages}
-        self.trained, self.passing, self._rank = trained, passing, rank
+        self.trained, self.messages, self._rank = trained, messages, rank
         # What a stage receives, by the key of the batch; and the forms of these tensors, with gradients and
         # without.
         self.takes: dict[tuple[int, str], StageInputs] = {}
@@ -189,9 +191,9 @@ class Engine:
                 self._place = f"stage {action.stage}, micro-batch {action.micro_batch}, {_WORDS[action.kind]}"
                 run.expect(actions[index : index + _AHEAD])
                 run.perform(action)
-        if self.passing is not None:
+        if self.messages is not None:
             self._place = "the end of a pass through the pipeline"
-            self.passing.finish()
+            self.messages.finish()
         return run.done
 
 
@@ -232,10 +234,10 @@ class _Run:
                 continue
             forms = self._expected(action)
             if forms is not None:
-                rank, passing = self._order.rank_of[source], self._engine.passing
-                assert passing is not None
+                rank, messages = self._order.rank_of[source], self._engine.messages
+                assert messages is not None
                 self._coming[key] = [
-                    Incoming(passing, rank, self._tag(action, index), form, in_order=ahead)
+                    Incoming(messages, rank, self._tag(action, index), form, in_order=ahead)
                     for index, form in enumerate(forms)
                 ]
 
@@ -271,14 +273,14 @@ class _Run:
         source = self._source(action)
         if source is None:
             return ()
-        key, passing = (action.stage, action.micro_batch, action.kind is Kind.FORWARD), self._engine.passing
+        key, messages = (action.stage, action.micro_batch, action.kind is Kind.FORWARD), self._engine.messages
         doing = f"waits for stage {source} ({self._engine.place})"
         if key not in self._coming:
-            assert passing is not None
+            assert messages is not None
             if self._expected(action) is None:
                 rank, taken = self._order.rank_of[source], self._takes(action.stage, action.micro_batch)
                 self._engine.forms[self._key(action)] = tuple(
-                    passing.receive_form(rank, self._tag(action, index, of_form=True), doing)
+                    messages.receive_form(rank, self._tag(action, index, of_form=True), doing)
                     for index in range(taken.num_tensors)
                 )
             self.expect([action], ahead=False)
@@ -297,10 +299,10 @@ class _Run:
             own = [tensor.detach() for tensor in tensors]
             self._coming[key] = [tensor.clone() for tensor in own] if is_copied else own
             return
-        passing, rank = self._engine.passing, self._order.rank_of[action.stage]
-        assert passing is not None
+        messages, rank = self._engine.messages, self._order.rank_of[action.stage]
+        assert messages is not None
         for index, tensor in enumerate(tensors):
-            passing.send(tensor, rank, self._tag(action, index))
+            messages.send(tensor, rank, self._tag(action, index))
 
     def _announce(self, action: Action, tensors: Sequence[torch.Tensor], *, is_here: bool) -> None:
         """Send the forms of ``tensors`` when the stage of ``action`` gets such tensors for the first time.
@@ -320,10 +322,10 @@ class _Run:
         )
         known = self._engine.forms.setdefault(self._key(action), forms)
         if known is forms and not is_here:
-            passing, rank = self._engine.passing, self._order.rank_of[action.stage]
-            assert passing is not None
+            messages, rank = self._engine.messages, self._order.rank_of[action.stage]
+            assert messages is not None
             for index, form in enumerate(forms):
-                passing.send_form(form, rank, self._tag(action, index, of_form=True))
+                messages.send_form(form, rank, self._tag(action, index, of_form=True))
         elif known != forms:
             raise ConfigError(
                 f"the stage has returned {_listed(forms)}, and {_listed(known)} for the same inputs before, "

@@ -26,8 +26,8 @@ from gemini.parallel.pipeline.batches import (
 from gemini.parallel.pipeline.engine import Engine, Trained
 from gemini.parallel.pipeline.numbers import draw_seed
 from gemini.parallel.pipeline.orders import Order, make_order
-from gemini.parallel.pipeline.passing import Passing
 from gemini.parallel.pipeline.split import StagedModel
+from gemini.parallel.pipeline.stage_messages import StageMessages
 from gemini.parallel.pipeline.tied_weights import SharedTrainability
 
 logger = logging.getLogger(__name__)
@@ -86,10 +86,10 @@ class Pipeline:
         self._data = mesh.axis("dp") if mesh is not None else None
         sequences = mesh.axis("sp") if mesh is not None else None
         self._sequence_place = sequences.rank if sequences is not None else 0
-        self._passing = Passing(self._axis) if self._axis is not None else None
+        self._messages = StageMessages(self._axis) if self._axis is not None else None
         self._num_ranks = self._axis.size if self._axis is not None else 1
         rank = self._axis.rank if self._axis is not None else 0
-        self._engine = Engine(staged, trained, self._passing, rank)
+        self._engine = Engine(staged, trained, self._messages, rank)
         self._shared = SharedTrainability(staged)
         self._has_last = len(staged.ranges) - 1 in {stage.index for stage in staged.stages}
         self._cause = _Cause()
@@ -220,8 +220,8 @@ class Pipeline:
         cause = self._cause.tell(own)
         reason = f"failed: {cause}"
         self.leave(reason)
-        if self._passing is not None:
-            self._passing.abandon()
+        if self._messages is not None:
+            self._messages.abandon()
         if cause == own or not isinstance(error, (StateError, RuntimeError)):
             return error
         return StateError(f"{cause}. It was noticed in {where}")

@@ -38,8 +38,8 @@ from gemini.parallel.mesh import Axis, Mesh
 from gemini.parallel.moe.divide import divide_experts, divided_experts
 from gemini.parallel.partition import Partition
 from gemini.parallel.pipeline import StagedModel
-from gemini.parallel.pipeline.passing import Incoming, Passing, ValueForm
 from gemini.parallel.pipeline.remote_modules import RemoteModule
+from gemini.parallel.pipeline.stage_messages import Incoming, StageMessages, ValueForm
 from gemini.parallel.pipeline.tied_weights import TiedWeights
 from gemini.parallel.zero import LowLevelZeroOptimizer
 from gemini.system.files import parse_json
@@ -221,7 +221,7 @@ def whole_contents(
     held = model_contents(model, optimizer)
     local = {source.spec.name: source for source in held.sources}
     local.update({alias: local[first] for alias, first in held.aliases.items()})
-    passing = Passing(parts.axis) if parts.axis is not None else None
+    messages = StageMessages(parts.axis) if parts.axis is not None else None
     sources, aliases = [], {}
     for name, like in parts.whole.tensors.items():
         first, *_ = names = parts.staged.names_of(name)
@@ -230,7 +230,7 @@ def whole_contents(
             continue
         own = next(((each, local[each]) for each in names if each in local), None)
         spec = TensorSpec(name, like.dtype, tuple(like.shape))
-        sources.append(TensorSource(spec, partial(stream, parts, passing, (name, spec), own)))
+        sources.append(TensorSource(spec, partial(stream, parts, messages, (name, spec), own)))
     return ModelContents(sources, aliases, _extra_of_all(held.extra, parts, ranks))
 
 
@@ -247,7 +247,7 @@ def _extra_of_all(own: Mapping[str, Any], parts: Parts, ranks: Ranks) -> dict[st
 
 def stream(
     parts: Parts,
-    passing: Passing | None,
+    messages: StageMessages | None,
     what: tuple[str, TensorSpec],
     own: tuple[str, TensorSource] | None,
     sink: Sink,
@@ -256,7 +256,7 @@ def stream(
 
     Args:
         parts: this rank's part of the model.
-        passing: sends tensors between stages; None with one stage.
+        messages: sends tensors between stages; None with one stage.
         what: the name of the tensor in the whole model, and the spec to write: of this tensor or of a state
             of it.
         own: the tensor's name on this rank, and the source of this rank's part; None on other stages.
@@ -270,12 +270,12 @@ def stream(
         value = _whole(*own, spec.dtype, parts)
     if not parts.is_first_column:
         return
-    if owner != 0 and passing is not None:
+    if owner != 0 and messages is not None:
         if place == owner and value is not None:
-            passing.send(value, 0, 0)
-            passing.finish()
+            messages.send(value, 0, 0)
+            messages.finish()
         elif place == 0:
-            coming = Incoming(passing, owner, 0, ValueForm(spec.dtype, tuple(spec.shape)))
+            coming = Incoming(messages, owner, 0, ValueForm(spec.dtype, tuple(spec.shape)))
             value = coming.wait(f"waits for {spec.name} of another stage (a save)")
     if place == 0 and value is not None:
         sink(value)

@@ -37,7 +37,7 @@ from gemini.parallel.booster.checkpoint.tensor_source import TensorSource
 from gemini.parallel.booster.checkpoint.writing import Layout
 from gemini.parallel.booster.checkpoint.zero import state_sources
 from gemini.parallel.booster.ranks import Ranks
-from gemini.parallel.pipeline.passing import Passing
+from gemini.parallel.pipeline.stage_messages import StageMessages
 from gemini.parallel.zero import LowLevelZeroOptimizer
 
 Settings = tuple[list[dict[str, Any]], dict[str, Any]]
@@ -197,7 +197,7 @@ def save_parts_of_optimizer(
     said: dict[str, dict[str, Any]] = {}
     for text in ranks.collect(describe):
         said.update(json.loads(text))
-    passing = Passing(parts.axis) if parts.axis is not None else None
+    messages = StageMessages(parts.axis) if parts.axis is not None else None
     sources, values = [], {}
     for name in parts.whole.tensors:  # the same order on all ranks
         if name not in said:
@@ -205,7 +205,7 @@ def save_parts_of_optimizer(
         values[name] = plain_data.decode(said[name]["values"])
         for key, dtype, shape in said[name]["states"]:
             spec = TensorSpec(f"{name}/{key}", getattr(torch, dtype), tuple(shape))
-            run = partial(stream, parts, passing, (name, spec), own.get(spec.name))
+            run = partial(stream, parts, messages, (name, spec), own.get(spec.name))
             sources.append(TensorSource(spec, run))
     held = OptimizerContents(sources, values, *states.settings())
     save_contents(held, parts.whole.members, checkpoint, layout, ranks)

@@ -47,23 +47,23 @@ class Incoming:
     """
 
     def __init__(
-        self, passing: Passing, rank: int, tag: int, form: ValueForm, *, in_order: bool = False
+        self, messages: StageMessages, rank: int, tag: int, form: ValueForm, *, in_order: bool = False
     ) -> None:
-        self._passing = passing
+        self._messages = messages
         self._room = torch.empty(form.shape, dtype=form.dtype, device="cpu")
-        self._work = passing.receive(self._room, rank, tag)
-        self._done = passing.watch(self._work) if in_order else None
+        self._work = messages.receive(self._room, rank, tag)
+        self._done = messages.watch(self._work) if in_order else None
 
     def wait(self, doing: str) -> torch.Tensor:
         """Return the tensor, in CPU memory, when it has arrived. Raises StateError as :meth:`Axis.settle`."""
         if self._done is None:
-            self._passing.settle(self._work, doing)
+            self._messages.settle(self._work, doing)
         else:
-            self._passing.settle_watched(self._done, doing)
+            self._messages.settle_watched(self._done, doing)
         return self._room
 
 
-class Passing:
+class StageMessages:
     """Sends and receives over an axis, in CPU memory. For one thread.
 
     Messages are matched by tags, so ranks need not agree on their order. While a rank waits for a message it
