@@ -137,7 +137,7 @@ class SaveHandle:
         self._left = {id(block.owner): block for block in blocks}  # neither copied nor written
         # Whether the writing thread may read chunks directly.
         chunks = manager.chunks
-        self._in_place = manager.resident and chunks.stow is None and not chunks.device.has_own_memory
+        self._in_place = manager.resident and chunks.file_backed is None and not chunks.device.has_own_memory
         self._reading: int | None = None  # the owner of the block that it is reading
         self._copying = False
         self._filling: CopyBuffer | None = None  # while _copying, only the training thread may use it

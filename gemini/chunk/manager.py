@@ -22,9 +22,9 @@ from torch import nn
 from gemini import _C
 from gemini.chunk.chunk import Chunk, ChunkKind, ChunkSpec, CutChunk, Expected, TensorIds
 from gemini.chunk.cpu_memory import CPU
+from gemini.chunk.file_backed import FileBackedChunks
 from gemini.chunk.layout import ChunkLayout, search_chunk_size
 from gemini.chunk.memory import AnyMemory, ComputeDevice, StoredChunk, TierBudgets, open_with_spare
-from gemini.chunk.stow import Stow
 from gemini.errors import ConfigError, DeviceFullError, IoError, StateError
 from gemini.offload.async_file import AsyncFile, checked_directory
 from gemini.system.config import format_bytes
@@ -357,7 +357,7 @@ class ChunkManager:
         self._in_flight: dict[int, _C.Action] = {}  # ticket -> action
         self._waited_s = 0.0
         self.observer: ChunkObserver | None = None
-        self.stow: Stow | None = None  # chunks that are in memory only while pinned
+        self.file_backed: FileBackedChunks | None = None  # chunks that are in memory only while pinned
         self.has_choices = False  # whether uses take some of several chunks
         self._stored: dict[int, StoredChunk] = {}  # by chunk id, until the chunk is written
         self._files: list[_C.SourceFiles] = []
@@ -390,16 +390,16 @@ class ChunkManager:
         self._park_limit_bytes, self._parks_always = limit_bytes, always
         self._parks_for_now = self.arena_bytes() > limit_bytes  # from earlier periods
 
-    def open_stow(self) -> Stow:
-        """Return the stow, for chunks that are in memory only while pinned; create it at the first call."""
-        if self.stow is None:
-            self.stow = Stow(self)
-        return self.stow
+    def open_file_backed(self) -> FileBackedChunks:
+        """Return the file-backed chunks, which are in memory only while pinned; created at the first call."""
+        if self.file_backed is None:
+            self.file_backed = FileBackedChunks(self)
+        return self.file_backed
 
     def usages(self) -> tuple[int, int, int]:
-        """Return the bytes on DEVICE, HOST and DISK; DISK includes the file of stowed chunks."""
+        """Return the bytes on DEVICE, HOST and DISK; DISK includes the file of file-backed chunks."""
         device, host, disk = self.table.usages()
-        return device, host, disk if self.stow is None else disk + self.stow.bytes
+        return device, host, disk if self.file_backed is None else disk + self.file_backed.bytes
 
     def has_place(self, nbytes: int) -> bool:
         """Say whether unforeseen chunks of ``nbytes`` in total have a place in the DISK file, if there is
@@ -467,9 +467,9 @@ class ChunkManager:
         return tensor
 
     def has_content(self, tensor: int) -> bool:
-        """Say whether a tensor was written since it was created or freed, even if it is stowed now."""
+        """Say whether a tensor was written since it was created or freed, even if a file has its content."""
         held = self.table.tensor_state(tensor) != _C.TensorState.FREE
-        return held or (self.stow is not None and self.stow.holds(tensor))
+        return held or (self.file_backed is not None and self.file_backed.holds(tensor))
 
     def lend(self, chunk: Chunk, count: int = 1) -> tuple[torch.UntypedStorage, object]:
         """Return a storage over the window of ``chunk`` and the following ones, ``count`` in all, and an
@@ -515,8 +515,8 @@ class ChunkManager:
             actions = self.table.release(tensors, dirty)
             if actions:
                 self._execute(actions)
-            if self.stow is not None:
-                self.stow.released(tensors, dirty=dirty)
+            if self.file_backed is not None:
+                self.file_backed.released(tensors, dirty=dirty)
         except BaseException:
             self._needs_reconcile = True
             raise
@@ -645,8 +645,8 @@ class ChunkManager:
                 self._execute(actions)
             if self._unfounded:
                 self._forget_unfounded()
-            if self.stow is not None:
-                self.stow.all_released()
+            if self.file_backed is not None:
+                self.file_backed.all_released()
         except BaseException:
             self._needs_reconcile = True
             raise
@@ -713,8 +713,8 @@ class ChunkManager:
                 self._disk.close()
                 for files in self._files:
                     files.close()
-                if self.stow is not None:
-                    self.stow.close()
+                if self.file_backed is not None:
+                    self.file_backed.close()
 
     # -- performing actions ------------------------------------------------------------------------
 
@@ -768,9 +768,9 @@ class ChunkManager:
             self._trim_parked()
 
     def _fill(self, chunk: Chunk, tier: _C.Tier) -> None:
-        if self.stow is not None:
-            self._under_pressure = True  # park its memory for the next stowed chunk
-            self.stow.fill(chunk, tier)
+        if self.file_backed is not None:
+            self._under_pressure = True  # park its memory for the next file-backed chunk
+            self.file_backed.fill(chunk, tier)
 
     def _parks_within(self) -> int:
         """Return how many bytes may be mapped and parked in the current period."""

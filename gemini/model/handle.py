@@ -154,10 +154,10 @@ def usage_and_traffic(storage: ModelStorage, manager: GeminiManager) -> dict[str
     tiers = _usage_of_tiers(chunks.table, manager.loose)
     links = chunks.link_stats()
     read_bytes = written_bytes = 0
-    if chunks.stow is not None:
-        for key, nbytes in chunks.stow.usage().items():
+    if chunks.file_backed is not None:
+        for key, nbytes in chunks.file_backed.usage().items():
             tiers["disk"][key] += nbytes
-        read_bytes, written_bytes = chunks.stow.traffic()
+        read_bytes, written_bytes = chunks.file_backed.traffic()
     return {
         **tiers,
         **{link: links[link] for link in _LINKS},

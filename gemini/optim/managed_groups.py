@@ -271,7 +271,7 @@ def choose_share(states: Iterable[tuple[Chunk, int]], fraction: float) -> list[t
     return chosen
 
 
-def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> frozenset[int]:
+def back_by_file(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> frozenset[int]:
     """Keep the share of ``optimizer``'s states that ``optim`` asks for in a file, and return their tensors.
 
     States that it no longer asks for leave the file, except those of the model's other optimizers.
@@ -292,16 +292,16 @@ def stow_share(optimizer: ManagedOptimizer, optim: torch.optim.Optimizer) -> fro
     chosen = choose_share(states, adam.disk_fraction if adam is not None else 0.0)
     wanted = frozenset(tensor for _, tensor in chosen)
     manager, chunks = model.manager, model.manager.chunks
-    if chosen or chunks.stow is not None:  # a resident model may no longer be: states leave DEVICE
+    if chosen or chunks.file_backed is not None:  # a resident model may no longer be: states leave DEVICE
         manager.end_residence()
-    others = [each.stowed for each in model.optimizers if each is not optimizer]
-    if chunks.stow is not None:
-        kept = wanted.union(*others)
-        chunks.stow.remove([tensor for _, tensor in states if tensor in chunks.stow and tensor not in kept])
+    others = [each.file_backed for each in model.optimizers if each is not optimizer]
+    if chunks.file_backed is not None:
+        kept, held = wanted.union(*others), chunks.file_backed
+        held.remove([tensor for _, tensor in states if tensor in held and tensor not in kept])
     if chosen and adam is not None:
         directory = chunks.budgets.disk_dir
         directories = adam.disk_directories or ([directory] if directory is not None else None)
-        chunks.open_stow().add(chosen, directories, checksums=adam.disk_checksums)
+        chunks.open_file_backed().add(chosen, directories, checksums=adam.disk_checksums)
     return wanted
 
 
@@ -312,7 +312,7 @@ class ManagedGroups(WrappedOptimizer):
 
     model: ManagedModel
     gpu_margin_mem_ratio: Margin
-    stowed: frozenset[int] = frozenset()  # tensors of states kept in a file between updates
+    file_backed: frozenset[int] = frozenset()  # tensors of states kept in a file between updates
     rule: UpdateRule
     steps: dict[ManagedSlot, int]
     small: dict[ManagedSlot, dict[str, Any]]
@@ -445,7 +445,7 @@ class ManagedGroups(WrappedOptimizer):
 
         Raises:
             OutOfBudgetError: the budgets cannot hold them.
-            ConfigError, IoError: as in :func:`stow_share` and :func:`host_updates_of`.
+            ConfigError, IoError: as in :func:`back_by_file` and :func:`host_updates_of`.
         """
         before, self._states = self._states, self._wanted_states()
         kept_before, self._kept = self._kept, self._by_parameter(self._states)
@@ -453,7 +453,7 @@ class ManagedGroups(WrappedOptimizer):
         try:
             if growth is not None:
                 growth.provide(self)
-            self._stow_and_place(optim)
+            self._choose_places(optim)
         except BaseException:
             self._states, self._kept = before, kept_before
             raise
@@ -471,11 +471,11 @@ class ManagedGroups(WrappedOptimizer):
         Raises like :meth:`make_states`.
         """
         if self._driven_optim is not None:
-            self._stow_and_place(self._driven_optim)
+            self._choose_places(self._driven_optim)
 
-    def _stow_and_place(self, optim: torch.optim.Optimizer) -> None:
+    def _choose_places(self, optim: torch.optim.Optimizer) -> None:
         host_updates = host_updates_of(self.model, self.gpu_margin_mem_ratio)
-        self.stowed = stow_share(self, optim)
+        self.file_backed = back_by_file(self, optim)
         self.model.manager.update_on_host(host_updates)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

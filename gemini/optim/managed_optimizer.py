@@ -16,7 +16,7 @@ from gemini.runtime import ManagedSlot
 
 class ManagedOptimizer(Protocol):
     """``steps``: the number of steps per parameter. ``small``: its small states. ``state_names``: the states
-    that chunks keep, by torch's names. ``stowed``: tensors of states that are in a file between updates.
+    that chunks keep, by torch's names. ``file_backed``: tensors of states that are in a file between updates.
     """
 
     model: ManagedModel
@@ -25,7 +25,7 @@ class ManagedOptimizer(Protocol):
     defaults: dict[str, Any]
     steps: dict[ManagedSlot, int]
     small: dict[ManagedSlot, dict[str, Any]]
-    stowed: frozenset[int]
+    file_backed: frozenset[int]
     loss_scale: LossScale | None
 
     @property

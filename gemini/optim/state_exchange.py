@@ -223,8 +223,8 @@ def export_state(optimizer: ManagedOptimizer) -> dict[str, Any]:
     slots = slots_in_order(optimizer)
     chunks = optimizer.model.manager.chunks
     directory = chunks.budgets.disk_dir
-    if directory is None and chunks.stow is not None:
-        directory = chunks.stow.directory
+    if directory is None and chunks.file_backed is not None:
+        directory = chunks.file_backed.directory
     capacity = sum(exported_bytes(optimizer, slot) for slot in optimizer.steps)
     place: Place = IN_MEMORY
     if directory is not None and capacity:

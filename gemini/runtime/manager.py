@@ -328,8 +328,8 @@ class GeminiManager(Gate):
         """Return the plans in force, and the expected time of a step at the pace of the last ones."""
         recompute = self.activations.recompute if self.activations is not None else None
         of_blocks = recompute.report() if recompute is not None else None
-        stow = self.chunks.stow
-        stowed_bytes = 0 if stow is None else stow.bytes
+        file_backed = self.chunks.file_backed
+        stowed_bytes = 0 if file_backed is None else file_backed.bytes
         return PlanReport(self.order.plan, self.order.planned(), of_blocks, stowed_bytes)
 
     @property

@@ -77,8 +77,8 @@ class TimelineRecorder:
         chunks = self._manager.chunks
         tiers = {"device": _C.Tier.DEVICE, "host": _C.Tier.HOST, "disk": _C.Tier.DISK}
         budgets = {name: chunks.table.budget(tier) for name, tier in tiers.items()}
-        if chunks.stow is not None:
-            budgets["disk"] += chunks.stow.usage()["budget_bytes"]
+        if chunks.file_backed is not None:
+            budgets["disk"] += chunks.file_backed.usage()["budget_bytes"]
         self._context = Context(
             origin_s=_now(),
             names=name_model(self._storage),

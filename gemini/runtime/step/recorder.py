@@ -142,7 +142,7 @@ class Recorder:
         log = self.log
         if again:
             return False
-        log.usages.extend(chunks.table.usages() if chunks.stow is None else chunks.usages())
+        log.usages.extend(chunks.table.usages() if chunks.file_backed is None else chunks.usages())
         log.phases.append(phase)
         return len(log.phases) == _LONGEST_STEP
 
