@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 # "auto": a plain loss holds about three arrays of logits at once. At this share they take a fifth of DEVICE.
 SHARE_OF_DEVICE = 1 / 16
 _LOSS_INPUTS = ("labels", "shift_labels")
-# The file that defines the placeholders for modules of other stages.
-_STAND_INS = "gemini.parallel.pipeline.remote_modules"
 
 
 class LazyHead:
@@ -153,7 +151,7 @@ def fit_heads(module: nn.Module, mode: bool | str) -> list[nn.Linear]:
         head = _in_use(part.get_output_embeddings())  # type: ignore[operator]
         if head is None or id(head) not in names:
             continue
-        if type(head).__module__ == _STAND_INS:
+        if getattr(type(head), "is_stand_in", False):  # for a module of another stage (parallel/pipeline)
             is_elsewhere = True
             continue
         reason = _unfit(head)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -44,9 +44,10 @@ _HOOKS = (
 )
 
 
-class _OfKind:
+class _StandIn:
     """A stand-in that isinstance() takes for an object of the represented class during a forward pass."""
 
+    is_stand_in: ClassVar = True
     _taken_for: type
     _pass: StagePass
 
@@ -89,7 +90,7 @@ def _keep_own(name: str) -> Callable[[Any, Any], None]:
     return keep
 
 
-class RemoteModule(_OfKind, nn.Module):
+class RemoteModule(_StandIn, nn.Module):
     """Stands in for ``meta_copy``, a module on ``meta``, and has its attributes. Its forward returns
     placeholders of the right shapes, and puts placeholders into the containers that the module would put
     tensors into. ``pairs`` are these containers, each with that of the meta copy.
@@ -357,7 +358,7 @@ def _is_readable_later(index: int, before: Any, after: Any) -> bool:
     return index == -1 and (type(after) is int or (are_tensors and not after.requires_grad))
 
 
-class LocalBlock(_OfKind, nn.Module):
+class LocalBlock(_StandIn, nn.Module):
     """Wraps a block of this stage and calls it with the received tensors. It is outside of the block, so
     recomputing the block in backward does not run it, unless the model calls checkpoint() around it. During a
     pass it shows the block's children as its own, and a hook registered on it goes to the block.
