@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from gemini.planner.chunks import ChunkTable
-from gemini.planner.figures import Speeds
 from gemini.planner.records import ParameterSize
+from gemini.planner.segment_costs import Speeds
 
 BUCKET_NUMEL = 2**20  # the default of LowLevelZeroOptimizer
 _ROUND_BYTES = 64  # approximate message with which ranks agree before they gather a chunk

@@ -24,7 +24,6 @@ from gemini.planner.exchanges import (
     kept_share,
     whole_sizes,
 )
-from gemini.planner.figures import Figures, Speeds
 from gemini.planner.prices import Misfit, Price, RankPrice, is_better
 from gemini.planner.recomputation import (
     Groups,
@@ -41,6 +40,7 @@ from gemini.planner.recomputation import (
 )
 from gemini.planner.records import ParameterSize, Part
 from gemini.planner.rotor import Rotor, blocks_of
+from gemini.planner.segment_costs import SegmentCosts, Speeds
 from gemini.planner.space import ALL, AS_NEEDED, FIT, HALF, NONE, ROTOR, Combination
 from gemini.planner.stage_cuts import Ranges, StageRooms, fitting_ranges
 from gemini.planner.tiers import (
@@ -54,7 +54,7 @@ from gemini.planner.tiers import (
 # (part, names of parameters, number of ranks that divide them) -> sizes of chunks. None: not known, and a
 # lower bound of the bytes is assumed.
 ChunksOf = Callable[[Part, frozenset[str], int], ChunkSizes | None]
-FiguresOf = Callable[[Part, int], tuple[Figures, ...]]
+CostsOf = Callable[[Part, int], tuple[SegmentCosts, ...]]
 Segments = frozenset[int]
 
 
@@ -66,12 +66,12 @@ class Pricer:
         self,
         speeds: Speeds,
         capacity: StageCapacity,
-        figures_of: FiguresOf,
+        costs_of: CostsOf,
         chunks_of: ChunksOf = lambda *_: None,
     ) -> None:
         self.speeds, self.capacity = speeds, capacity
         self.chunks_of = cache(chunks_of)
-        self.figures_of = cache(figures_of)
+        self.costs_of = cache(costs_of)
         self.ranges = cache(self._ranges)
         self.parameters, self.update = cache(self._parameters), cache(self._update)
         self.model_bytes, self.buckets = cache(self._model_bytes), cache(self._buckets)
@@ -85,7 +85,7 @@ class Pricer:
         """Return a lower bound for the seconds of a step: ranks along pp are never idle and have equal
         work."""
         copies, zero, pp = choice.layout.dp * choice.layout.sp, choice.zero_stage, choice.layout.pp
-        again = recomputed(choice.recompute, len(self.figures_of(choice.part, choice.microbatch_size)))
+        again = recomputed(choice.recompute, len(self.costs_of(choice.part, choice.microbatch_size)))
         total = self.total(choice.part, choice.microbatch_size, again, zero == 3)
         tail = self.tail(choice.part, choice.microbatch_size, copies, zero)
         return (total * choice.num_microbatches + tail) / pp
@@ -96,24 +96,24 @@ class Pricer:
 
     def _total(self, part: Part, samples: int, again: Segments, has_chunks: bool) -> float:
         """Return the seconds of computing for one micro-batch, summed over all stages."""
-        figures = self.figures_of(part, samples)
-        looks = sum(self.look_seconds(figures)) if has_chunks else 0.0
-        return looks + sum(_seconds(each, again=at in again) for at, each in enumerate(figures))
+        costs = self.costs_of(part, samples)
+        looks = sum(self.look_seconds(costs)) if has_chunks else 0.0
+        return looks + sum(_seconds(each, again=at in again) for at, each in enumerate(costs))
 
     def _tail(self, part: Part, samples: int, copies: int, zero_stage: int) -> float:
         """Return the seconds of exchanging gradients and updating weights, summed over all stages."""
-        figures = self.figures_of(part, samples)
-        whole = ((0, len(figures)),)
+        costs = self.costs_of(part, samples)
+        whole = ((0, len(costs)),)
         updating = self.update(part, samples, whole, copies, zero_stage)
         messages = self.buckets(part, samples, whole) if zero_stage < 3 else ()
         return exchange_seconds(messages, copies, zero_stage, self.speeds) + updating
 
     def _ranges(self, part: Part, samples: int, again: Segments, num_stages: int) -> Ranges:
         """Return the segments of each stage such that the slowest stage is as fast as possible."""
-        figures = self.figures_of(part, samples)
+        costs = self.costs_of(part, samples)
         if num_stages == 1:
-            return ((0, len(figures)),)
-        takes = [_seconds(each, again=at in again) for at, each in enumerate(figures)]
+            return ((0, len(costs)),)
+        takes = [_seconds(each, again=at in again) for at, each in enumerate(costs)]
         blocks = takes[1:-1]
         blocks[0] += takes[0]
         blocks[-1] += takes[-1]
@@ -125,10 +125,10 @@ class Pricer:
     def _cuts(
         self, part: Part, samples: int, again: Segments, recompute: str, rooms: StageRooms
     ) -> Ranges | None:
-        return fitting_ranges(self.figures_of(part, samples), again, recompute, rooms)
+        return fitting_ranges(self.costs_of(part, samples), again, recompute, rooms)
 
     def _rotor(self, part: Part, samples: int, first: int, last: int) -> Rotor:
-        return rotor_of(self.figures_of(part, samples), first, last)
+        return rotor_of(self.costs_of(part, samples), first, last)
 
     def _takes(
         self,
@@ -141,15 +141,15 @@ class Pricer:
     ) -> dict[tuple[Kind, int], float]:
         """Return the seconds of an action, by its kind and stage. ``gathers`` is None if there are no
         chunks."""
-        figures, times = self.figures_of(part, samples), again(groups)
+        costs, times = self.costs_of(part, samples), again(groups)
         takes: dict[tuple[Kind, int], float] = {}
         for stage, (first, last) in enumerate(ranges):
-            own = figures[first:last]
+            own = costs[first:last]
             gathering = gathers.seconds(stage, order_of[2], self.speeds) if gathers else 0.0
             looks = self.look_seconds(own) if gathers else (0.0, 0.0)
             forward = gathering + looks[0] + sum(each.forward_seconds for each in own)
             backward = gathering + looks[1] + sum(each.backward_seconds for each in own)
-            backward += sum(times.get(at, 0) * figures[at].forward_seconds for at in range(first, last))
+            backward += sum(times.get(at, 0) * costs[at].forward_seconds for at in range(first, last))
             # Chunks add every gradient; without chunks the first one of a step becomes .grad without an add.
             added = 1.0 if gathers else 1 - 1 / order_of[2]
             backward += added * self.pass_seconds(_trained(own))
@@ -167,9 +167,9 @@ class Pricer:
         gathers: Gathers | None,
     ) -> Simulated:
         """Simulate the forward and backward passes of all micro-batches in a step."""
-        figures = self.figures_of(part, samples)
+        costs = self.costs_of(part, samples)
         takes = self.takes(part, samples, ranges, groups, order_of, gathers)
-        passed = max((figures[first].input_bytes for first, _ in ranges[1:]), default=0)
+        passed = max((costs[first].input_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
         return simulate_actions(
             make_order(*order_of), lambda action: takes[action.kind, action.stage], transfer
@@ -179,15 +179,15 @@ class Pricer:
         """Return the seconds to copy or add fp32 gradients of ``numel`` elements."""
         return 3 * 4 * numel / self.speeds.machine.memory_bytes_per_second
 
-    def look_seconds(self, figures: Sequence[Figures]) -> tuple[float, float]:
+    def look_seconds(self, costs: Sequence[SegmentCosts]) -> tuple[float, float]:
         """Return the seconds of chunk table calls before operators, in forward and in backward."""
         each = self.speeds.machine.moment_seconds
-        forward, backward = zip(*(segment.num_moments for segment in figures), strict=True)
+        forward, backward = zip(*(segment.num_moments for segment in costs), strict=True)
         return each * sum(forward), each * sum(backward)
 
     def _parameters(self, part: Part, samples: int, ranges: Ranges) -> tuple[ParameterSize, ...]:
-        figures = self.figures_of(part, samples)
-        own = (figures[at] for first, last in ranges for at in range(first, last))
+        costs = self.costs_of(part, samples)
+        own = (costs[at] for first, last in ranges for at in range(first, last))
         return tuple({each.key: each for segment in own for each in segment.parameters}.values())
 
     def _model_bytes(self, part: Part, samples: int, ranges: Ranges, cut: DataCut) -> tuple[int, int, int]:
@@ -210,13 +210,13 @@ class Pricer:
         return buckets_of(self.parameters(part, samples, ranges))
 
 
-def _trained(figures: Iterable[Figures]) -> int:
+def _trained(costs: Iterable[SegmentCosts]) -> int:
     """Return the number of elements of trainable parameters."""
-    return sum(each.numel for segment in figures for each in segment.parameters if each.trains)
+    return sum(each.numel for segment in costs for each in segment.parameters if each.trains)
 
 
-def _seconds(figures: Figures, *, again: bool) -> float:
-    return figures.forward_seconds * (2 if again else 1) + figures.backward_seconds
+def _seconds(costs: SegmentCosts, *, again: bool) -> float:
+    return costs.forward_seconds * (2 if again else 1) + costs.backward_seconds
 
 
 @cache
@@ -235,10 +235,10 @@ class _Pricing:
     def __init__(self, pricer: Pricer, choice: Combination) -> None:
         self._pricer, self._choice = pricer, choice
         key = (choice.part, choice.microbatch_size)
-        self._figures = pricer.figures_of(*key)
+        self._costs = pricer.costs_of(*key)
         self._order_of = choice.schedule, choice.layout.pp, choice.num_microbatches, choice.stages_per_rank
         self._order: Order = make_order(*self._order_of)
-        self._anyway = recomputed(choice.recompute, len(self._figures))
+        self._anyway = recomputed(choice.recompute, len(self._costs))
         self._copies = choice.layout.dp * choice.layout.sp
         self._take(pricer.ranges(*key, self._anyway, self._order.num_stages))
 
@@ -251,7 +251,7 @@ class _Pricing:
     def _recompute(self, groups: Groups) -> None:
         """Set the groups that are recomputed."""
         choice = self._choice
-        self._held, self._traces = Held(self._figures, groups), dict[int, Trace]()
+        self._held, self._traces = Held(self._costs, groups), dict[int, Trace]()
         stages = choice.part, choice.microbatch_size, self._ranges, groups, self._order_of
         self._passes_of = (*stages, self._gathers)
 
@@ -263,7 +263,7 @@ class _Pricing:
         if self._copies == 1:
             return Gathers(1)
         tables = [self._table(self._order.rank_of[stage]) for stage in range(len(self._ranges))]
-        segments = [self._figures[first:last] for first, last in self._ranges]
+        segments = [self._costs[first:last] for first, last in self._ranges]
         sizes = tuple(
             whole_sizes((p for each in own for p in each.parameters), table)
             for own, table in zip(segments, tables, strict=True)
@@ -315,7 +315,7 @@ class _Pricing:
     def _may_be_cut(self, found: Price | Misfit) -> bool:
         """Return whether a cut by memory could be better: each rank has one stage, and there are more blocks
         than stages."""
-        stages, blocks = self._order.num_stages, len(self._figures) - 2
+        stages, blocks = self._order.num_stages, len(self._costs) - 2
         has_one = stages == self._choice.layout.pp and 1 < stages < blocks
         recomputes = self._choice.recompute in AS_NEEDED and bool(self._held.groups)
         return has_one and not self._choice.uses_lower and (isinstance(found, Misfit) or recomputes)
@@ -332,7 +332,7 @@ class _Pricing:
                 max(counts[0] for _, counts in under_way(self._order_of, rank))
                 for rank in range(choice.layout.pp)
             ),
-            tuple(sum(pricer.model_bytes(*key, ((at, at + 1),), cut)) for at in range(len(self._figures))),
+            tuple(sum(pricer.model_bytes(*key, ((at, at + 1),), cut)) for at in range(len(self._costs))),
             choice.num_microbatches,
         )
         return pricer.cuts(*key, self._anyway, choice.recompute, rooms)
@@ -344,8 +344,8 @@ class _Pricing:
         second of computing come first."""
 
         def freed(at: int) -> float:
-            figures = self._figures[at]
-            return (figures.kept_bytes - figures.input_bytes) / max(figures.forward_seconds, 1e-12)
+            costs = self._costs[at]
+            return (costs.kept_bytes - costs.input_bytes) / max(costs.forward_seconds, 1e-12)
 
         known, key = self._pricer.fitted, (replace(self._choice, recompute=FIT), self._ranges)
         if key in known:
@@ -378,7 +378,7 @@ class _Pricing:
         If single blocks do not fit, the grouping with the least memory decides whether the rank fits. A
         misfit then states the bytes that this grouping lacks.
         """
-        figures, blocks = self._figures, self._blocks(rank)
+        costs, blocks = self._costs, self._blocks(rank)
         own = [group for group in self._held.groups if blocks_of(group)[0] in blocks]
         if not own:
             return
@@ -387,13 +387,13 @@ class _Pricing:
         others = max(counts[0] for _, counts in under_way(self._order_of, rank))
         rotor = self._pricer.rotor(self._choice.part, self._choice.microbatch_size, first, last)
         if isinstance(self._rank(rank), RankPrice):
-            took = sum(figures[at].forward_seconds for group in own for at in group if isinstance(at, int))
-            lacks = Held(figures, ()).kept(first, last) - room / (others + 1)
-            fastest = min(figures[at].forward_seconds for at in blocks)
-            if took - least_again(figures, blocks, lacks) < fastest:
+            took = sum(costs[at].forward_seconds for group in own for at in group if isinstance(at, int))
+            lacks = Held(costs, ()).kept(first, last) - room / (others + 1)
+            fastest = min(costs[at].forward_seconds for at in blocks)
+            if took - least_again(costs, blocks, lacks) < fastest:
                 return  # grouping cannot save even the fastest block
         else:
-            least = partial(held_at_most, figures, (first, last), others)
+            least = partial(held_at_most, costs, (first, last), others)
             self._regroup(rank, min(even_groups(rotor, blocks, first), key=least))
             if isinstance(self._rank(rank), Misfit):
                 return
@@ -413,16 +413,16 @@ class _Pricing:
         self._recompute(tuple(sorted((*rest, *groups), key=blocks_of)))
 
     def _again_takes(self) -> float:
-        return sum(count * self._figures[at].forward_seconds for at, count in self._held.times.items())
+        return sum(count * self._costs[at].forward_seconds for at, count in self._held.times.items())
 
     def _blocks(self, rank: int) -> list[int]:
         """Return the segments of a rank that are blocks."""
-        return [at for at, _ in self._segments(rank) if 0 < at < len(self._figures) - 1]
+        return [at for at, _ in self._segments(rank) if 0 < at < len(self._costs) - 1]
 
-    def _segments(self, rank: int) -> Iterator[tuple[int, Figures]]:
+    def _segments(self, rank: int) -> Iterator[tuple[int, SegmentCosts]]:
         for stage in self._order.stages_of(rank):
             for at in range(*self._ranges[stage]):
-                yield at, self._figures[at]
+                yield at, self._costs[at]
 
     def _parameters(self, rank: int) -> tuple[ParameterSize, ...]:
         """Return the parameters of a rank; a tied parameter appears once."""
@@ -502,7 +502,7 @@ class _Pricing:
         peaks = (max(each.peak_bytes, each.forward_peak_bytes) for _, each in self._segments(rank))
         stay = sum(each.kept_bytes - each.storable_bytes for _, each in self._segments(rank))
         firsts = (self._ranges[stage][0] for stage in self._order.stages_of(rank))
-        stay += sum(self._figures[first].input_bytes for first in firsts if first)  # from another rank
+        stay += sum(self._costs[first].input_bytes for first in firsts if first)  # from another rank
         most = max(sum(counts) for _, counts in under_way(self._order_of, rank)) + 1
         return ceil(max(peaks) + most * stay)
 
@@ -555,9 +555,9 @@ class _Pricing:
     def _messages(self, axis: str, rank: int) -> float:
         """Return the seconds of a rank's collectives along ``axis`` (tp or sp) in a step."""
         each = 0.0
-        for at, figures in self._segments(rank):
-            forward = figures.forward_messages.get(axis, 0.0)
-            each += forward * (1 + self._held.times.get(at, 0)) + figures.backward_messages.get(axis, 0.0)
+        for at, costs in self._segments(rank):
+            forward = costs.forward_messages.get(axis, 0.0)
+            each += forward * (1 + self._held.times.get(at, 0)) + costs.backward_messages.get(axis, 0.0)
         return each * self._choice.num_microbatches
 
     def _gathering(self, rank: int) -> float:
@@ -618,7 +618,7 @@ class _Pricing:
             return self._traces[rank]
         stored = self._stored(rank)
         stages = StagePasses(
-            self._figures,
+            self._costs,
             self._ranges,
             frozenset(self._held.times),
             lambda at: self._held.kept_of(at) - stored.get(at, 0),

@@ -12,8 +12,8 @@ from functools import cache, lru_cache
 from math import ceil
 
 from gemini.parallel.pipeline.orders import Kind, make_order
-from gemini.planner.figures import Figures
 from gemini.planner.rotor import Chain, ChainBlock, Item, Rotor, blocks_of
+from gemini.planner.segment_costs import SegmentCosts
 
 Group = tuple[Item, ...]
 Groups = tuple[Group, ...]  # in the order of their segments
@@ -41,20 +41,20 @@ def again(groups: Groups) -> dict[int, int]:
 class Held:
     """The memory of stages for a micro-batch if ``groups`` of segments are recomputed."""
 
-    def __init__(self, figures: Sequence[Figures], groups: Groups) -> None:
-        self._figures, self.groups = figures, groups
+    def __init__(self, costs: Sequence[SegmentCosts], groups: Groups) -> None:
+        self._costs, self.groups = costs, groups
         self.times = again(groups)
         self._group_at = {blocks_of(group)[0]: group for group in groups}
 
     def kept_of(self, at: int) -> float:
         """Return the bytes that forward keeps of a segment. A group keeps only its input."""
         if at not in self.times:
-            return self._figures[at].kept_bytes
-        return self._figures[at].input_bytes if at in self._group_at else 0.0
+            return self._costs[at].kept_bytes
+        return self._costs[at].input_bytes if at in self._group_at else 0.0
 
     def kept(self, first: int, last: int) -> float:
         """Return the bytes that a stage keeps of one micro-batch, including an input from another rank."""
-        received = self._figures[first].input_bytes if first else 0
+        received = self._costs[first].input_bytes if first else 0
         return received + sum(self.kept_of(at) for at in range(first, last))
 
     def most(self, first: int, last: int) -> float:
@@ -65,43 +65,43 @@ class Held:
                 items.append(at)
             elif at in self._group_at:
                 items.append(self._group_at[at])
-        received = self._figures[first].input_bytes if first else 0
+        received = self._costs[first].input_bytes if first else 0
         return self._most(items, received, 0.0)
 
     def _most(self, items: Sequence[Item], held: float, gradient: float) -> float:
         """Return the peak bytes of forward and backward over ``items``. ``held`` bytes exist before, and a
         ``gradient`` of that many bytes waits for backward."""
-        figures, most, before = self._figures, 0.0, []
+        costs, most, before = self._costs, 0.0, []
         for item in items:
             before.append(held)
             if isinstance(item, int):
-                most = max(most, held + gradient + figures[item].forward_peak_bytes)
-                held += figures[item].kept_bytes
+                most = max(most, held + gradient + costs[item].forward_peak_bytes)
+                held += costs[item].kept_bytes
                 continue
             given = 0.0
             for at in blocks_of(item):
-                most = max(most, held + gradient + given + figures[at].forward_peak_bytes)
+                most = max(most, held + gradient + given + costs[at].forward_peak_bytes)
                 given = self._output(at)
-            held += figures[blocks_of(item)[0]].input_bytes
+            held += costs[blocks_of(item)[0]].input_bytes
         for item, under in zip(items, before, strict=True):
             if isinstance(item, int):
-                most = max(most, under + figures[item].peak_bytes)
+                most = max(most, under + costs[item].peak_bytes)
             else:
                 most = max(most, self._most(item, under, self._output(blocks_of(item)[-1])))
         return most
 
     def _output(self, at: int) -> float:
         """Return the bytes of a segment's output; its gradient has the same size."""
-        return self._figures[at + 1].input_bytes if at + 1 < len(self._figures) else 0.0
+        return self._costs[at + 1].input_bytes if at + 1 < len(self._costs) else 0.0
 
 
-def rotor_of(figures: Sequence[Figures], first: int, last: int) -> Rotor:
+def rotor_of(costs: Sequence[SegmentCosts], first: int, last: int) -> Rotor:
     """Return the recomputation schedules of a stage. The segments before and behind all blocks are never
     recomputed."""
     blocks = []
     for at in range(first, last):
-        own = figures[at]
-        given = figures[at + 1].input_bytes if at + 1 < len(figures) else 0.0
+        own = costs[at]
+        given = costs[at + 1].input_bytes if at + 1 < len(costs) else 0.0
         blocks.append(
             ChainBlock(
                 own.forward_seconds,
@@ -111,10 +111,10 @@ def rotor_of(figures: Sequence[Figures], first: int, last: int) -> Rotor:
                 ceil(max(own.forward_peak_bytes - given, 0)),
                 ceil(max(own.peak_bytes - own.kept_bytes - given, 0)),
                 ceil(max(own.forward_peak_bytes - own.kept_bytes, 0)),
-                stays=at in (0, len(figures) - 1),
+                stays=at in (0, len(costs) - 1),
             )
         )
-    received = figures[first].input_bytes if first else 0.0
+    received = costs[first].input_bytes if first else 0.0
     return Rotor(Chain(tuple(blocks), ceil(received)), slots=_SLOTS)
 
 
@@ -138,9 +138,9 @@ def even_groups(rotor: Rotor, blocks: Sequence[int], first: int) -> Iterator[Gro
             )
 
 
-def held_at_most(figures: Sequence[Figures], stage: tuple[int, int], others: int, groups: Groups) -> float:
+def held_at_most(costs: Sequence[SegmentCosts], stage: tuple[int, int], others: int, groups: Groups) -> float:
     """Return the peak bytes of a stage that holds ``others`` micro-batches besides the one that runs."""
-    held = Held(figures, groups)
+    held = Held(costs, groups)
     return others * held.kept(*stage) + held.most(*stage)
 
 
@@ -148,7 +148,7 @@ def _moved(items: Group, by: int) -> Group:
     return tuple(each + by if isinstance(each, int) else _moved(each, by) for each in items)
 
 
-def least_again(figures: Sequence[Figures], blocks: Iterable[int], freed_bytes: float) -> float:
+def least_again(costs: Sequence[SegmentCosts], blocks: Iterable[int], freed_bytes: float) -> float:
     """Return a lower bound for the seconds of recomputation among ``blocks`` that frees ``freed_bytes``.
 
     The bound assumes that kept inputs take no memory and that a part of a block can be recomputed. It is
@@ -156,15 +156,15 @@ def least_again(figures: Sequence[Figures], blocks: Iterable[int], freed_bytes: 
     """
 
     def value(at: int) -> float:
-        return figures[at].kept_bytes / max(figures[at].forward_seconds, 1e-12)
+        return costs[at].kept_bytes / max(costs[at].forward_seconds, 1e-12)
 
     seconds = 0.0
     for at in sorted(blocks, key=value, reverse=True):
         if freed_bytes <= 0:
             return seconds
-        share = min(1.0, freed_bytes / max(figures[at].kept_bytes, 1e-12))
-        seconds += share * figures[at].forward_seconds
-        freed_bytes -= figures[at].kept_bytes
+        share = min(1.0, freed_bytes / max(costs[at].kept_bytes, 1e-12))
+        seconds += share * costs[at].forward_seconds
+        freed_bytes -= costs[at].kept_bytes
     return seconds if freed_bytes <= 0 else float("inf")
 
 

@@ -17,10 +17,10 @@ from gemini.memstats.collectives import KINDS
 from gemini.parallel.layout import Layout
 from gemini.parallel.layout_plan import Run
 from gemini.planner.chunks import ChunkSizes, StageCapacity, chunk_sizes
-from gemini.planner.figures import Figures, Speeds, scaled
 from gemini.planner.price import Pricer
 from gemini.planner.prices import Misfit, Price, is_better
 from gemini.planner.records import CutModel, Part, Record
+from gemini.planner.segment_costs import SegmentCosts, Speeds, scaled
 from gemini.planner.space import (
     AS_NEEDED,
     FIT,
@@ -148,7 +148,7 @@ class Search:
     def _look(self, capacity: StageCapacity) -> None:
         """Reset the result and the pricers for a budget."""
         self._capacity, self._found = capacity, Found(blocks=self._whole.blocks)
-        self._pricer = Pricer(self.speeds, capacity, self.figures_of)
+        self._pricer = Pricer(self.speeds, capacity, self.costs_of)
         self._exact_pricer = Pricer(self.speeds, capacity, self._exact, self._chunks)
 
     def run(self, pins: Pins | None = None, impossible: Mapping[Layout, str] | None = None) -> Found:
@@ -196,7 +196,7 @@ class Search:
         """Return the fastest combinations, fastest first.
 
         All combinations are in one priority queue, at first with a lower bound of their seconds. The first
-        one is taken out and advances one step: from its bound to a price with extrapolated figures, then to a
+        one is taken out and advances one step: from its bound to a price with extrapolated costs, then to a
         price with a record of its own. Bounds are below prices, so results come out in order of their time,
         and the combinations that remain in the queue are slower.
         """
@@ -301,8 +301,8 @@ class Search:
     def _leave_out(self, what: str, why: str) -> None:
         self._found.left_out.setdefault(what, why)
 
-    def _exact(self, part: Part, samples: int) -> tuple[Figures, ...]:
-        return self.speeds.figures(self._record(part, samples))
+    def _exact(self, part: Part, samples: int) -> tuple[SegmentCosts, ...]:
+        return self.speeds.segment_costs(self._record(part, samples))
 
     def _chunks(self, part: Part, names: frozenset[str], copies: int) -> ChunkSizes:
         try:
@@ -310,8 +310,8 @@ class Search:
         except OutOfBudgetError:  # the layout would need too many pieces: treat it as a misfit
             return ChunkSizes(2**62, 2**62)
 
-    def figures_of(self, part: Part, samples: int) -> tuple[Figures, ...]:
-        """Return the figures of each segment, extrapolated linearly beyond three samples. Raises ConfigError
+    def costs_of(self, part: Part, samples: int) -> tuple[SegmentCosts, ...]:
+        """Return the costs of each segment, extrapolated linearly beyond three samples. Raises ConfigError
         if the model cannot be cut to ``part``."""
         if samples <= _LARGE:
             return self._exact(part, samples)

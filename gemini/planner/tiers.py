@@ -30,7 +30,7 @@ from gemini.placement.planner import choose_plan
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import simulate
 from gemini.planner.chunks import ChunkTable, StageCapacity
-from gemini.planner.figures import Figures
+from gemini.planner.segment_costs import SegmentCosts
 from gemini.runtime.config import STATES_OF_RULES
 from gemini.runtime.storage.data_sizes import GroupPlan
 
@@ -102,7 +102,7 @@ class StagePasses:
         stored: bytes that a segment keeps in a chunk, by segment.
     """
 
-    figures: Sequence[Figures]
+    costs: Sequence[SegmentCosts]
     ranges: Sequence[tuple[int, int]]
     again: frozenset[int]
     kept_of: Callable[[int], float]
@@ -135,7 +135,7 @@ class StagePasses:
         return passes
 
     def _kept(self, first: int, last: int) -> float:
-        received = self.figures[first].input_bytes if first else 0.0
+        received = self.costs[first].input_bytes if first else 0.0
         return received + sum(map(self.kept_of, range(first, last)))
 
     def _touches(self, kind: Kind, stage: int) -> tuple[Touch, ...]:
@@ -162,12 +162,12 @@ class StagePasses:
             if kind is Kind.FORWARD or at in self.again:
                 touches += (
                     Touch(use.keys, False, use.seconds, ceil(base + use.peak_bytes))
-                    for use in self.figures[at].uses
+                    for use in self.costs[at].uses
                 )
             if kind is not Kind.FORWARD:
-                touches += _backward(self.figures[at], base, kind)
+                touches += _backward(self.costs[at], base, kind)
             if at in self.stored and not touches and kind is not Kind.WEIGHT:  # it has no parameters
-                touches = [Touch((), False, 0.0, ceil(base + self.figures[at].peak_bytes))]
+                touches = [Touch((), False, 0.0, ceil(base + self.costs[at].peak_bytes))]
             if at in self.stored and touches:
                 # Forward stores after its last operator; every touch of backward needs the stored chunk.
                 begin = len(touches) - 1 if kind is Kind.FORWARD else 0
@@ -180,12 +180,12 @@ class StagePasses:
         return replace(touch, reserve_bytes=reserve, stored=(at,))
 
 
-def _backward(figures: Figures, base: float, kind: Kind) -> Iterator[Touch]:
+def _backward(costs: SegmentCosts, base: float, kind: Kind) -> Iterator[Touch]:
     """Yield the touches of a backward pass: reads of parameters, last use first, and complete gradients. The
     input half of a split backward pass has only the reads, the weight half only the gradients."""
-    arriving = {each.keys[0]: each for each in figures.gradients if each.keys}
+    arriving = {each.keys[0]: each for each in costs.gradients if each.keys}
     reserve = ceil(base)
-    for use in reversed(figures.uses):
+    for use in reversed(costs.uses):
         own = [arriving.pop(key) for key in use.keys if key in arriving]
         reserve = max((ceil(base + each.peak_bytes) for each in own), default=reserve)
         seconds = sum(each.seconds for each in own)

@@ -16,11 +16,11 @@ from gemini.parallel.layout import Layout
 from gemini.planner import price as pricing
 from gemini.planner import search as search_module
 from gemini.planner.chunks import ChunkSizes, StageCapacity, chunk_sizes
-from gemini.planner.figures import Figures, Speeds
 from gemini.planner.price import Pricer
 from gemini.planner.prices import Misfit, Price
 from gemini.planner.records import CutModel, Part
 from gemini.planner.search import Found, Question, search, search_each
+from gemini.planner.segment_costs import SegmentCosts, Speeds
 from gemini.planner.space import Combination, Pins, below, combinations, layouts, offloading
 
 pytestmark = pytest.mark.usefixtures("kept_records")
@@ -36,8 +36,8 @@ def exhaustive(inner: tuple[int, ...], asked: Question) -> list[Price]:
     """Price every combination, each from a record of its own micro-batch size."""
     speeds = Speeds(asked.machine, OperationCosts(asked.machine))
 
-    def figures(part: Part, samples: int) -> tuple[Figures, ...]:
-        return speeds.figures(CutModel(net(*inner), part).record(run_of(samples)))
+    def figures(part: Part, samples: int) -> tuple[SegmentCosts, ...]:
+        return speeds.segment_costs(CutModel(net(*inner), part).record(run_of(samples)))
 
     def chunks(part: Part, names: frozenset[str], copies: int) -> ChunkSizes:
         return chunk_sizes(CutModel(net(*inner), part).model, names, copies, asked.capacity)

@@ -18,11 +18,11 @@ from gemini.parallel.pipeline.orders import Costs, make_order, simulate
 from gemini.parallel.zero.optimizer import LowLevelZeroOptimizer
 from gemini.planner.chunks import StageCapacity
 from gemini.planner.exchanges import BUCKET_NUMEL, Gathers, buckets_of, exchange_seconds
-from gemini.planner.figures import Figures, Speeds
 from gemini.planner.price import Pricer
 from gemini.planner.prices import Price
 from gemini.planner.records import CutModel, ParameterSize, Part
 from gemini.planner.search import Question, search
+from gemini.planner.segment_costs import SegmentCosts, Speeds
 from gemini.planner.space import Pins
 from gemini.runtime.config import GeminiConfig
 
@@ -86,8 +86,8 @@ def test_ranks_are_idle_as_the_simulator_of_schedules_says(schedule: str) -> Non
     """Equal blocks, and links that take next to no time."""
     at_once = tuple(CollectiveSpeed(kind, 2, Figure(0.0), Figure(1e15)) for kind in KINDS)
     speeds = Speeds(machine(2), OperationCosts(machine(2)))
-    figures = speeds.figures(CutModel(net(8, 8, 8, 8, 8, 8), Part()).record(run_of(2)))
-    empty = Figures(0.0, 0.0, {}, {}, 0, 0, 0, {})
+    figures = speeds.segment_costs(CutModel(net(8, 8, 8, 8, 8, 8), Part()).record(run_of(2)))
+    empty = SegmentCosts(0.0, 0.0, {}, {}, 0, 0, 0, {})
     blocks = (empty, *(figures[1],) * 8, empty)
     links = Speeds(question(machine=machine(2)).machine, speeds.costs)
     pricer = Pricer(_linked(links, at_once), StageCapacity(2**30), lambda _part, _samples: blocks)
@@ -105,7 +105,7 @@ def _linked(speeds: Speeds, records: tuple[CollectiveSpeed, ...]) -> Speeds:
     return replace(speeds, machine=replace(speeds.machine, collectives=CollectiveSpeeds(records)))
 
 
-def _of_a_block(pricer: Pricer, block: Figures) -> tuple[float, float]:
+def _of_a_block(pricer: Pricer, block: SegmentCosts) -> tuple[float, float]:
     """Return what forward and backward of a block take that looks at chunks and gives them its gradients."""
     looks = pricer.look_seconds([block])
     copied = pricer.pass_seconds(sum(each.numel for each in block.parameters))

@@ -9,10 +9,10 @@ import torch
 from planner_models import machine, net, run_of
 
 from gemini.forecast.meter import Meter, OperationCosts
-from gemini.planner.figures import Figures, Speeds
 from gemini.planner.recomputation import Groups, Held, again, alone, groups_of, rotor_of
 from gemini.planner.records import CutModel, Part
 from gemini.planner.rotor import blocks_of
+from gemini.planner.segment_costs import SegmentCosts, Speeds
 from gemini.runtime.activation.recomputed_blocks import recompute_blocks
 
 INNER, SAMPLES = (32, 64, 16, 64, 32, 64), 8
@@ -27,9 +27,9 @@ GROUPS: dict[str, Groups] = {
 }
 
 
-def figures() -> tuple[Figures, ...]:
+def figures() -> tuple[SegmentCosts, ...]:
     speeds = Speeds(machine(), OperationCosts(machine()))
-    return speeds.figures(CutModel(net(*INNER), Part()).record(run_of(SAMPLES)))
+    return speeds.segment_costs(CutModel(net(*INNER), Part()).record(run_of(SAMPLES)))
 
 
 def named(group: object) -> object:

@@ -56,7 +56,7 @@ def blocks(seed: int, device_bytes: int = 2**30, faster: float = 1.0) -> Blocks:
 def test_a_uniform_plan_costs_what_the_pricer_says(seed: int, strategy: Strategy, layout: Layout) -> None:
     own = blocks(seed)
     plan = LayerwisePlan(8, 2, (strategy,) * 3, (strategy, strategy), (3,))
-    pricer = Pricer(own.speeds, own.capacity, searching(seed).figures_of)
+    pricer = Pricer(own.speeds, own.capacity, searching(seed).costs_of)
     choice = Combination(layout, "ulysses", "1f1b", 1, 2, 4 // layout.dp, strategy.zero, "none")
     expected, found = pricer.price(choice), own.priced(plan)
     assert isinstance(expected, Price)

@@ -21,9 +21,9 @@ from gemini.errors import ConfigError
 from gemini.forecast.meter import OperationCosts
 from gemini.parallel.layout_plan import Run
 from gemini.planner.chunks import StageCapacity
-from gemini.planner.figures import Speeds
 from gemini.planner.records import Part
 from gemini.planner.search import Search
+from gemini.planner.segment_costs import Speeds
 from gemini.planner.spaces.flexflow import flexflow, simulated
 from gemini.planner.spaces.graph import Layer, LayerGraph, capture
 from gemini.planner.spaces.layerwise import Strategy
@@ -105,7 +105,7 @@ def test_the_layers_of_a_model_have_its_dimensions_inputs_and_seconds() -> None:
     assert dict(two.dims) == {"sample": 8, "channel": 16, "height": 16, "width": 16}
     assert (two.reduced, two.inputs, dict(two.halo)) == (8, (0,), {"height": 2, "width": 2})
     assert (wide.reduced, wide.numel, head.inputs, one.inputs) == (1024, 1024 * 128 + 128, (2,), ())
-    figures = request.searching.figures_of(Part(), 8)
+    figures = request.searching.costs_of(Part(), 8)
     total = sum(each.forward + each.backward for each in figures)
     assert sum(each.forward + each.backward for each in request.graph) == pytest.approx(total)
 

@@ -15,8 +15,8 @@ from gemini.memstats import LinkSpeed
 from gemini.memstats.trace import BACKWARD, OPTIMIZER, WRITTEN, Trace
 from gemini.parallel.pipeline.orders import Kind, Order, make_order, simulate_actions
 from gemini.planner.chunks import ChunkTable, StageCapacity, chunk_sizes
-from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import CutModel, Part
+from gemini.planner.segment_costs import SegmentCosts, Speeds
 from gemini.planner.tiers import StagePasses, Transfers, least_busy_seconds, least_device_bytes, trace_of
 
 _INNER = (16, 64, 16, 64)
@@ -29,7 +29,7 @@ class Case:
     def __init__(self, schedule: str, pp: int, rank: int, copies: int, microbatches: int = 4) -> None:
         self.cut = CutModel(net(*_INNER), Part())
         speeds = Speeds(machine(1), OperationCosts(machine(1)))
-        self.figures = list(speeds.figures(self.cut.record(run_of(2))))
+        self.figures = list(speeds.segment_costs(self.cut.record(run_of(2))))
         stages = 2 if schedule in ("interleaved", "zero_bubble", "zbv") else 1
         self.order: Order = make_order(schedule, pp, microbatches, stages)
         ends = [
@@ -39,7 +39,7 @@ class Case:
         self.rank, self.copies = rank, copies
 
     @property
-    def segments(self) -> list[Figures]:
+    def segments(self) -> list[SegmentCosts]:
         """What the rank has."""
         own = (self.ranges[stage] for stage in self.order.stages_of(self.rank))
         return [self.figures[at] for first, last in own for at in range(first, last)]
@@ -165,7 +165,7 @@ def test_activations_of_what_has_no_gradients_are_read_and_freed(
 def test_what_chunks_do_not_take_stays_on_device() -> None:
     case = Case("1f1b", 1, 0, 1)
     assert not any(each.storable_bytes for each in case.figures), "all of its tensors are small"
-    wide = Speeds(machine(1), OperationCosts(machine(1))).figures(case.cut.record(run_of(2048)))
+    wide = Speeds(machine(1), OperationCosts(machine(1))).segment_costs(case.cut.record(run_of(2048)))
     assert all(0 < each.storable_bytes <= each.kept_bytes for each in wide[1:-1])
 
 

@@ -1,1 +1,1 @@
-"""Search spaces of other planning systems, with the layers, figures and prices of this project."""
+"""Search spaces of other planning systems, with the layers, costs and prices of this project."""

@@ -18,12 +18,12 @@ from gemini.parallel.pipeline.orders import Kind
 from gemini.parallel.plan import ParallelPlan, PlanBudgets, Prediction, RankPrediction, fingerprint
 from gemini.planner.chunks import StageCapacity
 from gemini.planner.exchanges import Gathers, chunks_of, exchange_seconds, whole_sizes
-from gemini.planner.figures import Figures, Speeds
 from gemini.planner.plans import machine_fingerprint
-from gemini.planner.price import FiguresOf, Pricer
+from gemini.planner.price import CostsOf, Pricer
 from gemini.planner.recomputation import alone
 from gemini.planner.records import Part
 from gemini.planner.search import Search
+from gemini.planner.segment_costs import SegmentCosts, Speeds
 from gemini.planner.spaces.layerwise import LayerwisePlan, Strategy, uneven
 
 Unit = tuple[
@@ -97,20 +97,20 @@ class Blocks:
         self,
         speeds: Speeds,
         capacity: StageCapacity,
-        figures_of: FiguresOf,
+        costs_of: CostsOf,
         names: Sequence[str],
         why_one: str | None = None,
     ) -> None:
         self.names, self.capacity, self.speeds, self._why_one = tuple(names), capacity, speeds, why_one
-        self._pricer = Pricer(speeds, capacity, figures_of)
-        self._figures_of = self._pricer.figures_of
+        self._pricer = Pricer(speeds, capacity, costs_of)
+        self._costs_of = self._pricer.costs_of
         self.price = cache(self._price)
 
     @classmethod
     def of(cls, searching: Search, capacity: StageCapacity) -> Blocks:
         """Return the blocks of the search's model."""
         names = searching.whole.blocks or ("",)
-        return cls(searching.speeds, capacity, searching.figures_of, names, searching.whole.why_one)
+        return cls(searching.speeds, capacity, searching.costs_of, names, searching.whole.why_one)
 
     def require_row(self) -> None:
         """Raise ConfigError if the model has no blocks that run one after another."""
@@ -138,7 +138,7 @@ class Blocks:
             ConfigError: the model cannot be cut as the strategy says.
         """
         part, copies, pricer = Part(strategy.tp, strategy.sp), strategy.copies, self._pricer
-        figures = [self._figures_of(part, samples)[at] for at in unit]
+        costs = [self._costs_of(part, samples)[at] for at in unit]
         ranges = tuple((at, at + 1) for at in unit)
         own = part, samples, ranges
         gathers = self._gathers(own, strategy)
@@ -154,18 +154,18 @@ class Blocks:
         gathering = (
             sum(gathers.seconds(at, chunks, self.speeds) for at in range(len(unit))) if gathers else 0.0
         )
-        seconds = {axis: chunks * _messages(figures, axis, strategy.recompute) for axis in ("tp", "sp")}
+        seconds = {axis: chunks * _messages(costs, axis, strategy.recompute) for axis in ("tp", "sp")}
         computing = chunks * (forward + backward - 2 * gathering) - sum(seconds.values())
         seconds |= {"compute": computing, "dp": exchange + 2 * chunks * gathering, "Adam": update}
-        again_bytes = [each.input_bytes if strategy.recompute else each.kept_bytes for each in figures]
-        memory = zip(unit, again_bytes, figures, strict=True)
+        again_bytes = [each.input_bytes if strategy.recompute else each.kept_bytes for each in costs]
+        memory = zip(unit, again_bytes, costs, strict=True)
         return UnitPrice(
             forward,
             backward,
             exchange + update,
             *pricer.model_bytes(*own, DataCut(copies, strategy.zero, chunks)),
             tuple((at, ceil(kept), ceil(each.peak_bytes)) for at, kept, each in memory),
-            ceil(figures[0].input_bytes) if figures else 0,
+            ceil(costs[0].input_bytes) if costs else 0,
             seconds,
         )
 
@@ -186,7 +186,7 @@ class Blocks:
         if (one.dp, one.sp) == (other.dp, other.sp) or few.copies == 1:
             return 0.0
         samples = batch // (few.dp * chunks)
-        nbytes = self._figures_of(Part(few.tp, few.sp), samples)[at].input_bytes
+        nbytes = self._costs_of(Part(few.tp, few.sp), samples)[at].input_bytes
         ranks = few.copies // many.copies
         kind, ranks = ("all_gather", ranks) if ranks > 1 else ("all_to_all", max(few.sp, many.sp))
         return chunks * self.speeds.collective(kind, ranks, nbytes)
@@ -303,11 +303,11 @@ def pipeline_seconds(stages: Sequence[float], chunks: int) -> float:
     return (sum(stages) + (chunks - 1) * max(stages)) / chunks
 
 
-def _messages(figures: Sequence[Figures], axis: str, recompute: bool) -> float:
+def _messages(costs: Sequence[SegmentCosts], axis: str, recompute: bool) -> float:
     """Return the seconds of a micro-batch's collectives along an axis."""
     return sum(
         each.forward_messages.get(axis, 0.0) * (2 if recompute else 1) + each.backward_messages.get(axis, 0.0)
-        for each in figures
+        for each in costs
     )
 
 

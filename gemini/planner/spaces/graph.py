@@ -1,7 +1,7 @@
 """LayerGraph: the layers of a model with the dimensions of their outputs, their seconds, and their inputs.
 
 They are found by one forward pass on ``meta`` and its autograd graph. Seconds come from the project's
-figures.
+costs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 
 from gemini.errors import ConfigError
 from gemini.parallel.layout_plan import trainable_outline
-from gemini.planner.figures import Figures, Speeds
 from gemini.planner.records import Part
 from gemini.planner.search import RunOf, Search
+from gemini.planner.segment_costs import SegmentCosts, Speeds
 from gemini.runtime.intercept.cpu_operators import CpuAttention
 
 CONTRACTING = ("conv", "linear", "embedding")  # read all input channels for each output channel
@@ -113,7 +113,7 @@ def capture(searching: Search, model: nn.Module, run_of: RunOf, batch: int) -> L
         del loss
     if not watch.layers:
         raise ConfigError("the model has no layers with parameters, between which ranks could be shared out")
-    return _timed(watch, searching.figures_of(Part(), batch))
+    return _timed(watch, searching.costs_of(Part(), batch))
 
 
 class _CallWatch:
@@ -229,12 +229,12 @@ def _dims(tensor: torch.Tensor, names: Mapping[int, Sequence[str]]) -> dict[str,
     return {"sample": prod(more), "length": int(length), "channel": int(channel)}
 
 
-def _timed(watch: _CallWatch, figures: Sequence[Figures]) -> LayerGraph:
-    """Return the layers with the seconds of the figures: those of the operators from one use of parameters to
+def _timed(watch: _CallWatch, costs: Sequence[SegmentCosts]) -> LayerGraph:
+    """Return the layers with the seconds of the costs: those of the operators from one use of parameters to
     the next. Forward and backward are scaled so that time outside all uses is distributed over the layers."""
     uses: defaultdict[tuple[str, ...], float] = defaultdict(float)
     gradients: defaultdict[str, float] = defaultdict(float)
-    for segment in figures:
+    for segment in costs:
         for each in segment.uses:
             uses[each.keys] += each.seconds
         for each in segment.gradients:
@@ -244,8 +244,8 @@ def _timed(watch: _CallWatch, figures: Sequence[Figures]) -> LayerGraph:
     forward = [uses[keys] / calls[keys] if keys else 0.0 for keys in watch.keys]
     backward = [sum(gradients[key] for key in keys) / calls[keys] for keys in watch.keys]
     scales = (
-        sum(each.forward for each in figures) / max(sum(forward), 1e-30),
-        sum(each.backward for each in figures) / max(sum(backward), 1e-30),
+        sum(each.forward for each in costs) / max(sum(forward), 1e-30),
+        sum(each.backward for each in costs) / max(sum(backward), 1e-30),
     )
     return tuple(
         replace(layer, forward=one * scales[0], backward=other * scales[1])

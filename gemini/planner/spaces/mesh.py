@@ -17,7 +17,7 @@ from math import gcd, prod
 from typing import NamedTuple
 
 from gemini.errors import ConfigError
-from gemini.planner.figures import Speeds
+from gemini.planner.segment_costs import Speeds
 from gemini.planner.spaces.graph import CONTRACTING, Layer, LayerGraph, divisors, own_seconds
 
 _MOST_LAYOUTS = 2**18

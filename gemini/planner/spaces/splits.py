@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gemini.errors import ConfigError
-from gemini.planner.figures import Speeds
+from gemini.planner.segment_costs import Speeds
 from gemini.planner.spaces.graph import CONTRACTING, Layer, LayerGraph, divisors, own_seconds
 
 Split = tuple[tuple[str, int], ...]  # dimensions that are cut, with their parts

@@ -141,7 +141,7 @@ def _alpa(request: SystemRequest) -> SystemPlan | None:
 def _uniform(request: SystemRequest, strategy: Strategy) -> tuple[LayerwisePlan | None, tuple[str, ...]]:
     """Return the plan with one strategy for all blocks, or why the model does not support it."""
     try:
-        request.searching.figures_of(Part(strategy.tp), 2)
+        request.searching.costs_of(Part(strategy.tp), 2)
     except ConfigError as error:
         return None, (str(error),)
     count = len(request.blocks.names)

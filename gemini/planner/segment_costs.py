@@ -27,7 +27,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Figures:
+class SegmentCosts:
     """The time and memory of a segment for one micro-batch.
 
     Attributes:
@@ -36,7 +36,7 @@ class Figures:
         kept_bytes, input_bytes, saved_bytes: as in :class:`Segment`.
         peak_bytes: the larger peak of the two directions; ``forward_peak_bytes`` is that of forward.
         sent_bytes: bytes sent, by axis.
-        uses, gradients: computing time between uses of parameters. Extrapolated figures keep the times of
+        uses, gradients: computing time between uses of parameters. Extrapolated costs keep the times of
             fewer samples here.
     """
 
@@ -97,15 +97,15 @@ class Speeds:
         speed = self.machine.collectives.speed(_KIND_OF.get(name, name), ranks)
         return speed.computing_share.value * speed.seconds(nbytes)
 
-    def figures(self, record: Record) -> tuple[Figures, ...]:
-        """Return the figures of each segment."""
+    def segment_costs(self, record: Record) -> tuple[SegmentCosts, ...]:
+        """Return the costs of each segment."""
         sizes = {"tp": record.part.tp, "sp": record.part.sp}
         known: dict[int, float] = {}  # by id of the operators: equal blocks share one Counter
         return tuple(self._segment(each, sizes, known) for each in record.segments)
 
-    def _segment(self, segment: Segment, sizes: Mapping[str, int], known: dict[int, float]) -> Figures:
+    def _segment(self, segment: Segment, sizes: Mapping[str, int], known: dict[int, float]) -> SegmentCosts:
         uses, gradients = self._moments(segment.uses, known), self._moments(segment.gradients, known)
-        return Figures(
+        return SegmentCosts(
             sum(each.seconds for each in uses),
             sum(each.seconds for each in gradients),
             self._messages(segment.forward.messages, sizes),
@@ -147,13 +147,15 @@ def _sent(messages: Messages) -> dict[str, float]:
     return dict(found)
 
 
-def scaled(less: Sequence[Figures], more: Sequence[Figures], samples: int) -> tuple[Figures, ...]:
-    """Return the figures for ``samples``, extrapolated linearly from those for two samples (``less``) and
+def scaled(
+    less: Sequence[SegmentCosts], more: Sequence[SegmentCosts], samples: int
+) -> tuple[SegmentCosts, ...]:
+    """Return the costs for ``samples``, extrapolated linearly from those for two samples (``less``) and
     three (``more``)."""
     return tuple(_between(a, b, samples - 2) for a, b in zip(less, more, strict=True))
 
 
-def _between(one: Figures, two: Figures, steps: int) -> Figures:
+def _between(one: SegmentCosts, two: SegmentCosts, steps: int) -> SegmentCosts:
     def number(name: str) -> float:
         first, second = float(getattr(one, name)), float(getattr(two, name))
         return max(first + steps * (second - first), 0.0)
@@ -165,7 +167,7 @@ def _between(one: Figures, two: Figures, steps: int) -> Figures:
             for axis in {**first, **second}
         }
 
-    return Figures(
+    return SegmentCosts(
         number("forward"),
         number("backward"),
         numbers("forward_messages"),
