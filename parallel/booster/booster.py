@@ -127,7 +127,7 @@ class Booster:
         step inside it.
         """
         if model not in self._models:
-            raise ConfigError("no_sync() takes a model that boost() of this booster has returned")
+            raise ConfigError("no_sync() takes a model that boost() of this booster returned")
         return self.plugin.no_sync(model, optimizer or self._models[model]())
 
     def execute_pipeline(
@@ -163,7 +163,7 @@ class Booster:
             StopIteration: ``data_iter`` has ended, on all ranks.
         """
         if model not in self._models:
-            raise ConfigError("execute_pipeline() takes a model that boost() of this booster has returned")
+            raise ConfigError("execute_pipeline() takes a model that boost() of this booster returned")
         if optimizer is not None:
             self._names_of(optimizer)
         with torch.set_grad_enabled(optimizer is not None):
@@ -286,8 +286,8 @@ class Booster:
             return self._optimizers[optimizer]
         except (KeyError, TypeError):
             raise ConfigError(
-                f"this {type(optimizer).__name__} is not what boost() of this booster has returned; "
-                "write model, optimizer, ... = booster.boost(model, optimizer, ...)"
+                f"this {type(optimizer).__name__} was not returned by boost() of this booster; write model, "
+                "optimizer, ... = booster.boost(model, optimizer, ...)"
             ) from None
 
     def _check_new(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -299,12 +299,12 @@ class Booster:
                 "dataloader, lr_scheduler in this order"
             )
         if model in self._models or (optimizer is not None and optimizer in self._optimizers):
-            raise ConfigError("this model or optimizer is boosted already")
+            raise ConfigError("this model or optimizer is already boosted")
         experts = divided_experts(model)
         if experts is not None and not self.plugin.divides_experts:
             raise ConfigError(
-                f"{experts.ranks.size} ranks have divided the experts of the model when it was built, and "
-                f"{type(self.plugin).__name__} would average different ones; pass "
+                f"the experts of the model were divided among {experts.ranks.size} ranks when it was built, "
+                f"but {type(self.plugin).__name__} would average their gradients over all ranks; pass "
                 f"LowLevelZeroPlugin(ep_size={experts.ranks.size}), or launch without moe"
             )
         if optimizer is not None:
@@ -315,16 +315,16 @@ class Booster:
         if isinstance(sampler, DistributedSampler):
             if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.number):
                 logger.warning(
-                    "the dataloader's sampler gives part %d of %d to this rank, which is to take part %d of "
-                    "%d: ranks that share a model take the same batches; make the loader with "
+                    "the dataloader's sampler gives this rank part %d of %d, but it needs part %d of %d: "
+                    "ranks that hold parts of one model take the same batches; make the loader with "
                     "plugin.prepare_dataloader(...), or its sampler with "
                     "num_replicas=plugin.data_ranks.size, rank=plugin.data_ranks.number",
                     *(sampler.rank, sampler.num_replicas, ranks.number, ranks.size),
                 )
         elif ranks.size > 1:
             logger.warning(
-                "the dataloader does not divide its data over the %d ranks along dp: make it with "
-                "plugin.prepare_dataloader(...) unless its dataset does",
+                "the dataloader does not divide its data over the %d ranks along dp; make it with "
+                "plugin.prepare_dataloader(...), unless the dataset divides the data itself",
                 ranks.size,
             )
 
@@ -337,8 +337,8 @@ def _check_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
     if own and not own & updated:
         raise ConfigError(
-            f"the optimizer updates no parameter of this {type(model).__name__}: make it of "
-            "model.parameters(), of the model that is given here and when all of it is there"
+            f"the optimizer updates no parameter of this {type(model).__name__}; make it from "
+            "model.parameters() of the model passed to boost(), after the model is complete"
         )
 
 
@@ -347,5 +347,6 @@ def _check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer | None) ->
     driven = getattr(scheduler, "optimizer", None)
     if isinstance(driven, torch.optim.Optimizer) and driven is not optimizer:
         raise ConfigError(
-            "lr_scheduler was made for another optimizer than the one given; pass both to the same boost()"
+            "lr_scheduler was made for another optimizer; pass the scheduler and its optimizer to the same "
+            "boost()"
         )

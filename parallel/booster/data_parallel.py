@@ -94,8 +94,8 @@ class DataParallel(_OwnNames, DistributedDataParallel):
         names = [trained[int(number)] for number in numbers[1].split()] if numbers else []
         return (
             f"the last backward pass gave no gradient to {len(names)} parameters (first {names[:1]}), so "
-            "torch's DDP has not averaged all gradients over the ranks, and the step after it was wrong; "
-            "freeze them, or choose TorchDDPPlugin(find_unused_parameters=True)"
+            "torch's DDP did not average all gradients over the ranks, and the step after it was wrong; "
+            "freeze these parameters, or use TorchDDPPlugin(find_unused_parameters=True)"
         )
 
 

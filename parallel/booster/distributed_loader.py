@@ -72,7 +72,7 @@ def _sampler(
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
             f"{type(dataset).__name__} is an IterableDataset, which has no indices to divide over "
-            f"{ranks.size} ranks: have its __iter__ skip what other ranks read, and give it to a plain "
+            f"{ranks.size} ranks; let its __iter__ skip the samples of other ranks, and pass it to a plain "
             "torch.utils.data.DataLoader"
         )
     return (sampler_type or PassSampler)(

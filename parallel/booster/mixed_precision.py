@@ -71,8 +71,8 @@ class FP16ApexMixedPrecision:
             value = getattr(self, name)
             if value not in same:
                 raise ConfigError(
-                    f"apex's {name}={value!r} is not what torch's automatic mixed precision does; leave it "
-                    "out, or take FP16NaiveMixedPrecision (AMP_TYPE.NAIVE) for the whole model in fp16"
+                    f"apex's {name}={value!r} has no equivalent in torch's automatic mixed precision; leave "
+                    "it out, or use FP16NaiveMixedPrecision (AMP_TYPE.NAIVE) to keep the whole model in fp16"
                 )
 
 
@@ -113,8 +113,8 @@ MixedPrecision = (
 )
 
 _REFUSED = {
-    "fp8": "fp8 is not supported: 8 bits train only with a scale for every tensor, which no recipe here "
-    "sets; 'bf16' (BF16MixedPrecision) is the smallest type with the range of fp32",
+    "fp8": "fp8 is not supported: training in 8 bits needs a scale for every tensor, which no recipe here "
+    "sets; use 'bf16' (BF16MixedPrecision), the smallest type with the range of fp32",
 }
 _NAMES = ("fp16", "bf16", "fp16_naive", "fp16_apex")
 

@@ -81,7 +81,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
             loss.backward()
             return
         if self._unscaled:
-            raise StateError("gradients cannot be added after they were clipped; clip once, before step()")
+            raise StateError("gradients cannot be added after clipping; clip once, before step()")
         self._scaler.scale(loss).backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -129,7 +129,7 @@ class BoostedOptimizer(torch.optim.Optimizer):
         if self._scaler is None:
             return self.optim.step(closure) if closure is not None else self.optim.step()
         if closure is not None:
-            raise ConfigError("a closure cannot be used with a loss scale; call backward() and step()")
+            raise ConfigError("a loss scale does not work with a closure; call backward() and step()")
         self._unscale()
         if not self._unscaled:  # no gradients: nothing to check for overflow
             return self.optim.step()

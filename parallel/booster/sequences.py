@@ -22,8 +22,8 @@ def own_part(sequence: SequenceParallel | SequenceOutline, batch: Any) -> dict[s
     """
     if not isinstance(batch, Mapping):
         raise ConfigError(
-            f"with sp_size above 1 a batch is a dict of the model's keywords, as transformers calls them "
-            f"(input_ids, labels, attention_mask, position_ids); this one is a {type(batch).__name__}"
+            "with sp_size above 1 a batch is a dict of the model's keywords, as transformers names them "
+            f"(input_ids, labels, attention_mask, position_ids); this batch is a {type(batch).__name__}"
         )
     return sequence.cut(batch)
 
@@ -34,7 +34,7 @@ def mean_over_tokens(sequence: SequenceParallel, criterion: Criterion) -> Criter
     def mean(output: Any, batch: Any) -> torch.Tensor:
         if "labels" not in batch:
             raise ConfigError(
-                "with sp_size above 1 a loss is the mean over the labels that count, and the batch has no "
+                "with sp_size above 1 a loss is the mean over the counted labels, but the batch has no "
                 f"labels; it has {', '.join(batch)}"
             )
         return sequence.mean_loss(criterion(output, batch), batch["labels"])

@@ -228,8 +228,8 @@ def test_plugin_must_be_a_plugin() -> None:
     [
         (TorchDDPPlugin(), "fp16_naive", "use 'fp16' or 'bf16'"),
         (GeminiPlugin(), FP16TorchMixedPrecision(), "mixed_precision='fp16'"),
-        (GeminiPlugin(mixed_precision="bf16"), "fp16", "give it to one of them"),
-        (GeminiPlugin(initial_scale=8), FP16NaiveMixedPrecision(), "give them to one of them"),
+        (GeminiPlugin(mixed_precision="bf16"), "fp16", "set the precision in one of them"),
+        (GeminiPlugin(initial_scale=8), FP16NaiveMixedPrecision(), "set each in one of them"),
     ],
 )
 def test_precision_that_a_plugin_cannot_do_is_refused(
@@ -300,7 +300,7 @@ def test_scheduler_of_another_optimizer_is_refused() -> None:
 def test_an_optimizer_of_another_model_is_refused(plugin: Any) -> None:
     model = mlp()
     before = [param.clone() for param in model.parameters()]
-    with pytest.raises(ConfigError, match=r"updates no parameter of this Sequential: make it of"):
+    with pytest.raises(ConfigError, match=r"updates no parameter of this Sequential: make it from"):
         Booster(plugin=plugin()).boost(model, HybridAdam(mlp().parameters()))
     assert all(torch.equal(was, param) for was, param in zip(before, model.parameters(), strict=True))
 

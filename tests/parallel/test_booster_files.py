@@ -196,7 +196,7 @@ def test_a_layer_that_came_after_boosting_is_in_the_optimizers_file(plugin: Any,
     net[2] = nn.Linear(16, 4)
     optimizer.add_param_group({"params": list(net[2].parameters())})
     if plugin is not GeminiPlugin:  # which has let go of the old ones
-        with pytest.raises(ConfigError, match=r"two parameters .* under the name '2\.weight'"):
+        with pytest.raises(ConfigError, match=r"two parameters for the name '2\.weight'"):
             booster.save_optimizer(optimizer, tmp_path / "optimizer")
         kept = [param for param in optimizer.param_groups[0]["params"] if all(param is not o for o in old)]
         optimizer.param_groups[0]["params"][:] = kept

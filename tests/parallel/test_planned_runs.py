@@ -382,5 +382,5 @@ def _boost_around() -> None:
 
 
 def test_what_holds_the_blocks_of_several_stages_is_refused() -> None:
-    with pytest.raises(RanksFailed, match="'body', which holds the blocks between which stages are cut"):
+    with pytest.raises(RanksFailed, match="'body', which contains the blocks between which stages are cut"):
         run_on_ranks(_boost_around, 2)

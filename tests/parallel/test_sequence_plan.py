@@ -202,7 +202,7 @@ MASK = torch.zeros(2, 1, 5, 5)
 @pytest.mark.parametrize(
     ("options", "model", "batch", "message"),
     [
-        ({}, Attending(), None, "give plan.. a micro-batch of whole sequences"),
+        ({}, Attending(), None, "plan.. needs a micro-batch of whole sequences"),
         ({}, Attending(), IDS, "is a Tensor"),
         ({}, Attending(), {"ids": IDS}, "has input_ids"),
         ({}, Attending(), {"input_ids": IDS, "attention_mask": MASK}, "pad the batch to 6 tokens"),

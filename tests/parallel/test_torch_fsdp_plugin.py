@@ -209,4 +209,4 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         assert adam.startswith(f"{HybridAdam.__name__} updates plain tensors")
         assert half.startswith("TorchFSDPPlugin has no loss scale")
         assert meta.startswith("the model is on 'meta'")
-        assert scalar.startswith("fully_shard cuts no parameter without dimensions, as 'scale' is")
+        assert scalar.startswith("fully_shard cannot cut 'scale', a parameter without dimensions")

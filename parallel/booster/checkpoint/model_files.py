@@ -110,20 +110,23 @@ def _check_fits(
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{checkpoint} was made for another model: {len(missing)} names of the model are not in it "
-            f"{missing[:3]}, and {len(unexpected)} of its names are not in the model {unexpected[:3]}; "
-            "pass strict=False to load what both have"
+            f"{missing[:3]}, and {len(unexpected)} of its names are not in the model {unexpected[:3]}; pass "
+            "strict=False to load the names that both have"
         )
     if missing or unexpected:
         logger.warning(
-            "%s: not loaded: %s; passed over: %s", checkpoint, missing or "nothing", unexpected or "nothing"
+            "%s: not in the checkpoint, so not loaded: %s; not in the model, so ignored: %s",
+            checkpoint,
+            missing or "nothing",
+            unexpected or "nothing",
         )
     for name in own.keys() & state.keys():
         here, there = own[name], state[name]
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in (here, there)]
         if shapes[0] != shapes[1]:
             raise CheckpointError(
-                f"{checkpoint} was made for another model: {name!r} has shape {shapes[1]} there and "
-                f"{shapes[0]} here"
+                f"{checkpoint} was made for another model: {name!r} has shape {shapes[1]} in the checkpoint "
+                f"and {shapes[0]} in the model"
             )
 
 
@@ -132,6 +135,6 @@ def _refuse_meta(model: nn.Module) -> None:
     on_meta = [name for name, tensor in held if tensor.is_meta]
     if on_meta:
         raise ConfigError(
-            f"{on_meta[0]!r} and {len(on_meta) - 1} more tensors are on 'meta' and have no memory: boost the "
+            f"{on_meta[0]!r} and {len(on_meta) - 1} more tensors are on 'meta' and have no memory; boost the "
             "model with GeminiPlugin, or call model.to_empty(device='cpu') first"
         )

@@ -122,15 +122,15 @@ def group_members(optimizer: torch.optim.Optimizer, names: Names) -> list[list[s
         members = [[names[param] for param in group] for group in groups]
     except KeyError:
         raise ConfigError(
-            "the optimizer holds a parameter that the model boosted with it does not have; its state cannot "
-            "be stored by name"
+            "the optimizer holds a parameter that the model boosted with it does not have, so its state "
+            "cannot be stored by name; make the optimizer from model.parameters()"
         ) from None
     counts = Counter(name for group in members for name in group)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:
         raise ConfigError(
-            f"the optimizer holds two parameters that the model has had under the name {twice[0]!r}; take "
-            "the one that was replaced out of its param_groups"
+            f"the optimizer holds two parameters for the name {twice[0]!r}, because the model's parameter "
+            "was replaced; remove the old one from param_groups"
         )
     return members
 
@@ -246,8 +246,8 @@ def read_document(
     if document["members"] != [list(group) for group in members]:
         raise CheckpointError(
             f"{checkpoint} has parameter groups of {[len(group) for group in document['members']]} "
-            f"parameters, the optimizer of {[len(group) for group in members]}, or with other names "
-            "or in another order; build it as it was then"
+            f"parameters, the optimizer of {[len(group) for group in members]}, or their names or order "
+            "differ; make the optimizer with the groups that it had when it was saved"
         )
     return document
 
@@ -313,5 +313,5 @@ def _state_in(checkpoint: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(_FORMAT.refusal(document, path))
     state = plain_data.decode(document.get("state"))
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is damaged: its state is no dict")
+        raise CheckpointError(f"{path} is damaged: its state is not a dict")
     return state

@@ -341,8 +341,8 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{checkpoint} was made for another model: {len(missing)} names of the model are not in it "
-            f"{missing[:3]}, and {len(unexpected)} of its names are not in the model {unexpected[:3]}; "
-            "pass strict=False to load what both have"
+            f"{missing[:3]}, and {len(unexpected)} of its names are not in the model {unexpected[:3]}; pass "
+            "strict=False to load the names that both have"
         )
     own, extra = parts.staged.module.state_dict(keep_vars=True), extra_in(files.metadata)
     lacking = [name for name, value in own.items() if not isinstance(value, torch.Tensor)]
@@ -357,8 +357,8 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
         value, shape = files[stored[name]], tuple(parts.whole.tensors[name].shape)
         if tuple(value.shape) != shape:
             raise CheckpointError(
-                f"{checkpoint} was made for another model: {name!r} has shape {tuple(value.shape)} there and "
-                f"{shape} here"
+                f"{checkpoint} was made for another model: {name!r} has shape {tuple(value.shape)} in the "
+                f"checkpoint and {shape} in the model"
             )
         state.update(parts.partition.cut_state({name: value}))
     return state
@@ -386,7 +386,8 @@ class _Refusal:
 
 def _refuse() -> NoReturn:
     raise ConfigError(
-        "this rank has a part of the model, and state_dict(), save_pretrained() and torch.save would write "
-        "it under the names of the whole; call booster.save_model(model, path) on all ranks, with shard=True "
-        "for a directory that from_pretrained() reads, or state_dict(keep_vars=True) for the parts themselves"
+        "this rank holds a part of the model, and state_dict(), save_pretrained() and torch.save would "
+        "write the part under the names of the whole; call booster.save_model(model, path) on all ranks, "
+        "with shard=True for a directory that from_pretrained() reads, or state_dict(keep_vars=True) for "
+        "the part itself"
     )

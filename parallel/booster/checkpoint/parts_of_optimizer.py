@@ -245,9 +245,8 @@ def _require_members(states: StatesOfPart, parts: Parts) -> None:
     before = [[name for name in group if name in present] for group in parts.whole.members]
     if [list(group) for group in groups] != before:
         raise ConfigError(
-            f"the optimizer has groups of {[len(group) for group in groups]} parameters on this rank, and "
-            f"had {[len(group) for group in before]} of those when the model was boosted; make all groups "
-            "before boost()"
+            f"the optimizer has groups of {[len(group) for group in groups]} parameters on this rank, but "
+            f"{[len(group) for group in before]} when the model was boosted; make all groups before boost()"
         )
 
 
@@ -313,12 +312,14 @@ def _require_known(files: TensorFiles, parts: Parts, checkpoint: _Path) -> None:
     for key in files:
         name, _, state = key.rpartition("/")
         if name not in known:
-            raise CheckpointError(f"{checkpoint} was made for another model: {key!r} is of no parameter here")
+            raise CheckpointError(
+                f"{checkpoint} was made for another model: {key!r} belongs to no parameter of this model"
+            )
         found, shape = tuple(files[key].shape), tuple(parts.whole.tensors[name].shape)
         if state not in SCALES and found != shape:
             raise CheckpointError(
-                f"{checkpoint} was made for another model: {state} of {name!r} has shape {found} there and "
-                f"{shape} here"
+                f"{checkpoint} was made for another model: {state} of {name!r} has shape {found} in the "
+                f"checkpoint and {shape} in the model"
             )
 
 

@@ -163,7 +163,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             held = self._names(path)
             if names is not None and not names <= held:
                 lost = sorted(names - held)
-                raise CheckpointError(f"{path} is damaged: it does not hold {lost[0]!r}, as its index says")
+                raise CheckpointError(f"{path} is damaged: it lacks {lost[0]!r}, which its index lists")
             self._where.update(dict.fromkeys(held if names is None else names, path))
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -221,8 +221,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             if name in directory:
                 return {directory.file(name): None}
         raise CheckpointError(
-            f"{checkpoint} holds no complete checkpoint: no index (*.safetensors.index.json), and none of "
-            f"{', '.join(_SINGLE)}"
+            f"{checkpoint} holds no complete checkpoint: it has no index (*.safetensors.index.json), and "
+            f"none of {', '.join(_SINGLE)}"
         )
 
     def _names(self, path: Path) -> set[str]:
@@ -251,7 +251,7 @@ def _load_pickled(path: Path, is_zip: bool) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"cannot read {path}: {in_words(error)}") from error
     tensors = isinstance(state, dict) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not tensors:
-        raise CheckpointError(f"{path} holds other things than a state dict of tensors; save that alone")
+        raise CheckpointError(f"{path} holds more than a state dict of tensors; save only the state dict")
     return dict(state)
 
 
@@ -263,7 +263,7 @@ def _index_of(checkpoint: Path) -> Path | None:
     if len(indexes) > 1:
         names = ", ".join(path.name for path in indexes)
         raise CheckpointError(
-            f"{checkpoint} holds several checkpoints ({names}); keep each in a directory of its own"
+            f"{checkpoint} holds several checkpoints ({names}); keep each in its own directory"
         )
     return indexes[0] if indexes else None
 
@@ -275,7 +275,7 @@ def _indexed_files(index: Path) -> tuple[dict[Path, set[str] | None], dict[str, 
     document = directory.json(index.name, MAX_INDEX_BYTES)
     said = document.get("metadata", {})
     if not isinstance(said, dict):
-        raise InputError(f"{index} is damaged: its metadata is no object with keys")
+        raise InputError(f"{index} is damaged: its metadata is not an object with keys")
     metadata = {key: value for key, value in said.items() if isinstance(value, str)}
     for name, file in files_of(document, directory, index.name).items():
         wanted = files.setdefault(index.parent / file, set())

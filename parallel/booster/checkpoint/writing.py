@@ -62,12 +62,13 @@ def layout(shard: bool, prefix: str | None, size_per_shard: int) -> Layout:
     """
     if prefix and not shard:
         raise ConfigError(
-            f"prefix={prefix!r} names the files of a directory; pass shard=True, or put it into the path"
+            f"prefix={prefix!r} names the files of a directory; pass shard=True, or put the prefix into the "
+            "path"
         )
     if prefix and ("/" in prefix or prefix.startswith(".")):
-        raise ConfigError(f"prefix is {prefix!r}; it is the beginning of a file name")
+        raise ConfigError(f"prefix is {prefix!r}; give the beginning of a file name, without directories")
     if not size_per_shard > 0:
-        raise ConfigError(f"size_per_shard is {size_per_shard}; it is a number of MB above 0")
+        raise ConfigError(f"size_per_shard is {size_per_shard}; give a number of MB above 0")
     return Layout(int(size_per_shard * _MIB) if shard else None, f"{prefix}." if prefix else "")
 
 
@@ -259,7 +260,7 @@ def _remove_others(directory: Path, own_names: re.Pattern[str], keep: set[str]) 
             if own_names.fullmatch(path.name) and path.name not in keep:
                 path.unlink()
     except OSError as error:
-        logger.warning("%s is complete, but an older file cannot be removed: %s", directory, error)
+        logger.warning("%s is complete, but an older file could not be removed: %s", directory, error)
 
 
 def _replace_text(path: Path, text: str) -> None:

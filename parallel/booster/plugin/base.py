@@ -75,8 +75,8 @@ class Plugin(ABC):
         if the plugin has no stages.
         """
         raise ConfigError(
-            f"{type(self).__name__} has no stages: call model(...) and booster.backward(loss, optimizer), or "
-            "use HybridParallelPlugin, which runs with pp_size=1 too"
+            f"{type(self).__name__} has no pipeline stages; call model(...) and booster.backward(loss, "
+            "optimizer), or use HybridParallelPlugin, which also runs execute_pipeline() with pp_size=1"
         )
 
     def save_model(
@@ -183,20 +183,20 @@ def with_precision(
     settings = precision.settings
     if isinstance(settings, FP16TorchMixedPrecision):
         raise ConfigError(
-            f"FP16TorchMixedPrecision is autocast, and {plugin} casts the whole model: pass "
-            "mixed_precision='fp16', or FP16NaiveMixedPrecision(...) for the loss scale"
+            f"FP16TorchMixedPrecision is autocast, but {plugin} casts the whole model; pass "
+            "mixed_precision='fp16', or FP16NaiveMixedPrecision(...) to set the loss scale"
         )
     name = "bf16" if precision.name == "bf16" else "fp16"
     if options.get(key) not in (None, name, precision.dtype):
         raise ConfigError(
-            f"{plugin} was told {key}={options[key]!r} and the booster mixed_precision={precision.name!r}; "
-            "give it to one of them"
+            f"{plugin} got {key}={options[key]!r} and the booster got mixed_precision={precision.name!r}; "
+            "set the precision in one of them"
         )
     if isinstance(settings, FP16NaiveMixedPrecision):
         if twice := sorted(scaler.keys() & _SCALER):
             raise ConfigError(
-                f"{', '.join(twice)} were given to {plugin} and to FP16NaiveMixedPrecision; "
-                "give them to one of them"
+                f"{', '.join(twice)} were given to {plugin} and to FP16NaiveMixedPrecision; set each in one "
+                "of them"
             )
         scaler = {**scaler, **vars(settings)}
     return {**options, key: name}, scaler

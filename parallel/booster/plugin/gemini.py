@@ -82,13 +82,15 @@ class GeminiPlugin(PartsPlugin):
         group = options.get("process_group")
         if options.get("model_ranks") is not None:
             raise ConfigError(
-                f"ep_size {self._ep_size} with model_ranks: the model was cut before it is boosted; choose "
-                "HybridParallelPlugin(zero_stage=3, tp_size=..., ep_size=...), which does both"
+                f"ep_size {self._ep_size} with model_ranks: the model was cut before boost(), so its experts "
+                "cannot be divided; use HybridParallelPlugin(zero_stage=3, tp_size=..., ep_size=...), which "
+                "does both"
             )
         if isinstance(group, DeviceMesh) and group.ndim > 1:
             raise ConfigError(
-                f"ep_size {self._ep_size} with a DeviceMesh of the shape {tuple(group.shape)}: its rows hold "
-                "copies of the model, and experts are divided within one; give one of its dimensions"
+                f"ep_size {self._ep_size} with a DeviceMesh of shape {tuple(group.shape)}: each of its rows "
+                "holds a copy of the model, and experts are divided within one row; pass one dimension of "
+                "the mesh"
             )
         if options.get("config") is None:
             self._model_options.setdefault("strict_ddp_mode", True)

@@ -217,7 +217,7 @@ class HybridParallelPlugin(PartsPlugin):
         if world % each:
             raise ConfigError(
                 f"tp_size {self._sizes.tp} x pp_size {self._sizes.pp} x sp_size {self._sizes.sp} do not "
-                f"divide {world} processes; start a multiple of {each}, or choose sizes whose product "
+                f"divide {world} processes; start a multiple of {each}, or choose sizes with a product that "
                 f"divides {world}"
             )
         if self._mesh is None and dist.is_available() and dist.is_initialized():
@@ -271,12 +271,12 @@ class HybridParallelPlugin(PartsPlugin):
             return
         if isinstance(model, BuiltStages):
             raise ConfigError(
-                "a plan is of a whole model, and BuiltStages are parts already; leave out plan="
+                "a plan describes a whole model, but BuiltStages are already parts; leave out plan="
             )
         if precision is not None and precision.dtype != parse_precision(plan.dtype):
             raise ConfigError(
-                f"the booster has mixed_precision={precision.name!r}, and the plan says {plan.dtype}; leave "
-                "it out of the booster"
+                f"the booster has mixed_precision={precision.name!r}, but the plan says {plan.dtype}; leave "
+                "mixed_precision out of the booster"
             )
         self.ranks.together(partial(plan.check, model, self.ranks.size), failure=ConfigError)
 
@@ -321,8 +321,8 @@ class HybridParallelPlugin(PartsPlugin):
         for name in flat_names(self._recompute):
             if any(block.startswith(f"{name}.") for block in blocks):
                 raise ConfigError(
-                    f"recompute names {name!r}, which holds the blocks between which stages are cut; name "
-                    "those, or modules within them"
+                    f"recompute names {name!r}, which contains the blocks between which stages are cut; name "
+                    "blocks, or modules within them"
                 )
 
     def _refuse_divided(self, stages: Sequence[Sequence[str]]) -> None:
@@ -331,8 +331,9 @@ class HybridParallelPlugin(PartsPlugin):
             names = flat_names(group)
             if len({at for at, stage in enumerate(stages) for each in names if each in stage}) > 1:
                 raise ConfigError(
-                    f"recompute has {names[0]!r} and {names[-1]!r} in one group, and they are in different "
-                    "stages; name a group for each stage, or let a stage begin with the group"
+                    f"one group of recompute has {names[0]!r} and {names[-1]!r}, which are in different "
+                    "stages; make one group for each stage, or cut the stages (split=) where the group "
+                    "begins"
                 )
 
     def _recomputed_here(self, model: nn.Module) -> tuple[Names, ...]:
@@ -395,8 +396,8 @@ class HybridParallelPlugin(PartsPlugin):
             return None
         if isinstance(model, BuiltStages):
             raise ConfigError(
-                f"ep_size {self._ep_size}: experts are divided in a whole model, and BuiltStages are parts "
-                "already; leave out ep_size"
+                f"ep_size {self._ep_size}: experts are divided in a whole model, but BuiltStages are already "
+                "parts; leave out ep_size"
             )
         data, sp = None, self._sizes.sp
         if mesh is not None:
@@ -412,7 +413,7 @@ class HybridParallelPlugin(PartsPlugin):
     def _join(self, built: BuiltStages, optimizer: torch.optim.Optimizer | None, mesh: Mesh | None) -> Parts:
         """Join the stages that ranks have built to one model. Raises ConfigError if they do not fit."""
         if self._sizes.sp > 1:
-            raise ConfigError(f"sp_size {self._sizes.sp}: BuiltStages take whole sequences; choose sp_size=1")
+            raise ConfigError(f"sp_size {self._sizes.sp}: BuiltStages take whole sequences; set sp_size=1")
         axis = None if mesh is None else mesh.axis("pp")
         staged = StagedModel.undivided(built) if axis is None else join_stages(built, axis, self._rank_of)
         partition = Partition(None, {}) if mesh is None else partition_along(built, mesh.axis("tp"))
@@ -440,16 +441,17 @@ class HybridParallelPlugin(PartsPlugin):
         """
         if isinstance(model, BuiltStages):
             raise ConfigError(
-                "BuiltStages are parts already, and plan() cuts a whole model: give it that one"
+                "plan() cuts a whole model, but BuiltStages are already parts; pass the whole model"
             )
         if self._ep_size > 1:
             raise ConfigError(
-                f"plan() counts all experts on each rank, and ep_size is {self._ep_size}; plan with ep_size=1"
+                f"plan() assumes all experts on each rank, but ep_size is {self._ep_size}; plan with "
+                "ep_size=1"
             )
         if self._sizes.sp > 1 and batch is None:
             raise ConfigError(
-                f"sp_size {self._sizes.sp}: give plan() a micro-batch of whole sequences, plan(model, run, "
-                "batch); run(model, batch) is given this rank's part of it"
+                f"sp_size {self._sizes.sp}: plan() needs a micro-batch of whole sequences, as plan(model, "
+                "run, batch); it calls run(model, batch) with this rank's part of the batch"
             )
 
         def run_part(model: nn.Module, sequence: SequenceOutline | None) -> torch.Tensor:
@@ -480,7 +482,7 @@ class HybridParallelPlugin(PartsPlugin):
             return model.no_sync()
         if not isinstance(optimizer, LowLevelZeroOptimizer):
             raise ConfigError(
-                "no_sync() has no gradients to keep: the model was boosted without an optimizer"
+                "no_sync() needs an optimizer, which keeps the gradients: the model was boosted without one"
             )
         return optimizer.no_sync()
 

@@ -89,8 +89,8 @@ def choose_data_parallelism(
     if zero_stage == 3:
         if strange := sorted(options.keys() - _CHUNKED - _UPDATED):
             raise ConfigError(
-                f"{', '.join(strange)} with zero_stage=3: chunks are exchanged by GeminiDDP (reduce_dtype, "
-                "gather_bytes, budgets); leave out what it does not have, or choose zero_stage 0, 1 or 2"
+                f"{', '.join(strange)} with zero_stage=3: GeminiDDP exchanges chunks and has other options "
+                "(reduce_dtype, gather_bytes, budgets); leave these out, or choose zero_stage 0, 1 or 2"
             )
         return Chunks(policy, options, strict=not alone)
     strange = sorted(options.keys() - _REPLICATED)
@@ -98,9 +98,9 @@ def choose_data_parallelism(
         strange = ["placement_policy", *strange]
     if strange:
         raise ConfigError(
-            f"{', '.join(strange)} with zero_stage={zero_stage}: each rank has the weights of its part in "
-            "plain memory there, and no chunks to place, to budget or to gather; leave out what speaks of "
-            "them, or choose zero_stage=3 (cpu_offload=True keeps states in CPU memory beside a GPU)"
+            f"{', '.join(strange)} with zero_stage={zero_stage}: each rank keeps the weights of its part in "
+            "plain memory, and has no chunks to place, budget or gather; leave out the options of chunks, "
+            "or choose zero_stage=3 (cpu_offload=True keeps states in CPU memory beside a GPU)"
         )
     return Replicas(zero_stage, options)
 
@@ -133,8 +133,9 @@ class Chunks:
         )
         if optimizer is not None and not isinstance(optimizer, CPUAdam):
             raise ConfigError(
-                f"HybridParallelPlugin updates chunks with our Adam, not {type(optimizer).__name__}: make "
-                "the optimizer gemini.HybridAdam(model.parameters(), ...), or choose zero_stage 0, 1 or 2"
+                "HybridParallelPlugin with zero_stage=3 updates chunks with gemini's Adam, not with "
+                f"{type(optimizer).__name__}; make the optimizer gemini.HybridAdam(model.parameters(), ...), "
+                "or choose zero_stage 0, 1 or 2"
             )
         if optimizer is not None:
             model_options = {"optimizer_rule": "adam", **model_options}
@@ -216,8 +217,8 @@ class Replicas:
         )
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise ConfigError(
-                f"the model is on 'meta', and with zero_stage={self._stage} its weights are in plain memory: "
-                "build it on 'cpu', or choose zero_stage=3, which makes each rank's part from 'meta'"
+                f"the model is on 'meta', but zero_stage={self._stage} needs weights in plain memory; build "
+                "it on 'cpu', or choose zero_stage=3, which makes each rank's part from 'meta'"
             )
         dtype = parse_precision(model_options["mixed_precision"] or "fp32")
 

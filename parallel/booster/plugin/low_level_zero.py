@@ -82,7 +82,10 @@ class LowLevelZeroPlugin(PartsPlugin):
     ) -> None:
         refuse_unknown("LowLevelZeroPlugin", options, _OPTIONS | _OWN)
         if stage == 0:
-            raise ConfigError("stage is 0; here it is stage 1 or 2, and TorchDDPPlugin cuts nothing")
+            raise ConfigError(
+                "stage is 0; LowLevelZeroPlugin takes 1 or 2; use TorchDDPPlugin, which cuts no state, for "
+                "stage 0"
+            )
         parse_precision(precision)
         self._precision = precision
         self._cast_inputs = cast_inputs
@@ -112,7 +115,7 @@ class LowLevelZeroPlugin(PartsPlugin):
         )
         if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
             raise ConfigError(
-                "the model is on 'meta', and every rank of LowLevelZeroPlugin holds the whole of it: build "
+                "the model is on 'meta', but every rank of LowLevelZeroPlugin holds the whole model; build "
                 "it on 'cpu', or use GeminiPlugin"
             )
         model.to(current_device())
@@ -148,6 +151,6 @@ class LowLevelZeroPlugin(PartsPlugin):
         """See :class:`Plugin`."""
         if not isinstance(optimizer, LowLevelZeroOptimizer):
             raise ConfigError(
-                "no_sync() has no gradients to keep: the model was boosted without an optimizer"
+                "no_sync() needs an optimizer, which keeps the gradients: the model was boosted without one"
             )
         return optimizer.no_sync()

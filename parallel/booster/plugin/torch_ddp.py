@@ -100,22 +100,22 @@ class TorchDDPPlugin(Plugin):
 def _check_model(model: nn.Module, precision: Precision | None) -> None:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ConfigError(
-            "the model is on 'meta', and every rank of TorchDDPPlugin holds the whole of it: build it on "
+            "the model is on 'meta', but every rank of TorchDDPPlugin holds the whole model; build it on "
             "'cpu', or use GeminiPlugin"
         )
     if precision is None:
         return
     if precision.name == "fp16_naive":
         raise ConfigError(
-            "TorchDDPPlugin keeps fp32 weights: mixed_precision='fp16_naive' is for GeminiPlugin and "
-            "LowLevelZeroPlugin; use 'fp16' or 'bf16' here"
+            "TorchDDPPlugin keeps fp32 weights, so mixed_precision='fp16_naive' works only with "
+            "GeminiPlugin and LowLevelZeroPlugin; use 'fp16' or 'bf16'"
         )
     half = [
         name for name, param in model.named_parameters() if param.dtype in (torch.float16, torch.bfloat16)
     ]
     if half:
         raise ConfigError(
-            f"mixed_precision={precision.name!r} needs fp32 weights, and {len(half)} parameters (first "
+            f"mixed_precision={precision.name!r} needs fp32 weights, but {len(half)} parameters (first "
             f"{half[0]!r}) are 16-bit; call model.float() first, or leave mixed_precision out"
         )
 

@@ -154,27 +154,29 @@ def _check_model(
 ) -> None:
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ConfigError(
-            "the model is on 'meta', and TorchFSDPPlugin cuts weights that are there: build it on 'cpu', or "
-            "use GeminiPlugin"
+            "the model is on 'meta', but TorchFSDPPlugin cuts existing weights; build it on 'cpu', or use "
+            "GeminiPlugin"
         )
     if precision is not None and precision.name != "bf16":
         raise ConfigError(
-            f"TorchFSDPPlugin has no loss scale: mixed_precision={precision.name!r} is for the other "
-            "plugins; use 'bf16' here"
+            f"TorchFSDPPlugin has no loss scale, which mixed_precision={precision.name!r} needs; use 'bf16', "
+            "or another plugin"
         )
     scalars = [name for name, param in model.named_parameters() if param.dim() == 0]
     if scalars:
         raise ConfigError(
-            f"fully_shard cuts no parameter without dimensions, as {scalars[0]!r} is; give it the shape "
-            "(1,), or use another plugin"
+            f"fully_shard cannot cut {scalars[0]!r}, a parameter without dimensions; give it the shape (1,), "
+            "or use another plugin"
         )
     if optimizer is None:
         return
     if isinstance(optimizer, CPUAdam):
         raise ConfigError(
-            f"{type(optimizer).__name__} updates plain tensors, and fully_shard makes DTensors: make the "
+            f"{type(optimizer).__name__} updates plain tensors, but fully_shard makes DTensors; make the "
             "optimizer torch.optim.AdamW(model.parameters(), ...), or use GeminiPlugin"
         )
     known = {id(param) for param in model.parameters()}
     if any(id(param) not in known for group in optimizer.param_groups for param in group["params"]):
-        raise ConfigError("the optimizer holds a parameter that the model does not have")
+        raise ConfigError(
+            "the optimizer holds a parameter that the model does not have; make it from model.parameters()"
+        )
