@@ -46,9 +46,7 @@ def parse_ranks(text: str) -> int:
     """Return the number of ranks to measure, read from a command line. Raises ConfigError."""
     is_number = text.isascii() and text.isdecimal() and len(text) < 4
     if not (is_number and FEWEST_RANKS <= int(text) <= MOST_RANKS):
-        raise ConfigError(
-            f"--measure-ranks is {text[:20]!r}; {FEWEST_RANKS} to {MOST_RANKS} processes are measured"
-        )
+        raise ConfigError(f"--measure-ranks is {text[:20]!r}; give {FEWEST_RANKS} to {MOST_RANKS} processes")
     return int(text)
 
 

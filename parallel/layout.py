@@ -90,7 +90,7 @@ def _read_tensor(tensor: object) -> tuple[int, str | None, int | None]:
     if tensor is None:
         return 1, None, None
     if not isinstance(tensor, Mapping):
-        raise ConfigError(f"parallel: tensor={tensor!r} says no mode; write for example {_FORMS}")
+        raise ConfigError(f"parallel: tensor={tensor!r} has no mode; write for example {_FORMS}")
     size = _size_of("tensor", tensor, ("mode", "depth"))
     mode = tensor.get("mode")
     if mode is None and size > 1:
@@ -103,7 +103,9 @@ def _read_tensor(tensor: object) -> tuple[int, str | None, int | None]:
     if mode == "2.5d" and depth is None:
         raise ConfigError("parallel: mode '2.5d' needs depth: tensor=dict(size=8, mode='2.5d', depth=2)")
     if mode != "2.5d" and depth is not None:
-        raise ConfigError(f"parallel: depth={depth} belongs to mode '2.5d', and the mode is {mode!r}")
+        raise ConfigError(
+            f"parallel: depth={depth} works only with mode '2.5d', but the mode is {mode!r}; leave depth out"
+        )
     if not _fits(size, mode, depth):
         fitting = [n for n in range(1, 4 * size + 1) if _fits(n, mode, depth)]
         raise ConfigError(

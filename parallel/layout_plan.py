@@ -241,8 +241,8 @@ def _divided(
         if most >= choices.layout.pp:
             raise
         raise ConfigError(
-            f"pp {choices.layout.pp}: the model has {len(units.blocks)} blocks between which it is cut, and "
-            f"each rank takes {choices.chunks} stages of one or more; pp may be 1 to {most}"
+            f"pp {choices.layout.pp}: the model can be cut between {len(units.blocks)} blocks, and each rank "
+            f"takes {choices.chunks} stages of at least one block; choose pp from 1 to {most}"
         ) from error
 
 
@@ -356,8 +356,8 @@ def _measured(
             hook.remove()
     if len(marks) != len(ranges):
         raise ConfigError(
-            f"{len(marks)} of {len(ranges)} stages were begun: blocks run one after another, once each; say "
-            "which with blocks=[...]"
+            f"only {len(marks)} of {len(ranges)} stages started: the blocks must run one after another, once "
+            "each; name them with blocks=[...]"
         )
     mark()
     flops = [after - before for before, after in pairwise(marks)]

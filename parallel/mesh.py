@@ -263,11 +263,11 @@ class Mesh:
         world = dist.get_world_size() if started else 1
         if layout.world_size != world:
             raise ConfigError(
-                f"{layout} is for {layout.world_size} processes, and there are {world}"
+                f"{layout} needs {layout.world_size} processes, but there are {world}"
                 + ("" if started else " (torch.distributed is not initialized: call join_ranks() first)")
             )
         if not started:
-            raise ConfigError("a Mesh needs torch.distributed: call join_ranks() under torchrun first")
+            raise ConfigError("a Mesh needs torch.distributed; call join_ranks() first, under torchrun")
         self.layout = layout
         sizes = tuple(getattr(layout, name) for name in AXES)
         self.device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
@@ -322,7 +322,7 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _trace: object) -> None:
-        self.leave("left the mesh" if kind is None else f"ended with {kind.__name__}: {error}")
+        self.leave("left the mesh" if kind is None else f"failed with {kind.__name__}: {error}")
 
 
 @contextmanager

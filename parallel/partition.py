@@ -21,9 +21,9 @@ def refuse_quantized(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if is_quantized(param):
             raise ConfigError(
-                f"parameter {name!r} is a quantized weight ({type(param).__name__}), and tensor, pipeline "
-                "and sequence parallelism do not divide such models; share the batch among ranks instead "
-                "(ZeRO), or give a base with floating-point weights"
+                f"parameter {name!r} is a quantized weight ({type(param).__name__}), which tensor, pipeline "
+                "and sequence parallelism cannot divide; share the batch among ranks instead (ZeRO), or use "
+                "a base model with floating-point weights"
             )
 
 
@@ -57,7 +57,9 @@ class Cut:
         """Return a copy of the part of ``whole`` that ``rank`` has."""
         index = rank // self.copies
         if tuple(whole.shape) != self.shape:
-            raise ConfigError(f"a tensor of {self.shape} is cut here, and this one has {tuple(whole.shape)}")
+            raise ConfigError(
+                f"this partition cuts a tensor of {self.shape}, but got one of {tuple(whole.shape)}"
+            )
         pieces = []
         for section in whole.split(self.section_numel, self.dim):
             start = min(index * self.piece_numel, self.section_numel)
@@ -127,7 +129,7 @@ class Partition:
         """
         if over is not None and id(param) in self._cuts:
             raise ConfigError(
-                f"experts of shape {tuple(param.shape)} are cut over ranks already; leave them out of "
+                f"experts of shape {tuple(param.shape)} are already cut over ranks; leave them out of "
                 "tp_plan, or leave out ep_size"
             )
         self._cuts[id(param)] = cut

@@ -183,7 +183,9 @@ class ParallelPlan(_Checked):
         if self.layout.world_size > _MOST_RANKS:
             raise ConfigError(f"layout has more than {_MOST_RANKS} ranks")
         if self.layout != Layout(**sizes):
-            raise ConfigError(f"layout cuts tensors in mode {self.layout.mode!r}; a plan has mode 1d alone")
+            raise ConfigError(
+                f"layout cuts tensors in mode {self.layout.mode!r}; a plan supports mode 1d only"
+            )
         for name, choices in (
             ("sp_mode", METHODS),
             ("dtype", DTYPES),
@@ -199,24 +201,24 @@ class ParallelPlan(_Checked):
                 raise ConfigError(f"{name} names a block twice")
         if self.stage_budgets is not None and len(self.stage_budgets) != self.layout.pp:
             raise ConfigError(
-                f"stage_budgets are {len(self.stage_budgets)}, and layout.pp is {self.layout.pp}"
+                f"stage_budgets has {len(self.stage_budgets)} entries, but layout.pp is {self.layout.pp}"
             )
         if len(self.predicted.ranks) != self.layout.pp:
             raise ConfigError(
-                f"predicted.ranks are {len(self.predicted.ranks)}, and layout.pp is {self.layout.pp}"
+                f"predicted.ranks has {len(self.predicted.ranks)} entries, but layout.pp is {self.layout.pp}"
             )
 
     def _check_stages(self) -> None:
         pp, each = self.layout.pp, self.stages_per_rank
         if pp == 1 and each != 1:
-            raise ConfigError(f"stages_per_rank is {each}, and layout.pp is 1: there is one stage")
+            raise ConfigError(f"stages_per_rank is {each}, but layout.pp is 1, which makes one stage")
         if pp * each > _MOST_RANKS:
             raise ConfigError(f"there are more than {_MOST_RANKS} stages")
         ranks_of_stages(self.schedule, pp, 2 if self.schedule in ("zbv", "dualpipev") and pp == 1 else each)
         if len(self.begins) != pp * each - 1:
             raise ConfigError(
-                f"begins are {len(self.begins)} names; {pp * each} stages need {pp * each - 1}, the first "
-                "one begins with the first block"
+                f"begins has {len(self.begins)} names, but {pp * each} stages need {pp * each - 1}: the "
+                "first stage begins with the first block"
             )
 
     @property
@@ -237,7 +239,7 @@ class ParallelPlan(_Checked):
         """Write the file that :meth:`load` reads. Raises IoError; ConfigError for a plan too large for it."""
         text = json.dumps({KEY: str(FORMAT), **self.to_json()}, indent=2) + "\n"
         if len(text) > _MAX_BYTES:
-            raise ConfigError(f"the plan takes {len(text)} bytes; a file of one has {_MAX_BYTES} at most")
+            raise ConfigError(f"the plan takes {len(text)} bytes, but a plan file has at most {_MAX_BYTES}")
         write_text(Path(path), text, "write the plan")
 
     @classmethod
@@ -299,7 +301,7 @@ class ParallelPlan(_Checked):
         wrong = []
         if world_size != self.world_size:
             sizes = " x ".join(f"{name} {getattr(self.layout, name)}" for name in _AXES)
-            wrong.append(f"it is for {self.world_size} ranks ({sizes}), and there are {world_size}")
+            wrong.append(f"it is for {self.world_size} ranks ({sizes}), but there are {world_size}")
         known = {name for name, _ in model.named_modules()}
         for name, what in (
             (self.begins, "stages begin with"),
@@ -307,16 +309,16 @@ class ParallelPlan(_Checked):
         ):
             if missing := [each for each in name if each not in known]:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                wrong.append(f"{what} {_repr(missing[0])}{more}, and the model has no such module")
+                wrong.append(f"{what} {_repr(missing[0])}{more}, but the model has no such module")
         if (found := fingerprint(model)) != self.model:
             wrong.append(
-                f"it is of a model with the fingerprint {_repr(self.model)}, and this one's is {found!r} (of "
-                "the names, shapes, types and requires_grad of its parameters)"
+                f"it was made for a model with the fingerprint {_repr(self.model)}, but this one has "
+                f"{found!r} (of the names, shapes, types and requires_grad of its parameters)"
             )
         if wrong:
             raise ConfigError(
-                f"the plan does not fit: {'; '.join(wrong)}{_newer(self.version)}. Plan again for what is "
-                "here, or run it with what it was made for"
+                f"the plan does not fit: {'; '.join(wrong)}{_newer(self.version)}. Make a new plan for this "
+                "model and these ranks, or run the plan with the model and ranks that it was made for"
             )
 
     def plugin_options(self) -> dict[str, Any]:
@@ -364,7 +366,7 @@ class ParallelPlan(_Checked):
         cut += [f"ZeRO {self.zero_stage}"] if self.zero_stage < 3 and self.layout.dp > 1 else []
         if cut:
             raise ConfigError(
-                f"{called} has whole models in chunks (ZeRO 3), and the plan says {', '.join(cut)}: run it "
+                f"{called} keeps whole models in chunks (ZeRO 3), but the plan says {', '.join(cut)}; run it "
                 "with HybridParallelPlugin(plan=...)"
             )
         options = replace(self, zero_stage=3).budget_options()
@@ -383,8 +385,8 @@ class ParallelPlan(_Checked):
         ]
         if wrong:
             raise ConfigError(
-                f"{', '.join(wrong)}: a plan is run as it is; leave these out, or run without plan= what "
-                "you choose yourself"
+                f"{', '.join(wrong)}: a plan already sets these; leave them out, or leave out plan= and "
+                "choose them yourself"
             )
         return {**options, **given}
 
@@ -493,7 +495,7 @@ def _made(kind: Any, value: object) -> Any:
     """
     names = _AXES if kind is Layout else tuple(_hints(kind))
     if not isinstance(value, dict):
-        raise ConfigError(f"it is {_repr(value)} and no object with {', '.join(names)}")
+        raise ConfigError(f"it is {_repr(value)}, but must be an object with {', '.join(names)}")
     if unknown := [name for name in value if name not in names]:
         raise ConfigError(f"it has the unknown field {_repr(unknown[0])}; its fields are {', '.join(names)}")
     optional = [each.name for each in fields(kind) if each.default is None]

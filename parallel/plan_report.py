@@ -80,12 +80,12 @@ def _settings(plan: Document) -> Iterator[str]:
     )
     if layout["pp"] > 1:
         yield f"  schedule: {plan['schedule']}, stages on each rank: {plan['stages_per_rank']}"
-        yield f"  stages behind the first one begin with: {_named(plan['begins'])}"
-    yield f"  computed again in backward: {_named(plan['recompute']) or 'nothing'}"
+        yield f"  stages after the first begin with: {_named(plan['begins'])}"
+    yield f"  recomputed in backward: {_named(plan['recompute']) or 'nothing'}"
     if groups := plan.get("groups"):
         yield f"  in groups that keep one input: {_named([_grouped(each) for each in groups])}"
     if plan.get("activation_offload"):
-        yield "  activations below DEVICE: as far as they must"
+        yield "  activations may leave DEVICE when memory is short"
     if plan.get("stage_budgets") is None:
         yield f"  budgets of each rank: {_budgets(budgets)}"
     for rank, own in enumerate(plan.get("stage_budgets") or ()):
@@ -109,13 +109,13 @@ def _reason(plan: Document) -> Iterator[str]:
         more, verb = next_best / seconds - 1, "takes" if measured is None else "took"
         yield f"  the next best, {others[0]['settings']}, {verb} {next_best:.4g} s ({more:+.1%})"
     elif not plan["runners_up"]:
-        yield "  no other settings were found that would do"
+        yield "  no other settings fit"
 
 
 def _seconds(plan: Document) -> Iterator[str]:
     total, parts = plan["predicted"]["step_seconds"], plan["predicted"]["seconds"]
     if parts:
-        yield "Where the seconds of a step go (what overlaps counts in each):"
+        yield "Where the time of a step goes (parts that overlap are both counted):"
     for name, seconds in sorted(parts.items(), key=lambda each: -each[1]):
         share = f" ({seconds / total:.0%})" if total > 0 else ""
         yield f"  {name}: {seconds:.4g} s{share}"
@@ -141,7 +141,7 @@ def _runners_up(plan: Document) -> Iterator[str]:
     if plan["runners_up"]:
         yield "Runners-up:"
     for each in plan["runners_up"]:
-        took = "" if each["measured_seconds"] is None else f", {each['measured_seconds']:.4g} s when run"
+        took = "" if each["measured_seconds"] is None else f", measured {each['measured_seconds']:.4g} s"
         yield f"  {each['settings']}: {each['step_seconds']:.4g} s a step{took}; {each['why']}"
 
 

@@ -29,8 +29,8 @@ def find_pretrained(model: nn.Module) -> Any:
     found = pretrained_in(model)
     if len(found) > 1:
         raise ConfigError(
-            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), and parts "
-            "of sequences are for one; leave sp_size at 1"
+            f"{type(model).__name__} has {len(found)} models of transformers ({', '.join(found)}), but a "
+            "sequence can be cut for one model only; set sp_size=1"
         )
     return next(iter(found.values()), None)
 

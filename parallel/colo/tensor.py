@@ -43,7 +43,8 @@ class ShardSpec:
         object.__setattr__(self, "num_partitions", tuple(self.num_partitions))
         if len(self.dims) != 1 or len(self.num_partitions) != 1:
             raise ConfigError(
-                f"{self}: a tensor is cut along one dimension; write ShardSpec([-1], [pg.tp_world_size()])"
+                f"{self}: a tensor is cut along one dimension only; write ShardSpec([-1], "
+                "[pg.tp_world_size()])"
             )
 
     @property
@@ -95,8 +96,8 @@ class ProcessGroup:
         if not fitting:
             every = ", ".join(f"tp {n} x dp {world // n}" for n in range(1, world + 1) if world % n == 0)
             raise ConfigError(
-                f"ProcessGroup(tp_degree={tp_degree}, dp_degree={dp_degree}) over {world} processes; it may "
-                f"be {every}"
+                f"ProcessGroup(tp_degree={tp_degree}, dp_degree={dp_degree}) does not fit {world} processes; "
+                f"choose {every}"
             )
         tp, dp = fitting[0]  # by default tp = 1: tensors are whole
         self.layout = Layout(dp=dp, tp=tp)
@@ -146,7 +147,7 @@ class ColoTensorSpec:
 def check_parts(spec: DistSpec, group: ProcessGroup) -> None:
     """Raise ConfigError unless the spec has one part for each process."""
     if isinstance(spec, ShardSpec) and spec.num_partitions[0] != group.tp_world_size():
-        raise ConfigError(f"{spec}: {group} has {group.tp_world_size()} parts of a tensor")
+        raise ConfigError(f"{spec}: {group} cuts a tensor into {group.tp_world_size()} parts")
 
 
 class ColoTensor(torch.Tensor):
@@ -246,7 +247,8 @@ class ColoTensor(torch.Tensor):
             return
         if self.process_group.tp_world_size() > 1:
             raise ConfigError(
-                f"the tensor lies over {self.process_group}; make one over {group} of its whole"
+                f"the tensor is laid out over {self.process_group}; make one over {group} from its whole "
+                "value"
             )
         held, mesh = self._held, group.tp_mesh
         whole = held.to_local() if isinstance(held, DTensor) else held
@@ -286,7 +288,9 @@ class ColoTensor(torch.Tensor):
         inner_args, inner_kwargs = tree_map(opened, (tuple(args), dict(kwargs or {})))
         group = groups[0]
         if any(other.layout != group.layout for other in groups):
-            raise ConfigError(f"tensors over {group} and over {groups[-1]} meet in one operator")
+            raise ConfigError(
+                f"one operator got tensors over {group} and over {groups[-1]}; make them over one group"
+            )
         mesh = group.tp_mesh
         inner_args, inner_kwargs = tree_map(spread, (inner_args, inner_kwargs))
         return tree_map(closed, func(*inner_args, **inner_kwargs))
@@ -300,7 +304,7 @@ def _placement(spec: DistSpec, num_dims: int) -> Placement:
     if isinstance(spec, ReplicaSpec):
         return Replicate()
     if not -num_dims <= spec.dim < num_dims:
-        raise ConfigError(f"{spec}: the tensor has {num_dims} dimensions")
+        raise ConfigError(f"{spec}: the tensor has only {num_dims} dimensions")
     return Shard(spec.dim % num_dims)
 
 

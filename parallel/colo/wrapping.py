@@ -72,7 +72,9 @@ def _common_group(model: nn.Module) -> ProcessGroup | None:
             found.setdefault(str(param.process_group), param.process_group)
     shared = {key: group for key, group in found.items() if group.tp_world_size() > 1}
     if len(shared) > 1:
-        raise ConfigError(f"parameters of one model lie over {' and '.join(shared)}; give all the same group")
+        raise ConfigError(
+            f"parameters of one model lie over {' and '.join(shared)}; give all of them the same group"
+        )
     return next(iter((shared or found).values()), None)
 
 
@@ -90,27 +92,24 @@ def _style_of(name: str, module: nn.Module) -> Style | None:
     for param in params.values():
         if param.compute_spec is not None and param.compute_spec.compute_pattern is not ComputePattern.TP1D:
             raise ConfigError(
-                f"{what}: {param.compute_spec.compute_pattern} is for layers of gemini.parallel.tensor.nn; "
-                "take those, or ComputePattern.TP1D"
+                f"{what}: {param.compute_spec.compute_pattern} works only for layers of "
+                "gemini.parallel.tensor.nn; use those, or ComputePattern.TP1D"
             )
     weight = params.get("weight")
     if weight is None:
-        raise ConfigError(f"{what}: it is cut by its weight, and that one is whole; {_WAY_OUT}")
+        raise ConfigError(f"{what}: a layer is cut by its weight, but the weight is whole; {_WAY_OUT}")
     dim = weight.dist_spec.dim % weight.dim() if isinstance(weight.dist_spec, ShardSpec) else 0
     gathers = weight.compute_spec is None or weight.compute_spec.output_replicate
     if isinstance(module, nn.Embedding):
         return EmbeddingColumns(gathers=gathers) if dim == 1 else Vocabulary()
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     if not isinstance(module, nn.Linear) and not is_conv1d:
-        raise ConfigError(
-            f"{what}: no style cuts it; there are those for Linear, transformers' Conv1D and Embedding; "
-            f"{_WAY_OUT}"
-        )
+        raise ConfigError(f"{what}: only Linear, transformers' Conv1D and Embedding can be cut; {_WAY_OUT}")
     by_outputs = dim == (1 if is_conv1d else 0)
     has_bias = getattr(module, "bias", None) is not None
     if has_bias and ("bias" in params) != by_outputs:
         raise ConfigError(
-            f"{what}: by its {'outputs' if by_outputs else 'inputs'} the weight is cut and the bias is "
+            f"{what}: the weight is cut by its {'outputs' if by_outputs else 'inputs'}, so the bias must be "
             f"{'cut, too' if by_outputs else 'whole'}"
         )
     if by_outputs:

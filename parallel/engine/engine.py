@@ -62,7 +62,9 @@ class Engine:
     def optimizer(self) -> Any:
         """The boosted optimizer. Raises ConfigError if there is none."""
         if self._optimizer is None:
-            raise ConfigError("the engine has no optimizer and can only evaluate: give initialize() one")
+            raise ConfigError(
+                "the engine has no optimizer and can only evaluate; pass one to initialize() to train"
+            )
         return self._optimizer
 
     @property

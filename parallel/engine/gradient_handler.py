@@ -136,7 +136,7 @@ def make_handlers(
         options = {key: value for key, value in entry.items() if key != "type"}
         kind = GRADIENT_HANDLER.get_module(entry["type"])
         if not issubclass(kind, BaseGradientHandler):
-            raise ConfigError(f"{kind.__name__} must be made from BaseGradientHandler")
+            raise ConfigError(f"{kind.__name__} must be a subclass of BaseGradientHandler")
         if issubclass(kind, DataParallelGradientHandler):
             options.setdefault("process_group", group)
         handlers.append(kind(model, optimizer, **options))

@@ -67,8 +67,8 @@ class Features:
         if handlers and (zero is not None or casts):
             what = "zero" if zero is not None else "AMP_TYPE.NAIVE"
             raise ConfigError(
-                f"config: gradient handlers share whole gradients, and {what} shares them itself, in parts; "
-                "leave one of them out"
+                f"config: gradient handlers reduce whole gradients, but {what} cuts gradients and reduces "
+                "the parts itself; leave one of them out"
             )
         accumulation, clip = config.get("gradient_accumulation"), config.get("clip_grad_norm")
         return cls(precision, casts, zero, accumulation or 1, float(clip or 0.0), handlers)
@@ -116,7 +116,7 @@ def initialize(
     features = Features.read(said)
     if global_context.sequence_parallel_size > 1:
         raise ConfigError(
-            "parallel: an engine has no parts of sequences; they go through Booster and "
+            "parallel: an engine does not support sequence parallelism; use Booster with "
             "HybridParallelPlugin(sp_size=...)"
         )
     divides = global_context.layout.ep > 1
@@ -126,13 +126,13 @@ def initialize(
         else:
             plugin = choose_plugin(features, parts_of(model))
     elif features.zero is not None:
-        raise ConfigError("config: zero says how to train, and so does plugin=; give one of them")
+        raise ConfigError("config: zero and plugin= both choose how to train; give one of them")
     in_stages = isinstance(plugin, HybridParallelPlugin) and (plugin.pp_size > 1 or not divides)
     if isinstance(criterion, MoeLoss):
         if in_stages:
             raise ConfigError(
-                "MoeLoss does not go with HybridParallelPlugin: a stage does not see the losses of routers "
-                "in other stages. Use the loss function itself, and MoeLayer(..., aux_weight=0.01)"
+                "MoeLoss does not work with HybridParallelPlugin: a stage does not see the losses of "
+                "routers in other stages; use the loss function itself, and MoeLayer(..., aux_weight=0.01)"
             )
         criterion.bind(model)
     booster = Booster(features.precision, plugin)
@@ -178,8 +178,8 @@ def choose_plugin(features: Features, parts: Partition | None) -> Plugin:
         return GeminiPlugin(process_group=group, **{"mixed_precision": "fp16", **options})
     if model_ranks is not None:
         raise ConfigError(
-            f"config: zero has stage {stage}, and the layers of the model are cut over ranks: only stage 3 "
-            "goes with them; write zero=dict(stage=3)"
+            f"config: zero has stage {stage}, but the layers of the model are cut over ranks, which works "
+            "only with stage 3; write zero=dict(stage=3)"
         )
     precision = {} if features.casts else {"precision": "fp16"}
     return LowLevelZeroPlugin(stage, dp_process_group=group, **{**precision, **options})
@@ -194,11 +194,11 @@ def choose_with_experts(features: Features, parts: Partition | None) -> Plugin:
     options = dict(features.zero or {})
     stage = options.pop("stage", 0 if features.zero is None else 1)
     for is_there, what in (
-        (parts is not None, "layers over the ranks of tensor parallelism; write tensor=dict(size=1)"),
+        (parts is not None, "layers cut by tensor parallelism; write tensor=dict(size=1)"),
         (bool(others), f"{', '.join(others)}; use MoeGradientHandler, or no gradient handler"),
     ):
         if is_there:
-            raise ConfigError(f"config: experts divided among {ep} ranks do not go with {what}")
+            raise ConfigError(f"config: experts divided among {ep} ranks do not work with {what}")
     if stage == 0:
         return HybridParallelPlugin(zero_stage=0, ep_size=ep)
     if stage == 3:
@@ -221,19 +221,28 @@ def choose_stages(
     """
     layout, is_built = global_context.layout, isinstance(model, BuiltStages)
     for is_there, what in (
-        (bool(features.handlers), "gradient handlers: stages share gradients themselves"),
+        (
+            bool(features.handlers),
+            "gradient handlers, as stages reduce gradients themselves; leave gradient_handler out",
+        ),
         (
             not is_built and parts_of(model) is not None,
-            "layers over launched ranks: give it an ordinary model, whose layers it cuts itself",
+            (
+                "layers that are already cut over ranks; pass an ordinary model, and the pipeline cuts its "
+                "layers"
+            ),
         ),
-        (layout.mode not in (None, "1d"), f"tensor parallelism in mode {layout.mode!r}: write mode='1d'"),
+        (layout.mode not in (None, "1d"), f"tensor parallelism in mode {layout.mode!r}; write mode='1d'"),
         (
             features.precision is not None and not features.casts,
-            "autocast, whose types a stage does not tell the next one: write fp16=dict(mode=AMP_TYPE.NAIVE)",
+            (
+                "autocast, because a stage does not tell the next one its types; write "
+                "fp16=dict(mode=AMP_TYPE.NAIVE)"
+            ),
         ),
     ):
         if is_there:
-            raise ConfigError(f"config: a pipeline of {layout.pp} stages does not go with {what}")
+            raise ConfigError(f"config: a pipeline of {layout.pp} stages does not work with {what}")
     options = dict(features.zero or {})
     chunks = model.num_chunks if isinstance(model, BuiltStages) else config.get("NUM_CHUNKS") or 1
     stage = options.pop("stage", 3 if isinstance(optimizer, CPUAdam) and layout.ep == 1 else 0)

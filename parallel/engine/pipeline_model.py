@@ -34,8 +34,8 @@ def build_pipeline_model(model: nn.Sequential, num_chunks: int = 1, verbose: boo
     """
     if not isinstance(model, nn.Sequential):
         raise ConfigError(
-            f"build_pipeline_model() cuts an nn.Sequential, and the model is a {type(model).__name__}: "
-            "take PipelinableContext, or give initialize() the whole model, which cuts it"
+            f"build_pipeline_model() cuts an nn.Sequential, but the model is a {type(model).__name__}; use "
+            "PipelinableContext, or pass the whole model to initialize(), which cuts it"
         )
     return _own_stretch(list(model), num_chunks, "layer", verbose)
 
@@ -85,7 +85,7 @@ def _layers_of(config: Any) -> list[nn.Module]:
     if isinstance(config, (str, os.PathLike)):
         said = read_config(config)
         if "model" not in said:
-            raise ConfigError(f"{config} has no model: write model = dict(type='MyModel', ...) into it")
+            raise ConfigError(f"{config} has no model; add model = dict(type='MyModel', ...) to it")
         config = said["model"]
     if isinstance(config, Mapping):
         model = _build(MODELS, config)
@@ -94,8 +94,8 @@ def _layers_of(config: Any) -> list[nn.Module]:
         config = getattr(model, "layers_cfg", None)
         if config is None:
             raise ConfigError(
-                f"{type(model).__name__} is no nn.Sequential and has no layers_cfg: give it a list of "
-                "dict(type=...) of its layers, in the order in which they run"
+                f"{type(model).__name__} is no nn.Sequential and has no layers_cfg; give it a list of "
+                "dict(type=...), one for each layer in the order of the forward pass"
             )
     return [_build(LAYERS, entry) for entry in config]
 
@@ -103,7 +103,9 @@ def _layers_of(config: Any) -> list[nn.Module]:
 def _build(registry: Registry, entry: Any) -> nn.Module:
     """Return an object of the class that ``entry`` names, made with its other items."""
     if not isinstance(entry, Mapping) or "type" not in entry:
-        raise ConfigError(f"{entry!r} describes no module: write dict(type='Linear', in_features=8, ...)")
+        raise ConfigError(
+            f"{entry!r} does not describe a module; write dict(type='Linear', in_features=8, ...)"
+        )
     arguments = dict(entry)
     kind = arguments.pop("type")
     if isinstance(kind, str):

@@ -25,7 +25,7 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (list, tuple)):
         return batch, None
     if not batch:
-        raise ConfigError("the data loader gave an empty batch: it must give (data, label), or data")
+        raise ConfigError("the data loader returned an empty batch; it must return (data, label), or data")
     if len(batch) == 2:
         return batch[0], batch[1]
     return batch[0], tuple(batch[1:]) or None
@@ -167,7 +167,7 @@ class NonPipelineSchedule(BaseSchedule):
             if return_loss or not forward_only:
                 if engine.criterion is None:
                     raise ConfigError(
-                        "a loss needs a criterion: give one to initialize(), or return_loss=False"
+                        "a loss needs a criterion; pass one to initialize(), or return_loss=False"
                     )
                 loss = call_criterion(engine.criterion, output, label)
         if not forward_only:
@@ -207,7 +207,7 @@ class PipelineSchedule(BaseSchedule):
         """
         data, label = self.load_batch(data_iter)
         if engine.criterion is None and (return_loss or not forward_only):
-            raise ConfigError("a loss needs a criterion: give one to initialize(), or return_loss=False")
+            raise ConfigError("a loss needs a criterion; pass one to initialize(), or return_loss=False")
         share = 1.0 if forward_only else 1 / engine.accumulation
 
         def loss_of(output: Any, micro_batch: Any) -> Any:

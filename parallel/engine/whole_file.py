@@ -84,16 +84,18 @@ def load_checkpoint(
         try:
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            raise CheckpointError(f"{path} is no file of save_checkpoint: {error}") from error
+            raise CheckpointError(f"{path} was not written by save_checkpoint: {error}") from error
         if not isinstance(found, dict) or not {"epoch", "model"} <= found.keys():
             raise CheckpointError(
-                f"{path} is no file of save_checkpoint, which has epoch and model: load the state dict of a "
-                "model with model.load_state_dict(torch.load(file))"
+                f"{path} was not written by save_checkpoint: it lacks epoch or model; load the state dict of "
+                "a model with model.load_state_dict(torch.load(file))"
             )
         wanted = {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
         lacking = [key for key, value in wanted.items() if value is not None and key not in found]
         if lacking:
-            raise CheckpointError(f"{path} has no {', '.join(lacking)}; pass it to save_checkpoint")
+            raise CheckpointError(
+                f"{path} has no {', '.join(lacking)}; pass it to save_checkpoint when you save"
+            )
         return dict(found)
 
     content = Ranks().together(read)
@@ -114,9 +116,10 @@ def _refuse_stages(what: str, model: nn.Module) -> None:
     in_stages = global_context.pipeline_parallel_size > 1 or has_parts
     if in_stages or divided_experts(model) is not None:
         raise ConfigError(
-            f"{what}: other ranks have {'stages' if in_stages else 'experts'} of the model, and this is one "
-            "file of the whole: take engine.booster.save_model(engine.model, directory) and load_model, "
-            "which know all of them, and save_optimizer and load_optimizer for its states"
+            f"{what} handles one file of the whole model, but other ranks have "
+            f"{'stages' if in_stages else 'experts'} of it; use engine.booster.save_model(engine.model, "
+            "directory) and load_model, which handle all parts, and save_optimizer and load_optimizer for "
+            "the optimizer's states"
         )
 
 

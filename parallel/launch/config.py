@@ -56,7 +56,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> Co
     _warn_of_near_ones(entries)
     if entries.get("fp16") is not None and entries.get("zero") is not None:
         raise ConfigError(
-            "config: fp16 and zero exclude each other: zero computes in 16 bits itself; leave fp16 out"
+            "config: fp16 and zero exclude each other: zero computes in 16 bits by itself; leave fp16 out"
         )
     return Config(entries)
 
@@ -83,8 +83,8 @@ def _run(path: Path) -> dict[str, Any]:
     except Exception as error:
         way_out = ""
         if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "colossalai":
-            way_out = "; change its import root to gemini.compat, as that of the program (docs/compat.md)"
-        raise ConfigError(f"config: {path} ends with {type(error).__name__}: {error}{way_out}") from error
+            way_out = "; change its import root to gemini.compat, like that of the program (docs/compat.md)"
+        raise ConfigError(f"config: {path} failed with {type(error).__name__}: {error}{way_out}") from error
     return {
         name: value
         for name, value in found.items()
@@ -164,5 +164,7 @@ def _warn_of_near_ones(entries: Mapping[str, Any]) -> None:
         if near:
             meant = by_letters[near[0]]
             logger.warning(
-                "config: %r is a name of the program's own; if %s was meant, write that", name, meant
+                "config: %r is not a reserved name and is left to the program; if you meant %s, write that",
+                name,
+                meant,
             )

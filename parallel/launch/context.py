@@ -135,7 +135,7 @@ class GlobalContext:
         """
         found = self._find(mode)
         if found is None:
-            raise ConfigError(f"{mode} has no groups in {self.layout}; ask is_initialized({mode}) first")
+            raise ConfigError(f"{mode} has no groups in {self.layout}; call is_initialized({mode}) first")
         return found.handle
 
     def is_first_rank(self, mode: Enum | str) -> bool:
@@ -206,7 +206,7 @@ class GlobalContext:
 
     def _launched(self) -> _Launch:
         if self._run is None:
-            raise StateError("there is no run yet: call gemini.parallel.launch.launch(...) first")
+            raise StateError("no run has been launched; call gemini.parallel.launch.launch(...) first")
         return self._run
 
     def _find(self, mode: Enum | str) -> Group | None:
@@ -215,8 +215,8 @@ class GlobalContext:
         groups = {} if self._run is None else self._run.groups
         if key not in groups and key not in {known.value for known in ParallelMode}:
             raise ConfigError(
-                f"there are no groups {key!r}; there are {', '.join(groups) or 'none before launch()'}. A "
-                "program's own are made by a ProcessGroupInitializer"
+                f"there are no groups {key!r}; there are {', '.join(groups) or 'none before launch()'}. Make "
+                "your own with a ProcessGroupInitializer"
             )
         return groups.get(key)
 
@@ -242,7 +242,7 @@ def _read_parallel(config: Config, world_size: int) -> tuple[Layout, ProcessGrou
     cls = DIST_GROUP_INITIALIZER.get_module(INITIALIZER_MAPPING[mode])
     made = cls(dist.get_rank(), world_size, config, layout.dp, layout.pp, layout.tp, **extra)
     if not isinstance(made, ProcessGroupInitializer):
-        raise ConfigError(f"{cls.__name__} must be made from ProcessGroupInitializer")
+        raise ConfigError(f"{cls.__name__} must be a subclass of ProcessGroupInitializer")
     return layout, made
 
 
@@ -255,7 +255,7 @@ def _add_own(run: _Launch, initializer: ProcessGroupInitializer) -> None:
         if len(set(members)) != len(members) or not set(members) <= set(range(world)):
             raise ConfigError(
                 f"{type(initializer).__name__}: the groups of {key!r} are {lists}; each of the ranks 0 to "
-                f"{world - 1} may be in one of them"
+                f"{world - 1} may be in at most one of them"
             )
         for ranks in lists:
             made = dist.new_group(ranks)  # collective over all processes, for every group

@@ -107,11 +107,11 @@ def priority_execution(
     rank = dist.get_rank(process_group) if _is_group() else 0
     size = dist.get_world_size(process_group) if _is_group() else 1
     if not 0 <= executor_rank < size:
-        raise ConfigError(f"executor_rank is {executor_rank}; there are the ranks 0 to {size - 1}")
+        raise ConfigError(f"executor_rank is {executor_rank}; the ranks are 0 to {size - 1}")
     if rank != executor_rank:
         failure = _said("", process_group)[executor_rank]
         if failure:
-            raise StateError(f"rank {executor_rank}, which goes first, has failed: {failure}")
+            raise StateError(f"rank {executor_rank}, which runs the block first, failed: {failure}")
         yield
         return
     try:

@@ -51,5 +51,7 @@ def key_of(mode: Enum | str) -> str:
     """Return the text for a kind of groups."""
     key = mode.value if isinstance(mode, Enum) else mode
     if not isinstance(key, str):
-        raise ConfigError(f"{mode!r} is no kind of groups; pass a ParallelMode, or the text of your own")
+        raise ConfigError(
+            f"{mode!r} is no kind of groups; pass a ParallelMode, or the name of your own groups"
+        )
     return key

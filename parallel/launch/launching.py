@@ -40,13 +40,13 @@ class Place:
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size or self.local_rank < 0:
             raise ConfigError(
-                f"rank {self.rank} (local {self.local_rank}) of world_size {self.world_size}: ranks are 0 to "
-                "world_size - 1"
+                f"rank {self.rank} (local {self.local_rank}) of world_size {self.world_size} is impossible; "
+                "ranks are 0 to world_size - 1"
             )
         if self.world_size > 1 and (self.host is None or self.port is None):
             raise ConfigError(
-                f"{self.world_size} processes meet at host and port of the first one, here {self.host!r} and "
-                f"{self.port!r}; pass both: launch(..., host='10.0.0.1', port=29500)"
+                f"{self.world_size} processes connect to host and port of rank 0, but host is {self.host!r} "
+                f"and port {self.port!r}; pass both: launch(..., host='10.0.0.1', port=29500)"
             )
         if self.port is not None and not 0 < self.port < 2**16:
             raise ConfigError(f"port is {self.port}; ports are 1 to 65535")
@@ -81,7 +81,7 @@ class Launcher:
         if rank is None or world_size is None:
             missing = self.rank if rank is None else self.world_size
             raise ConfigError(
-                f"{self.name} has started this process but {' or '.join(missing)} is not set; start it with "
+                f"{self.name} started this process, but {' or '.join(missing)} is not set; start it with "
                 f"{self.name}, or call launch(rank=..., world_size=..., host=..., port=...)"
             )
         return Place(rank, world_size, _read(environ, self.local_rank) or 0, host, parse_port(port))
@@ -217,13 +217,15 @@ def get_default_parser() -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", help="path of the configuration, a Python file")
-    parser.add_argument("--host", help="where the first process listens")
-    parser.add_argument("--port", type=int, help="the port it listens at")
-    parser.add_argument("--world_size", "--world-size", type=int, help="how many processes there are")
-    parser.add_argument("--rank", type=int, help="which of them this one is")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="which one of its machine")
+    parser.add_argument("--host", help="name or address of the host of rank 0, where all processes connect")
+    parser.add_argument("--port", type=int, help="TCP port on that host")
+    parser.add_argument("--world_size", "--world-size", type=int, help="number of processes")
+    parser.add_argument("--rank", type=int, help="rank of this process, from 0")
     parser.add_argument(
-        "--backend", default="nccl", help="of torch.distributed (default: nccl, gloo without GPUs)"
+        "--local_rank", "--local-rank", type=int, help="number of this process on its machine, from 0"
+    )
+    parser.add_argument(
+        "--backend", default="nccl", help="backend of torch.distributed (default: nccl, gloo without GPUs)"
     )
     return parser
 
@@ -276,8 +278,8 @@ def _check_same(place: Place | None) -> None:
     have = (dist.get_rank(), dist.get_world_size())
     if place is not None and place != Place() and (place.rank, place.world_size) != have:
         raise ConfigError(
-            f"this process is rank {have[0]} of {have[1]} already, and was asked to be rank {place.rank} of "
-            f"{place.world_size}; call shutdown() first"
+            f"this process is already rank {have[0]} of {have[1]}, and the call asks for rank {place.rank} "
+            f"of {place.world_size}; call shutdown() first"
         )
 
 
@@ -290,7 +292,11 @@ def _usable(backend: str | None, place: Place) -> str | None:
     gpus = torch.accelerator.device_count() if cuda_available() else 0
     if gpus >= here:
         return backend
-    logger.warning("backend 'nccl' needs a GPU for each process: %d for %d; 'gloo' is used", gpus, here)
+    logger.warning(
+        "backend 'nccl' needs a GPU for each process, but there are %d GPUs for %d processes; using 'gloo'",
+        gpus,
+        here,
+    )
     return "gloo"
 
 

@@ -35,7 +35,7 @@ def directory_of_job() -> Iterator[Path]:
             yield directory
     except _RanksSignalled as ended:
         signal.raise_signal(ended.number)
-        raise StateError(f"{signal.Signals(ended.number).name} has ended the ranks") from None
+        raise StateError(f"the ranks were ended by {signal.Signals(ended.number).name}") from None
 
 
 class _RanksSignalled(BaseException):

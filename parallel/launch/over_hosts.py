@@ -60,7 +60,7 @@ def read_hostfile(path: Path) -> list[str]:
 def parse_hosts(text: str, option: str) -> list[str]:
     """Return the hosts of a comma-separated list, each once. Raises ConfigError for an invalid name."""
     names = [name.strip() for name in text.split(",")]
-    found = dict.fromkeys(_checked(name, option, "give names with commas between them") for name in names)
+    found = dict.fromkeys(_checked(name, option, "separate names with commas") for name in names)
     return _each_once(found, option)
 
 
@@ -106,8 +106,8 @@ def first_to_listen(
         ordered.insert(0, named[0])
     if len(ordered) > 1 and is_loopback(address):
         raise ConfigError(
-            f"{len(ordered)} machines meet at {address}, which each of them takes for itself; give "
-            "--master-addr the name or address of the first one as the others see it"
+            f"{len(ordered)} machines connect to {address}, but this address means a different machine on "
+            "each of them; set --master-addr to a name or address of the first one that the others can reach"
         )
     return ordered, address
 
@@ -150,7 +150,7 @@ def _each_once(names: Iterable[str], where: str) -> list[str]:
         other = first.setdefault(address_of(name), name)
         if other != name:
             raise ConfigError(
-                f"{where} names {address_of(name)} twice, as {other} and as {name}; leave one of them out"
+                f"{where} names {address_of(name)} twice, as {other} and as {name}; leave one out"
             )
     return list(names)
 
@@ -266,8 +266,8 @@ class _Job:
         if code == _NOT_CONNECTED and not self.local:
             return Ended(1, f"the connection to {self.host} was lost")
         if code < 0:
-            return Ended(128 - code, f"what ran on {self.host} was ended by {signal.Signals(-code).name}")
-        return Ended(code, f"{self.host} has failed with exit code {code}" if code else "")
+            return Ended(128 - code, f"the program on {self.host} was ended by {signal.Signals(-code).name}")
+        return Ended(code, f"{self.host} failed with exit code {code}" if code else "")
 
 
 def obey_stdin() -> None:
@@ -298,17 +298,17 @@ def _require_reached(jobs: Sequence[_Job]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            problems.append(f"{job.host} does not answer over ssh within {_CHECK_SECONDS:.0f} s")
+            problems.append(f"{job.host} did not answer over ssh within {_CHECK_SECONDS:.0f} s")
             continue
         lines = said.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
         if process.returncode == _NOT_CONNECTED:
             problems.append(f"{job.host} cannot be reached over ssh: {lines[-1].strip()}")
         elif process.returncode in _NO_SUCH:
-            problems.append(f"{job.host} lacks what this machine has: {lines[-1].strip()}")
+            problems.append(f"{job.host} lacks a file or directory of this machine: {lines[-1].strip()}")
         elif process.returncode:
-            problems.append(f"{job.host} does not start Python: {lines[-1].strip()}")
+            problems.append(f"{job.host} cannot start Python: {lines[-1].strip()}")
     if problems:
-        raise StateError(f"{'; '.join(problems)}; nothing was started. --exclude leaves hosts out")
+        raise StateError(f"{'; '.join(problems)}; nothing was started; leave hosts out with --exclude")
 
 
 def _ask(command: list[str]) -> subprocess.Popen[bytes]:
@@ -318,8 +318,8 @@ def _ask(command: list[str]) -> subprocess.Popen[bytes]:
         )
     except OSError as error:
         raise ConfigError(
-            f"{command[0]!r}, which is to reach other machines, cannot be run ({error.strerror}); install "
-            "it, or name another by --ssh"
+            f"{command[0]!r}, the command to reach other machines, cannot be run ({error.strerror}); install "
+            "it, or choose another with --ssh"
         ) from None
 
 

@@ -26,7 +26,7 @@ class Registry:
         other = self._classes.setdefault(cls.__name__, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(
-                f"{self.name} has a {cls.__name__!r} of {other.__module__}; choose another name"
+                f"{self.name} already has a {cls.__name__!r} of {other.__module__}; choose another name"
             )
         self._classes[cls.__name__] = cls  # a notebook's cell may run again
         return cls
@@ -40,7 +40,7 @@ class Registry:
         if name not in self._classes:
             said = ", ".join(self._classes) or "none"
             raise ConfigError(
-                f"{self.name} has no {name!r} (it has {said}); decorate it with register_module"
+                f"{self.name} has no {name!r} (it has {said}); decorate the class with register_module"
             )
         return self._classes[name]
 
@@ -86,4 +86,4 @@ class ProcessGroupInitializer:
 
         None: there are none.
         """
-        raise NotImplementedError(f"{type(self).__name__} says no groups: override init_parallel_groups()")
+        raise NotImplementedError(f"{type(self).__name__} defines no groups; override init_parallel_groups()")

@@ -44,7 +44,7 @@ class Program:
     def require(self) -> None:
         """Raise ConfigError if the file is not on this machine."""
         if not self.module and not Path(self.name).is_file():
-            raise ConfigError(f"there is no file {self.name!r} to run; for a module write -m {self.name}")
+            raise ConfigError(f"there is no file {self.name} to run; to run a module write -m {self.name}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Node:
             )
         if not 0 <= self.index < self.count:
             raise ConfigError(
-                f"--node-rank is {self.index} of {self.count} machines; they are numbered from 0"
+                f"--node-rank is {self.index} of {self.count} machines; give a number from 0 to the number "
+                "of machines minus 1"
             )
         if not 0 < self.port < 2**16:
             raise ConfigError(f"--master-port is {self.port}; ports are 1 to 65535")
@@ -118,15 +119,15 @@ def require_free(port: int) -> None:
     """Raise ConfigError if a process on this machine listens at ``port``."""
     if not _is_free(port):
         raise ConfigError(
-            f"port {port} is taken on {socket.gethostname()}, perhaps by another run; --master-port "
-            "gives another"
+            f"port {port} on {socket.gethostname()} is already in use, perhaps by another run; choose "
+            "another with --master-port"
         )
 
 
 def _failed(rank: int, failure: ProcessFailure) -> Ended:
     who = f"rank {rank} (process {failure.pid} on {socket.gethostname()})"
     if failure.exitcode >= 0:
-        return Ended(failure.exitcode, f"{who} has failed with exit code {failure.exitcode}")
+        return Ended(failure.exitcode, f"{who} failed with exit code {failure.exitcode}")
     name = signal.Signals(-failure.exitcode).name
     return Ended(128 - failure.exitcode, f"{who} was ended by {name}")
 

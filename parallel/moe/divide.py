@@ -83,8 +83,8 @@ def divided_experts(model: nn.Module) -> DividedExperts | None:
     if len(by_size) > 1:
         sizes = " and among ".join(map(str, sorted(by_size)))
         raise ConfigError(
-            f"layers divide their experts among {sizes} ranks; choose a size that all numbers of experts are "
-            "multiples of"
+            f"layers divide their experts among {sizes} ranks; choose a size that divides every layer's "
+            "number of experts"
         )
     each = list(params.values()), list(drawn.values())
     return next((DividedExperts(ranks, *each) for ranks in by_size.values()), None)
@@ -138,13 +138,13 @@ def _divisible(model: nn.Module) -> list[Any]:
         params = list(module.parameters())
         if any(param.dim() < 2 or len(param) != each.count for param in params):
             raise ConfigError(
-                f"the experts {each.name!r} are not parameters with a row for each of {each.count} experts; "
-                "leave out ep_size"
+                f"the experts {each.name!r} do not have parameters with one row for each of {each.count} "
+                "experts, so they cannot be divided; leave out ep_size"
             )
         if len(inspect.signature(module.forward).parameters) != 3:
             raise ConfigError(
-                f"the experts {each.name!r} are called as forward{inspect.signature(module.forward)}, and to "
-                "be divided they take tokens, choices and weights; leave out ep_size"
+                f"the experts {each.name!r} have forward{inspect.signature(module.forward)}, but divided "
+                "experts take tokens, choices and weights; leave out ep_size"
             )
     return [*ours, *(module for _, module in others)]
 
@@ -152,8 +152,8 @@ def _divisible(model: nn.Module) -> list[Any]:
 def _refuse_lists(modules: Sequence[Experts]) -> None:
     if any(module.array is None for module in modules):
         raise ConfigError(
-            "Experts of a class of your own are a list of modules, and files have rows of parameters: make "
-            "them of VanillaFFN, or train them in a loop of your own with MoeGradientHandler"
+            "Experts of your own class are a list of modules, but checkpoint files store experts as rows of "
+            "parameters; use VanillaFFN, or write your own training loop with MoeGradientHandler"
         )
 
 
@@ -162,7 +162,7 @@ def _divide(module: Any, ranks: ExpertRanks) -> None:
     own = ranks.own(module.num_experts)
     for param in module.parameters():
         if param.grad is not None:
-            raise ConfigError("experts have gradients already; divide a model before it is trained")
+            raise ConfigError("experts already have gradients; divide the model before training")
         whole = param.detach().contiguous()
         if not whole.is_meta:
             ranks.data.broadcast(whole)

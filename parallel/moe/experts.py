@@ -224,7 +224,10 @@ class Experts(nn.Module):
         super().__init__()
         made_by = expert or expert_cls
         if made_by is None or (expert is not None and expert_cls is not None):
-            raise ConfigError("Experts: give the class of the experts once, as expert=VanillaFFN")
+            raise ConfigError(
+                "Experts: the class of the experts is missing or given twice; pass it once, as "
+                "expert=VanillaFFN"
+            )
         if num_experts < 1:
             raise ConfigError(f"Experts: num_experts is {num_experts}; give 1 or more")
         self.num_experts = num_experts

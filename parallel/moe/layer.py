@@ -52,7 +52,7 @@ class MoeLayer(RoutedLayer):
             raise ConfigError(f"MoeLayer: balance_over is {balance_over!r}; give 'group' or 'rank'")
         if experts.num_experts != num_experts:
             raise ConfigError(
-                f"MoeLayer: num_experts is {num_experts}, and there are {experts.num_experts} experts; make "
+                f"MoeLayer: num_experts is {num_experts}, but experts has {experts.num_experts}; make "
                 f"Experts(..., num_experts={num_experts})"
             )
         self.num_experts, self.aux_weight, self.balance_over = num_experts, aux_weight, balance_over

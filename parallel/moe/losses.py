@@ -59,7 +59,7 @@ class RouterRecord:
         layers = [layer for layer in model.modules() if isinstance(layer, RoutedLayer)]
         if not layers:
             raise ConfigError(
-                f"{type(model).__name__} has no MoeLayer, so there are no losses of routers; use the loss "
+                f"{type(model).__name__} has no MoeLayer, so routers have no losses to add; use the loss "
                 "function without MoeLoss"
             )
         found = getattr(layers[0].report, "__self__", None)
@@ -118,8 +118,8 @@ class MoeLoss(nn.Module):
         super().__init__()
         if not isinstance(loss_fn, type):
             raise ConfigError(
-                f"MoeLoss: loss_fn is {loss_fn!r:.80}, and a class is called for; write "
-                "MoeLoss(0.01, nn.CrossEntropyLoss, label_smoothing=0.1)"
+                f"MoeLoss: loss_fn is {loss_fn!r:.80}, but must be a class; write MoeLoss(0.01, "
+                "nn.CrossEntropyLoss, label_smoothing=0.1)"
             )
         self.loss_fn = loss_fn(*args, **kwargs)
         self.aux_weight, self.z_weight = aux_weight, z_weight
@@ -138,8 +138,8 @@ class MoeLoss(nn.Module):
         """Return the total loss. Raises ConfigError before :meth:`bind`."""
         if self.record is None:
             raise ConfigError(
-                "MoeLoss does not know the model of its routers; call criterion.bind(model) before the first "
-                "pass, or train with initialize(), which calls it"
+                "MoeLoss does not know the model with the routers; call criterion.bind(model) before the "
+                "first pass, or train with initialize(), which calls it"
             )
         loss = self.loss_fn(*args, **kwargs)
         for weight, parts in ((self.aux_weight, self.record.balance), (self.z_weight, self.record.z)):
@@ -191,15 +191,15 @@ class BiasBalance:
         self._layers = [layer for layer in layers if layer.expert_bias is not None]
         if not self._layers:
             raise ConfigError(
-                f"none of the {len(layers)} layers with routers has a bias to move; make them with "
+                f"none of the {len(layers)} layers with routers has a bias to balance; make them with "
                 "MoeLayer(..., has_bias=True)"
             )
         world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         if world > 1 and any(layer.data_ranks is None for layer in self._layers):
             raise ConfigError(
-                "BiasBalance adds up the choices of all ranks of data parallelism, and layers do not know "
-                f"those ranks among the {world} processes: launch before you build the model, or boost it "
-                "with ep_size first"
+                "BiasBalance sums the choices of all ranks of data parallelism, but the layers do not know "
+                f"which of the {world} processes those are; call launch() before you build the model, or "
+                "boost it with ep_size first"
             )
         optimizer.register_step_post_hook(self._after_step)
 

@@ -60,8 +60,8 @@ class Capacity:
         factors = (self.factor, self.factor if self.eval_factor is None else self.eval_factor)
         if not all(math.isfinite(each) and each > 0 for each in factors) or self.minimum < 0:
             raise ConfigError(
-                f"{self} makes no capacity; give factors above 0 and a minimum of 0 or more, or pass "
-                "capacity=None to drop nothing"
+                f"{self} gives no capacity; give factors above 0 and a minimum of 0 or more, or pass "
+                "capacity=None to drop no tokens"
             )
 
     def of(self, num_tokens: int, num_choices: int, num_experts: int, *, training: bool) -> int:
@@ -138,7 +138,7 @@ class TopKRouter(nn.Module):
                 raise ConfigError(f"router: {name} is {value!r}; give one of {', '.join(known)}")
         if num_choices == 1 and weights != "none":
             raise ConfigError(
-                f"router: weights={weights!r} makes the weight of a single choice 1, and the gate gets no "
+                f"router: weights={weights!r} makes the weight of a single choice 1, so the gate gets no "
                 "gradient; write weights='none'"
             )
         self.num_choices, self.score, self.weights = num_choices, score, weights

@@ -109,7 +109,7 @@ class AccuracyMetric(Metric):
             ConfigError: there is no label either: the schedule was told to return none.
         """
         if output is None and label is None:
-            raise ConfigError("accuracy needs outputs and labels: call fit(return_output_label=True)")
+            raise ConfigError("accuracy needs outputs and labels; call fit(return_output_label=True)")
         if output is None:
             return
         with torch.no_grad():
@@ -242,8 +242,9 @@ class Accuracy(nn.Module):
         """
         if scores.shape[:-1] != target.shape:
             raise ConfigError(
-                f"scores of {tuple(scores.shape)} are not for targets of {tuple(target.shape)}; classes are "
-                "the last dimension of scores, and targets have their numbers (MixupAccuracy takes shares)"
+                f"scores of {tuple(scores.shape)} do not fit targets of {tuple(target.shape)}; the last "
+                "dimension of scores is the classes, and targets are class numbers (use MixupAccuracy for "
+                "shares)"
             )
         return (scores.argmax(dim=-1) == target).sum()
 

@@ -153,7 +153,7 @@ class Trainer(Training):
             raise ConfigError(f"hooks is a {type(hooks).__name__}; give a list of them")
         for hook in hooks:
             if not isinstance(hook, BaseHook):
-                raise ConfigError(f"hooks has {hook!r}; give objects of classes made from BaseHook")
+                raise ConfigError(f"hooks has {hook!r}; give objects of subclasses of BaseHook")
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self.metrics = {"train": {}, "test": {}}
         for event in _EVENTS:

@@ -167,7 +167,7 @@ def test_options_that_do_not_go_with_parts_are_refused_by_name(config: FineTuneC
     ("changes", "said"),
     [
         ({"tp": 3}, "tp 3: "),
-        ({"pp": 4}, "pp may be 1 to 2"),
+        ({"pp": 4}, "choose pp from 1 to 2"),
         ({"tp": 2, "tiled_loss": "yes"}, "--tiled-loss does not go with --tp: "),
         ({"sp": 2, "lora": 4, "lora_targets": "embed_tokens,q_proj", "tp": 2}, "lora_embedding_A"),
     ],

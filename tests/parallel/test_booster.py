@@ -300,7 +300,7 @@ def test_scheduler_of_another_optimizer_is_refused() -> None:
 def test_an_optimizer_of_another_model_is_refused(plugin: Any) -> None:
     model = mlp()
     before = [param.clone() for param in model.parameters()]
-    with pytest.raises(ConfigError, match=r"updates no parameter of this Sequential: make it from"):
+    with pytest.raises(ConfigError, match=r"updates no parameter of this Sequential; make it from"):
         Booster(plugin=plugin()).boost(model, HybridAdam(mlp().parameters()))
     assert all(torch.equal(was, param) for was, param in zip(before, model.parameters(), strict=True))
 

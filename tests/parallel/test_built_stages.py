@@ -294,7 +294,7 @@ def test_what_describes_no_row_of_layers_is_refused(tmp_path: Path) -> None:
     for config, message in (
         (tmp_path / "none.py", "has no model"),
         ([{"type": "Nothing"}], "LAYERS has no 'Nothing'"),
-        ([{"in_features": 3}], "describes no module"),
+        ([{"in_features": 3}], "does not describe a module"),
         ([{"type": "Parameter"}], "is no nn.Module"),
         ({"type": "Nothing"}, "MODELS has no 'Nothing'"),
         ({"type": "Module"}, "has no layers_cfg"),

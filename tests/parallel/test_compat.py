@@ -402,7 +402,7 @@ def test_files_that_are_none_are_named(tmp_path: Path) -> None:
     with pytest.raises(IoError, match=r"missing\.pt"):
         documents.utils.load_checkpoint(tmp_path / "missing.pt", model_of())
     (tmp_path / "other.pt").write_bytes(b"other")
-    with pytest.raises(CheckpointError, match="is no file of save_checkpoint"):
+    with pytest.raises(CheckpointError, match="was not written by save_checkpoint"):
         documents.utils.load_checkpoint(tmp_path / "other.pt", model_of())
     for content in (model_of().state_dict(), torch.ones(2)):
         torch.save(content, tmp_path / "state.pt")

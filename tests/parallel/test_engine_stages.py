@@ -124,7 +124,7 @@ def test_what_does_not_go_with_stages_is_refused() -> None:
         assert "gradient handlers" in text
     autocast = {"fp16": {"mode": AMP_TYPE.TORCH}}
     for text in run_on_ranks(refuse, 2, {"parallel": {"pipeline": 2}, **autocast}):
-        assert "2 stages does not go with autocast" in text
+        assert "2 stages does not work with autocast" in text
         assert "mode=AMP_TYPE.NAIVE" in text
     for text in run_on_ranks(refuse, 2, {"parallel": {"tensor": {"size": 2, "mode": "sequence"}}}):
         assert "HybridParallelPlugin(sp_size=...)" in text

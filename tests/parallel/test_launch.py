@@ -73,7 +73,7 @@ def test_a_shutdown_leaves_nothing_and_another_launch_may_follow() -> None:
         shutdown()
         assert gpc.config == {}
         assert not gpc.is_initialized(ParallelMode.DATA)
-        with pytest.raises(StateError, match="there is no run yet"):
+        with pytest.raises(StateError, match="no run has been launched"):
             _ = gpc.mesh
 
 
@@ -144,7 +144,7 @@ def test_an_address_of_ipv6_is_written_as_torch_reads_it() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({"SLURM_PROCID": "3"}, r"srun has started this process but SLURM_NPROCS or SLURM_NTASKS is not set"),
+        ({"SLURM_PROCID": "3"}, r"srun started this process, but SLURM_NPROCS or SLURM_NTASKS is not set"),
         ({"SLURM_NPROCS": "3"}, r"SLURM_PROCID is not set"),
         ({"SLURM_PROCID": "x", "SLURM_NPROCS": "3"}, r"SLURM_PROCID is 'x'"),
         ({"SLURM_PROCID": "3", "SLURM_NPROCS": "3"}, r"rank 3 .* of world_size 3"),
@@ -166,7 +166,7 @@ def test_half_a_place_is_refused(environ: dict[str, str], said: str) -> None:
         ({"rank": 0, "world_size": 2, "host": "localhost", "port": 70000}, "ports are 1 to 65535"),
         ({"config": 3}, "config is a int"),
         ({"config": {"parallel": {"pipeline": 2}}}, "do not divide 1 processes"),
-        ({"config": {"parallel": {"tensor": 4}}}, "says no mode"),
+        ({"config": {"parallel": {"tensor": 4}}}, "has no mode"),
         ({"config": {"parallel": {"moe": {"size": 2}}}}, "among 2 of 1 processes .*; choose 1$"),
     ],
 )
@@ -316,7 +316,7 @@ def test_a_name_that_is_nearly_reserved_is_warned_of(
 ) -> None:
     assert read_config({name: 4, "NUM_CLASSES": 10, "BATCH_SIZE": 8, "NUM_EPOCHS": 2}) is not None
     assert caplog.messages == [
-        f"config: {name!r} is a name of the program's own; if {meant} was meant, write that"
+        f"config: {name!r} is not a reserved name and is left to the program; if you meant {meant}, write that"
     ]
     caplog.clear()
     assert read_config({name: 4, meant: 4})[name] == 4
@@ -330,7 +330,7 @@ def test_unknown_kinds_of_groups_are_refused() -> None:
     launch()
     with pytest.raises(ConfigError, match="no groups 'new_mode'; there are global"):
         gpc.get_world_size("new_mode")
-    with pytest.raises(ConfigError, match="ask is_initialized"):
+    with pytest.raises(ConfigError, match="call is_initialized"):
         gpc.get_group(ParallelMode.PARALLEL_2D_COL)
 
 

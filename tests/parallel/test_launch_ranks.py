@@ -181,7 +181,7 @@ def failing_first() -> str:
 def test_the_others_hear_that_the_first_one_has_failed() -> None:
     first, second = run_on_ranks(failing_first, 2)
     assert first == "no network"
-    assert second == "rank 0, which goes first, has failed: OSError: no network"
+    assert second == "rank 0, which runs the block first, failed: OSError: no network"
 
 
 def left_as_it_is(parallel: dict[str, Any]) -> tuple[int, list[int]]:

@@ -123,9 +123,9 @@ def test_equal_stages_are_idle_for_as_long_as_the_formula_says() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pp_size": 5}, "pp may be 1 to 4"),
+        ({"pp_size": 5}, "choose pp from 1 to 4"),
         ({"tp_size": 3}, "tp may be 1, 2, 4, 8"),
-        ({"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 3}, "pp may be 1 to 1"),
+        ({"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 3}, "choose pp from 1 to 1"),
         ({"pp_size": 2, "pp_style": "interleaved", "num_microbatches": 3}, "multiple of 2"),
     ],
 )
@@ -173,7 +173,7 @@ def test_the_command_says_it_in_a_table_and_as_json(capsys: pytest.CaptureFixtur
 def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     for more, message in (
         (["--tp", "3"], "tp may be 1, 2, 4"),
-        (["--pp", "9"], "pp may be 1 to 4"),
+        (["--pp", "9"], "choose pp from 1 to 4"),
         (["--pp", "2", "--host-bytes", "1GiB"], "--host-bytes with --tp"),
     ):
         assert main(["plan", MODEL, "--seq", "16", *more]) != 0

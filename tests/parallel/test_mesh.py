@@ -62,7 +62,7 @@ def refuse() -> list[str]:
 
 def test_what_is_no_layout_of_these_ranks_is_refused() -> None:
     for world, axis, mode in run_on_ranks(refuse, 2):
-        assert world.endswith("is for 4 processes, and there are 2")
+        assert world.endswith("needs 4 processes, but there are 2")
         assert axis == "there is no axis 'cp'; the axes are pp, dp, sp, tp, ep, moe_dp"
         assert "gemini.parallel.tensor.nn" in mode
 

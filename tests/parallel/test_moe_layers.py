@@ -419,12 +419,12 @@ def test_what_does_not_go_together_is_refused_with_a_way_out() -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     for make, said in (
         (lambda: MoeLoss(0.1, nn.MSELoss)(tokens(), tokens()), r"call criterion\.bind\(model\)"),
-        (lambda: MoeLoss(0.1, nn.MSELoss()), "a class is called for"),  # type: ignore[arg-type]
+        (lambda: MoeLoss(0.1, nn.MSELoss()), "must be a class"),  # type: ignore[arg-type]
         (lambda: MoeLoss(0.1, nn.MSELoss).bind(nn.Linear(2, 2)), "Linear has no MoeLayer"),
         (lambda: BiasBalance(layer, optimizer), "has_bias=True"),
         (lambda: Experts(num_experts=2), "expert=VanillaFFN"),
         (lambda: Experts(VanillaFFN, 0), "num_experts is 0"),
-        (lambda: MoeLayer(WIDTH, 3, Top2Router(), layer.experts), "num_experts is 3, and there are 4"),
+        (lambda: MoeLayer(WIDTH, 3, Top2Router(), layer.experts), "num_experts is 3, but experts has 4"),
         (lambda: launch({"parallel": {"moe": {"size": 2}}}), "among 2 of 1 processes"),
     ):
         with pytest.raises(ConfigError, match=said):

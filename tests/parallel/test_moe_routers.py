@@ -212,7 +212,7 @@ def test_what_cannot_be_routed_is_refused_with_a_way_out() -> None:
         (lambda: TopKRouter(1, weights="chosen"), "no gradient; write weights='none'"),
         (lambda: TopKRouter(2, drop="last"), "drop is 'last'; give one of position"),  # type: ignore[arg-type]
         (lambda: Top1Router(select_policy="any"), "select_policy is 'any'"),  # type: ignore[arg-type]
-        (lambda: Top2Router(math.inf), "makes no capacity"),
+        (lambda: Top2Router(math.inf), "gives no capacity"),
         (lambda: TopKRouter(3)(torch.zeros(4, 2)), "chooses 3 of 2 experts"),
         (lambda: TopKRouter(1)(torch.zeros(4, 2), token_mask=torch.ones(3)), r"shape \(3,\) for 4 tokens"),
     ):

@@ -37,8 +37,8 @@ def test_what_is_absent_is_one_and_data_is_the_rest(
 @pytest.mark.parametrize(
     ("parallel", "world", "said"),
     [
-        ({"pipeline": 2, "tensor": 4}, 8, r"tensor=4 says no mode.*mode='2d'.*depth=2"),
-        ({"tensor": 1}, 1, "says no mode"),
+        ({"pipeline": 2, "tensor": 4}, 8, r"tensor=4 has no mode.*mode='2d'.*depth=2"),
+        ({"tensor": 1}, 1, "has no mode"),
         ({"tensor": {"size": 4}}, 4, "no mode"),
         ({"tensor": {"mode": "2d"}}, 4, "tensor has no size"),
         ({"tensor": {"size": int, "mode": "2d"}}, 4, "tensor size is <class 'int'>"),
@@ -48,7 +48,7 @@ def test_what_is_absent_is_one_and_data_is_the_rest(
         ({"tensor": {"size": 8, "mode": "2d"}}, 8, r"q \* q, for example 16, 25, 9|q \* q, for example"),
         ({"tensor": {"size": 8, "mode": "2.5d"}}, 8, "needs depth"),
         ({"tensor": {"size": 8, "mode": "2.5d", "depth": 4}}, 8, r"q \* q \* depth"),
-        ({"tensor": {"size": 4, "mode": "2d", "depth": 2}}, 4, "depth=2 belongs to mode '2.5d'"),
+        ({"tensor": {"size": 4, "mode": "2d", "depth": 2}}, 4, "depth=2 works only with mode '2.5d'"),
         ({"tensor": {"size": 4, "mode": "3d"}}, 4, r"a cube"),
         ({"tensor": {"size": 4, "mode": "1d", "widht": 2}}, 4, "tensor has 'widht'"),
         ({"pipeline": {"size": 2, "mode": "1f1b"}}, 2, "pipeline has 'mode'"),

@@ -240,7 +240,7 @@ def test_samplers_are_judged_by_dp() -> None:
     assert run_on_ranks(_boost_with, 2, "of dp") == [[], []]
     for rank, said in enumerate(run_on_ranks(_boost_with, 2, "of the world")):
         assert len(said) == 1
-        assert f"part {rank} of 2 to this rank, which is to take part 0 of 1" in said[0]
+        assert f"gives this rank part {rank} of 2, but it needs part 0 of 1" in said[0]
 
 
 # -- calls -------------------------------------------------------------------------------------------

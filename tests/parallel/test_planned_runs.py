@@ -149,7 +149,7 @@ def test_a_plan_of_another_model_is_refused_on_all_ranks() -> None:
     assert "rank 0" in right
     assert "fingerprint" in right
     for more in run_on_ranks(_boost, 2, replace(settings("pp"), layout=Layout(pp=2, dp=2)), 2):
-        assert "it is for 4 ranks (dp 2 x pp 2 x sp 1 x tp 1), and there are 2" in more
+        assert "it is for 4 ranks (dp 2 x pp 2 x sp 1 x tp 1), but there are 2" in more
 
 
 def test_a_batch_of_another_size_than_planned_is_refused() -> None:

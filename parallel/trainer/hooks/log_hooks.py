@@ -125,7 +125,7 @@ class LogTimingByEpochHook(_ByEpoch):
         timer = self.timer or trainer.timer
         if timer is None:
             raise ConfigError(
-                "LogTimingByEpochHook has no timer: give it one, or Trainer(timer=MultiTimer())"
+                "LogTimingByEpochHook has no timer; pass one to it, or pass Trainer(timer=MultiTimer())"
             )
         if self.is_due(trainer):
             kept = [(name, each) for name, each in timer if name.startswith(kind) and each.has_history]
@@ -154,7 +154,7 @@ class TensorboardHook(BaseHook):
             try:
                 writers = importlib.import_module("torch.utils.tensorboard")
             except ImportError as error:
-                raise ConfigError("TensorboardHook needs TensorBoard: pip install tensorboard") from error
+                raise ConfigError("TensorboardHook needs TensorBoard; run pip install tensorboard") from error
             self._writer = writers.SummaryWriter(f"{log_dir}/rank_{rank}")
 
     def after_train_iter(self, trainer: Training, output: Any, label: Any, loss: Any) -> None:
