@@ -322,7 +322,7 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, _trace: object) -> None:
-        self.leave("left the mesh" if kind is None else f"failed with {kind.__name__}: {error}")
+        self.leave("left the mesh" if kind is None else f"ended with {kind.__name__}: {error}")
 
 
 @contextmanager

@@ -32,8 +32,8 @@ def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> 
     samples = {len(tensor) for tensor in tensors}
     if len(samples) != 1:
         raise ConfigError(
-            f"a batch is cut along the first dimension of its tensors, and these have {sorted(samples)} "
-            "samples; give one number of samples, in tensors, dicts, lists or tuples of them"
+            f"a batch is cut along the first dimension of its tensors, but these have {sorted(samples)} "
+            "samples; give all of them the same number of samples, in tensors, dicts, lists or tuples"
         )
     (number,) = samples
     if count is None:
@@ -42,7 +42,7 @@ def cut_batch(batch: Any, count: int | None = None, size: int | None = None) -> 
         raise ConfigError(
             f"a batch of {number} samples cannot be cut into "
             + (f"micro-batches of {size}" if size is not None else f"{count} equal micro-batches")
-            + f"; numbers that do are {[n for n in range(1, number + 1) if number % n == 0]}"
+            + f"; it can be cut into {[n for n in range(1, number + 1) if number % n == 0]} micro-batches"
         )
     return [tree_map(partial(_piece, index=index, count=count), batch) for index in range(count)]
 
@@ -156,11 +156,11 @@ def refuse_different(content: Sequence[int], what: str) -> None:
 def different_batches(some: Sequence[int], others: Sequence[int], what: str) -> ConfigError:
     """Return the error for ranks ``others`` with other batches than ``some``."""
     return ConfigError(
-        f"ranks {list(some)} and {list(others)} ({what}) have parts of one model and were given batches of "
+        f"ranks {list(some)} and {list(others)} ({what}) hold parts of one model but got batches of "
         "different contents: ranks along pp, sp and tp take the same batches, in the same order; divide the "
-        "data over dp alone, by plugin.prepare_dataloader(dataset, batch_size) or by "
+        "data over dp only, with plugin.prepare_dataloader(dataset, batch_size) or "
         "DistributedSampler(dataset, num_replicas=plugin.data_ranks.size, rank=plugin.data_ranks.number), "
-        "and draw augmentations from one seed"
+        "and use one seed for augmentations"
     )
 
 
@@ -175,10 +175,13 @@ def loss_of(criterion: Criterion, output: Any, batch: Any) -> torch.Tensor:
     """
     loss = criterion(output, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise ConfigError(f"the criterion returned {_described(loss)}; it is to return one number")
+        raise ConfigError(f"the criterion returned {_described(loss)}; it must return one number")
     is_led_to = any(each.requires_grad for each in _tensors_in(output))
     if torch.is_grad_enabled() and is_led_to and not loss.requires_grad:
-        raise ConfigError("the criterion returned a loss without a gradient: it has left autograd (detach())")
+        raise ConfigError(
+            "the criterion returned a loss without a gradient: something in it detached the loss from "
+            "autograd, for example detach()"
+        )
     return loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
 
 

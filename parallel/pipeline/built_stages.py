@@ -42,7 +42,7 @@ class BuiltStages(nn.Module):
     def __init__(self, *chunks: nn.Module) -> None:
         super().__init__()
         if not chunks:
-            raise ConfigError("BuiltStages() has no stages: give it this rank's, BuiltStages(stage)")
+            raise ConfigError("BuiltStages() got no stages; pass the stages of this rank, BuiltStages(stage)")
         self._is_whole = True
         self._name(chunks, range(len(chunks)))
 
@@ -76,8 +76,9 @@ class BuiltStages(nn.Module):
         """
         if not self._is_whole:
             raise ConfigError(
-                "other ranks have stages of the model: call engine.execute_schedule(data_iter) or "
-                "booster.execute_pipeline(data_iter, model, criterion, optimizer), which run all of them"
+                "other ranks have stages of the model, so this rank cannot run all of it; call "
+                "engine.execute_schedule(data_iter) or booster.execute_pipeline(data_iter, model, "
+                "criterion, optimizer)"
             )
         first, *others = self.children()
         output = first(*args, **kwargs)
@@ -111,8 +112,8 @@ class BuiltStage(Stage):
             return output
         if not isinstance(output, torch.Tensor):
             raise ConfigError(
-                f"stage {self.index} returned a {type(output).__name__}, and one tensor goes from one built "
-                "stage to the next: have its forward() return that tensor alone"
+                f"stage {self.index} returned a {type(output).__name__}, but a built stage passes exactly "
+                "one tensor to the next; return that tensor alone from its forward()"
             )
         return (output,)
 
@@ -137,8 +138,8 @@ def join_stages(built: BuiltStages, axis: Axis, rank_of: Sequence[int]) -> Stage
     counts = [each["chunks"] for each in every]
     if set(counts) != {len(own)}:
         raise ConfigError(
-            f"ranks along the pipeline have built {counts} stages, and each is to have {len(own)}: build as "
-            "many on all of them, and set num_model_chunks (NUM_CHUNKS) to that number"
+            f"ranks along the pipeline built {counts} stages, but each needs {len(own)}; build the same "
+            "number on all of them, and set num_model_chunks (NUM_CHUNKS) to that number"
         )
     aliases = {names[0]: tuple(names) for each in every for names in each["aliases"]}
     shared = {}
@@ -172,9 +173,9 @@ def _shared_names(every: Sequence[Sequence[tuple[Sequence[int], str]]]) -> list[
     for (members, number), names in found.items():
         if lacking := [rank for rank in members if rank not in names]:
             raise ConfigError(
-                f"ranks {list(members)} of the pipeline share {next(iter(names.values()))!r} (number "
-                f"{number} of theirs), and on ranks {lacking} no parameter of the stages is registered as "
-                "that: register it there, in the same order"
+                f"ranks {list(members)} of the pipeline share {next(iter(names.values()))!r} (their shared "
+                f"parameter number {number}), but on ranks {lacking} no parameter of the stages is "
+                "registered for it; register one there, in the same order"
             )
     return [list(names.values()) for names in found.values()]
 

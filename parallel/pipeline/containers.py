@@ -164,8 +164,8 @@ def containers_in_context() -> dict[tuple[str, str], Any]:
         both = [each for each in (found.get(key), value) if each is not None and _has_tensors(each)]
         if len(both) > 1:
             raise ConfigError(
-                f"two context variables are called {variable.name!r} and hold tensors, and stages find what "
-                "they hold by name; give them other names, or train without pp"
+                f"two context variables are named {variable.name!r} and hold tensors, but stages find these "
+                "tensors by name; give the variables different names, or train without pp"
             )
         found[key] = both[0] if both else value
     return found

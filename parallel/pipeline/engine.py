@@ -312,8 +312,8 @@ class _Run:
         """
         if len(tensors) > _MOST:
             raise ConfigError(
-                f"stage {action.stage} takes {len(tensors)} tensors of earlier stages, and up to {_MOST} go "
-                "from stage to stage: cut the model elsewhere (split=)"
+                f"stage {action.stage} needs {len(tensors)} tensors of earlier stages, but a stage can "
+                f"receive at most {_MOST}; cut the model elsewhere (split=)"
             )
         # The first always gets a gradient back: recomputation of blocks may depend on it.
         forms = tuple(
@@ -328,8 +328,9 @@ class _Run:
                 messages.send_form(form, rank, self._tag(action, index, of_form=True))
         elif known != forms:
             raise ConfigError(
-                f"the stage has returned {_listed(forms)}, and {_listed(known)} for the same inputs before, "
-                f"which stage {action.stage} waits for; shapes may depend on those of inputs alone"
+                f"the stage returned {_listed(forms)}, but returned {_listed(known)} for the same input "
+                f"shapes before, and stage {action.stage} waits for those; make output shapes depend on "
+                "input shapes only"
             )
 
     # -- computation -----------------------------------------------------------------------------

@@ -27,8 +27,8 @@ def partition_uniform(
     ranks, parts = pipeline_parallel_size, pipeline_parallel_size * num_chunks
     if min(ranks, num_chunks) < 1 or num_items < parts:
         raise ConfigError(
-            f"{num_items} layers do not go over {ranks} ranks with {num_chunks} chunks each: give {parts} or "
-            "more layers, fewer ranks or fewer chunks"
+            f"{num_items} layers cannot be divided over {ranks} ranks with {num_chunks} chunks each; use "
+            f"{parts} or more layers, fewer ranks or fewer chunks"
         )
     if num_items % num_chunks:
         ends = list(accumulate(_sizes(num_items, parts)))
@@ -131,7 +131,9 @@ class PipelinableContext:
             ConfigError: there is no model, or no module with a name.
         """
         if self.model is None:
-            raise ConfigError("no model was built within the context: with pipelinable: model = build()")
+            raise ConfigError(
+                "no model was built within the context; write with pipelinable: model = build()"
+            )
         steps = [name for name, _ in self.model.named_children()] if exec_seq is None else exec_seq
         self._layers = [self._layer(step) for step in steps]
 
@@ -147,7 +149,9 @@ class PipelinableContext:
                 ) from None
         function, place = step if isinstance(step, tuple) and len(step) == 2 else (None, None)
         if not callable(function) or place not in ("front", "behind"):
-            raise ConfigError(f"{step!r} is no step: give a module's name, or (function, 'behind')")
+            raise ConfigError(
+                f"{step!r} is neither a module's name nor (function, 'behind'); give one of these"
+            )
         return _Function(function)
 
     def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> nn.Module:
@@ -169,7 +173,7 @@ def stretch_of(
     ModuleList of Sequentials. Raises ConfigError as :meth:`PipelinableContext.partition`.
     """
     if not 0 <= rank < pipeline_size:
-        raise ConfigError(f"rank is {rank}; of a pipeline of {pipeline_size} it is 0 to {pipeline_size - 1}")
+        raise ConfigError(f"rank is {rank}; a pipeline of {pipeline_size} has ranks 0 to {pipeline_size - 1}")
     if policy == "uniform":
         own = partition_uniform(len(layers), pipeline_size, num_chunks)[rank]
     else:

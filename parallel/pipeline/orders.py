@@ -99,10 +99,10 @@ def ranks_of_stages(schedule: str, num_ranks: int, chunks: int) -> tuple[int, ..
         raise unknown_schedule(schedule)
     kind = SCHEDULES[schedule]
     if kind.is_v and chunks != 2:
-        raise ConfigError(f"{schedule} has 2 stages on each rank, not {chunks}: set num_model_chunks=2")
+        raise ConfigError(f"{schedule} needs 2 stages on each rank, not {chunks}; set num_model_chunks=2")
     if kind.of_torch is None and chunks != 1:
         raise ConfigError(
-            f"{schedule} has one stage on each rank, not {chunks}; 'interleaved' and 'zero_bubble' have "
+            f"{schedule} needs one stage on each rank, not {chunks}; use 'interleaved' or 'zero_bubble' for "
             "several"
         )
     if kind.is_v:
@@ -123,12 +123,12 @@ def make_order(schedule: str, num_ranks: int, num_micro_batches: int, chunks: in
     kind = SCHEDULES[schedule]
     if schedule in ("interleaved", "zero_bubble") and num_micro_batches % num_ranks:
         raise ConfigError(
-            f"{schedule} over {num_ranks} ranks takes a multiple of {num_ranks} micro-batches, not "
+            f"{schedule} over {num_ranks} ranks needs a multiple of {num_ranks} micro-batches, not "
             f"{num_micro_batches}"
         )
     if schedule == "dualpipev" and num_micro_batches < 2 * num_ranks:
         raise ConfigError(
-            f"dualpipev over {num_ranks} ranks takes {2 * num_ranks} micro-batches or more, not "
+            f"dualpipev over {num_ranks} ranks needs {2 * num_ranks} micro-batches or more, not "
             f"{num_micro_batches}; zbv takes any number"
         )
     if kind.of_torch is None:
@@ -178,7 +178,9 @@ def _of_torch(name: str, num_ranks: int, count: int, chunks: int) -> list[list[A
 
     make: Callable[..., Any] | None = getattr(schedules, name, None)
     if make is None:
-        raise ConfigError(f"this version of torch has no {name}; a later one has, or choose another schedule")
+        raise ConfigError(
+            f"this version of torch has no {name}; install a later one, or choose another schedule"
+        )
     stages = [
         _Stage(index * num_ranks, chunks * num_ranks, num_ranks, submod=nn.Identity())
         for index in range(chunks)
@@ -277,7 +279,9 @@ def simulate_actions(
         if place < len(actions)
     ]
     if stuck:
-        raise ValueError(f"the order of {order.schedule} waits for itself: {stuck}")
+        raise ValueError(
+            f"the order of {order.schedule} deadlocks: these actions wait for each other: {stuck}"
+        )
     peaks = tuple(_peak(actions, shares) for actions in order.by_rank)
     return Simulated(max(clocks), tuple(busy), peaks, waits)
 

@@ -157,9 +157,9 @@ class Pipeline:
         seed: int | None = None
         try:
             if batch is ENDED:
-                raise ConfigError("the data iterator has ended on this rank, and not on all others")
+                raise ConfigError("the data iterator ended on this rank, but not on all others")
             if lacks_loss and torch.is_grad_enabled():
-                raise ConfigError("training needs a criterion: a function of (outputs, micro_batch)")
+                raise ConfigError("training needs a criterion; pass a function of (outputs, micro_batch)")
             content = contents_of(batch) if self._everyone is not None else 0
             if self._own_part is not None:
                 batch = self._own_part(batch)
@@ -196,7 +196,10 @@ class Pipeline:
         if self._data is not None:
             self._data.all_reduce(total)
         if not float(total) > 0:
-            raise ConfigError(f"count() returned {counts.tolist()}; all micro-batches together count nothing")
+            raise ConfigError(
+                f"count() returned {counts.tolist()}, so all micro-batches together count nothing; give "
+                "batches with something to count"
+            )
         copies = self._data.size if self._data is not None else 1
         return [float(number) * copies / float(total) for number in counts]
 
@@ -243,28 +246,28 @@ def _different(every: Sequence[Sequence[int]], own: GeminiError | None) -> Gemin
         if len(ended) == len(counts):
             return None
         return ConfigError(
-            f"the data iterators of ranks {ended} (of the mesh) have ended, and those of other ranks have "
-            "not: give all of them as many batches (prepare_dataloader(drop_last=True))"
+            f"the data iterators of ranks {ended} (of the mesh) ended before those of other ranks; give all "
+            "ranks the same number of batches (prepare_dataloader(drop_last=True))"
         )
     if own is not None:
         return own
     if _REFUSED in counts:
         return ConfigError(
-            f"ranks {[rank for rank, count in enumerate(counts) if count < 0]} (of the mesh) refuse their "
-            "batches: see what they raised"
+            f"ranks {[rank for rank, count in enumerate(counts) if count < 0]} (of the mesh) refused their "
+            "batches; their own errors say why"
         )
     if len(set(counts)) > 1:
         return ConfigError(
-            f"ranks have other numbers of micro-batches, by rank: {counts}; give all of them batches of one "
-            "size (prepare_dataloader(drop_last=True))"
+            f"ranks have different numbers of micro-batches, by rank: {counts}; give all of them batches of "
+            "one size (prepare_dataloader(drop_last=True))"
         )
     for rank, (place, _, digest, _) in enumerate(every):
         first = next(other for other, said in enumerate(every) if said[0] == place)
         if every[first][2] != digest:
             return ConfigError(
-                f"ranks {first} and {rank} (of the mesh) have parts of one model and were given batches of "
-                "different shapes: ranks along pp, sp and tp take the same batches; "
-                "plugin.prepare_dataloader() divides the data over dp alone"
+                f"ranks {first} and {rank} (of the mesh) hold parts of one model but got batches of "
+                "different shapes: ranks along pp, sp and tp take the same batches; divide the data over dp "
+                "only, with plugin.prepare_dataloader()"
             )
     for place, _, _, content in every:
         sharing = [rank for rank, said in enumerate(every) if said[0] == place]

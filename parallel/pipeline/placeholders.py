@@ -177,16 +177,17 @@ class Placeholders(FakeTensorMode):
             return self.compute(func, tuple(args), dict(kwargs or {}))
         if not all(map(self.stands_for, _written_by(func, tuple(args), kwargs or {}))):
             raise ConfigError(
-                f"a block of this stage, or the criterion, writes to a tensor what another stage has "
-                f"({_name(func)} in {_place()}); have it return that, or train without pp"
+                "a block of this stage, or the criterion, writes a value of another stage into a tensor "
+                f"({_name(func)} in {_place()}), but this stage does not have that value; have it return the "
+                "value, or train without pp"
             )
         try:
             return super().dispatch(func, types, args, kwargs or {})
         except _UNKNOWN as error:
             raise ConfigError(
-                f"the model decides on a value that another stage has ({_name(func)} in {_place()}): what "
-                "runs in front of the blocks, or a weight there, decides how the model goes on; have a block "
-                "decide it, or train without pp"
+                f"the model makes a decision from a value that only another stage has ({_name(func)} in "
+                f"{_place()}): code in front of the blocks, or a weight there, computes the value; let a "
+                "block make the decision, or train without pp"
             ) from error
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,8 +244,9 @@ class Placeholders(FakeTensorMode):
         """Draw the random numbers that ``func`` would draw for real tensors."""
         if func.overloadpacket in _DRAWS_BY_VALUE:
             raise ConfigError(
-                f"{_name(func)} in {_place()} draws numbers by a value that another stage has, so stages "
-                "would draw other ones behind it; have a block draw them, or train without pp"
+                f"{_name(func)} in {_place()} draws random numbers that depend on a value of another stage, "
+                "so the stages would draw different numbers after it; let a block draw them, or train "
+                "without pp"
             )
         values, form = tree_flatten((args, kwargs))
         real = [_real(value).fill_(1) if self.stands_for(value) else value for value in values]

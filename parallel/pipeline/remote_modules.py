@@ -218,10 +218,10 @@ class RemoteModule(_StandIn, nn.Module):
         self._pass.refuse_others(self._name)
         if self._pass.has_entered:
             raise ConfigError(
-                f"{self._name!r} is on another stage, for it counts as running where it is registered, and "
-                f"it is called behind a block of this one; where the model is split, say "
-                f"behind=[{self._name!r}] if it runs behind all blocks, before=[{self._name!r}] if before "
-                "those of the module that it is in"
+                f"{self._name!r} is on another stage, because it is assumed to run in the order of "
+                "registration, but the model calls it after a block of this stage; where you split the "
+                f"model, pass behind=[{self._name!r}] if it runs after all blocks, or "
+                f"before=[{self._name!r}] if it runs before the blocks of its parent module"
             )
         return self._answer(args, kwargs)
 
@@ -288,7 +288,7 @@ class RemoteModule(_StandIn, nn.Module):
             if is_dataclass(value) and not isinstance(value, type):
                 kind = type(value).__name__
                 raise ConfigError(
-                    f"{self._name!r} is called with a {kind}, in which stages do not see tensors: have "
+                    f"{self._name!r} is called with a {kind}, and stages cannot find the tensors in it; let "
                     "blocks take and return tensors, or lists, tuples and dicts of them, or call "
                     f"torch.utils._pytree.register_dataclass({kind}) before the model is boosted"
                 )
@@ -325,8 +325,8 @@ class RemoteModule(_StandIn, nn.Module):
     def _assume(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Return a substitute for the output if the module does not run on ``meta``."""
         raise ConfigError(
-            f"{self._name!r} is of another stage, and what shape it returns cannot be found by running it on "
-            f"'meta' ({type(error).__name__}: {error}); make it the first of the blocks (blocks=)"
+            f"{self._name!r} belongs to another stage, and running it on 'meta' to find the shape of its "
+            f"output failed ({type(error).__name__}: {error}); make it the first of the blocks (blocks=)"
         ) from error
 
     def extra_repr(self) -> str:
@@ -461,10 +461,9 @@ class LocalBlock(_StandIn, nn.Module):
         changed = [name for name, pair in pairs.items() if not _is_readable_later(name[0], *pair)]
         if changed:
             raise ConfigError(
-                f"{self._name!r} leaves something in {changed[0][1]} in its forward pass, which stages "
-                "behind this one may read, and they cannot find what it is: the block decides on values, and "
-                "does not run on 'meta'. Have blocks return it and take it as an argument, or train without "
-                "pp"
+                f"{self._name!r} leaves something in {changed[0][1]} in its forward pass that later stages "
+                "may read, but they cannot compute it: the block's work depends on values, so it does not "
+                "run on 'meta'; let blocks return it and take it as an argument, or train without pp"
             )
         return output
 
@@ -473,9 +472,9 @@ class LocalBlock(_StandIn, nn.Module):
             param.requires_grad for param in self.block.parameters()
         ):
             raise ConfigError(
-                f"{self._name!r} is trained in stages and runs without gradients: of "
-                "checkpoint(..., use_reentrant=True) around a block the stages before would get none; set "
-                "use_reentrant=False, or freeze what torch.no_grad() is around"
+                f"{self._name!r} is trained in stages but runs without gradients, so earlier stages would "
+                "get none from it: checkpoint(..., use_reentrant=True) or torch.no_grad() is around the "
+                "block; set use_reentrant=False, or freeze the weights under torch.no_grad()"
             )
 
     def _run_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -485,8 +484,8 @@ class LocalBlock(_StandIn, nn.Module):
         received = [each for each in found if each is not None]
         if len(received) < self._num_received.get(len(values), 0):
             raise ConfigError(
-                f"checkpoint() around {self._name!r} computes more than the block in backward, of what "
-                "another stage has sent: call it with the block and what that takes, "
+                f"checkpoint() around {self._name!r} recomputes more in backward than the block, from "
+                "tensors that another stage sent; pass it only the block and the block's arguments, "
                 "checkpoint(block, x, use_reentrant=False)"
             )
         if received:
@@ -524,10 +523,10 @@ def _really(
         absent = stage_pass.placeholders.stands_for
         label = next(key for key, value in named.items() if any(map(absent, tree_leaves(value))))
         raise ConfigError(
-            f"{name!r} is called with {label!r}, which what comes between the blocks makes of something that "
-            "another stage has (only what one block after another is called with goes from stage to stage, "
-            "as it is); cut the model elsewhere (split=), have the blocks do that themselves or, where it is "
-            "a weight that is used before the blocks of its module, name that in before="
+            f"{name!r} is called with {label!r}, which code between the blocks computes from a value that "
+            "only another stage has: only the arguments of one block after another pass from stage to "
+            "stage, unchanged; cut the model elsewhere (split=), let the blocks compute it, or, if it uses "
+            "a weight that runs before the blocks of its module, name that weight in before="
         )
     return args, kwargs, replaced
 

@@ -94,13 +94,16 @@ def choose_ranges(
     """
     count = len(units.blocks)
     if costs is not None and len(costs) != count:
-        raise ConfigError(f"there are {len(costs)} costs, and the model has {count} blocks")
+        raise ConfigError(
+            f"there are {len(costs)} costs, but the model has {count} blocks; give one for each"
+        )
     if costs is None and not isinstance(split, str):
         starts = [0, *(units.blocks.index(name) for name in split if name in units.blocks)]
         if len(starts) != len(split) + 1 or len(starts) != num_stages or sorted(set(starts)) != starts:
             raise ConfigError(
-                f"split={list(split)}: for {num_stages} stages name {num_stages - 1} blocks in ascending "
-                f"order, without the first; there are {count}, {units.blocks[0]!r} to {units.blocks[-1]!r}"
+                f"split={list(split)} does not fit {num_stages} stages; name the first blocks of all stages "
+                f"but the first, {num_stages - 1} in ascending order, out of {count} from "
+                f"{units.blocks[0]!r} to {units.blocks[-1]!r}"
             )
         return tuple(zip(starts, [*starts[1:], count], strict=True))
     if costs is None and split not in ("bytes", "layers"):
@@ -191,9 +194,9 @@ def _refuse_random_depth(model: nn.Module, units: Units, family: Family) -> None
         if _holds_units(name, units.blocks):
             own = name or type(model).__name__
             raise ConfigError(
-                f"{own!r} leaves out layers at random while it trains (layerdrop = {chance}), and each "
-                "stage of a pipeline would draw for itself; set layerdrop (encoder_layerdrop and "
-                "decoder_layerdrop) to 0 in the configuration before the model is built"
+                f"{own!r} skips layers at random in training (layerdrop = {chance}), and each stage of a "
+                "pipeline would draw its own choice; set layerdrop (encoder_layerdrop and "
+                "decoder_layerdrop) to 0 in the configuration before you build the model"
             )
 
 
@@ -217,9 +220,9 @@ def _refuse_references(model: nn.Module, blocks: Iterable[str], around: Collecti
                 if owner is not None and key != "_modules":
                     what = repr(owner) if owner else "the model"
                     raise ConfigError(
-                        f"{name!r} holds {what}, a module around the blocks, "
-                        f"in its attribute {key!r}: stages would read and write other values there; give "
-                        "blocks what they need as arguments, or train without pp"
+                        f"{name!r} holds {what}, a module around the blocks, in its attribute {key!r}, but "
+                        "each stage has its own copy of that module, with different values; pass blocks "
+                        "what they need as arguments, or train without pp"
                     )
 
 
@@ -361,6 +364,6 @@ def _give_first_values(model: nn.Module, absent: Collection[str]) -> None:
     if initialization.unset:
         raise ConfigError(
             f"{len(initialization.unset)} weights that were built on 'meta' have no values (first: "
-            f"{initialization.unset[0]!r}): no reset_parameters() or _init_weights() gives them any; build "
-            "the model on 'cpu'"
+            f"{initialization.unset[0]!r}), because no reset_parameters() or _init_weights() sets them; "
+            "build the model on 'cpu'"
         )

@@ -60,9 +60,9 @@ def unchanged(modules: Sequence[nn.Module], beside: Sequence[object] = ()) -> It
     for tensor, version in large:
         if tensor._version != version:
             raise ConfigError(
-                f"the forward pass writes to {_name_of(tensor, states)} of {tensor.nbytes / 2**20:.0f} MiB; "
-                f"in stages it may write to buffers of up to {_LARGEST_BYTES // 2**20} MiB: make several of "
-                "it, or train without pp"
+                f"the forward pass writes to {_name_of(tensor, states)} of {tensor.nbytes / 2**20:.0f} "
+                f"MiB, but in stages it may write only to buffers of up to {_LARGEST_BYTES // 2**20} MiB; "
+                "divide the buffer into several, or train without pp"
             )
 
 
@@ -162,8 +162,8 @@ class Stage:
             except FirstBlock as begin:
                 return begin, before
         raise ConfigError(
-            f"stage {self.index} gets to the end of the model and to none of its blocks: blocks are called "
-            "one after another, once each; say which with blocks=['layer1', 'layer2', ...]"
+            f"the model's forward pass ended without a call of any block of stage {self.index}: blocks must "
+            "run one after another, once each; name them with blocks=['layer1', 'layer2', ...]"
         )
 
     def run(
@@ -217,15 +217,15 @@ class Stage:
             for name, buffer in here._buffers.items():
                 if stands_for(buffer):
                     raise ConfigError(
-                        f"the model writes to the buffer {name!r} what it makes of something that another "
-                        "stage has; have a block write to it, or train without pp"
+                        "the model writes a value computed from another stage's values into the buffer "
+                        f"{name!r}; let a block write to it, or train without pp"
                     )
         for name, version in self._versions_around().items():
             if before.get(name) != version and self.writers.setdefault(name, self.index) != self.index:
                 raise ConfigError(
-                    f"the model writes to the buffer {name.partition('.')[2]!r} in each forward pass, and "
-                    f"stages {self.writers[name]} and {self.index}, both on this rank, would each do so: use "
-                    "a pp_style with one stage on a rank ('1f1b'), or have a block write to it"
+                    f"the model writes to the buffer {name.partition('.')[2]!r} in each forward pass, so "
+                    f"both stages of this rank, {self.writers[name]} and {self.index}, would write to it; "
+                    "use a pp_style with one stage on a rank ('1f1b'), or let a block write to it"
                 )
 
     def judge(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -239,10 +239,10 @@ class Stage:
             loss = call()
         if loss.is_meta or self.stage_pass.placeholders.stands_for(loss):
             raise ConfigError(
-                "the loss is made of something that another stage has: what runs in front of the blocks, or "
-                "a weight there, is used behind a block, or what a block leaves behind (only what one block "
-                "after another is called with goes from stage to stage, and lists and dicts of the model); "
-                "have the blocks pass it on, or train without pp"
+                "the loss depends on a value that only another stage has: code in front of the blocks or a "
+                "weight there is used after a block, or a block left a value behind; only the arguments of "
+                "one block after another pass from stage to stage, and the model's lists and dicts; let the "
+                "blocks pass it on, or train without pp"
             )
         return loss
 
@@ -313,6 +313,6 @@ def _named() -> Iterator[None]:
         if not any(sign in str(error) for sign in _SIGNS_OF_PLACEHOLDERS):
             raise
         raise ConfigError(
-            f"the model reads the memory of a value that another stage has ({error}): only torch's operators "
-            "can be run without it; have a block do that, or train without pp"
+            f"the model reads the memory of a value that only another stage has ({error}), but only torch's "
+            "operators can run without it; let a block read it, or train without pp"
         ) from error

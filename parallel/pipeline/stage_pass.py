@@ -219,8 +219,8 @@ class StagePass:
         """
         if len(values) != self._gives.among:
             raise ConfigError(
-                f"{name!r} is called with {len(values)} values behind the blocks before it, and with "
-                f"{self._gives.among} on the stage that has it: have blocks return tensors and take them as "
+                f"{name!r} is called with {len(values)} values on the stage before it, but with "
+                f"{self._gives.among} on its own stage; let blocks return tensors and take them as "
                 "arguments, or cut the model elsewhere (split=)"
             )
         given = [values[place] for place in self._gives.places]
@@ -228,10 +228,10 @@ class StagePass:
         self._refuse_unknown_there(name, given)
         if any(map(self.placeholders.stands_for, given)):
             raise ConfigError(
-                f"what {name!r} of the next stage is called with is made of something that a stage before "
-                "this one has, and has not sent: what runs in front of the blocks, or a weight there, is "
-                "used behind a block (only what one block after another is called with goes from stage to "
-                "stage); have the blocks pass it on, or train without pp"
+                f"an argument of {name!r} of the next stage depends on a value that an earlier stage has and "
+                "did not send: code in front of the blocks, or a weight there, is used after a block; only "
+                "the arguments of one block after another pass from stage to stage; let the blocks pass it "
+                "on, or train without pp"
             )
         return tuple(given)
 
@@ -244,9 +244,9 @@ class StagePass:
             if id(value) in self._held_before or {id(value), id(self.received_for(value))} & known:
                 continue
             raise ConfigError(
-                f"{worded(path)} holds a tensor where {name!r} of the next stage begins, and that stage does "
-                "not know of it: a block decides on values, and does not run on 'meta'. Have blocks return "
-                "it and take it as an argument, or train without pp"
+                f"{worded(path)} holds a tensor where {name!r} of the next stage begins, but that stage does "
+                "not know it: the work of a block depends on values, so it does not run on 'meta'; let "
+                "blocks return the tensor and take it as an argument, or train without pp"
             )
 
     def _in_context(self) -> Iterator[tuple[Path, torch.Tensor]]:
@@ -258,9 +258,9 @@ class StagePass:
         value = look_up(self._holder(path), path)
         if not isinstance(value, torch.Tensor):
             raise ConfigError(
-                f"{worded(path)} holds a tensor where the stage of {name!r} begins, and not so behind the "
-                "blocks before it: stages have to find as much there as one process; empty it at the "
-                "beginning of the model's forward(), or have blocks return the tensors"
+                f"{worded(path)} holds a tensor when the stage of {name!r} begins, but not after the blocks "
+                "before it: stages must find there what one process would find; empty it at the beginning "
+                "of the model's forward(), or let blocks return the tensors"
             )
         return value
 
@@ -326,9 +326,9 @@ class StagePass:
         """Raise ConfigError if the model is called directly, instead of one of its stages."""
         if not self.runs:
             raise ConfigError(
-                f"model(...) gets to {name!r}, which another stage of the pipeline has; call "
-                "booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all of them "
-                "(where that was called: checkpoint() goes around one block, not around several)"
+                f"model(...) reached {name!r}, which is on another stage of the pipeline; call "
+                "booster.execute_pipeline(data_iter, model, criterion, optimizer), which runs all stages "
+                "(if you did call it: put checkpoint() around one block, not around several)"
             )
 
 

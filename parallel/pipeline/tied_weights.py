@@ -86,9 +86,9 @@ class TiedWeights:
         accumulation = (model.manager.step, model.times_discarded)
         if accumulation == self._summed:
             raise StateError(
-                "gradients were read or clipped in the middle of an accumulation, which summed those of the "
-                "weights that several stages have: what passes since have added would be summed twice; read "
-                "and clip gradients behind the last batch of a step"
+                "gradients were read or clipped in the middle of an accumulation, and this summed those of "
+                "the weights that several stages share: gradients of later passes would be summed twice; "
+                "read and clip gradients after the last batch of a step"
             )
         for param, axis in self._weights:
             if not param.requires_grad:
@@ -149,7 +149,9 @@ class SharedParameters:
         members = tuple(sorted(set(ranks)))
         size = 1 if axis is None else axis.size
         if not members or members[0] < 0 or members[-1] >= size:
-            raise ConfigError(f"ranks {list(ranks)} share; a pipeline of {size} has ranks 0 to {size - 1}")
+            raise ConfigError(
+                f"ranks {list(ranks)} cannot share parameters; a pipeline of {size} has ranks 0 to {size - 1}"
+            )
         own = axis is not None and axis.rank in members and len(members) > 1
         self._axis = axis.among(members, "shared") if axis is not None and own else None
         self._members = members

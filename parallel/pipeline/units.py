@@ -13,7 +13,7 @@ from torch import nn
 from gemini.errors import ConfigError
 from gemini.parallel.families import family_of
 
-_WAY_OUT = "say which modules run one after another with blocks=['layer1', 'layer2', ...]"
+_WAY_OUT = "name the modules that run one after another with blocks=['layer1', 'layer2', ...]"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def find_units(
     if missing:
         raise ConfigError(f"the model has no {missing[0]!r}; name modules as model.named_modules() does")
     if len(set(chosen)) != len(chosen) or not chosen:
-        raise ConfigError(f"blocks are {list(chosen)}; name one or more, each once")
+        raise ConfigError(f"blocks are {list(chosen)}; name at least one, each only once")
     _refuse_repeated(model, chosen)
     around = {_parent(name, depth) for name in chosen for depth in range(name.count(".") + 1)}
     places: dict[str, int] = {}
@@ -82,7 +82,7 @@ def find_units(
     unknown = [name for name in (*behind, *before) if name not in places]
     if unknown:
         said = "behind" if unknown[0] in behind else "before"
-        raise ConfigError(f"{said} names {unknown[0]!r}, which is no module or parameter beside the blocks")
+        raise ConfigError(f"{said} names {unknown[0]!r}, which is no module or parameter outside the blocks")
     places |= {name: _blocks_in(name[: name.rfind(".") + 1], chosen)[0] for name in before}
     places |= {name: len(chosen) for name in behind}
     front = tuple(name for name, count in places.items() if count == 0)
@@ -99,14 +99,14 @@ def _refuse_repeated(model: nn.Module, blocks: Sequence[str]) -> None:
         others = [each for each, module in row.items() if module is row.get(key) and each != key]
         if others and row.get(key) is not None:
             raise ConfigError(
-                f"the block {name!r} is {f'{owner}.{others[0]}'.lstrip('.')!r} as well, so it runs more than "
-                "once, and stages run each of their blocks once: make modules of their own that share "
-                "weights, or train without pp"
+                f"the block {name!r} is also {f'{owner}.{others[0]}'.lstrip('.')!r}, so it runs more than "
+                "once, but stages run each block only once; make separate modules that share weights, or "
+                "train without pp"
             )
 
 
 def _parent(name: str, depth: int) -> str:
-    """attributes of each copy itself"""
+    """Return the first ``depth`` parts of a name."""
     return ".".join(name.split(".")[:depth])
 
 
@@ -243,15 +243,15 @@ def _longest_list(model: nn.Module) -> tuple[str, ...]:
             if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
                 _refuse_repeated(model, [f"{name}.{key}".lstrip(".") for key in module._modules])
         raise ConfigError(
-            f"{type(model).__name__} has no ModuleList or Sequential of two layers with weights to be cut "
-            f"between: {_WAY_OUT}"
+            f"{type(model).__name__} has no ModuleList or Sequential of at least two layers with weights, "
+            f"between which it could be cut; {_WAY_OUT}"
         )
     longest = max(lists, key=lambda found: len(found[1]))
     others = [name for name, members in lists if len(members) == len(longest[1]) and name != longest[0]]
     if others:
         raise ConfigError(
             f"{type(model).__name__} has two lists of {len(longest[1])} layers, {longest[0]!r} and "
-            f"{others[0]!r}, which need not run one after the other: {_WAY_OUT}"
+            f"{others[0]!r}, and it is unclear whether one runs after the other; {_WAY_OUT}"
         )
     return tuple(longest[1])
 

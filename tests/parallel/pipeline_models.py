@@ -281,7 +281,7 @@ SENT = (
     Checkpointed,
     OfTwoKinds,
 )
-_OF_LOSS, _DECIDES = "the loss is made of something", "the model decides on a value"
+_OF_LOSS, _DECIDES = "the loss depends on a value", "the model makes a decision from a value"
 REFUSED = {
     MaskBehind: _OF_LOSS,
     Branching: _DECIDES,

@@ -278,13 +278,13 @@ def refuse(what: str) -> str:
 
 def test_what_is_no_pipeline_is_refused_on_all_ranks() -> None:
     for what, message in (
-        ("chunks", r"have built \[1, 2\] stages, and each is to have 1"),
+        ("chunks", r"built \[1, 2\] stages, but each needs 1"),
         ("shared", r"on ranks \[1\] no parameter of the stages is registered"),
-        ("pair", "stage 0 returned a tuple, and one tensor goes"),
+        ("pair", "stage 0 returned a tuple, but a built stage passes exactly one tensor"),
     ):
         for text in run_on_ranks(refuse, 2, what):
             assert message.replace("\\", "") in text
-    with pytest.raises(ConfigError, match=r"this rank's, BuiltStages\(stage\)"):
+    with pytest.raises(ConfigError, match=r"of this rank, BuiltStages\(stage\)"):
         BuiltStages()
 
 

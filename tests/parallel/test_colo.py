@@ -275,9 +275,9 @@ def test_combinations_without_a_style_are_refused_by_name() -> None:
     wanted = [
         "ShardSpec(dims=(0, 1), num_partitions=(2, 2)): a tensor is cut along one dimension",
         "ProcessGroup(tp_degree=3, dp_degree=None) does not fit 2 processes; choose tp 1 x dp 2, tp 2 x dp 1",
-        "ShardSpec(dims=(0,), num_partitions=(4,)): ProcessGroup(tp_degree=2, dp_degree=1) cuts a tensor into 2 parts",
+        "ShardSpec(dims=(0,), num_partitions=(4,)): ProcessGroup(tp_degree=2, dp_degree=1) cuts a",
         "the model itself, a LayerNorm with weight ShardSpec(dims=(-1,), num_partitions=(2,)): only Linear",
-        "the model itself, a Linear with bias ShardSpec(dims=(-1,), num_partitions=(2,)): a layer is cut by its",
+        "the model itself, a Linear with bias ShardSpec(dims=(-1,), num_partitions=(2,)): a layer is cut",
         "the model itself, a Linear with weight ShardSpec(dims=(-1,), num_partitions=(2,)), bias",
         "the model itself, a Linear with weight ShardSpec(dims=(-1,), num_partitions=(2,)): ComputePattern",
         "3 inputs are not divided by 2 ranks",

@@ -316,7 +316,8 @@ def test_a_name_that_is_nearly_reserved_is_warned_of(
 ) -> None:
     assert read_config({name: 4, "NUM_CLASSES": 10, "BATCH_SIZE": 8, "NUM_EPOCHS": 2}) is not None
     assert caplog.messages == [
-        f"config: {name!r} is not a reserved name and is left to the program; if you meant {meant}, write that"
+        f"config: {name!r} is not a reserved name and is left to the program; if you meant {meant}, "
+        "write that"
     ]
     caplog.clear()
     assert read_config({name: 4, meant: 4})[name] == 4

@@ -251,7 +251,7 @@ def test_what_blocks_leave_in_context_variables_is_that_of_one_process(kind: typ
 
 
 @pytest.mark.parametrize(
-    ("kind", "why"), [(ByValue, "does not know of it"), (ByOneName, "two context variables are called")]
+    ("kind", "why"), [(ByValue, "does not know it"), (ByOneName, "two context variables are named")]
 )
 def test_what_no_stage_can_know_of_context_variables_is_refused(kind: type[Model], why: str) -> None:
     layout = {"pp_size": 2, **CHUNKS}

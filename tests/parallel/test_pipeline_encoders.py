@@ -211,7 +211,7 @@ def test_an_encoder_alone_has_the_layers_that_it_has() -> None:
 def test_layers_that_are_left_out_at_random_are_refused() -> None:
     model = build("marian")
     model.get_decoder().layerdrop = 0.05  # type: ignore[operator, union-attr]
-    with pytest.raises(ConfigError, match=r"'model\.decoder' leaves out layers at random .*layerdrop"):
+    with pytest.raises(ConfigError, match=r"'model\.decoder' skips layers at random .*layerdrop"):
         split(model, find_units(model), [(0, 3), (3, 5)], range(2))
 
 

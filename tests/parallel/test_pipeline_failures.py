@@ -143,9 +143,9 @@ def _skip(style: str, sizes: dict[str, int]) -> str:
 def test_a_loss_of_what_another_stage_has_is_refused_on_all_ranks(style: str) -> None:
     first, last = run_on_ranks(_skip, 2, style, {"pp_size": 2})
     told, said = (last, first) if style == "zbv" else (first, last)
-    assert said.startswith("ConfigError: the loss is made of something that another stage has")
+    assert said.startswith("ConfigError: the loss depends on a value that only another stage has")
     # Both ends of the model are on one rank in zbv: the last stage is refused nonetheless.
-    assert "used behind a block" in told
+    assert "used after a block" in told
 
 
 def _raise_between() -> tuple[str, float]:

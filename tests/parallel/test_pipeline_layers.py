@@ -67,8 +67,8 @@ def test_what_cannot_be_is_refused() -> None:
         Net()
     for steps, message in (
         (["nose"], "no module 'nose'"),
-        ([(3, "behind")], "no step"),
-        ([torch.relu], "no step"),
+        ([(3, "behind")], "is neither"),
+        ([torch.relu], "is neither"),
     ):
         with pytest.raises(ConfigError, match=message):
             pipelinable.to_layer_list(steps)

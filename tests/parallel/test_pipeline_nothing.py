@@ -64,8 +64,8 @@ def test_stages_are_sent_masks_and_indices_and_may_count_and_write(kind: type[Mo
 def test_a_loss_or_a_decision_of_what_another_stage_has_is_refused(kind: type[Model]) -> None:
     what = REFUSED[kind]
     first, last = run_on_ranks(_train, 2, kind, "1f1b", "16MiB")
-    assert last.startswith(f"ConfigError: {what} that another stage has")
-    assert f"{what} that another stage has" in first
+    assert last.startswith(f"ConfigError: {what} that only another stage has")
+    assert f"{what} that only another stage has" in first
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def _train_and_go_on(otherwise: str) -> str:
 @pytest.mark.parametrize("otherwise", ["evaluated", "called"])
 def test_a_model_is_looked_at_anew_where_it_is_evaluated_or_called_otherwise(otherwise: str) -> None:
     for message in run_on_ranks(_train_and_go_on, 2, otherwise):
-        assert "the loss is made of something that another stage has" in message
+        assert "the loss depends on a value that only another stage has" in message
 
 
 def test_batches_with_other_texts_or_numbers_are_of_one_kind() -> None:

@@ -85,7 +85,7 @@ def test_a_block_may_not_write_one_into_a_real_tensor(placeholders: Placeholders
     real, given = torch.zeros(4), placeholders.like(torch.empty(4), CPU)
     with placeholders.watched():
         before = placeholders.begin_block()
-        with pytest.raises(ConfigError, match="writes to a tensor what another stage has"):
+        with pytest.raises(ConfigError, match="writes a value of another stage into a tensor"):
             real.copy_(given)
         placeholders.end_block(before)
         assert not placeholders.stands_for(torch.ones_like(given))  # around blocks: it reads no numbers

@@ -164,9 +164,9 @@ BAD = {
     "other shapes": "take the same batches",
     "other contents": r"ranks \[0\] and \[1\] .* different contents",
     "other labels": r"ranks \[0\] and \[1\] .* different contents",
-    "one ended": r"iterators of ranks \[1\] .* have ended",
+    "one ended": r"iterators of ranks \[1\] .* ended before",
     "another number": "cannot be cut",
-    "one bad": "refuse their batches|cannot be cut",
+    "one bad": "refused their batches|cannot be cut",
     "no criterion": "needs a criterion",
 }
 

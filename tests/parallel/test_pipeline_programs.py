@@ -284,7 +284,10 @@ def _detached(output: Tensor, ids: Tensor) -> Tensor:
 
 def test_a_loss_without_a_gradient_is_refused() -> None:
     case = (Model, batch_of, _detached, nothing, None)
-    assert any("has left autograd" in each for each in run_on_ranks(_in_stages, 2, {"pp_size": 2}, *case))
+    assert any(
+        "detached the loss from autograd" in each
+        for each in run_on_ranks(_in_stages, 2, {"pp_size": 2}, *case)
+    )
 
 
 def _read_within() -> str:

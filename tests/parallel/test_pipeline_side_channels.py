@@ -116,7 +116,7 @@ def test_a_block_that_decides_on_values_and_leaves_nothing_trains() -> None:
 def test_a_criterion_that_adds_up_all_weights_is_refused(weights: Callable[[nn.Module], Any]) -> None:
     part = staged(1, lambda: Model("nothing"))
     own = {name for name, _ in part.module.named_parameters()}
-    with pytest.raises(ConfigError, match="the loss is made of something that another stage has"):
+    with pytest.raises(ConfigError, match="the loss depends on a value that only another stage has"):
         part.stages[0].judge(lambda: sum(weight.square().sum() for weight in weights(part.module)))
     assert {name for name, _ in part.module.named_parameters()} == own
 

@@ -256,7 +256,7 @@ def test_what_another_stage_has_is_told_from_nan_of_the_models_own(what: str, re
     for stage, own, following in zip(before, takes, takes[1:], strict=False):
         received = stage.run(received, own, following, (IDS,), {})
     output = last.run(received, takes[-1], StageInputs(), (IDS,), {})
-    with pytest.raises(ConfigError, match="the loss is made of") if refused else nullcontext():
+    with pytest.raises(ConfigError, match="the loss depends on") if refused else nullcontext():
         assert bool(last.judge(output.sum).isnan())
 
 
@@ -347,10 +347,13 @@ class Reading(nn.Module):
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("numpy", "reads the memory of a value that another stage has"),
-        ("list", r"decides on a value that another stage has .*test_pipeline_split\.py: x = x \* max"),
-        ("count", "decides on a value that another stage has .*nonzero"),
-        ("buffer", "writes to the buffer 'mean' what it makes of something that another stage"),
+        ("numpy", "reads the memory of a value that only another stage has"),
+        (
+            "list",
+            r"makes a decision from a value that only another stage has .*test_pipeline_split\.py: x = x \* max",
+        ),
+        ("count", "makes a decision from a value that only another stage has .*nonzero"),
+        ("buffer", "value computed from another stage's values into the buffer 'mean'"),
         ("chosen", ""),
         ("ones", ""),
     ],

@@ -127,7 +127,7 @@ CHANGES = [
     ({"sp_mode": "both"}, "sp_mode is 'both'"),
     ({"dtype": "fp8"}, "dtype is 'fp8'"),
     ({"schedule": "x"}, "no schedule 'x'"),
-    ({"stages_per_rank": 2}, "1f1b has one stage on each rank, not 2"),
+    ({"stages_per_rank": 2}, "1f1b needs one stage on each rank, not 2"),
     ({"stages_per_rank": 2**62}, "stages"),
     ({"begins": ["b", "c"]}, "begins has 2 names, but 2 stages need 1"),
     ({"begins": "b"}, "begins is 'b'; it must be a list"),
@@ -138,7 +138,7 @@ CHANGES = [
     ({"layout": {"dp": 1, "pp": 2, "sp": 1, "tp": 1, "ep": 1}}, "layout: it has the unknown field 'ep'"),
     ({"layout": {"dp": 0, "pp": 2, "sp": 1, "tp": 1}}, "layout.dp is 0"),
     ({"layout": {"dp": 2**20, "pp": 2, "sp": 1, "tp": 1}}, "layout has more than"),
-    ({"layout": {"dp": 1, "pp": 1, "sp": 1, "tp": 1}, "begins": []}, "predicted.ranks has 2 entries, but layout.pp"),
+    ({"layout": {"dp": 1, "pp": 1, "sp": 1, "tp": 1}, "begins": []}, "predicted.ranks has 2 entries, but"),
     ({"layout": 4}, "layout: it is 4, but must be an object"),
     ({"budgets": {"device_bytes": -1, "host_bytes": 0, "disk_bytes": 0}}, "budgets.device_bytes is -1"),
     (
