@@ -44,7 +44,7 @@ class Program:
     def require(self) -> None:
         """Raise ConfigError if the file is not on this machine."""
         if not self.module and not Path(self.name).is_file():
-            raise ConfigError(f"there is no file {self.name} to run; to run a module write -m {self.name}")
+            raise ConfigError(f"there is no file {self.name!r} to run; to run a module write -m {self.name}")
 
 
 @dataclass(frozen=True)

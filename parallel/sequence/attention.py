@@ -81,12 +81,13 @@ class SequenceAttention:
             return self(query, key, value, attn_mask, dropout_p, is_causal, scale).squeeze(1)
         if query.dim() != 4:
             raise ConfigError(
-                f"a query is {tuple(query.shape)}; attention between parts of a sequence takes (batch, "
-                "heads, length, features)"
+                f"a query has shape {tuple(query.shape)}, but attention over sequence-parallel ranks takes "
+                "(batch, heads, length, features)"
             )
         if not enable_gqa and key.size(1) != query.size(1):
             raise ConfigError(
-                f"attention has {query.size(1)} heads of queries and {key.size(1)} of keys; say enable_gqa"
+                f"attention has {query.size(1)} heads of queries and {key.size(1)} of keys; pass "
+                "enable_gqa=True"
             )
         scoring = Scoring(query.size(-1) ** -0.5 if scale is None else scale, dropout=dropout_p)
         return self.attend(query, key, value, attn_mask, scoring, causal=is_causal)
@@ -124,8 +125,8 @@ class SequenceAttention:
         if self.method == "ring":
             if scoring.dropout > 0:
                 raise ConfigError(
-                    "ring attention has no dropout; set it to 0, or take Ulysses (sp_mode='ulysses' of the "
-                    "plugin, method='ulysses' of parallelize_sequence)"
+                    "ring attention does not support dropout; set it to 0, or use Ulysses "
+                    "(sp_mode='ulysses' of the plugin, method='ulysses' of parallelize_sequence)"
                 )
             return ring_attention(query, key, value, mask, scoring)
         return ulysses_attention(query, key, value, mask, scoring)
@@ -196,7 +197,8 @@ class _Taken(TorchFunctionMode):
             return self._attention(*args, **(kwargs or {}))
         if func is functional.multi_head_attention_forward:
             raise ConfigError(
-                "attention of torch's modules is replaced by parallelize_sequence(model, mesh); this one was "
-                "not there, or is called as a function"
+                "torch's attention modules work over sequence-parallel ranks only after "
+                "parallelize_sequence(model, mesh) has replaced them; this one was added later, or is "
+                "called as a function"
             )
         return func(*args, **(kwargs or {}))

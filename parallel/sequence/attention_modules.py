@@ -49,12 +49,16 @@ class AttendingHeads(AttendingModule, nn.MultiheadAttention):
         all keys; ``attn_mask`` covers this rank's queries, or all queries, and all keys.
         """
         if query.dim() != 3:
-            raise ConfigError("attention between parts of a sequence takes batches; this query has none")
+            raise ConfigError(
+                "attention over sequence-parallel ranks takes batches, but this query has no batch dimension"
+            )
         q, k, v = self._projected(query, key, value)
         mask = None if is_causal else attn_mask
         joined = _joined(mask, key_padding_mask, q)
         if is_causal and joined is not None:
-            raise ConfigError("is_causal=True and key_padding_mask: give attn_mask=, for all keys, instead")
+            raise ConfigError(
+                "is_causal=True does not work with key_padding_mask; pass attn_mask= for all keys instead"
+            )
         dropout = self.dropout if self.training else 0.0
         with self.sequence_attention.in_place_of_torch():
             out = functional.scaled_dot_product_attention(q, k, v, joined, dropout, is_causal)
@@ -101,7 +105,8 @@ def refuse_torch_attention(model: nn.Module) -> None:
             continue
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
             raise ConfigError(
-                f"{name}: attention with kdim, vdim, add_bias_kv or add_zero_attn is not replaced"
+                f"{name}: attention with kdim, vdim, add_bias_kv or add_zero_attn cannot run over "
+                "sequence-parallel ranks; train it with sp_size=1"
             )
 
 

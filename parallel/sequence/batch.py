@@ -46,8 +46,8 @@ class Order:
         """
         if whole.size(dim) % self.num_stretches:
             raise ConfigError(
-                f"a sequence of {whole.size(dim)} is not divided by {self.num_stretches}; pad it to "
-                f"{self.padded(whole.size(dim))} (SequenceParallel.cut does)"
+                f"a sequence of {whole.size(dim)} tokens cannot be cut into {self.num_stretches} equal "
+                f"parts; pad it to {self.padded(whole.size(dim))} (SequenceParallel.cut does)"
             )
         pieces = whole.chunk(self.num_stretches, dim)
         found = [pieces[index] for index in self.stretches(rank)]
@@ -100,7 +100,7 @@ def cut_batch(
     length = inputs.size(1)
     for name, other in (("labels", labels), ("positions", positions)):
         if other is not None and other.size(1) != length:
-            raise ConfigError(f"{name} are of {other.size(1)} tokens, and inputs of {length}")
+            raise ConfigError(f"{name} have {other.size(1)} tokens, but inputs have {length}")
     if labels is not None and shifts_labels:
         labels = shifted(labels)
     if positions is None:

@@ -29,7 +29,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     ]
     if len(lists) != 1:
         raise ConfigError(
-            f"cut='blocks' is for models with one list of blocks, and {type(model).__name__} has {len(lists)}"
+            f"cut='blocks' needs a model with one list of blocks, but {type(model).__name__} has {len(lists)}"
         )
     return lists[0]
 

@@ -21,7 +21,7 @@ from gemini.parallel.sequence.inner_models import Complete, complete_calls
 from gemini.parallel.sequence.scores import Scoring
 
 _NUMBERS = itertools.count()
-_WITHOUT = "train it with whole sequences (sp_size=1), over tp_size or pp_size"
+_WITHOUT = "train it with whole sequences (sp_size=1), with tp_size or pp_size"
 _UNKNOWN = ("position_bias",)  # arguments of attention that change its scores
 
 
@@ -30,16 +30,18 @@ def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
     name, family = type(model).__name__, family_of(model)
     if family.two_sequences:
         raise ConfigError(
-            f"{name} has two sequences, an encoder's and a decoder's; they are not cut: {_WITHOUT}"
+            f"{name} has two sequences, an encoder's and a decoder's, which sequence parallelism cannot cut; "
+            f"{_WITHOUT}"
         )
     if family.mixes_tokens:
         raise ConfigError(
-            f"{name} mixes tokens outside of attention, by {family.mixes_tokens}: only those of a part; "
-            f"{_WITHOUT}"
+            f"{name} mixes tokens outside of attention, with {family.mixes_tokens}, and would mix only those "
+            f"of one part; {_WITHOUT}"
         )
     if not family.replaceable_attention:
         raise ConfigError(
-            f"{name} computes attention by itself, not by a function that can be replaced: {_WITHOUT}"
+            f"{name} computes attention in its own code, which sequence parallelism cannot replace; "
+            f"{_WITHOUT}"
         )
     if family.router_loss:
         raise ConfigError(_takes_router_loss(model))
@@ -49,28 +51,35 @@ def refuse_unfit(model: Any, *, cuts_blocks: bool) -> None:
 
 def _takes_router_loss(model: Any) -> str:
     return (
-        f"{type(model).__name__} takes a loss of the routers over all tokens (output_router_logits, of its "
-        "configuration or its call), and each rank has a part of them; set it to False"
+        f"{type(model).__name__} computes a loss of the routers over all tokens (output_router_logits, in "
+        "its configuration or its call), but each rank has only a part of them; set it to False"
     )
 
 
 def _refuse_parts_of_batches(name: str, family: Family) -> None:
     """Raise ConfigError if a model computes something from whole sequences outside of its blocks."""
-    way_out = "give whole batches to all ranks and cut='blocks'"
+    way_out = "give whole batches to all ranks and use cut='blocks'"
     if family.loss is Loss.WHOLE_SEQUENCE:
-        raise ConfigError(f"{name} takes its loss of a whole sequence, and each rank has a part; {way_out}")
+        raise ConfigError(
+            f"{name} computes its loss from a whole sequence, but each rank has only a part; {way_out}"
+        )
     if family.rotates_by_length:
         raise ConfigError(
-            f"{name} rotates by the length of its input (rope_type {family.rotates_by_length!r}), "
-            f"which would be that of a part; {way_out}"
+            f"{name} scales its rotary positions by the length of its input (rope_type "
+            f"{family.rotates_by_length!r}), which would be the length of a part; {way_out}"
         )
     if family.other_tokens:
-        raise ConfigError(f"{name} puts images or sounds between tokens, which are not cut; {way_out}")
+        raise ConfigError(
+            f"{name} puts images or sounds between tokens, which sequence parallelism does not cut; {way_out}"
+        )
     if family.scales_by_position:
-        raise ConfigError(f"{name} scales attention by positions that it makes of a part; {way_out}")
+        raise ConfigError(
+            f"{name} scales attention by positions that it would compute from one part; {way_out}"
+        )
     if family.positions is Positions.OF_LENGTH:
         raise ConfigError(
-            f"{name} makes its positions of the length of its input, which would be that of a part; {way_out}"
+            f"{name} computes positions from the length of its input, which would be the length of a part; "
+            f"{way_out}"
         )
 
 
@@ -117,7 +126,8 @@ def _attend(
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ConfigError(
-                f"{type(module).__name__} gives attention a {name}, which is not known for parts; {_WITHOUT}"
+                f"{type(module).__name__} passes {name} to attention, which sequence parallelism does not "
+                f"support; {_WITHOUT}"
             )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -150,11 +160,13 @@ def _mask(
     """
     axis, order = attention.axis, attention.order
     if int(q_offset) or int(kv_offset):
-        raise ConfigError("a sequence over several ranks is for training; generate with a model of its own")
+        raise ConfigError(
+            "a sequence over several ranks works only for training; generate with a separate model"
+        )
     padding = attention_mask
     if axis is not None and padding is not None:
         if padding.size(1) != kv_length:
-            raise ConfigError(f"attention_mask is of {padding.size(1)} tokens, and this rank has {kv_length}")
+            raise ConfigError(f"attention_mask has {padding.size(1)} tokens, but this rank has {kv_length}")
         padding = order.whole(axis.all_gather(padding.to(torch.uint8)), 1).bool()
     whole = partial(
         whole_mask, batch_size=batch_size, kv_length=order.size * kv_length, attention_mask=padding
@@ -226,8 +238,8 @@ def _complete(
     if positions is None:
         if family.positions is Positions.OF_TOKENS:
             raise ConfigError(
-                f"{type(model).__name__} makes position_ids of its input, which is a part of a sequence; "
-                "put those of the whole one into the batch, as position_ids"
+                f"{type(model).__name__} computes position_ids from its input, which is only a part of the "
+                "sequence; add position_ids of the whole sequence to the batch"
             )
         given["position_ids"] = _positions(attention, family, tokens, given.get("attention_mask"))
     elif given.get("attention_mask") is None and family.looks_back_only:
@@ -235,8 +247,9 @@ def _complete(
             given["attention_mask"] = _mask_of_documents(attention, positions)
         if given.get("attention_mask") is not None and family.has_windows:
             raise ConfigError(
-                "documents side by side in a sequence (position_ids that begin anew) are not told apart in "
-                "layers with windows; give whole batches to all ranks and cut='blocks', or one document a row"
+                "layers with sliding windows cannot tell apart several documents in one sequence "
+                "(position_ids that start again from 0); give whole batches to all ranks and use "
+                "cut='blocks', or put one document in a row"
             )
     if attention.order.zigzag and given.get("attention_mask") is None:
         # Without a mask transformers would take the jump between two stretches for a document border.

@@ -15,7 +15,7 @@ from gemini.errors import ConfigError
 from gemini.system.subclassing import mix_in
 
 _MIXES_TOKENS = (nn.RNNBase, nn.Conv1d, nn.MultiheadAttention)
-_WAY_OUT = "give whole batches to all ranks and cut='blocks', or leave sp_size at 1"
+_WAY_OUT = "give whole batches to all ranks and use cut='blocks', or leave sp_size at 1"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 Complete = Callable[[tuple[Any, ...], dict[str, Any]], Call]
@@ -28,12 +28,14 @@ def refuse_unfit_wrapper(model: nn.Module, inner: nn.Module, *, cuts_blocks: boo
     name, own = type(model).__name__, {id(part) for part in inner.modules()}
     for path, module in model.named_modules():
         if id(module) not in own and isinstance(module, _MIXES_TOKENS) and not cuts_blocks:
-            raise ConfigError(f"{name} mixes tokens around its {type(inner).__name__}, by {path}; {_WAY_OUT}")
+            raise ConfigError(
+                f"{name} mixes tokens outside its {type(inner).__name__}, in {path}; {_WAY_OUT}"
+            )
     config = getattr(model, "active_peft_config", None)
     if getattr(config, "is_prompt_learning", False):
         raise ConfigError(
-            f"{name} puts tokens of its own before the sequence ({type(config).__name__}), on each rank; "
-            "use LoRA, or leave sp_size at 1"
+            f"{name} adds its own tokens before the sequence ({type(config).__name__}), and would add them "
+            "on each rank; use LoRA, or leave sp_size at 1"
         )
 
 
@@ -85,7 +87,8 @@ class _LossWatch:
         """Raise ConfigError if labels were given but another loss function was used."""
         if kwargs.get("labels") is not None and not self._was_called:
             raise ConfigError(
-                f"{type(model).__name__} takes a loss of its own of labels that SequenceParallel.cut has "
-                "shifted already, over the tokens of this rank alone: leave labels out of its call and take "
-                "the loss of its logits by mean_loss, let the model inside take it, or give cut='blocks'"
+                f"{type(model).__name__} computes its own loss over the tokens of this rank only, from "
+                "labels that SequenceParallel.cut has already shifted; leave labels out of its call and "
+                "compute the loss from its logits with mean_loss, let the inner model compute the loss, or "
+                "use cut='blocks'"
             )

@@ -39,7 +39,7 @@ class AttentionMask:
         if self.mask is None:
             return
         if self.causal:
-            raise ConfigError("attention has a mask and is_causal=True; torch takes one of them")
+            raise ConfigError("attention got a mask and is_causal=True, but torch takes only one of them")
         rows, keys = (1, *self.mask.shape)[-2:]
         all_rows, all_keys = self._filled()
         if keys in (1, self.whole[1], all_keys) and rows in (1, self.here[0], self.whole[0], all_rows):
@@ -47,11 +47,11 @@ class AttentionMask:
         if keys == self.here[1] and rows == 1:
             return
         raise ConfigError(
-            f"a mask of {rows} x {keys} says too little of a sequence of which each of {self.axis.size} "
-            f"ranks has {self.here[0]} queries and {self.here[1]} keys; give {self.here[0]} x "
-            f"{self.whole[1]} (this rank's queries, all keys), 1 x {self.here[1]} (this rank's keys), or "
-            "is_causal=True and no mask. generate() takes whole sequences: run it without sp, on what "
-            "booster.save_model() wrote"
+            f"a mask of {rows} x {keys} does not cover the sequence, in which each of {self.axis.size} ranks "
+            f"has {self.here[0]} queries and {self.here[1]} keys; pass {self.here[0]} x {self.whole[1]} "
+            f"(this rank's queries, all keys), 1 x {self.here[1]} (this rank's keys), or is_causal=True and "
+            "no mask. generate() takes whole sequences: run it without sp, with the files of "
+            "booster.save_model()"
         )
 
     def of_all_queries(self, heads: slice) -> torch.Tensor | None:
@@ -96,8 +96,8 @@ class AttentionMask:
     def _gathered(self, mask: torch.Tensor, dim: int) -> torch.Tensor:
         if mask.requires_grad:
             raise ConfigError(
-                "a mask with a gradient (a bias that is learned) cannot be put together from parts; give "
-                "each rank the whole one"
+                "a mask with a gradient (a learned bias) cannot be assembled from parts; give each rank the "
+                "whole mask"
             )
         sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         whole = self.order.whole(self.axis.all_gather(sent), dim).to(mask.dtype)

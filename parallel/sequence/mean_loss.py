@@ -72,8 +72,8 @@ def _causal_loss(
     """
     if shift_labels is None:
         raise ConfigError(
-            "the labels are of a part of a sequence and the model would shift them inside of it; cut batches "
-            "with SequenceParallel.cut, which shifts them first and hands them on as shift_labels"
+            "the labels belong to a part of a sequence, and the model would shift them within the part; cut "
+            "batches with SequenceParallel.cut, which shifts labels first and passes them on as shift_labels"
         )
     total = own(
         logits=logits,

@@ -43,9 +43,12 @@ class SequenceParallel:
             ConfigError: the method is unknown, or ``zigzag`` is not for it.
         """
         if method not in METHODS:
-            raise ConfigError(f"method is {method!r}; it may be {' or '.join(METHODS)}")
+            raise ConfigError(f"method is {method!r}; choose {' or '.join(METHODS)}")
         if zigzag and method != "ring":
-            raise ConfigError("zigzag=True balances the ring; method='ulysses' is balanced as it is")
+            raise ConfigError(
+                "zigzag=True balances the ring; leave it out with method='ulysses', which is balanced "
+                "without it"
+            )
         self.axis = mesh.axis("sp")
         self.method = method
         zigzag = method == "ring" if zigzag is None else zigzag
@@ -133,7 +136,10 @@ class SequenceParallel:
             ConfigError: the model takes whole batches, there are no tokens, or a mask cannot be padded.
         """
         if self.takes_whole_batches:
-            raise ConfigError("the model was given cut='blocks': all ranks of sp give it the whole batch")
+            raise ConfigError(
+                "the model was parallelized with cut='blocks', which takes whole batches; pass the whole "
+                "batch on all ranks of sp, without cut()"
+            )
         tokens = batch.get("input_ids", batch.get("inputs_embeds"))
         if tokens is None:
             raise ConfigError(f"a batch has input_ids or inputs_embeds; this one has {', '.join(batch)}")
@@ -144,8 +150,8 @@ class SequenceParallel:
         found = dict(batch)
         if "labels" in found and self.refuses_labels:
             raise ConfigError(
-                "the model shifts labels and takes its loss by itself; leave them out of the batch, cut them "
-                "by cut_batch and take the loss of its logits by mean_loss"
+                "the model shifts labels and computes its loss by itself; leave labels out of the batch, "
+                "cut them with cut_batch and compute the loss from its logits with mean_loss"
             )
         if "labels" in found and self.shifts_labels:
             found["labels"] = found["shift_labels"] = shifted(found["labels"])
@@ -157,7 +163,7 @@ class SequenceParallel:
         if name == "attention_mask" and value.dim() == 4:
             if missing:
                 raise ConfigError(
-                    f"an attention_mask of 4 dimensions is not filled up; pad the batch to "
+                    "an attention_mask of 4 dimensions cannot be padded; pad the batch to "
                     f"{length + missing} tokens"
                 )
             return value if value.size(2) == 1 else self.order.part(value, self.rank, 2)
@@ -207,7 +213,7 @@ def parallelize_sequence(
         ConfigError: the model cannot work on parts, here or on another rank; nothing was changed.
     """
     if cut not in ("batch", "blocks"):
-        raise ConfigError(f"cut is {cut!r}; it may be batch or blocks")
+        raise ConfigError(f"cut is {cut!r}; choose batch or blocks")
     sequence = SequenceParallel(mesh, method, zigzag=zigzag)
     whole = cut == "blocks"
 

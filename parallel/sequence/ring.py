@@ -277,11 +277,13 @@ def ring_attention(
         ConfigError: the mask has a gradient, or is causal between sequences of different lengths.
     """
     if mask.mask is not None and mask.mask.requires_grad:
-        raise ConfigError("a mask with a gradient (a bias that is learned) does not go round a ring")
+        raise ConfigError(
+            "a mask with a gradient (a learned bias) does not work with ring attention; use method='ulysses'"
+        )
     if mask.causal and mask.here[0] != mask.here[1]:
         raise ConfigError(
-            f"a causal mask between {mask.here[0]} queries and {mask.here[1]} keys of a rank; a ring takes "
-            "equal lengths"
+            f"a causal mask between {mask.here[0]} queries and {mask.here[1]} keys of a rank; ring attention "
+            "needs equal lengths"
         )
     if query.size(1) % key.size(1):
         raise ConfigError(

@@ -49,10 +49,10 @@ _LOOK = ("is there", "epsilon", "norm", "sum over a sine", "sum over a cosine") 
 
 
 _CAUSES = (
-    "something computes over features of which each rank has a part (a softmax, a mean or a norm between a "
-    "column and a row layer), a row layer is given whole features, another layer is given the part that a "
-    "column layer returns, or a weight that holds several projections side by side, as query, key and value, "
-    "is cut in one piece (Column(sections=3) cuts each). check=False (tp_check=False) trains without looking"
+    "some operator computes over features that are cut over the ranks (a softmax, a mean or a norm between "
+    "a column and a row layer), a row layer gets whole features, another layer gets the part that a column "
+    "layer returns, or a weight of several projections side by side, such as query, key and value, is cut "
+    "as one piece (Column(sections=3) cuts each). check=False (tp_check=False) skips this comparison"
 )
 
 
@@ -99,10 +99,10 @@ class FirstGradients:
         wrong = [name for index, name in enumerate(names) if not _agree(every[:, index])]
         if wrong:
             raise ConfigError(
-                f"the gradients of {_listed(wrong)} differ between the ranks of "
-                f"{self._axis.name!r}: these parameters are whole on all ranks, and compute with, or before, "
-                "a rank's part of what a column layer returns. Cut their module (plan=, tp_plan=), name it "
-                "with PartialGradient(), which adds up the parts, or freeze it"
+                f"the gradients of {_listed(wrong)} differ between the ranks of {self._axis.name!r}: these "
+                "parameters are whole on all ranks, but are used on or before this rank's part of a column "
+                "layer's output; cut their module (plan=, tp_plan=), name it with PartialGradient(), which "
+                "sums the parts, or freeze it"
             )
 
     def __deepcopy__(self, _memo: object) -> FirstGradients:
@@ -190,14 +190,15 @@ class WholeOutline:
         axis.all_reduce(error, largest=True)
         if float(error[0]):
             raise ConfigError(
-                f"the outputs of the cut model are not those of the whole one on the first batch: {_CAUSES}"
+                "the outputs of the cut model differ from those of the whole one on the first batch: "
+                f"{_CAUSES}"
             )
         wrong = [name for name, is_wrong in zip([*names, *_INPUTS], error[1:], strict=True) if is_wrong]
         if wrong:
             raise ConfigError(
                 f"the gradients of {_listed(wrong)} differ from those of the whole model on the first batch, "
-                "and outputs do not: backward, the ranks' parts of a gradient are not added up, or are where "
-                f"each rank has all of it (PartialGradient()); or {_CAUSES}"
+                "although the outputs agree: in backward, the ranks' parts of a gradient are not summed, or "
+                f"are summed although each rank has the whole gradient (PartialGradient()); or {_CAUSES}"
             )
 
     def __deepcopy__(self, _memo: object) -> WholeOutline:
@@ -341,7 +342,7 @@ class _OutlineComparison:
             same = device.type == "cpu" and all(map(torch.equal, generator_states(device), after))
             if failure is not None:
                 raise ConfigError(
-                    "the cut model does not run on the first batch, and the whole one does "
+                    "the cut model does not run on the first batch, but the whole one does "
                     f"({in_words(failure)}): {_CAUSES}"
                 ) from failure
             if there.has_drawn and not same:

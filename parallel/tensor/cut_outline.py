@@ -41,7 +41,7 @@ def outline_part(
         work = planned(model, size, plan, sequence_norms=sequence_norms, whole_experts=whole_experts)
     except ConfigError as error:
         sizes = [str(each) for each in range(2, min(_MOST, 4 * size) + 1) if _goes(model, each, plan)]
-        possible = f"; tp may be {', '.join(['1', *sizes])}" if sizes else "; no other size is possible but 1"
+        possible = f"; tp may be {', '.join(['1', *sizes])}" if sizes else "; no size but 1 is possible"
         raise ConfigError(f"tp {size}: {error}{possible}") from error
     axis = OutlineAxis(size)
     partition = Partition(axis, names)

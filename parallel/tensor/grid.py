@@ -77,7 +77,7 @@ class Tile:
             ConfigError: ``whole`` has another shape.
         """
         if tuple(whole.shape) != self.shape:
-            raise ConfigError(f"a tensor of {self.shape} is cut here, and this one has {tuple(whole.shape)}")
+            raise ConfigError(f"this tile cuts a tensor of {self.shape}, but got one of {tuple(whole.shape)}")
         found = whole
         for dim, (size, names) in enumerate(zip(self._piece_sizes(), self.cuts, strict=True)):
             start = min(self.places.index(rank, names) * size, self.shape[dim])
@@ -151,7 +151,7 @@ def places_of(layout: Layout) -> Places:
     else:
         found = Places(("tp",), (layout.tp,))
     if found.count != layout.tp:
-        raise ConfigError(f"{layout}: mode {layout.mode!r} does not go over {layout.tp} processes")
+        raise ConfigError(f"{layout}: mode {layout.mode!r} does not work over {layout.tp} processes")
     return found
 
 
@@ -249,8 +249,8 @@ class Grid:
             count = self.places.size(names)
             if x.size(dim) % count:
                 raise ConfigError(
-                    f"dimension {dim} of {tuple(x.shape)} is not divided by the {count} ranks along "
-                    f"{' and '.join(names)}; give a multiple"
+                    f"dimension {dim} of {tuple(x.shape)} is not divisible by the {count} ranks along "
+                    f"{' and '.join(names)}; use a multiple"
                 )
         return Tile(self.places, tuple(x.shape), cuts).part(x, self.rank)
 

@@ -66,11 +66,14 @@ def vocabulary_cross_entropy(
         reduction: mean, sum or none.
     """
     if reduction not in ("mean", "sum", "none"):
-        raise ConfigError(f"reduction is {reduction!r}; it may be mean, sum or none")
+        raise ConfigError(f"reduction is {reduction!r}; choose mean, sum or none")
     flat, wanted = logits.flatten(0, -2), labels.flatten()
     counted = wanted != ignore_index
     if wanted.device.type == "cpu" and bool(((wanted < 0) | (wanted >= vocabulary))[counted].any()):
-        raise IndexError(f"a label is out of bounds of {vocabulary} classes, and is not {ignore_index}")
+        raise IndexError(
+            f"a label is out of bounds: it is not one of the {vocabulary} classes, nor ignore_index "
+            f"({ignore_index})"
+        )
     losses: torch.Tensor = _CrossEntropy.apply(flat, wanted.masked_fill(~counted, 0), axis, vocabulary)  # type: ignore[no-untyped-call]
     losses = losses.masked_fill(~counted, 0.0)
     if reduction == "none":
@@ -90,7 +93,8 @@ def refuse_unknown_loss(model: nn.Module) -> None:
     if family_of(model).loss is not Loss.CAUSAL:
         raise ConfigError(
             f"gather_logits=False: {type(model).__name__} is no causal language model of transformers; give "
-            "its head the style Head(gathers=False) in a plan and take its loss by vocabulary_cross_entropy"
+            "its head the style Head(gathers=False) in a plan, and compute its loss with "
+            "vocabulary_cross_entropy"
         )
 
 

@@ -54,8 +54,9 @@ class Benchmark:
             return kind.type if kind is not None and count >= self.ranks else "cpu"
         if self.device != "cpu" and (kind is None or self.device != kind.type or count < self.ranks):
             raise ConfigError(
-                f"device {self.device!r} for {self.ranks} ranks: there are {count} accelerators here"
-                f"{f' of type {kind.type!r}' if kind is not None else ''}; give fewer ranks, or 'cpu'"
+                f"device {self.device!r} for {self.ranks} ranks: this machine has {count} "
+                f"accelerators{f' of type {kind.type!r}' if kind is not None else ''}; use fewer ranks, or "
+                "'cpu'"
             )
         return self.device
 

@@ -44,8 +44,8 @@ def cut_parameters(model: nn.Module, axis: Axis, cuts: Mapping[int, Cut], partit
     unset = cutting.initialization.unset
     if unset:
         raise ConfigError(
-            f"{len(unset)} weights that were built on 'meta' have no values (first: {unset[0]!r}): no "
-            "reset_parameters() or _init_weights() gives them any; build the model on 'cpu'"
+            f"{len(unset)} weights that were built on 'meta' have no values (first: {unset[0]!r}), because "
+            "no reset_parameters() or _init_weights() sets them; build the model on 'cpu'"
         )
     for buffer in model.buffers():
         axis.broadcast(buffer)
@@ -224,8 +224,8 @@ def _note_places(model: nn.Module) -> None:
 def _refuse_layout(layout: Layout) -> None:
     if layout.mode not in (None, "1d", "sequence"):
         raise ConfigError(
-            f"{layout}: layers of unmodified models are cut in mode '1d'; for {layout.mode} write the model "
-            "with gemini.parallel.tensor.nn, or leave out mode"
+            f"{layout}: layers of unmodified models are cut only in mode '1d'; for {layout.mode} write the "
+            "model with gemini.parallel.tensor.nn, or leave out mode"
         )
 
 
@@ -261,7 +261,7 @@ def planned(
     """Return the work to cut ``model`` over ``size`` ranks; change nothing. Raises ConfigError."""
     blocks = find_blocks(model) if sequence_norms else []
     if any(isinstance(module, CutLayer) for module in model.modules()):
-        raise ConfigError("the model has been cut before; cut a new one")
+        raise ConfigError("the model is already cut; cut a new one")
     refuse_quantized(model)
     if not gather_logits:
         refuse_unknown_loss(model)
@@ -288,7 +288,7 @@ def planned(
     for name, key in resolved.divided:
         value = getattr(model.get_submodule(name), key)
         if value % size:
-            raise ConfigError(f"{name}.{key} is {value}, which {size} ranks do not divide")
+            raise ConfigError(f"{name}.{key} is {value}, which is not divisible by {size} ranks")
     resolved.settings.extend((name, GROUPS, value) for name, value in settings.items())
     return Work(resolved, list(styles.values()), cuts, blocks)
 
@@ -301,7 +301,7 @@ def _add_cuts(cuts: dict[int, Cut], module: nn.Module, own: Mapping[str, Cut]) -
         if param.grad is not None:
             raise ConfigError(f"its {key} has a gradient; cut the model before it is trained")
         if cuts.setdefault(id(param), cut) != cut:
-            raise ConfigError(f"its {key} is tied to one that is cut in another way")
+            raise ConfigError(f"its {key} is tied to a weight that is cut in another way")
 
 
 def _refuse_shared(model: nn.Module, cuts: Mapping[int, Cut], styles: Sequence[_Styled]) -> None:
@@ -313,7 +313,7 @@ def _refuse_shared(model: nn.Module, cuts: Mapping[int, Cut], styles: Sequence[_
         for key, param in module.named_parameters(recurse=False):
             if id(param) in cuts:
                 raise ConfigError(
-                    f"{name}.{key} is tied to a weight that is cut, and the plan leaves {name} whole"
+                    f"{name}.{key} is tied to a weight that is cut, but the plan leaves {name} whole"
                 )
 
 

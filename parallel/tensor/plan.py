@@ -128,7 +128,7 @@ def _add_named(found: Resolved, model: nn.Module, plan: Mapping[str, Style | str
         names = _matching(model, pattern)
         if not names:
             raise ConfigError(
-                f"plan names {pattern!r}, and no module of {type(model).__name__} has such a name"
+                f"plan names {pattern!r}, but no module of {type(model).__name__} has such a name"
             )
         if isinstance(style, str):
             if style not in STYLES:
@@ -223,7 +223,7 @@ def _styles_of_adapted(name: str, layer: nn.Module, style: Style) -> dict[str, S
     others = sorted(kinds - {"lora_A", "lora_B"})
     if others:
         raise ConfigError(
-            f"adapters of {', '.join(others)} are not cut; use LoRA around linear layers, without DoRA, or "
+            f"adapters of {', '.join(others)} cannot be cut; use LoRA around linear layers, without DoRA, or "
             "leave tp_size at 1"
         )
     if isinstance(style, Column) and style.square:
@@ -234,7 +234,9 @@ def _styles_of_adapted(name: str, layer: nn.Module, style: Style) -> dict[str, S
     elif isinstance(style, Row):
         found |= {f"{name}.lora_A.{key}": style for key in getattr(adapted, "lora_A", ())}
     else:
-        raise ConfigError(f"LoRA around a layer of the style {type(style).__name__} is not cut; adapt others")
+        raise ConfigError(
+            f"LoRA around a layer of the style {type(style).__name__} cannot be cut; adapt other layers"
+        )
     return found
 
 

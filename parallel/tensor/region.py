@@ -272,9 +272,9 @@ class Region:
             self._has_trained = True
             if share_generators(self.axis, device_of(model)):
                 logger.warning(
-                    "torch's generators were in other states here than on the first rank of %r, and would "
-                    "have drawn other masks of dropout: they go on from its states. Give these ranks one "
-                    "seed (torch.manual_seed)",
+                    "torch's generators were in different states than on the first rank of %r, so dropout "
+                    "would have drawn different masks; they now have its states. Use one seed on these "
+                    "ranks (torch.manual_seed)",
                     self.axis.name,
                 )
 

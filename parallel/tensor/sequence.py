@@ -30,12 +30,15 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     ]
     if len(lists) != 1:
         raise ConfigError(
-            f"sequence_norms=True is for models with one list of blocks of {', '.join(SUBLAYERS)}; "
+            f"sequence_norms=True needs a model with one list of blocks of {', '.join(SUBLAYERS)}, but "
             f"{type(model).__name__} has {len(lists)}"
         )
     for block in lists[0]:
         if getattr(block, "crossattention", None) is not None:
-            raise ConfigError("sequence_norms=True: blocks that attend to another sequence are not cut")
+            raise ConfigError(
+                "sequence_norms=True: blocks that attend to another sequence cannot be cut; leave "
+                "sequence_norms out"
+            )
     return lists[0]
 
 
@@ -71,8 +74,8 @@ def _begin(
     def own_part(x: torch.Tensor) -> torch.Tensor:
         if x.size(dim) % region.axis.size:
             raise ConfigError(
-                f"a sequence of {x.size(dim)} is not divided by {region.axis.size} ranks; pad it to a "
-                "multiple, or leave sequence_norms"
+                f"a sequence of {x.size(dim)} tokens is not divisible by {region.axis.size} ranks; pad it to "
+                "a multiple, or leave sequence_norms out"
             )
         return region.own_part(x, dim)
 

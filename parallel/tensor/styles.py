@@ -85,8 +85,8 @@ class Column:
             return _column_cuts(module, units, sections, copies=size // units)
         if units % size:
             raise ConfigError(
-                f"{weight.shape[out]} outputs in {sections} x {units} units of {self.unit} are not "
-                f"divided by {size} ranks; {_fitting(units)}"
+                f"{weight.shape[out]} outputs in {sections} x {units} units of {self.unit} are not divisible "
+                f"by {size} ranks; {_fitting(units)}"
             )
         return _column_cuts(module, size, sections)
 
@@ -114,7 +114,7 @@ class Row:
         units = weight.shape[dim] // self.unit
         if units % size:
             raise ConfigError(
-                f"{weight.shape[dim]} inputs are not divided by {size} ranks; {_fitting(units)}"
+                f"{weight.shape[dim]} inputs are not divisible by {size} ranks; {_fitting(units)}"
             )
         return {"weight": Cut(tuple(weight.shape), dim, size)}
 
@@ -170,7 +170,7 @@ class EmbeddingColumns:
         weight = _embedding_weight(module)
         if weight.shape[1] % size:
             raise ConfigError(
-                f"{weight.shape[1]} columns are not divided by {size} ranks; {_fitting(weight.shape[1])}"
+                f"{weight.shape[1]} columns are not divisible by {size} ranks; {_fitting(weight.shape[1])}"
             )
         return {"weight": Cut(tuple(weight.shape), 1, size)}
 
@@ -186,12 +186,12 @@ class TorchAttention:
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         if not isinstance(module, nn.MultiheadAttention):
-            raise ConfigError(f"it is a {type(module).__name__}, and the style is for nn.MultiheadAttention")
+            raise ConfigError(f"it is a {type(module).__name__}, but the style is for nn.MultiheadAttention")
         if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
-            raise ConfigError("attention with kdim, vdim, add_bias_kv or add_zero_attn is not cut")
+            raise ConfigError("attention with kdim, vdim, add_bias_kv or add_zero_attn cannot be cut")
         if module.num_heads % size:
             raise ConfigError(
-                f"{module.num_heads} heads are not divided by {size} ranks; {_fitting(module.num_heads)}"
+                f"{module.num_heads} heads are not divisible by {size} ranks; {_fitting(module.num_heads)}"
             )
         found = {"in_proj_weight": Cut(tuple(module.in_proj_weight.shape), 0, size, 3)}
         if module.in_proj_bias is not None:
@@ -219,7 +219,7 @@ class SharedKeys:
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         heads = _linear_weight(module).shape[0] // self.unit - 2
         if heads % size:
-            raise ConfigError(f"{heads} query heads are not divided by {size} ranks; {_fitting(heads)}")
+            raise ConfigError(f"{heads} query heads are not divisible by {size} ranks; {_fitting(heads)}")
         return {}
 
     def apply(self, module: nn.Module, region: Region, cuts: Mapping[str, Cut]) -> None:
@@ -247,12 +247,12 @@ class Channels:
 
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         if isinstance(module, nn.Conv1d) and not module.groups == module.in_channels == module.out_channels:
-            raise ConfigError("a Conv1d that mixes channels is not cut by them")
+            raise ConfigError("a Conv1d that mixes channels cannot be cut by its channels")
         found = {}
         for key, param in module.named_parameters(recurse=False):
             if param.shape[0] % size:
                 raise ConfigError(
-                    f"{param.shape[0]} channels of {key} are not divided by {size} ranks; "
+                    f"{param.shape[0]} channels of {key} are not divisible by {size} ranks; "
                     f"{_fitting(param.shape[0])}"
                 )
             found[key] = Cut(tuple(param.shape), 0, size)
@@ -282,8 +282,8 @@ class AlibiHeads:
     def cuts(self, module: nn.Module, size: int) -> dict[str, Cut]:
         if getattr(module, "slow_but_exact", False) and getattr(module, "pretraining_tp", 1) > 1:
             raise ConfigError(
-                "slow_but_exact multiplies slices of the whole weight, of which a rank has a part; build the "
-                "model with slow_but_exact=False"
+                "slow_but_exact multiplies slices of the whole weight, but each rank has only a part; build "
+                "the model with slow_but_exact=False"
             )
         return {}
 
@@ -305,7 +305,7 @@ class PerHead:
             heads = param.shape[0]
             copies = size // heads if self.repeats and heads < size and size % heads == 0 else 1
             if heads % (size // copies):
-                raise ConfigError(f"{heads} heads are not divided by {size} ranks; {_fitting(heads)}")
+                raise ConfigError(f"{heads} heads are not divisible by {size} ranks; {_fitting(heads)}")
             found[name] = Cut(tuple(param.shape), 0, size // copies, copies=copies)
         return found
 
@@ -326,12 +326,15 @@ class InsideExperts:
         up, down = found.pop("gate_up_proj", None), found.pop("down_proj", None)
         if up is None or down is None or found or up.dim() != 3 or up.shape[1] != 2 * down.shape[-1]:
             raise ConfigError(
-                f"{type(module).__name__} has no gate_up_proj and down_proj alone, with the width of an "
-                "expert in the second and the last dimension; name the layers that are cut, without it"
+                f"{type(module).__name__} cannot be cut: it must have only gate_up_proj and down_proj, with "
+                "the width of an expert in their second and last dimension; name the layers to cut, without "
+                "this one"
             )
         width = down.shape[2]
         if width % size:
-            raise ConfigError(f"experts of width {width} are not divided by {size} ranks; {_fitting(width)}")
+            raise ConfigError(
+                f"experts of width {width} are not divisible by {size} ranks; {_fitting(width)}"
+            )
         return {
             "gate_up_proj": Cut(tuple(up.shape), 1, size, sections=2),
             "down_proj": Cut(tuple(down.shape), 2, size),
@@ -386,15 +389,15 @@ def _linear_weight(module: nn.Module) -> torch.Tensor:
     weight = getattr(module, "weight", None)
     is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     if not isinstance(weight, torch.Tensor) or not (_is_linear(module) or is_conv1d):
-        raise ConfigError(f"it is a {type(module).__name__}, and the style is for nn.Linear or Conv1D")
+        raise ConfigError(f"it is a {type(module).__name__}, but the style is for nn.Linear or Conv1D")
     return weight
 
 
 def _embedding_weight(module: nn.Module) -> torch.Tensor:
     if not isinstance(module, nn.Embedding):
-        raise ConfigError(f"it is a {type(module).__name__}, and the style is for nn.Embedding")
+        raise ConfigError(f"it is a {type(module).__name__}, but the style is for nn.Embedding")
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
-        raise ConfigError("an embedding with max_norm, sparse or scale_grad_by_freq is not cut")
+        raise ConfigError("an embedding with max_norm, sparse or scale_grad_by_freq cannot be cut")
     return module.weight
 
 
@@ -414,4 +417,4 @@ def _set_features(module: nn.Module, name: str, size: int) -> None:
 
 def _fitting(units: int) -> str:
     """Return the divisors of ``units``, as text."""
-    return "sizes that do: " + ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)
+    return "possible sizes: " + ", ".join(str(n) for n in range(1, units + 1) if units % n == 0)

@@ -132,7 +132,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         check_options(clip_grad_norm, norm_type, reduce_bucket_size, communication_dtype)
         check_wire(communication_dtype, parse_precision(precision), optimizer)
         if isinstance(optimizer, WrappedOptimizer):
-            raise ConfigError("the optimizer is wrapped already")
+            raise ConfigError("the optimizer is already wrapped")
         self._cut_unless = whole_unless(cuts=stage > 0, parted=model_ranks is not None)
         check_optimizer(optimizer, self._cut_unless)
         self.stage = stage
@@ -222,7 +222,10 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients. ``set_to_none`` must be True: there are no gradient tensors to zero."""
         if not set_to_none:
-            raise ConfigError("zero_grad(set_to_none=False): a sharded gradient is given up, never zeroed")
+            raise ConfigError(
+                "zero_grad(set_to_none=False): a sharded gradient is discarded, never zeroed; call "
+                "zero_grad()"
+            )
         self._reducer.forget()
         self._forget_scale()
 
@@ -272,8 +275,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         if self._settled_at is None:
             if any(shard is each for each, _ in self._copies):
                 raise StateError(
-                    f"{shard.label} is in several stages, whose gradients are added up when they are "
-                    "clipped: ask for it after clip_grad_by_norm()"
+                    f"{shard.label} is shared by several stages, and its gradients are summed only when they "
+                    "are clipped; call get_param_grad() after clip_grad_by_norm()"
                 )
             self._reducer.reduce_rest()
         else:
@@ -334,9 +337,9 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Raise: ``torch.amp.GradScaler`` reads this before it looks for gradients in the groups."""
         raise ConfigError(
-            "torch.amp.GradScaler cannot scale for a LowLevelZeroOptimizer: it looks for overflow in "
-            "gradients, of which each rank has a part. Scale by LowLevelZeroOptimizer(precision='fp16') and "
-            "optimizer.backward(loss), which does as much, or compute in bf16, and make the scaler with "
+            "torch.amp.GradScaler cannot scale for a LowLevelZeroOptimizer: it looks for overflow in whole "
+            "gradients, but each rank has only a part. Use LowLevelZeroOptimizer(precision='fp16') and "
+            "optimizer.backward(loss), which do the same, or compute in bf16, and make the scaler with "
             "enabled=False"
         )
 
@@ -414,7 +417,7 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         """Raise ConfigError: parameters are sharded once, in the constructor."""
         if hasattr(self, "optim"):
             raise ConfigError(
-                "a parameter group cannot be added after wrapping; add it to the optimizer before"
+                "a parameter group cannot be added after wrapping; add it to the optimizer first"
             )
         super().add_param_group(param_group)
 
@@ -453,8 +456,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         """Record and return the scale of these gradients: the scale may differ by the time of step()."""
         if self._scale is not None and self._scale != loss_scale.scale:
             raise StateError(
-                f"the loss scale went from {self._scale} to {loss_scale.scale} between two backward passes "
-                "of one step; call zero_grad() after loading a state"
+                f"the loss scale changed from {self._scale} to {loss_scale.scale} between two backward "
+                "passes of one step; call zero_grad() after loading a state"
             )
         self._scale = loss_scale.scale
         return self._scale
@@ -467,8 +470,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         said = self._model_ranks.peers.exchange(Topic.SETTINGS, [digest_of(doing)])
         if different := [rank for rank, digest in enumerate(said) if digest != said[0]]:
             raise StateError(
-                f"of the ranks that hold the parts of one model, {different} do something else than the "
-                f"first, or with other settings; this one does: {doing}"
+                f"ranks {different} of those that hold the parts of one model make another call than the "
+                f"first, or with other settings; this one makes: {doing}"
             )
 
     def _settle(self) -> None:
@@ -525,8 +528,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
                 step_within(self.optim, closure)
         except Inseparable as reason:
             raise StateError(
-                f"{type(self.optim).__name__} is to step over gradients that the closure has left, and "
-                f"{reason}; weights may have changed: load a checkpoint before going on"
+                f"{type(self.optim).__name__} cannot update the gradients that the closure left: {reason}; "
+                "weights may have changed, so load a checkpoint before you continue"
             ) from reason
 
     def _update(self, given: GivenLoss | None) -> None:

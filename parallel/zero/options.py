@@ -15,11 +15,11 @@ _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 # Their update of an element depends on other elements, or on the shape of the whole parameter.
 _OF_WHOLE = ("Adafactor", "Lamb", "Muon")
 _OF_NONE = {
-    "LBFGS": "evaluates the loss several times in a step, which has the gradients of one",
-    "SparseAdam": "takes sparse gradients, and those of elements in buckets are dense",
+    "LBFGS": "evaluates the loss several times in a step, but a step here has the gradients of one only",
+    "SparseAdam": "needs sparse gradients, but gradients in buckets are dense",
 }
 _UNCUT = "Use stage=0, which cuts nothing, or GeminiOptimizer over a GeminiDDP"
-_UNPARTED = "Other ranks have parts of the model: use an optimizer that updates each element by itself"
+_UNPARTED = "Other ranks have parts of the model; use an optimizer that updates each element by itself"
 _NO_SETTINGS = ("params", "param_names")  # entries of a group that are no settings
 
 
@@ -27,12 +27,14 @@ def choose_stage(stage: int | None, partition_grad: bool | None) -> int:
     """Return the stage that the two options give; 1 if neither is given."""
     if stage not in (None, 0, 1, 2):
         raise ConfigError(
-            f"stage is {stage!r}; LowLevelZeroOptimizer is ZeRO stage 1 or 2 (0 cuts nothing), GeminiDDP "
-            "stage 3"
+            f"stage is {stage!r}; LowLevelZeroOptimizer takes stage 1 or 2, or 0 to cut nothing; use "
+            "GeminiDDP for stage 3"
         )
     named = None if partition_grad is None else 2 if partition_grad else 1
     if stage is not None and named is not None and stage != named:
-        raise ConfigError(f"stage={stage} and partition_grad={partition_grad} contradict; give one of them")
+        raise ConfigError(
+            f"stage={stage} and partition_grad={partition_grad} contradict each other; give one of them"
+        )
     return next(chosen for chosen in (stage, named, 1) if chosen is not None)
 
 
@@ -43,9 +45,9 @@ def check_options(
     if clip_grad_norm != 0:
         check_norm(clip_grad_norm, norm_type)
     if reduce_bucket_size < 1:
-        raise ConfigError(f"reduce_bucket_size is {reduce_bucket_size}; it is a number of elements above 0")
+        raise ConfigError(f"reduce_bucket_size is {reduce_bucket_size}; give a number of elements above 0")
     if communication_dtype is not None and not communication_dtype.is_floating_point:
-        raise ConfigError(f"communication_dtype is {communication_dtype}; gradients are floating-point")
+        raise ConfigError(f"communication_dtype is {communication_dtype}; give a floating-point dtype")
 
 
 def check_wire(
@@ -56,8 +58,8 @@ def check_wire(
     computed = {param.dtype for param in params} if precision is None else {precision}
     if communication_dtype == torch.float16 and computed - {torch.float16}:
         raise ConfigError(
-            "communication_dtype=torch.float16 needs the loss scale of fp16 parameters (precision='fp16'): "
-            "without one small gradients become zero; choose torch.bfloat16"
+            "communication_dtype=torch.float16 needs the loss scale of fp16 parameters (precision='fp16'), "
+            "because without it small gradients become zero; choose torch.bfloat16"
         )
 
 
@@ -90,8 +92,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, cut_unless: str) -> None:
         )
     if isinstance(optimizer, KernelAdam) and optimizer.state_format != StateFormat():
         raise ConfigError(
-            "compact states are scaled by blocks of a whole parameter; pass state_dtype='fp32' and no "
-            "master_remainders to the optimizer"
+            "compact states are scaled by blocks of a whole parameter, but each rank has only parts; pass "
+            "state_dtype='fp32' and no master_remainders to the optimizer"
         )
     refuse_unlike(optimizer, cut_unless)
 

@@ -355,8 +355,8 @@ class ShardedParams:
             if shard.param is param or shard.master is param:
                 return shard
         raise ConfigError(
-            f"a parameter of shape {tuple(param.shape)} is none of this optimizer's; give one of the model's "
-            "that it was made with"
+            f"a parameter of shape {tuple(param.shape)} does not belong to this optimizer; pass a parameter "
+            "of its model"
         )
 
     def refuse_others(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -366,8 +366,8 @@ class ShardedParams:
             for param in group["params"]:
                 if id(param) not in known:
                     raise ConfigError(
-                        f"group {number} has a parameter of shape {tuple(param.shape)} that came after "
-                        "wrapping, and parameters are cut once; give the optimizer all of them before"
+                        f"group {number} has a parameter of shape {tuple(param.shape)} that was added after "
+                        "wrapping, but parameters are cut only once; give the optimizer all parameters first"
                     )
 
     def take_earlier_state(self) -> dict[str, Any] | None:
@@ -380,9 +380,9 @@ class ShardedParams:
         for shard in self.shards:
             if not shard.is_as_noted():
                 raise StateError(
-                    f"{shard.label} was replaced, or written to behind its master, since the last step; "
-                    "call update_master_params() to take its values over, and do not move a model after "
-                    "wrapping its optimizer"
+                    f"{shard.label} was replaced, or changed without its master, since the last step; call "
+                    "update_master_params() to take over its values, and do not move a model after wrapping "
+                    "its optimizer"
                 )
 
     def gather(self, buckets: Sequence[Bucket]) -> None:
@@ -417,7 +417,7 @@ def _checked_labels(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]
                     "floating-point parameters that have memory"
                 )
             if param.grad is not None:
-                raise ConfigError(f"{label} has a gradient already; call zero_grad() before wrapping")
+                raise ConfigError(f"{label} already has a gradient; call zero_grad() before wrapping")
             labels[param] = label
     return labels
 
@@ -434,8 +434,8 @@ def _check_alike(optimizer: torch.optim.Optimizer, collectives: Collectives) -> 
     if len(set(digests)) > 1:
         odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         raise ConfigError(
-            f"the optimizers of ranks {odd} have other parameters (shape, type, requires_grad or order) than "
-            "rank 0's; build the same model and optimizer on every rank"
+            f"the optimizers of ranks {odd} have different parameters (shape, type, requires_grad or order) "
+            "than rank 0's; build the same model and optimizer on every rank"
         )
 
 
@@ -462,10 +462,10 @@ class GradientInParts:
         grad = raw_grad(self)
         if grad is None and (label := self._is_held()):
             raise StateError(
-                f"the gradient of {label} is with its LowLevelZeroOptimizer, a part of it on each rank, not "
-                "in param.grad: clip by optimizer.clip_grad_by_norm(max_norm) or clip_grad_by_value(), read "
-                "optimizer.get_param_grad(param) or get_grad_norm(), and give gradients up by "
-                "optimizer.zero_grad()"
+                f"the gradient of {label} is not in param.grad, because LowLevelZeroOptimizer holds it, one "
+                "part on each rank; clip with optimizer.clip_grad_by_norm(max_norm) or "
+                "clip_grad_by_value(), read it with optimizer.get_param_grad(param) or get_grad_norm(), and "
+                "discard it with optimizer.zero_grad()"
             )
         return grad
 

@@ -101,12 +101,12 @@ class GradientReducer:
         if self._scaled and not self._in_backward:
             raise StateError(
                 "a gradient under fp16 did not come from optimizer.backward(loss), so its loss was not "
-                "scaled; call that instead of loss.backward()"
+                "scaled; call optimizer.backward(loss) instead of loss.backward()"
             )
         if grad.layout != torch.strided:
             raise ConfigError(
-                f"the gradient of {shard.label} is {grad.layout}; ZeRO cuts gradients into equal parts: "
-                "make it dense (sparse=False)"
+                f"the gradient of {shard.label} is {grad.layout}, but ZeRO cuts only dense gradients; make "
+                "it dense (sparse=False)"
             )
         shard.param.grad = None
         self._several |= shard in self._local

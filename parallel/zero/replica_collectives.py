@@ -23,7 +23,7 @@ _DIGEST_BYTES = 8
 _FRAME_BYTES = 256  # size of the first message of an agreement
 _EXCHANGES = "exchanges gradients (backward, step)"
 _GATHERS = "gathers updated weights (step)"
-_SAYS = "tells what its parameters and states are (wrapping, state_dict, saving)"
+_SAYS = "sends its parameters and states (wrapping, state_dict, saving)"
 
 
 @dataclass
@@ -98,7 +98,9 @@ class Collectives:
         self.traffic = traffic or Traffic()
         self._heartbeats: Heartbeats | None = None
         if self.rank < 0:
-            raise ConfigError("this process is not a member of dp_process_group; pass a group that it is in")
+            raise ConfigError(
+                "this process is not a member of dp_process_group; pass a group that contains it"
+            )
 
     def attend(self) -> None:
         """From now on report a rank that others wait for in vain. Over gloo only; nccl has a watchdog."""
@@ -196,8 +198,8 @@ class Collectives:
         if any(a + b != 255 for a, b in zip(frame[:_DIGEST_BYTES], frame[_DIGEST_BYTES:], strict=False)):
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.objects(doing)))
             raise StateError(
-                f"ranks do different things: {each}; all of them must make the calls that ranks make "
-                "together, as often, in the same order and with the same settings"
+                f"ranks make different calls: {each}; all of them must make the same collective calls, in "
+                "the same order and with the same settings"
             )
         rest = self._largest(flags[room:], doing) if len(flags) > room else []
         return frame[len(head) : len(head) + len(flags)] + rest
@@ -227,7 +229,7 @@ class Collectives:
         self.traffic.other_bytes += values.nbytes
         shared = values.to(self.device)
         work = dist.all_reduce(shared, op=how, group=self._group, async_op=True)
-        self._wait(work, "adds up a norm (clipping)")
+        self._wait(work, "sums a norm (clipping)")
         if shared is not values:
             values.copy_(shared)
 

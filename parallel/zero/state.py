@@ -119,12 +119,14 @@ def import_state(
     groups = state_dict["param_groups"]
     lengths = [len(group) for group in optimizer.sharded.groups]
     if [len(group["params"]) for group in groups] != lengths:
-        raise ConfigError(f"the state has other parameter groups than the optimizer, which has {lengths}")
+        raise ConfigError(f"the state has different parameter groups than the optimizer, which has {lengths}")
     parts = [_OwnPart(shard) for shard in optimizer.sharded.shards]
     numbers = [number for group in groups for number in group["params"]]
     for saved in _whole_shards(optimizer, state_dict, numbers) if shards is None else shards:
         if not 0 <= saved.index < len(numbers):
-            raise ConfigError(f"the state has a parameter number {saved.index}; there are {len(numbers)}")
+            raise ConfigError(
+                f"the state has a parameter number {saved.index}, but there are {len(numbers)} parameters"
+            )
         parts[saved.index].take(saved)
     for part in parts:
         part.check()
@@ -151,7 +153,9 @@ class _OwnPart:
         """Copy the overlap with ``saved``. If this rank's part is empty, its states become empty tensors."""
         shard = self.shard
         if tuple(saved.shape) != tuple(shard.shape):
-            raise ConfigError(f"the state of {shard.label} is of one of shape {tuple(saved.shape)}")
+            raise ConfigError(
+                f"the state of {shard.label} was saved for a parameter of shape {tuple(saved.shape)}"
+            )
         self.values.update(saved.values)
         start, stop = max(saved.start, shard.start), min(saved.stop, shard.stop)
         if start >= stop and shard.own_numel > 0:
@@ -185,7 +189,7 @@ class _OwnPart:
             if covered != wanted:
                 raise ConfigError(
                     f"the saved parts of {name} of {self.shard.label} have {covered} of {wanted} elements "
-                    f"from {self.shard.start} on; give the parts of all ranks, each once"
+                    f"from {self.shard.start} on; pass the parts of all ranks, each once"
                 )
 
 
@@ -203,7 +207,10 @@ def _whole_shards(
         for name, tensor in (("master", master), *values.items()):
             is_odd = isinstance(tensor, torch.Tensor) and tensor.numel() != 1 and tuple(tensor.shape) != shape
             if is_odd and (is_fixed or name == "master"):
-                raise ConfigError(f"{name} of {shard.label} has shape {tuple(tensor.shape)} in the state")
+                raise ConfigError(
+                    f"{name} of {shard.label} has shape {tuple(tensor.shape)} in the state, which does not "
+                    "fit"
+                )
         flat = {name: tensor.reshape(-1) for name, tensor in tensors.items()}
         flat_master = None if master is None else master.reshape(-1)
         yield StateShard(index, shape, 0, shard.numel, flat, values, flat_master)
@@ -308,9 +315,10 @@ class StatesByParam(MutableMapping[Any, Any]):
         # The helper first tests this; if it went on, it would fail with a KeyError.
         if sys._getframe(1).f_globals.get("__name__") == _HELPER:
             raise ConfigError(
-                f"{_HELPER} looks for the model's parameters in the groups of the optimizer, where a "
-                "LowLevelZeroOptimizer has this rank's parts of them; save and load optimizer.state_dict(), "
-                "whole and in the wrapped optimizer's format, or its state_shards(), by rank, as they are"
+                f"{_HELPER} looks for the model's parameters in the optimizer's groups, but "
+                "LowLevelZeroOptimizer has this rank's parts there; save and load optimizer.state_dict(), "
+                "which is whole and in the wrapped optimizer's format, or its state_shards(), one part for "
+                "each rank"
             )
         return len(self) > 0
 

@@ -280,7 +280,7 @@ def test_combinations_without_a_style_are_refused_by_name() -> None:
         "the model itself, a Linear with bias ShardSpec(dims=(-1,), num_partitions=(2,)): a layer is cut",
         "the model itself, a Linear with weight ShardSpec(dims=(-1,), num_partitions=(2,)), bias",
         "the model itself, a Linear with weight ShardSpec(dims=(-1,), num_partitions=(2,)): ComputePattern",
-        "3 inputs are not divided by 2 ranks",
+        "3 inputs are not divisible by 2 ranks",
     ]
     for said in run_on_ranks(refusals, 2):
         for message, begins in zip(said, wanted, strict=True):

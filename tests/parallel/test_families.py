@@ -123,6 +123,6 @@ def test_sizes_that_do_not_divide_a_family_are_refused_by_name() -> None:
     for said in run_on_ranks(refuse, 2, "falcon, one key head", odd, timeout=180.0):
         assert said.startswith("transformer.h.0.self_attention.query_key_value: 3 query heads")
     for said in run_on_ranks(refuse, 2, "falcon, groups", {"num_kv_heads": 1}, timeout=180.0):
-        assert said.endswith("num_kv_heads is 1, which 2 ranks do not divide")
+        assert said.endswith("num_kv_heads is 1, which is not divisible by 2 ranks")
     for said in run_on_ranks(refuse, 2, "mamba", {"hidden_size": 5, "expand": 1}, timeout=180.0):
         assert said.startswith("backbone.layers.0.mixer: 5 channels of A_log")

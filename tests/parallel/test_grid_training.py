@@ -256,19 +256,19 @@ def refusals() -> list[str]:
 
 def test_what_does_not_go_is_refused_with_what_would() -> None:
     wanted = [
-        "over which ranks is this layer to be? build the model within `with over(mesh):`",
-        "this layer is for mode '3d', and the mesh is for '2d'",
-        "in_features 5 is not divided by 2 ranks (along row); 4 and 6 would be",
-        "out_features 7 is not divided by 2 ranks (along row); 6 and 8 would be",
-        "LayerNorm over (3, 4): over ranks it is of the last dimension alone",
-        "normalized_shape 7 is not divided by 2 ranks",
-        "Classifier(4, 10, mode='2d', inside=False) is tied to the weight of an Embedding(10, 4), of (5, 2)",
-        "Linear(4, 4, mode='2d', inside=False) takes 2 of 4 features on each rank, and its input has 4",
-        "scores of (2, 4) are not for labels of (3,); cut labels with criterion.own_labels(labels)",
-        "reduction is 'median'; it may be mean, sum or none",
-        "dimension 0 of (3, 4) is not divided by the 2 ranks along col; give a multiple",
+        "this layer does not know its ranks; build the model within `with over(mesh):`",
+        "this layer is for mode '3d', but the mesh is for '2d'",
+        "in_features 5 is not divisible by 2 ranks (along row); use 4 or 6",
+        "out_features 7 is not divisible by 2 ranks (along row); use 6 or 8",
+        "LayerNorm over (3, 4): over ranks it can normalize only the last dimension",
+        "normalized_shape 7 is not divisible by 2 ranks",
+        "Classifier(4, 10, mode='2d', inside=False) is tied to the weight of an Embedding(10, 4), so it",
+        "Linear(4, 4, mode='2d', inside=False) takes 2 of 4 features on each rank, but its input has 4",
+        "scores of (2, 4) do not fit labels of (3,); cut labels with criterion.own_labels(labels)",
+        "reduction is 'median'; choose mean, sum or none",
+        "dimension 0 of (3, 4) is not divisible by the 2 ranks along col; use a multiple",
         "mode '2d' has no groups 'dep'; it has col, row",
-        "'1.weight' and 1 more parameters are of layers that know no ranks",
+        "'1.weight' and 1 more parameters belong to ordinary layers",
         "Linear has layers of 0 grids",
     ]
     for said in run_on_ranks(refusals, 4):

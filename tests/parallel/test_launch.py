@@ -181,7 +181,7 @@ def test_a_refused_configuration_leaves_the_run_as_it_is() -> None:
     with pytest.raises(ConfigError, match="do not divide"):
         launch({"parallel": {"pipeline": 2}})
     assert gpc.config == {"X": 1}
-    with pytest.raises(ConfigError, match="rank 0 of 1 already"):
+    with pytest.raises(ConfigError, match="already rank 0 of 1"):
         launch(rank=1, world_size=2, host="localhost", port=29500)
 
 

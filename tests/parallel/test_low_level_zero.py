@@ -191,7 +191,7 @@ def test_ranks_start_from_the_weights_of_the_first() -> None:
 
 def _differ_in_shape() -> str:
     width = 3 + torch.distributed.get_rank()
-    with pytest.raises(ConfigError, match=r"ranks \[1\] have other parameters") as caught:
+    with pytest.raises(ConfigError, match=r"ranks \[1\] have different parameters") as caught:
         LowLevelZeroOptimizer(adamw(torch.nn.Linear(width, 3).parameters()))
     return str(caught.value)
 

@@ -162,7 +162,7 @@ def test_missing_part_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     model, optimizer = train(precision="bf16", num_steps=2)
     before, weights_before = copy.deepcopy(optimizer.state_dict()), weights(model)
     shards, groups = _read_parts(str(tmp_path), only=1)
-    with pytest.raises(ConfigError, match="give the parts of all ranks"):
+    with pytest.raises(ConfigError, match="pass the parts of all ranks"):
         optimizer.load_state_shards(shards, groups)
     assert_same_state(optimizer.state_dict(), before)
     assert_same(weights(model), weights_before)
@@ -178,7 +178,10 @@ def test_state_that_does_not_fit_is_refused_and_nothing_changes() -> None:
     fewer["param_groups"][0]["params"].pop()
     other = copy.deepcopy(before)
     other["state"][0]["exp_avg"] = torch.zeros(3, 3)
-    for state, message in ((fewer, "other parameter groups"), (other, r"exp_avg of .* has shape \(3, 3\)")):
+    for state, message in (
+        (fewer, "different parameter groups"),
+        (other, r"exp_avg of .* has shape \(3, 3\)"),
+    ):
         with pytest.raises(ConfigError, match=message):
             optimizer.load_state_dict(state)
         assert_same_state(optimizer.state_dict(), before)

@@ -47,7 +47,7 @@ def test_modes_are_measured_and_one_that_does_not_divide_says_why(capsys: Any) -
     assert one["sent_bytes"] == 2 * 2 * 3 * (4 * 3 * 7 * 4) // 4
     assert one["parameter_bytes"] == 4 * (7 * 7 + 7 + 7 * 7 + 7)
     assert min(one["forward_s"], one["backward_s"], one["kept_bytes"]) > 0
-    assert two["refused"].startswith("in_features 7 is not divided by 2 ranks")
+    assert two["refused"].startswith("in_features 7 is not divisible by 2 ranks")
 
 
 def test_table_has_a_row_for_each_mode(capsys: Any) -> None:

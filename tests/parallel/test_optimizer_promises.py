@@ -324,7 +324,7 @@ def test_the_wrapped_optimizer_is_not_asked_for_states_that_it_has_not(wrap: Cal
 def test_low_level_zero_refuses_parameters_that_came_after_wrapping() -> None:
     model, optimizer, adam = made(low_level)
     adam.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(ConfigError, match=r"group 1 has a parameter of shape \(2,\) that came after"):
+    with pytest.raises(ConfigError, match=r"group 1 has a parameter of shape \(2,\) that was added after"):
         one_step(model, optimizer)
 
 

@@ -55,7 +55,7 @@ def test_labels_of_other_models_stay_where_they_are() -> None:
     part = cut_batch(ids, ids, order=Order(2), rank=1, shifts_labels=False)
     assert part.labels is not None
     assert part.labels.tolist() == part.inputs.tolist() == [[2, 3]]
-    with pytest.raises(ConfigError, match="labels are of 3 tokens, and inputs of 4"):
+    with pytest.raises(ConfigError, match="labels have 3 tokens, but inputs have 4"):
         cut_batch(ids, ids[:, :3], order=Order(2), rank=0)
 
 
@@ -178,8 +178,8 @@ def refuse(method: str) -> list[str]:
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_what_says_too_little_of_the_whole_is_refused(method: str) -> None:
     for mask, flat, learned, widths in run_on_ranks(refuse, 2, method):
-        assert mask.startswith("a mask of 4 x 4 says too little of a sequence of which each of 2 ranks has 4")
-        assert flat.startswith("a query is (4, 8)")
+        assert mask.startswith("a mask of 4 x 4 does not cover the sequence, in which each of 2 ranks has 4")
+        assert flat.startswith("a query has shape (4, 8)")
         assert learned.startswith("a mask with a gradient")
         assert widths.startswith("0: attention with kdim")
 
@@ -241,7 +241,7 @@ def test_rank_without_tokens_adds_nothing_to_the_mean() -> None:
 
 def test_methods_have_names() -> None:
     mesh: Any = None
-    with pytest.raises(ConfigError, match="method is 'star'; it may be ulysses or ring"):
+    with pytest.raises(ConfigError, match="method is 'star'; choose ulysses or ring"):
         SequenceParallel(mesh, "star")
     with pytest.raises(ConfigError, match="zigzag=True balances the ring"):
         SequenceParallel(mesh, zigzag=True)

@@ -126,6 +126,6 @@ def refuse() -> tuple[str, str]:
 def test_what_has_no_such_norms_is_refused() -> None:
     for unknown, odd in run_on_ranks(refuse, 2):
         assert unknown.startswith(
-            "sequence_norms=True is for models with one list of blocks of LlamaDecoderLayer"
+            "sequence_norms=True needs a model with one list of blocks of LlamaDecoderLayer"
         )
-        assert odd.startswith("a sequence of 5 is not divided by 2 ranks")
+        assert odd.startswith("a sequence of 5 tokens is not divisible by 2 ranks")

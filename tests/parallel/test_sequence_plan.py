@@ -207,7 +207,12 @@ MASK = torch.zeros(2, 1, 5, 5)
         ({}, Attending(), {"ids": IDS}, "has input_ids"),
         ({}, Attending(), {"input_ids": IDS, "attention_mask": MASK}, "pad the batch to 6 tokens"),
         ({}, Attending(bias=True, add_bias_kv=True), {"input_ids": IDS}, "add_bias_kv"),
-        ({"sp_mode": "ring"}, Attending(dropout=0.1), {"input_ids": IDS}, "ring attention has no dropout"),
+        (
+            {"sp_mode": "ring"},
+            Attending(dropout=0.1),
+            {"input_ids": IDS},
+            "ring attention does not support dropout",
+        ),
         ({"tp_size": 3}, Attending(), {"input_ids": IDS}, "tp 3: "),
     ],
 )

@@ -245,7 +245,7 @@ def fail() -> str:
 
 def test_what_cannot_be_is_refused_and_a_failure_is_told_to_all() -> None:
     for said in run_on_ranks(refuse, 4, timeout=180.0):
-        assert "BloomForCausalLM computes attention by itself" in said
+        assert "BloomForCausalLM computes attention in its own code" in said
     began = time.monotonic()
     for said in run_on_ranks(fail, 4):
         assert "a bad sample" in said

@@ -347,8 +347,8 @@ def test_what_parts_would_compute_wrongly_is_refused() -> None:
     for bloom, t5, vit, unshifted, empty in on_ranks(refuse, 2):
         assert bloom.startswith("BloomForCausalLM ")
         assert t5.startswith("T5ForConditionalGeneration has two sequences")
-        assert vit.startswith("ViTForImageClassification makes its positions")
-        assert unshifted.startswith("the labels are of a part of a sequence")
+        assert vit.startswith("ViTForImageClassification computes positions")
+        assert unshifted.startswith("the labels belong to a part of a sequence")
         assert empty.startswith("a batch has input_ids")
 
 

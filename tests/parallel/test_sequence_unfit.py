@@ -42,10 +42,10 @@ UNFIT: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "LlamaForCausalLM",
         "LlamaConfig",
         {**LLAMA, "rope_parameters": DYNAMIC},
-        "rotates by the length",
+        "rotary positions by the length",
     ),
-    "one class": ("BertForSequenceClassification", "BertConfig", SIZES, "loss of a whole sequence"),
-    "answers": ("BertForQuestionAnswering", "BertConfig", SIZES, "loss of a whole sequence"),
+    "one class": ("BertForSequenceClassification", "BertConfig", SIZES, "loss from a whole sequence"),
+    "answers": ("BertForQuestionAnswering", "BertConfig", SIZES, "loss from a whole sequence"),
     "scales by position": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
@@ -87,7 +87,7 @@ def _documents(window: int | None) -> str:
 
 
 def test_documents_side_by_side_and_windows_are_refused() -> None:
-    assert all("documents side by side" in said for said in run_on_ranks(_documents, 2, 4))
+    assert all("several documents in one sequence" in said for said in run_on_ranks(_documents, 2, 4))
     assert run_on_ranks(_documents, 2, None) == ["", ""]
 
 
@@ -105,7 +105,9 @@ def _positions_of_padding() -> str:
 
 
 def test_positions_that_a_model_makes_of_padding_are_asked_for() -> None:
-    assert all("makes position_ids of its input" in said for said in run_on_ranks(_positions_of_padding, 2))
+    assert all(
+        "computes position_ids from its input" in said for said in run_on_ranks(_positions_of_padding, 2)
+    )
 
 
 def _asked_for_later(cut: str, how: str) -> str:

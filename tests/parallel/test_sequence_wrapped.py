@@ -109,13 +109,13 @@ WHOLE: dict[str, Callable[[], Any]] = {
     "by position": lambda: ByPosition(llama()),
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a loss of its own": (lambda: OwnLoss(llama()), "OwnLoss takes a loss of its own"),
+    "a loss of its own": (lambda: OwnLoss(llama()), "OwnLoss computes its own loss"),
     "a convolution": (
         lambda: Convolved(llama()),
-        "Convolved mixes tokens around its LlamaForCausalLM, by mix",
+        "Convolved mixes tokens outside its LlamaForCausalLM, in mix",
     ),
     "two models": (lambda: Two(llama()), "Two has 2 models of transformers (model, other)"),
-    "virtual tokens": (prompted, "puts tokens of its own before the sequence (PromptTuningConfig)"),
+    "virtual tokens": (prompted, "adds its own tokens before the sequence (PromptTuningConfig)"),
 }
 
 

@@ -84,7 +84,7 @@ def with_norm() -> nn.Module:
 
 
 # What is between, the plan, and what is said: of gradients, of outputs, nothing.
-GRADIENTS, OUTPUTS = "the gradients of ", "the outputs of the cut model are not those of the whole one"
+GRADIENTS, OUTPUTS = "the gradients of ", "the outputs of the cut model differ from those of the whole one"
 CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a scale": (lambda: Between(lambda m, x: torch.tanh(x) * m.scale), PLAN, f"{GRADIENTS}'scale' differ"),
     "a scale that is recomputed": (lambda: Between(recomputed), PLAN, f"{GRADIENTS}'scale' differ"),

@@ -273,14 +273,14 @@ def refusals() -> list[str]:
 def test_what_cannot_be_cut_is_refused_before_anything_changes() -> None:
     wanted = [
         "plan has 'colwize' for 'up'; the styles are colwise",
-        "plan names 'left', and no module of Mlp has such a name",
+        "plan names 'left', but no module of Mlp has such a name",
         "plan is 'mine'",
         "there is no plan for Mlp",
         "norm: it is a LayerNorm",
-        "0: 7 outputs in 1 x 7 units of 1 are not divided by 2 ranks; sizes that do: 1, 7",
+        "0: 7 outputs in 1 x 7 units of 1 are not divisible by 2 ranks; possible sizes: 1, 7",
         "plan has 'auto'",
-        "head.weight is tied to a weight that is cut, and the plan leaves head whole",
-        "the model has been cut before",
+        "head.weight is tied to a weight that is cut, but the plan leaves head whole",
+        "the model is already cut",
     ]
     for said in run_on_ranks(refusals, 2):
         for message, begins in zip(said, wanted, strict=True):

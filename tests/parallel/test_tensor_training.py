@@ -296,7 +296,7 @@ def test_ranks_with_seeds_of_their_own_draw_the_same_masks_outside(later: bool) 
     assert torch.equal(outside, same)
     assert not said
     assert [line.partition(",")[0] for line in other_said] == later * [
-        "torch's generators were in other states here than on the first rank of 'tp'"
+        "torch's generators were in different states than on the first rank of 'tp'"
     ]
 
 

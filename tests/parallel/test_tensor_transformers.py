@@ -137,7 +137,7 @@ def refuse(options: dict[str, Any]) -> str:
 def test_heads_that_ranks_do_not_divide_are_refused() -> None:
     for said in on_two_ranks(refuse, {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3}):
         assert said.startswith("model.layers.0.self_attn.q_proj: 24 outputs in 1 x 3 units of 8")
-        assert said.endswith("sizes that do: 1, 3")
+        assert said.endswith("possible sizes: 1, 3")
 
 
 def test_key_heads_fewer_than_ranks_are_on_several() -> None:

@@ -53,8 +53,8 @@ def test_ranks_differ_in_the_coordinates_of_their_axis_alone() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="mode '2d' does not go over 3 processes"):
+    with pytest.raises(ConfigError, match="mode '2d' does not work over 3 processes"):
         places_of(Layout(tp=3, mode="2d"))
-    with pytest.raises(ConfigError, match=r"a tensor of \(4,\) is cut here, and this one has \(5,\)"):
+    with pytest.raises(ConfigError, match=r"this tile cuts a tensor of \(4,\), but got one of \(5,\)"):
         Tile(places_of(GRIDS[0]), (4,), (("tp",),)).part(torch.ones(5), 0)
     assert torch.equal(Grid(None).own_part(torch.ones(3, 2)), torch.ones(3, 2))

@@ -95,7 +95,10 @@ class PatchEmbedding(GridLayer):
         columns = self.grid.spread().columns
         divided(self.grid, "embed_size", embed_size, columns)
         if img_size % patch_size:
-            raise ConfigError(f"images of {img_size} are not divided into patches of {patch_size}")
+            raise ConfigError(
+                f"images of {img_size} cannot be divided into patches of {patch_size}; use a size that is a "
+                "multiple of the patches"
+            )
         self.num_patches = (img_size // patch_size) ** 2
         for name, shape, dim in (
             ("weight", (embed_size, in_chans, patch_size, patch_size), 0),

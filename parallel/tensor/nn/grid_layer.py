@@ -83,12 +83,12 @@ def current_building(mode: str | None) -> Building:
     if building is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise ConfigError(
-                "over which ranks is this layer to be? build the model within `with over(mesh):`, "
-                "mesh = Mesh(Layout(tp=4, mode='2d')) for example (gemini.parallel.tensor.nn)"
+                "this layer does not know its ranks; build the model within `with over(mesh):`, for example "
+                "mesh = Mesh(Layout(tp=4, mode='2d')) (gemini.parallel.tensor.nn)"
             )
         building = Building(Grid(None))
     if mode is not None and building.grid.every is not None and building.grid.mode != mode:
-        raise ConfigError(f"this layer is for mode {mode!r}, and the mesh is for {building.grid.mode!r}")
+        raise ConfigError(f"this layer is for mode {mode!r}, but the mesh is for {building.grid.mode!r}")
     return building
 
 
@@ -150,8 +150,8 @@ def divided(grid: Grid, what: str, size: int, names: tuple[str, ...]) -> None:
     count = grid.places.size(names)
     if size % count:
         raise ConfigError(
-            f"{what} {size} is not divided by {count} ranks (along {' and '.join(names)}); "
-            f"{size // count * count} and {(size // count + 1) * count} would be"
+            f"{what} {size} is not divisible by {count} ranks (along {' and '.join(names)}); use "
+            f"{size // count * count} or {(size // count + 1) * count}"
         )
 
 
@@ -177,8 +177,8 @@ def partition_of(model: nn.Module) -> Partition:
     grids = list({id(layer.grid): layer.grid for layer in layers if layer.grid.every is not None}.values())
     if not layers or len(grids) > 1:
         raise ConfigError(
-            f"{type(model).__name__} has layers of {len(grids)} grids; build it of "
-            "gemini.parallel.tensor.nn within one `with over(mesh):`"
+            f"{type(model).__name__} has layers of {len(grids)} grids, but must have those of one; build it "
+            "from gemini.parallel.tensor.nn within one `with over(mesh):`"
         )
     names = dict(model.named_parameters(remove_duplicate=False))
     if not grids:
@@ -192,9 +192,10 @@ def partition_of(model: nn.Module) -> Partition:
     others = {name: param for name, param in names.items() if partition.cut_of(param) is None}
     if others and grids[0].mode != "1d":
         raise ConfigError(
-            f"{next(iter(others))!r} and {len(others) - 1} more parameters are of layers that know no ranks, "
-            f"and in mode {grids[0].mode!r} a rank has a part of the batch: take Linear, LayerNorm, "
-            "Embedding, PatchEmbedding or Classifier of gemini.parallel.tensor.nn for them"
+            f"{next(iter(others))!r} and {len(others) - 1} more parameters belong to ordinary layers, but in "
+            f"mode {grids[0].mode!r} each rank has only a part of the batch, so their gradients would "
+            "differ; use Linear, LayerNorm, Embedding, PatchEmbedding or Classifier of "
+            "gemini.parallel.tensor.nn instead"
         )
     _broadcast_first(every, others, model)
     return partition

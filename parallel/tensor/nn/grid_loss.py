@@ -31,9 +31,9 @@ class CrossEntropyLoss(GridLayer):
         """``reduction``: mean, sum, or none (this rank's rows). Raises ConfigError for any other."""
         super().__init__()
         if reduction not in ("mean", "sum", "none"):
-            raise ConfigError(f"reduction is {reduction!r}; it may be mean, sum or none")
+            raise ConfigError(f"reduction is {reduction!r}; choose mean, sum or none")
         if not 0.0 <= label_smoothing <= 1.0:
-            raise ConfigError(f"label_smoothing is {label_smoothing}; it must lie between 0 and 1")
+            raise ConfigError(f"label_smoothing is {label_smoothing}; give a number from 0 to 1")
         self.reduction, self.ignore_index = reduction, ignore_index
         self.label_smoothing = label_smoothing
         self.inside = self.building.scores_inside if inside is None else inside
@@ -47,8 +47,8 @@ class CrossEntropyLoss(GridLayer):
         """Return the loss in fp32. Raises ConfigError if the shapes of scores and labels differ."""
         if scores.shape[:-1] != labels.shape:
             raise ConfigError(
-                f"scores of {tuple(scores.shape)} are not for labels of {tuple(labels.shape)}; cut labels "
-                "with criterion.own_labels(labels), and leave classes the last dimension"
+                f"scores of {tuple(scores.shape)} do not fit labels of {tuple(labels.shape)}; cut labels "
+                "with criterion.own_labels(labels), and keep the classes in the last dimension"
             )
         losses = self._losses(scores, labels)
         if self.reduction == "none":

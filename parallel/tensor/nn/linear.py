@@ -83,8 +83,8 @@ class Linear(GridLayer):
         if self.inside or tuple(weight.shape) != lies:
             sizes = f"{self.out_features}, {self.in_features}"
             raise ConfigError(
-                f"{self} is tied to the weight of an Embedding({sizes}), of {lies} on each rank, and its "
-                f"input lies outside of pairs (inside=False); this weight has {tuple(weight.shape)}"
+                f"{self} is tied to the weight of an Embedding({sizes}), so it needs a weight of {lies} on "
+                f"each rank and inside=False; this weight has {tuple(weight.shape)}"
             )
 
     def draw(self, device: torch.device) -> Mapping[str, torch.Tensor | None]:
@@ -103,9 +103,10 @@ class Linear(GridLayer):
         local = self.in_features // self.grid.places.size(self.input_spread.columns)
         if x.size(-1) != local:
             raise ConfigError(
-                f"{self} takes {local} of {self.in_features} features on each rank, and its input has "
-                f"{x.size(-1)}; cut inputs with the grid's own_part(), and say inside=False of the first, "
-                "inside=True of the second of two layers that belong together but were not built in a row"
+                f"{self} takes {local} of {self.in_features} features on each rank, but its input has "
+                f"{x.size(-1)}; cut inputs with the grid's own_part(), and set inside=False for the first "
+                "and inside=True for the second of two layers that belong together but were not built one "
+                "after the other"
             )
         weight = self.weight
         if torch.is_autocast_enabled(x.device.type):

@@ -65,7 +65,7 @@ class LayerNorm(GridLayer):
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1:
-            raise ConfigError(f"LayerNorm over {shape}: over ranks it is of the last dimension alone")
+            raise ConfigError(f"LayerNorm over {shape}: over ranks it can normalize only the last dimension")
         self.normalized_shape, self.eps = shape, eps
         self.spread = self.grid.spread(inside=self.building.place(inside))
         divided(self.grid, "normalized_shape", shape[0], self.spread.columns)
