@@ -198,7 +198,7 @@ class Collectives:
         if any(a + b != 255 for a, b in zip(frame[:_DIGEST_BYTES], frame[_DIGEST_BYTES:], strict=False)):
             each = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self.objects(doing)))
             raise StateError(
-                f"ranks make different calls: {each}; all of them must make the same collective calls, in "
+                f"ranks do different things: {each}; all of them must make the same collective calls, in "
                 "the same order and with the same settings"
             )
         rest = self._largest(flags[room:], doing) if len(flags) > room else []
