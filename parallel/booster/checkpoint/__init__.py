@@ -8,10 +8,10 @@ from gemini.parallel.booster.checkpoint.optimizer_files import (
     save_scheduler,
 )
 from gemini.parallel.booster.checkpoint.sources import Names, parameter_names
-from gemini.parallel.booster.checkpoint.writing import Layout, layout, require_true
+from gemini.parallel.booster.checkpoint.writing import FileLayout, layout, require_true
 
 __all__ = [
-    "Layout",
+    "FileLayout",
     "Names",
     "layout",
     "load_model",

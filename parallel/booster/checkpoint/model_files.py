@@ -25,7 +25,7 @@ from gemini.parallel.booster.checkpoint.sources import (
     tied_names,
     unwrap,
 )
-from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors
+from gemini.parallel.booster.checkpoint.writing import FileLayout, save_tensors
 from gemini.parallel.booster.checkpoint.zero import copy_to_masters
 from gemini.parallel.booster.data_parallel import ShardedData
 from gemini.parallel.booster.ranks import Ranks
@@ -38,7 +38,7 @@ def save_model(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     checkpoint: str | os.PathLike[str],
-    layout: Layout,
+    layout: FileLayout,
     ranks: Ranks,
 ) -> None:
     """Write a model; see :meth:`Booster.save_model`."""

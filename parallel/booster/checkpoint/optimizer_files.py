@@ -21,7 +21,7 @@ from gemini.optim.gemini_optimizer import GeminiOptimizer
 from gemini.optim.state_exchange import counted_steps, exported_state, present_states
 from gemini.parallel.booster.checkpoint.sources import OWN_METADATA, Names, TensorFiles
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource, copied_source, whole_source
-from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors, save_text
+from gemini.parallel.booster.checkpoint.writing import FileLayout, save_tensors, save_text
 from gemini.parallel.booster.checkpoint.zero import state_sources
 from gemini.parallel.booster.data_parallel import like
 from gemini.parallel.booster.ranks import Ranks
@@ -53,7 +53,7 @@ def save_optimizer(
     optimizer: torch.optim.Optimizer,
     names: Names,
     checkpoint: str | os.PathLike[str],
-    layout: Layout,
+    layout: FileLayout,
     ranks: Ranks,
 ) -> None:
     """Write an optimizer; see :meth:`Booster.save_optimizer`."""
@@ -71,7 +71,7 @@ def save_contents(
     held: OptimizerContents,
     members: Sequence[Sequence[str]],
     checkpoint: str | os.PathLike[str],
-    layout: Layout,
+    layout: FileLayout,
     ranks: Ranks,
 ) -> None:
     """Write the contents of an optimizer with groups of these ``members``. Collective."""

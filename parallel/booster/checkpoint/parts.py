@@ -30,7 +30,7 @@ from gemini.parallel.booster.checkpoint.sources import (
     parameter_names,
 )
 from gemini.parallel.booster.checkpoint.tensor_source import Sink, TensorSource
-from gemini.parallel.booster.checkpoint.writing import Layout, save_tensors
+from gemini.parallel.booster.checkpoint.writing import FileLayout, save_tensors
 from gemini.parallel.booster.checkpoint.zero import copy_to_masters
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.expert_ranks import DividedExperts, ExpertRanks
@@ -201,7 +201,7 @@ def save_parts(
     optimizer: torch.optim.Optimizer | None,
     parts: Parts,
     checkpoint: _Path,
-    layout: Layout,
+    layout: FileLayout,
     ranks: Ranks,
 ) -> None:
     """Write the whole model, with one tensor at a time in memory. Collective; the first rank writes. Raises

@@ -34,7 +34,7 @@ from gemini.parallel.booster.checkpoint.optimizer_files import (
 from gemini.parallel.booster.checkpoint.parts import Parts, stream
 from gemini.parallel.booster.checkpoint.sources import Names, TensorFiles
 from gemini.parallel.booster.checkpoint.tensor_source import TensorSource
-from gemini.parallel.booster.checkpoint.writing import Layout
+from gemini.parallel.booster.checkpoint.writing import FileLayout
 from gemini.parallel.booster.checkpoint.zero import state_sources
 from gemini.parallel.booster.ranks import Ranks
 from gemini.parallel.pipeline.stage_messages import StageMessages
@@ -183,7 +183,7 @@ _Path = str | os.PathLike[str]
 
 
 def save_parts_of_optimizer(
-    states: StatesOfPart, parts: Parts, checkpoint: _Path, layout: Layout, ranks: Ranks
+    states: StatesOfPart, parts: Parts, checkpoint: _Path, layout: FileLayout, ranks: Ranks
 ) -> None:
     """Write the states of the whole model, with one tensor at a time in memory. Collective; the first rank
     writes. Raises as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`.

@@ -30,7 +30,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """The files to write. ``shard_bytes`` is the largest size of a file in a directory; None means one file
     and no directory. ``prefix`` begins the names of files.
     """
@@ -54,7 +54,7 @@ class Layout:
         )
 
 
-def layout(shard: bool, prefix: str | None, size_per_shard: int) -> Layout:
+def layout(shard: bool, prefix: str | None, size_per_shard: int) -> FileLayout:
     """Return the layout for the arguments of a save.
 
     Raises:
@@ -69,7 +69,7 @@ def layout(shard: bool, prefix: str | None, size_per_shard: int) -> Layout:
         raise ConfigError(f"prefix is {prefix!r}; give the beginning of a file name, without directories")
     if not size_per_shard > 0:
         raise ConfigError(f"size_per_shard is {size_per_shard}; give a number of MB above 0")
-    return Layout(int(size_per_shard * _MIB) if shard else None, f"{prefix}." if prefix else "")
+    return FileLayout(int(size_per_shard * _MIB) if shard else None, f"{prefix}." if prefix else "")
 
 
 def require_true(name: str, value: bool, reason: str) -> None:
@@ -98,7 +98,7 @@ def save_tensors(
     kind: str,
     sources: Sequence[TensorSource],
     metadata: Mapping[str, str],
-    layout: Layout,
+    layout: FileLayout,
     ranks: Ranks,
     companions: Mapping[str, str] | None = None,
 ) -> None:
@@ -213,7 +213,7 @@ def _write_directory(
     kind: str,
     shards: list[list[TensorSource]],
     metadata: Mapping[str, str],
-    layout: Layout,
+    layout: FileLayout,
     files: _RankFiles,
     companions: Mapping[str, str] | None,
 ) -> None:
@@ -246,7 +246,7 @@ def _write_directory(
     files.attempt(publish)
 
 
-def _free_generation(directory: Path, kind: str, layout: Layout, count: int) -> int:
+def _free_generation(directory: Path, kind: str, layout: FileLayout, count: int) -> int:
     """Return the first number with which no shard name is taken."""
     generation = 0
     while any((directory / layout.shard_name(kind, generation, n, count)).exists() for n in range(count)):

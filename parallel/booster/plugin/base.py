@@ -84,7 +84,7 @@ class Plugin(ABC):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         checkpoint: Path,
-        layout: files.Layout,
+        layout: files.FileLayout,
     ) -> None:
         """Write the weights of a model, boosted or not; see :meth:`Booster.save_model`."""
         files.save_model(model, optimizer, checkpoint, layout, self.ranks)
@@ -102,7 +102,7 @@ class Plugin(ABC):
         files.load_model(model, optimizer, checkpoint, ranks, strict=strict)
 
     def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
+        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.FileLayout
     ) -> None:
         """Write the state of a boosted optimizer; see :meth:`Booster.save_optimizer`. ``names`` are those of
         its parameters.

@@ -70,7 +70,7 @@ class PartsPlugin(Plugin):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         checkpoint: Path,
-        layout: files.Layout,
+        layout: files.FileLayout,
     ) -> None:
         """See :class:`Plugin`: whole tensors, under the names of the whole model."""
         parts = self.parts.get(model) or parts_of(model)
@@ -102,7 +102,7 @@ class PartsPlugin(Plugin):
         load_parts(model, optimizer, parts, checkpoint, self.ranks, strict=strict)
 
     def save_optimizer(
-        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.Layout
+        self, optimizer: torch.optim.Optimizer, names: files.Names, checkpoint: Path, layout: files.FileLayout
     ) -> None:
         """See :class:`Plugin`: whole tensors, under the names of the whole model."""
         if (parts := self._parts_of.get(optimizer)) is None or parts.is_whole:
