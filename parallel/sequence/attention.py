@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.parallel.sequence.batch import Order, filled
+from gemini.parallel.sequence.batch import SequenceCut, filled
 from gemini.parallel.sequence.masks import AttentionMask
 from gemini.parallel.sequence.ring import ring_attention
 from gemini.parallel.sequence.scores import Scoring, attend_by_scores
@@ -29,7 +29,7 @@ class _Join(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, order: Order) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, order: SequenceCut) -> torch.Tensor:
         ctx.axis, ctx.order = axis, order
         return order.whole(axis.all_gather(x), 1)
 
@@ -42,7 +42,7 @@ class _Join(torch.autograd.Function):
 class SequenceAttention:
     """The replacement for the attention of one model. ``axis=None``: one rank has the whole sequence."""
 
-    def __init__(self, axis: Axis | None, order: Order, method: str) -> None:
+    def __init__(self, axis: Axis | None, order: SequenceCut, method: str) -> None:
         self.axis, self.order, self.method = axis, order, method
         self._threads = threading.local()
         # By the length of a part: the length of the sequence, without padding.

@@ -14,7 +14,7 @@ from gemini.parallel.sequence.mean_loss import IGNORED
 
 
 @dataclass(frozen=True)
-class Order:
+class SequenceCut:
     """A sequence cut over ``size`` ranks into equal parts.
 
     Without ``zigzag`` the parts are in rank order. With it, the sequence has twice as many stretches, and a
@@ -80,7 +80,7 @@ def cut_batch(
     labels: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     *,
-    order: Order,
+    order: SequenceCut,
     rank: int,
     shifts_labels: bool = True,
     padding: float = 0,

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from gemini.errors import ConfigError
 from gemini.parallel.mesh import Axis
-from gemini.parallel.sequence.batch import Order
+from gemini.parallel.sequence.batch import SequenceCut
 
 _ROWS, _KEYS = 2, 3  # dimensions of a mask: batch, heads, rows (queries), keys
 
@@ -33,7 +33,7 @@ class AttentionMask:
     here: tuple[int, int]
     whole: tuple[int, int]
     axis: Axis
-    order: Order
+    order: SequenceCut
 
     def __post_init__(self) -> None:
         if self.mask is None:

@@ -13,7 +13,7 @@ from gemini.parallel.families import Loss, family_of
 from gemini.parallel.mesh import Axis, HasAxes
 from gemini.parallel.sequence.attention import SequenceAttention
 from gemini.parallel.sequence.attention_modules import refuse_torch_attention, replace_torch_attention
-from gemini.parallel.sequence.batch import Batch, Order, cut_batch, filled, shifted
+from gemini.parallel.sequence.batch import Batch, SequenceCut, cut_batch, filled, shifted
 from gemini.parallel.sequence.block_cut import cut_at_blocks, find_blocks
 from gemini.parallel.sequence.hugging_face import refuse_unfit, replace_attention
 from gemini.parallel.sequence.inner_models import refuse_unfit_wrapper, require_loss_of
@@ -52,7 +52,7 @@ class SequenceParallel:
         self.axis = mesh.axis("sp")
         self.method = method
         zigzag = method == "ring" if zigzag is None else zigzag
-        self.order = Order(1 if self.axis is None else self.axis.size, zigzag and self.axis is not None)
+        self.order = SequenceCut(1 if self.axis is None else self.axis.size, zigzag and self.axis is not None)
         self.attention = SequenceAttention(self.axis, self.order, method)
         self.averaging: Axis | None = mesh.axis("dp", "sp")  # the axis over which gradients are averaged
         self.takes_whole_batches = False

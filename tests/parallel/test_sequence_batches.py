@@ -15,7 +15,7 @@ from torch.nn import functional
 from gemini import ConfigError, StateError
 from gemini.parallel import Layout, SequenceParallel, parallelize_sequence
 from gemini.parallel.mesh import counted
-from gemini.parallel.sequence import Order, cut_batch
+from gemini.parallel.sequence import SequenceCut, cut_batch
 from gemini.parallel.sequence.ring import attend_block, block_gradients, merge
 from gemini.parallel.sequence.scores import Scoring, attend_by_scores
 from gemini.parallel.sequence.ulysses import Heads, count
@@ -24,7 +24,7 @@ from gemini.parallel.sequence.ulysses import Heads, count
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_parts_make_the_whole(size: int, zigzag: bool) -> None:
-    order = Order(size, zigzag)
+    order = SequenceCut(size, zigzag)
     whole = torch.arange(order.padded(13))
     parts = [order.part(whole, rank, 0) for rank in range(size)]
     assert torch.equal(order.whole(parts, 0), whole)
@@ -35,7 +35,7 @@ def test_parts_make_the_whole(size: int, zigzag: bool) -> None:
 @pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("length", [1, 7, 12])
 def test_every_token_keeps_its_label_and_its_position(length: int, zigzag: bool) -> None:
-    order = Order(3, zigzag)
+    order = SequenceCut(3, zigzag)
     ids = torch.arange(2 * length).view(2, length) + 1
     parts = [cut_batch(ids, ids, order=order, rank=rank) for rank in range(3)]
     found: dict[tuple[int, int], int] = {}
@@ -52,11 +52,11 @@ def test_every_token_keeps_its_label_and_its_position(length: int, zigzag: bool)
 
 def test_labels_of_other_models_stay_where_they_are() -> None:
     ids = torch.arange(4).unsqueeze(0)
-    part = cut_batch(ids, ids, order=Order(2), rank=1, shifts_labels=False)
+    part = cut_batch(ids, ids, order=SequenceCut(2), rank=1, shifts_labels=False)
     assert part.labels is not None
     assert part.labels.tolist() == part.inputs.tolist() == [[2, 3]]
     with pytest.raises(ConfigError, match="labels have 3 tokens, but inputs have 4"):
-        cut_batch(ids, ids[:, :3], order=Order(2), rank=0)
+        cut_batch(ids, ids[:, :3], order=SequenceCut(2), rank=0)
 
 
 def test_every_query_head_has_its_key_head() -> None:
@@ -143,10 +143,10 @@ def test_zigzag_gives_all_ranks_as_much_of_a_causal_mask(size: int) -> None:
     length = 24 * size
     whole = torch.ones(length, length).tril()
 
-    def work(order: Order) -> list[float]:
+    def work(order: SequenceCut) -> list[float]:
         return [float(order.part(whole, rank, 0).sum()) for rank in range(size)]
 
-    even, uneven = work(Order(size, zigzag=True)), work(Order(size))
+    even, uneven = work(SequenceCut(size, zigzag=True)), work(SequenceCut(size))
     assert len(set(even)) == 1
     assert max(uneven) > even[0] * (2 - 1.1 / size)
 
