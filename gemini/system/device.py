@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,6 +56,11 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     if index >= count or str(device) not in (str(index), str(resolved)):
         raise ConfigError(f"device {str(device)!r} was asked for but the last GPU here is 'cuda:{count - 1}'")
     return torch.device("cuda", index)
+
+
+def first_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of the first of ``tensors``; the CPU if there are none."""
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def device_index(device: torch.device) -> int:

@@ -37,7 +37,8 @@ from torch.utils.hooks import RemovableHandle
 from gemini.errors import ConfigError, in_words
 from gemini.parallel.mesh import Axis
 from gemini.parallel.partition import Partition, PartOfTensor
-from gemini.parallel.tensor.region import Region, device_of
+from gemini.parallel.tensor.region import Region
+from gemini.system.device import first_device
 from gemini.system.rng import generator_states, set_generator_states
 
 _SAMPLED = 2**16  # elements sampled of a gradient
@@ -164,7 +165,7 @@ class WholeOutline:
         self._cut = self._whole = nn.Identity()
         _train_as(model, cut)
         _train_as(model, whole)
-        params, device = dict(model.named_parameters()), device_of(model)
+        params, device = dict(model.named_parameters()), first_device(model.parameters())
         gathered = self._partition.gather_state(params)
         weights = {name: value.detach().to(device, copy=True) for name, value in gathered.items()}
         zeros = {name: v for name, v in weights.items() if v.is_floating_point() and not v.any()}

@@ -21,10 +21,11 @@ from gemini.parallel.tensor.agreement import FirstGradients, WholeOutline
 from gemini.parallel.tensor.layers import Attention, ColumnLayer, CutLayer
 from gemini.parallel.tensor.loss import install_parts_loss, refuse_unknown_loss
 from gemini.parallel.tensor.plan import Resolved, resolve
-from gemini.parallel.tensor.region import Region, device_of, share_generators
+from gemini.parallel.tensor.region import Region, share_generators
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style
 from gemini.runtime.storage.initialization import Initialization, children_first
+from gemini.system.device import first_device
 
 
 @torch.no_grad()
@@ -177,7 +178,7 @@ def parallelize(
     if whole is not None:
         whole.watch(model, partition, region)
     FirstGradients(model, axis, partition)
-    share_generators(axis, device_of(model))
+    share_generators(axis, first_device(model.parameters()))
     return partition
 
 

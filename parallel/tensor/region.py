@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from gemini.parallel.mesh import Axis
+from gemini.system.device import first_device
 from gemini.system.rng import generator_states, seed_generators, set_generator_states
 
 logger = logging.getLogger(__name__)
@@ -270,7 +271,7 @@ class Region:
         self._threads.now = _Forward(under_way=True)
         if model.training and torch.is_grad_enabled() and not self._has_trained:
             self._has_trained = True
-            if share_generators(self.axis, device_of(model)):
+            if share_generators(self.axis, first_device(model.parameters())):
                 logger.warning(
                     "torch's generators were in different states than on the first rank of %r, so dropout "
                     "would have drawn different masks; they now have its states. Use one seed on these "
@@ -291,11 +292,6 @@ class Region:
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Region:
         return self  # ranks cannot be copied; a copy of the model is cut like the model
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter of ``model``; the CPU if it has none."""
-    return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
 def share_generators(axis: Axis, device: torch.device) -> bool:

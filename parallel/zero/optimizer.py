@@ -24,7 +24,6 @@ from gemini.parallel.zero.options import (
     check_wire,
     choose_stage,
     described,
-    device_of,
     parse_precision,
     whole_unless,
 )
@@ -44,6 +43,7 @@ from gemini.parallel.zero.state import (
     whole_tensor,
 )
 from gemini.runtime.intercept.mixed_dtypes import run_backward
+from gemini.system.device import first_device
 
 T = TypeVar("T")
 
@@ -139,7 +139,8 @@ class LowLevelZeroOptimizer(WrappedOptimizer):
         self.clip_grad_norm = clip_grad_norm
         self.norm_type = norm_type
         self._counts_zeros = log_num_zeros_in_grad
-        self.collectives = Collectives(dp_process_group, device_of(optimizer), cuts=stage > 0)
+        device = first_device(param for group in optimizer.param_groups for param in group["params"])
+        self.collectives = Collectives(dp_process_group, device, cuts=stage > 0)
         self._model_ranks = model_ranks
         self._experts = experts
         self._of_experts = self._copies_of(experts)

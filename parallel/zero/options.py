@@ -106,12 +106,6 @@ def parse_precision(precision: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
-def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Return the device of the first parameter; the CPU if there are none."""
-    devices = [param.device for group in optimizer.param_groups for param in group["params"]]
-    return devices[0] if devices else torch.device("cpu")
-
-
 def described(groups: list[dict[str, Any]]) -> str:
     """Return the settings of all groups as text, which is equal on ranks with equal settings."""
     each = []
