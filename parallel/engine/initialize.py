@@ -124,7 +124,7 @@ def initialize(
         if isinstance(model, BuiltStages) or global_context.pipeline_parallel_size > 1:
             plugin = choose_stages(features, model, optimizer, said)
         else:
-            plugin = choose_plugin(features, parts_of(model))
+            plugin = choose_plugin(features, partition_of_layers(model))
     elif features.zero is not None:
         raise ConfigError("config: zero and plugin= both choose how to train; give one of them")
     in_stages = isinstance(plugin, HybridParallelPlugin) and (plugin.pp_size > 1 or not divides)
@@ -226,7 +226,7 @@ def choose_stages(
             "gradient handlers, as stages reduce gradients themselves; leave gradient_handler out",
         ),
         (
-            not is_built and parts_of(model) is not None,
+            not is_built and partition_of_layers(model) is not None,
             (
                 "layers that are already cut over ranks; pass an ordinary model, and the pipeline cuts its "
                 "layers"
@@ -259,7 +259,7 @@ def choose_stages(
     )
 
 
-def parts_of(model: nn.Module) -> Partition | None:
+def partition_of_layers(model: nn.Module) -> Partition | None:
     """Return the partition of a model of layers over the launched ranks; None for a whole model."""
     if global_context.tensor_parallel_size == 1:
         return None

@@ -12,7 +12,7 @@ from torch import nn
 from gemini.checkpoint import Scheduler
 from gemini.errors import CheckpointError, ConfigError
 from gemini.parallel.booster.ranks import Ranks
-from gemini.parallel.engine.initialize import parts_of
+from gemini.parallel.engine.initialize import partition_of_layers
 from gemini.parallel.launch import global_context
 from gemini.parallel.moe.divide import divided_experts
 from gemini.parallel.partition import Partition
@@ -40,7 +40,7 @@ def save_checkpoint(
         ConfigError: the model is in pipeline stages.
     """
     _refuse_stages("save_checkpoint", model)
-    parts = _parts_of(model)
+    parts = _partition_of_model(model)
     state = model.state_dict(keep_vars=parts is not None)  # parts of tensors, to be gathered
     content: dict[str, Any] = {"epoch": epoch, "model": state if parts is None else parts.gather_state(state)}
     if optimizer is not None:
@@ -99,7 +99,7 @@ def load_checkpoint(
         return dict(found)
 
     content = Ranks().together(read)
-    parts = _parts_of(model)
+    parts = _partition_of_model(model)
     state = content["model"]
     model.load_state_dict(state if parts is None else parts.cut_state(state), strict=strict)
     if optimizer is not None:
@@ -123,9 +123,9 @@ def _refuse_stages(what: str, model: nn.Module) -> None:
         )
 
 
-def _parts_of(model: nn.Module) -> Partition | None:
+def _partition_of_model(model: nn.Module) -> Partition | None:
     """Return the partition of ``model``; None if it has all its tensors whole."""
     known = getattr(model, "partition", None)
     if isinstance(known, Partition):
         return known
-    return parts_of(getattr(model, "module", model))
+    return partition_of_layers(getattr(model, "module", model))
