@@ -169,7 +169,7 @@ class CutModel:
         watch = _SegmentWatch(self._units)
         for name, axis in self._axes.items():
             assert isinstance(axis, OutlineAxis)
-            axis.tell(partial(watch.log, name))
+            axis.set_log(partial(watch.log, name))
         with (
             _watched(self.model, self._units, watch),
             _skip_repeated_blocks(self.model, self._units, watch),

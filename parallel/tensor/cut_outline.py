@@ -78,12 +78,12 @@ class OutlineAxis(Axis):
         self.sent_bytes: Counter[str] = Counter()
         self._parts: dict[tuple[int, ...], Axis] = {}
 
-    def tell(self, log: Log) -> None:
+    def set_log(self, log: Log) -> None:
         """Call ``log`` from now on, also for calls over sub-axes."""
         self._log = log
         for part in self._parts.values():
             assert isinstance(part, OutlineAxis)
-            part.tell(log)
+            part.set_log(log)
 
     @property
     def size(self) -> int:
