@@ -12,6 +12,7 @@ from torch.nn import functional
 from gemini.errors import ConfigError
 from gemini.parallel.sequence.attention import SequenceAttention
 from gemini.parallel.tensor.layers import Attention as CutHeads
+from gemini.parallel.tensor.layers import mask_as_bias, project
 
 
 class AttendingModule(nn.Module):
@@ -70,32 +71,19 @@ class AttendingHeads(AttendingModule, nn.MultiheadAttention):
         """Return query, key and value as (batch, heads, length, features)."""
         if isinstance(self, CutHeads):
             return CutHeads._projected(self, *inputs)
-        weights = self.in_proj_weight.chunk(3)
-        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
-        found = []
-        for x, weight, bias in zip(inputs, weights, biases, strict=True):
-            out = functional.linear(x, weight, bias)
-            out = out if self.batch_first else out.transpose(0, 1)
-            found.append(out.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
-        return found
+        return project(self, inputs)
 
 
 def _joined(mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
     """Return the bias for scores (batch, heads, rows, keys). True in boolean masks means hidden."""
     if mask is not None:
-        mask = _added(mask, q.dtype)
+        mask = mask_as_bias(mask, q.dtype)
         if mask.dim() == 3:
             mask = mask.unflatten(0, (q.size(0), -1))
     if padding is None:
         return mask
-    hidden = _added(padding, q.dtype)[:, None, None, :]
+    hidden = mask_as_bias(padding, q.dtype)[:, None, None, :]
     return hidden if mask is None else mask + hidden
-
-
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
 
 
 def refuse_torch_attention(model: nn.Module) -> None:

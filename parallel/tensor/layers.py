@@ -4,6 +4,7 @@ to it stay valid.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, cast
 
@@ -229,18 +230,13 @@ class Attention(CutLayer, nn.MultiheadAttention):
 
     def _projected(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Return query, key and value of this rank's heads: (batch, heads, length, head size)."""
-        found = []
-        weights = self.in_proj_weight.chunk(3)
-        biases = self.in_proj_bias.chunk(3) if self.in_proj_bias is not None else (None, None, None)
-        for index, (x, weight, bias) in enumerate(zip(inputs, weights, biases, strict=True)):
-            layer = 0 if index else id(self)
-            x = self.tensor_region.enter(
-                x, training=self.training, layer=layer, sublayer=self.tensor_sublayer
-            )
-            out = functional.linear(x, weight, bias)
-            out = out if self.batch_first else out.transpose(0, 1)
-            found.append(out.unflatten(-1, (-1, self.head_dim)).transpose(1, 2))
-        return found
+        enter, place = self.tensor_region.enter, self.tensor_sublayer
+        layers = (id(self), 0, 0)  # 0: another input of the same layer
+        entered = (
+            enter(x, training=self.training, layer=layer, sublayer=place)
+            for x, layer in zip(inputs, layers, strict=True)
+        )
+        return project(self, entered)
 
     def _shown(self, weights: torch.Tensor, *, averaged: bool) -> torch.Tensor:
         """Return the weights of all heads, or their mean, without a gradient."""
@@ -285,16 +281,30 @@ def _joined_mask(
     batch, heads = q.size(0), q.size(1)
     joined = None
     if mask is not None:
-        joined = _added(mask, q.dtype)
+        joined = mask_as_bias(mask, q.dtype)
         if joined.dim() == 3:  # one mask for each head
             joined = joined.view(batch, size, heads, *joined.shape[1:])[:, rank]
     if padding is not None:
-        hidden = _added(padding, q.dtype)[:, None, None, :]
+        hidden = mask_as_bias(padding, q.dtype)[:, None, None, :]
         joined = hidden if joined is None else joined + hidden
     return joined
 
 
-def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def project(module: nn.MultiheadAttention, inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Project query, key and value with the packed weights of ``module``. Return each as (batch, heads,
+    length, head size).
+    """
+    found = []
+    weights = module.in_proj_weight.chunk(3)
+    biases = module.in_proj_bias.chunk(3) if module.in_proj_bias is not None else (None, None, None)
+    for x, weight, bias in zip(inputs, weights, biases, strict=True):
+        out = functional.linear(x, weight, bias)
+        out = out if module.batch_first else out.transpose(0, 1)
+        found.append(out.unflatten(-1, (-1, module.head_dim)).transpose(1, 2))
+    return found
+
+
+def mask_as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a mask as a bias for scores; a boolean mask is True at positions to hide."""
     if mask.dtype != torch.bool:
         return mask
