@@ -21,7 +21,7 @@ from gemini.model.handle import handle_of
 from gemini.parallel.booster.checkpoint.parts import Parts, WholeModel
 from gemini.parallel.booster.mixed_precision import Precision
 from gemini.parallel.booster.plugin.base import Boosted, Criterion, Path
-from gemini.parallel.booster.plugin.hybrid_data import Chunks, Group, choose_data_parallelism
+from gemini.parallel.booster.plugin.hybrid_data import Group, choose_data_parallelism
 from gemini.parallel.booster.plugin.parts_plugin import PartsPlugin
 from gemini.parallel.booster.ranks import Ranks, join_launched_group
 from gemini.parallel.booster.sequences import count_of_all, mean_over_tokens, own_part
@@ -283,7 +283,7 @@ class HybridParallelPlugin(PartsPlugin):
     def _apply_stage_budgets(self, mesh: Mesh | None) -> None:
         """Use the plan's budgets for this rank, if they differ between stages."""
         plan = self._plan
-        if plan is not None and plan.stage_budgets is not None and isinstance(self._data, Chunks):
+        if plan is not None and plan.stage_budgets is not None:
             axis = None if mesh is None else mesh.axis("pp")
             self._data.set_budgets(plan.budget_options(0 if axis is None else axis.rank))
 

@@ -58,6 +58,10 @@ Wrap = Callable[[nn.Module, torch.optim.Optimizer | None, Parts, Group], Wrapped
 class DataParallelism(Protocol):
     """Wraps a rank's part of a model over the ranks that have the same part."""
 
+    def set_budgets(self, budgets: Mapping[str, Any]) -> None:
+        """Use the budgets of this rank instead of the common ones, if there are chunks."""
+        ...
+
     def prepared(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision | None
     ) -> Wrap:
@@ -118,7 +122,7 @@ class Chunks:
         self._optimizer_options = {key: value for key, value in options.items() if key in _UPDATED}
 
     def set_budgets(self, budgets: Mapping[str, Any]) -> None:
-        """Use the budgets of this rank instead of the common ones. Without a DISK budget no file is made."""
+        """See :class:`DataParallelism`. Without a DISK budget no file is made."""
         self._model_options = {**self._model_options, **budgets}
         if not budgets.get("disk_bytes"):
             self._model_options.pop("disk_dir", None)
@@ -207,6 +211,9 @@ class Replicas:
         if "reduce_bucket_size_in_m" in options:
             options["reduce_bucket_size"] = options.pop("reduce_bucket_size_in_m") * 2**20
         self._optimizer_options: dict[str, Any] = options
+
+    def set_budgets(self, budgets: Mapping[str, Any]) -> None:
+        """Ignore the budgets: replicas are in plain memory."""
 
     def prepared(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, precision: Precision | None
