@@ -63,7 +63,7 @@ def changed_since(base: str | None) -> list[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Return what each module imports, or starts as a program; tests go by the path of their file."""
+    """Return the modules that each module imports or starts as a program; tests are named by their paths."""
     paths = [*PYTHON_FILES, *BENCH_FILES, *TEST_FILES]
     imports = imports_of_files(paths)
     for path in paths:
@@ -77,7 +77,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def started(path: Path) -> Iterator[str]:
-    """Yield the modules of what a test runs as a program: a command of ours, or a helper that it names."""
+    """Yield the modules that a test runs as programs: commands of this project, or helpers that it names."""
     text = path.read_text()
     for sign, modules in STARTED.items():
         yield from modules if sign in text else ()
@@ -99,7 +99,7 @@ def nodes_of(file: str, imports: dict[str, set[str]]) -> set[str]:
 
 
 def distances(changed: list[str]) -> dict[str, int]:
-    """Return for each test file that a change reaches over how many imports it does."""
+    """Return for each test file that a change reaches the number of imports between them."""
     imports = graph()
     importers: dict[str, set[str]] = defaultdict(set)
     for module, imported in imports.items():
@@ -120,7 +120,7 @@ def distances(changed: list[str]) -> dict[str, int]:
 
 
 def _goes_with(file: Path, test: str, text: str) -> bool:
-    """Say whether a test reads a file that is no module, or is collected with it."""
+    """Return whether a test reads a file that is no module, or is collected with it."""
     if str(file) in EVERYTHING:
         return True
     if file.suffix == ".py":

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- made by scripts/examples_table.py -->", "<!-- end -->"
 
 @dataclass(frozen=True)
 class Example:
-    """A program of the documents: which one it is, what was repaired, how it runs and what it shows."""
+    """A program of the documents: its number, the repair, the command and its output."""
 
     path: Path
     name: str
@@ -32,13 +32,13 @@ class Example:
 
     @property
     def processes(self) -> int:
-        """How many processes it is, those that it starts itself included."""
+        """The number of processes, including those that it starts itself."""
         found = re.search(r"--nproc-per-node (\d+)|# starts (\d+)", self.run)
         return int(found[1] or found[2]) if found else 1
 
     @property
     def arguments(self) -> list[str]:
-        """What it is called with."""
+        """The arguments of the command."""
         return shlex.split(self.run.partition(self.path.name)[2], comments=True)
 
 

@@ -50,7 +50,7 @@ _CPP_CHECK = re.compile(r"^(\s+if )(\(.*\))( (?:throw|return)\b.*;)$")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One line of a file, what it becomes, and the line before which a probe can stand."""
+    """A change of one line: the file, the line, its new text, and the line before which a probe can stand."""
 
     path: str
     line: int
@@ -65,7 +65,9 @@ class Mutant:
 
 # ------------------------------------------------------------------------------------------------- Python
 class _Changes(ast.NodeVisitor):
-    """Collects the changes of one file, within functions alone: what an import executes all tests reach."""
+    """Collects the possible changes of one file, only within functions: all tests reach the lines that an
+    import executes.
+    """
 
     def __init__(self, path: str, text: str) -> None:
         self.path, self.lines = path, text.splitlines()
@@ -298,7 +300,7 @@ class Trial:
         self._tree, self._seconds = tree, seconds
 
     def killer(self, mutant: Mutant, tests: Sequence[str]) -> str:
-        """Return what notices the mutant; nothing: no test does. The cheapest tests are run first."""
+        """Return the check that notices the mutant; "" if no test does. The cheapest tests run first."""
         file = self._tree / mutant.path
         text = file.read_text()
         lines = text.splitlines(keepends=True)
@@ -385,7 +387,7 @@ def nearest(mutant: Mutant) -> list[str]:
 
 
 def main() -> None:
-    """Do what the first argument says."""
+    """Run the command that the first argument names."""
     what, *arguments = sys.argv[1:] or ["help"]
     if what == "choose":
         print(json.dumps([asdict(mutant) for mutant in chosen()], indent=0))

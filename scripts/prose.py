@@ -68,7 +68,7 @@ def prose_of(text: str) -> str:
 
 
 def hits(text: str) -> Iterator[tuple[int, str]]:
-    """Return each hit in a page: its line, and what is wrong."""
+    """Return each hit in a page: its line and a description."""
     prose = prose_of(text)
     for number, line in enumerate(prose.splitlines(), start=1):
         for phrase, instead in _PHRASES:

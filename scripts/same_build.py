@@ -29,7 +29,9 @@ def source_of(build: Path) -> Path:
 
 
 def commands(build: Path) -> list[str]:
-    """Return what is run to build the module, with names for the source's folder and the environment's."""
+    """Return the commands that build the module, with placeholders for the folders of the source and the
+    environment.
+    """
     names = {sys.prefix: "<environment>", str(source_of(build)): "<source>"}
     lines = []
     for line in ninja(build, "commands", TARGET):
@@ -40,7 +42,7 @@ def commands(build: Path) -> list[str]:
 
 
 def included(build: Path, objects: set[str]) -> Iterator[Path]:
-    """Yield what the compiler read for some objects; fail where ninja has not recorded it for one of them."""
+    """Yield the files that the compiler read for some objects; raise if ninja has no record of one."""
     recorded = set()
     name = ""
     for line in ninja(build, "deps"):
@@ -69,7 +71,7 @@ def read_files(build: Path) -> set[Path]:
 
 
 def differences(built: Path, configured: Path) -> Iterator[str]:
-    """Yield, in words, what the sdist lacks or has otherwise."""
+    """Yield a sentence for each file that the sdist lacks or changes, and for each command that differs."""
     files = read_files(built)
     if missing := SURELY_READ - files:
         yield f"the {len(files)} files that ninja says the build reads lack {', '.join(map(str, missing))}"

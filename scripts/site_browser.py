@@ -191,7 +191,7 @@ class Browser:
 
 
 def fault_of(event: dict[str, Any]) -> str:
-    """Return the fault that an event of the browser shows, or an empty text."""
+    """Return the fault that an event of the browser shows, "" if it shows none."""
     what = event.get("params", {})
     if event["method"] == "Runtime.exceptionThrown":
         details = what["exceptionDetails"]
@@ -211,7 +211,7 @@ def fault_of(event: dict[str, Any]) -> str:
 
 
 def faults_of_page(seen: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a page, from what PROBE tells of it."""
+    """Return the faults of a page, from the result of PROBE."""
     found = []
     if not seen["title"]:
         found.append("has no title")

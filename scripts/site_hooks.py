@@ -76,7 +76,9 @@ def on_page_content(html: str, **_others: Any) -> str:
 
 
 def linked_files() -> set[Path]:
-    """Return what pages link to and mkdocs does not find by itself, including what these files link to."""
+    """Return the files that pages link to and mkdocs does not find by itself, including the files that these
+    link to.
+    """
     waiting = list(DOCS.rglob("*.md"))
     found: set[Path] = set()
     while waiting:
@@ -145,7 +147,7 @@ def _kind(path: Path) -> str:
 
 
 def _label(path: Path) -> str:
-    """Return what the list of a folder calls a file or folder in it."""
+    """Return the text for a file or folder in the list of its folder."""
     return title(path) if path.suffix == ".md" else path.name
 
 

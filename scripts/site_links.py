@@ -22,7 +22,7 @@ NOT_LOADED = {"canonical", "prev", "next", "alternate"}  # kinds of <link> that 
 
 @dataclass
 class Page:
-    """The anchors of a page, and what it links to or loads."""
+    """The anchors of a page, its links, and the files that it loads."""
 
     anchors: set[str] = field(default_factory=set)
     followed: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Reader(HTMLParser):
 
 
 def read_page(file: Path) -> Page:
-    """Return what a file of HTML has."""
+    """Return the anchors and links of an HTML file."""
     reader = _Reader()
     reader.feed(file.read_text(encoding="utf-8"))
     reader.close()
@@ -72,7 +72,7 @@ def faults_of(site: Path, pages: dict[Path, Page]) -> list[str]:
 
 
 def _fault(link: str, is_loaded: bool, file: Path, site: Path, pages: dict[Path, Page]) -> str:
-    """Return what is wrong with one link of a page, or an empty text."""
+    """Return the fault of one link of a page, "" if it has none."""
     parts = urlsplit(link)
     if parts.scheme == "data":
         return ""

@@ -60,7 +60,7 @@ def units_of(build: Path) -> list[Unit]:
 
 @functools.cache
 def tool() -> str:
-    """Return what decides findings beside the sources: the version of clang-tidy and its settings."""
+    """Return the inputs of clang-tidy besides the sources: its version and settings."""
     version = subprocess.run([CLANG_TIDY, "--version"], check=True, capture_output=True, text=True).stdout
     return version + (ROOT / ".clang-tidy").read_text()
 
@@ -85,7 +85,7 @@ def files_read(unit: Unit) -> list[str]:
 
 
 def is_known(records: Path, key: str) -> bool:
-    """Tell whether a record of the unit is of the files as they are now."""
+    """Return whether a record of the unit matches its files as they are now."""
     for record in records.glob(f"{key}-*"):
         files = json.loads(zlib.decompress(record.read_bytes()))
         if all(digest_of(name) == digest for name, digest in files.items()):
@@ -95,12 +95,12 @@ def is_known(records: Path, key: str) -> bool:
 
 
 def record_of(unit: Unit) -> bytes:
-    """Return what a record of the unit says: the files as they are now."""
+    """Return the content of a unit's record: the hashes of its files as they are now."""
     return json.dumps({name: digest_of(name) for name in files_read(unit)}).encode()
 
 
 def keep(records: Path, key: str, content: bytes) -> None:
-    """Leave a record, whole or not at all."""
+    """Write a record atomically."""
     record = records / f"{key}-{hashlib.sha256(content).hexdigest()[:16]}"
     unfinished = record.with_name(f".{record.name}.{os.getpid()}")
     unfinished.write_bytes(zlib.compress(content))
@@ -114,7 +114,7 @@ def forget_old(records: Path) -> None:
 
 
 def findings(build: Path, unit: Unit) -> str | None:
-    """Return what clang-tidy says of a unit with findings, None of one without."""
+    """Return the output of clang-tidy for a unit with findings, None for one without."""
     command = [CLANG_TIDY, "-p", build, "--quiet", unit.file]
     ended = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ended.returncode == 0:

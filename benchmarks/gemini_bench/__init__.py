@@ -1,1 +1,1 @@
-"""Measurements behind ``gemini bench``: every case in processes of its own, watched from outside."""
+"""Measurements behind ``gemini bench``: each case runs in its own processes, watched from outside."""

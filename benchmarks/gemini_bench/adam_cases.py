@@ -1,4 +1,4 @@
-"""The CPU cases of ``gemini bench adam``: what competes, and which figures come of it."""
+"""The CPU cases of ``gemini bench adam``: the contenders, and the figures computed from their times."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _HELD_BYTES: Mapping[str, float] = {
 
 
 def fp32_task(options: dict[str, Any]) -> dict[str, Any]:
-    """Time fp32 parameter, gradient and moments against everyone who does the same."""
+    """Time fp32 parameter, gradient and moments against every contender that does the same."""
     numel = prepared(options)
     peers, about = find_peers()
     rivals = [fp32_contender(peer, ours.start_param(numel), ours.start_grad(numel)) for peer in peers]
@@ -62,7 +62,7 @@ def fp32_task(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def bf16_task(options: dict[str, Any]) -> dict[str, Any]:
-    """Time a bf16 gradient and parameter with an fp32 master, and DeepSpeed's step that has none."""
+    """Time a bf16 gradient and parameter with an fp32 master, and DeepSpeed's step without a master."""
     numel = prepared(options)
     peers, about = find_peers()
     bf16 = torch.bfloat16
@@ -119,7 +119,7 @@ def sumsq_task(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def limit_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
-    """Return what the machine can do."""
+    """Return the rates that the machine reaches."""
     del absent
     return [
         spread_row(f"{prefix}{name.removeprefix('limit, ')}", times.rate(name), "GB/s")
@@ -156,7 +156,9 @@ def fp32_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Ro
 
 
 def bf16_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
-    """Return times, and our time over DeepSpeed's: for the same job, and for its own that keeps less."""
+    """Return times, and our time over DeepSpeed's: for the same job, and for its own step, which keeps less
+    state.
+    """
     layouts = (ours.COPY, ours.SPLIT, ours.ALONE)
     same_job = [mixed_name(peer) for peer in (TORCH, DEEPSPEED) if mixed_name(peer) in times]
     own = own_bf16_name(DEEPSPEED)
@@ -189,7 +191,7 @@ def bf16_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Ro
 
 
 def int8_rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
-    """Return times, and those of compact moments over the fp32 case."""
+    """Return times, and the times of compact moments over those of the fp32 case."""
     del absent
     base = ours.FP32.name
     return [

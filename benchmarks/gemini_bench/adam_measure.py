@@ -1,4 +1,4 @@
-"""What the cases of ``gemini bench adam`` share: settings, memory, one worker per number of threads."""
+"""Common parts of the cases of ``gemini bench adam``: settings, memory, one worker per number of threads."""
 
 from __future__ import annotations
 

@@ -43,13 +43,13 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """What the contender is called."""
+        """The contender's name."""
         moments = "" if self.moments == "fp32" else f", {self.moments} moments"
         return f"ours {_FORM_TEXTS[self.form]}{moments}"
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """Gradients have the type of what the model computes with."""
+        """The dtype of gradients: the one in which the model computes."""
         return torch.float32 if self.form == "fp32" else torch.bfloat16
 
     @property
@@ -80,12 +80,12 @@ SPLIT_BF16 = Layout("split", "bf16")
 
 
 def start_param(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the parameter that every contender starts from, in memory of its own."""
+    """Return the parameter that every contender starts from, in new memory."""
     return filled(numel, dtype, scale=PARAM_SCALE, seed=_PARAM_SEED)
 
 
 def start_grad(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the gradient that every contender gets, in memory of its own."""
+    """Return the gradient that every contender gets, in new memory."""
     return filled(numel, dtype, scale=GRAD_SCALE, seed=_GRAD_SEED)
 
 
@@ -97,7 +97,7 @@ def kernel_contender(layout: Layout, numel: int) -> Contender:
 
 
 def many_rows_contender(name: str, sizes: Sequence[int]) -> Contender:
-    """Return one call of the kernel over fp32 tensors of these sizes, each an allocation of its own."""
+    """Return one call of the kernel over fp32 tensors of these sizes, each in its own allocation."""
     held = [
         {
             "param": param,
@@ -112,14 +112,14 @@ def many_rows_contender(name: str, sizes: Sequence[int]) -> Contender:
 
 
 def adam(params: Sequence[Tensor]) -> CPUAdam:
-    """Return our optimizer with the settings of everyone here."""
+    """Return our optimizer with the settings that all contenders use."""
     return CPUAdam(params, lr=HYPER.lr, betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay)
 
 
 def step_contender(
     name: str, make: Callable[[Sequence[Tensor]], torch.optim.Optimizer], sizes: Sequence[int]
 ) -> Contender:
-    """Return ``step`` of an optimizer over fp32 tensors of these sizes, each an allocation of its own."""
+    """Return ``step`` of an optimizer over fp32 tensors of these sizes, each in its own allocation."""
     params = []
     for param, grad in _params_and_grads(sizes):
         param.grad = grad
@@ -146,7 +146,7 @@ def _table_row(layout: Layout, held: dict[str, Tensor]) -> AdamRow:
 
 
 def _kernel_call(rows: Sequence[AdamRow]) -> Callable[[], None]:
-    """Return one step over ``rows``, which the next call continues."""
+    """Return one step over ``rows``; each call continues from the previous one."""
     table = AdamTable(rows)
     step = 0
 
@@ -178,7 +178,7 @@ def _arrays(layout: Layout, numel: int) -> dict[str, Tensor]:
 
 
 def _zeros(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros in pages that exist; ``torch.zeros`` may leave them to the first write."""
+    """Return zeros in allocated pages; ``torch.zeros`` may allocate pages only at the first write."""
     return torch.empty(numel, dtype=dtype).fill_(0)
 
 
@@ -192,7 +192,7 @@ def _start_of_param(layout: Layout, held: dict[str, Tensor]) -> Tensor:
 
 
 def pattern_contender(numel: int) -> Contender:
-    """Return the pure stream with the traffic of an fp32 step, over arrays of its own."""
+    """Return the pure stream with the traffic of an fp32 step, over its own arrays."""
     arrays = [start_param(numel), start_grad(numel), start_param(numel), start_param(numel)]
 
     def run() -> None:

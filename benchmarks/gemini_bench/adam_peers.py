@@ -23,7 +23,7 @@ SAMPLE_NUMEL = 4096
 
 @dataclass(frozen=True)
 class Peer:
-    """An optimizer class of somebody else, with the keywords that make it do our job."""
+    """An optimizer class of another library, with the keywords that make it do our job."""
 
     name: str
     cls: Callable[..., Optimizer]
@@ -95,7 +95,7 @@ def mixed_contender(peer: Peer, master: Tensor, half_grad: Tensor, half_param: T
 
 
 def mixed_name(peer: str) -> str:
-    """Return what a peer's three passes are called."""
+    """Return the name of a peer's three passes."""
     return f"{peer} in 3 passes"
 
 
@@ -107,5 +107,5 @@ def own_bf16_contender(peer: Peer, param: Tensor, grad: Tensor) -> Contender:
 
 
 def own_bf16_name(peer: str) -> str:
-    """Return what a peer's step of a bf16 parameter is called."""
+    """Return the name of a peer's step of a bf16 parameter."""
     return f"{peer} without master"

@@ -25,7 +25,9 @@ SMALL = GPTConfig(layers=4, hidden=128, heads=4, seq=64)
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, on Python's own sources. ``last``: steps whose mean loss is the final loss."""
+    """The training job, on Python's own sources. ``last``: the number of last steps; their mean loss is the
+    final loss.
+    """
 
     model: GPTConfig = SMALL
     steps: int = 400
@@ -40,7 +42,7 @@ QUICK = Training(GPTConfig(layers=1, hidden=32, heads=2, seq=16), steps=4, last=
 
 
 def run(session: Session, settings: Settings) -> CaseResult:
-    """Train once per type of state, in processes of their own, on the same batches from the same start."""
+    """Train once per type of state, each in its own process, on the same batches from the same start."""
     training = QUICK if session.quick else Training()
     options = {**dataclasses.asdict(training), "threads": max(settings.threads)}
     losses: dict[str, list[float]] = {}
@@ -53,7 +55,7 @@ def run(session: Session, settings: Settings) -> CaseResult:
 
 
 def quality_rows(losses: dict[str, list[float]], last: int) -> list[Row]:
-    """Return the final losses, and how far those of compact states are from that of fp32 states."""
+    """Return the final losses, and the distance of those with compact states from that with fp32 states."""
     final = {name: statistics.fmean(found[-last:]) for name, found in losses.items()}
     steps = f"mean of steps {len(losses['fp32']) - last + 1} to {len(losses['fp32'])}"
     return [

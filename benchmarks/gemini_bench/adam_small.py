@@ -23,7 +23,9 @@ _PEER_BYTES = 16
 
 
 def task(options: dict[str, Any]) -> dict[str, Any]:
-    """Time one tensor, many of the same total size by everyone, and as many of 1,024 elements by us."""
+    """Time one tensor, many tensors of the same total size for every contender, and as many of 1,024 elements
+    for ours.
+    """
     numel = prepared(options)
     many, short = sizes(numel), [SHORT_NUMEL] * NUM_TENSORS
     peers, about = find_peers()
@@ -52,13 +54,13 @@ def sizes(numel: int) -> list[int]:
 
 
 def held_bytes(numel: int) -> float:
-    """Return what all contenders hold, and what the largest copies while it is made."""
+    """Return the bytes that all contenders hold, and those that the largest copies during construction."""
     held = ours.FP32.held_bytes
     return (3 * held + 2 * _PEER_BYTES + 8) * sum(sizes(numel)) + 2 * held * SHORT_NUMEL * NUM_TENSORS
 
 
 def rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
-    """Return times, and those of many tensors over that of one."""
+    """Return times, and the time of many tensors over that of one."""
     peers = [peer for peer in _PEERS if peer in times]
     count = f"{NUM_TENSORS:,} tensors"
     short = f"{count} of {SHORT_NUMEL:,} elements"

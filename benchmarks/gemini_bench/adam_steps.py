@@ -26,7 +26,7 @@ _HELD_BYTES = 2 * 16 + 8  # per parameter: both, and what is copied while they a
 
 
 class Setting(NamedTuple):
-    """What is stepped over, and what comes just before."""
+    """The parameters of a measured step, and the work just before it."""
 
     numel: int
     num_tensors: int
@@ -44,7 +44,7 @@ def sizes(numel: int) -> tuple[int, ...]:
 
 
 def settings(numel: int) -> Iterator[Setting]:
-    """Yield what is measured, in the table's order."""
+    """Yield the settings to measure, in the table's order."""
     for size in sizes(numel):
         for count in COUNTS:
             yield from (Setting(size, count, after) for after in (False, True))
@@ -73,7 +73,7 @@ def _name(name: str, setting: Setting) -> str:
 
 
 def _after_a_product() -> Callable[[Callable[[], object]], float]:
-    """Return what multiplies two matrices, then times."""
+    """Return a function that multiplies two matrices, then times the call."""
     matrix = torch.ones(_PRODUCT_ROWS, _PRODUCT_ROWS)
 
     def timed(run: Callable[[], object]) -> float:
@@ -84,12 +84,12 @@ def _after_a_product() -> Callable[[Callable[[], object]], float]:
 
 
 def held_bytes(numel: int) -> float:
-    """Return what the contenders of the largest size hold, and copy while they are made."""
+    """Return the bytes that the contenders of the largest size hold, and copy during construction."""
     return _HELD_BYTES * max(sizes(numel))
 
 
 def rows(prefix: str, times: Timings, absent: Mapping[str, str]) -> list[Row]:
-    """Return our time in every setting that was measured, and it over torch's."""
+    """Return our time in every measured setting, and its ratio to torch's."""
     del absent
     found: list[Row] = []
     for setting in settings(max(SIZES)):

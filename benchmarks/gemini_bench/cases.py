@@ -1,4 +1,4 @@
-"""The cases of a benchmark: which to run, one record of all, space on disk to run them in."""
+"""The cases of a benchmark: the choice of cases, one record of all, and disk space to run them in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Case = Callable[[Session], CaseResult]
 
 
 def choose(cases: Mapping[str, object], names: Sequence[str] | None) -> list[str]:
-    """Return the cases to run, in the table's order; None is all. Raise ConfigError for an unknown name."""
+    """Return the cases to run, in the table's order; None chooses all. Raises ConfigError for an unknown
+    name.
+    """
     unknown = [name for name in names or () if name not in cases]
     if unknown:
         raise ConfigError(f"unknown case {unknown[0]!r}; choose from {', '.join(cases)}")
@@ -69,7 +71,7 @@ def verdicts(found: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def require_space(case: str, need_bytes: int, directory: Path, way_out: str) -> None:
-    """Raise ConfigError with the numbers if the files of a case do not fit a directory's file system."""
+    """Raise ConfigError with the numbers if the files of a case do not fit on a directory's file system."""
     free = shutil.disk_usage(directory).free
     if need_bytes > free:
         raise ConfigError(
@@ -92,7 +94,7 @@ def run_case(case: Case, session: Session) -> dict[str, Any]:
 
 
 def _disk(directory: Path) -> dict[str, Any]:
-    """Return the file system that a directory is on, as the kernel lists it; None where it cannot be read.
+    """Return the file system of a directory, as the kernel lists it; None if it cannot be read.
 
     Not the directory: it says something about whose machine it is, not about the figures.
     """

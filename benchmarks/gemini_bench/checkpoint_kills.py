@@ -38,7 +38,7 @@ class KillError(GeminiError):
 
 @dataclass
 class Lives:
-    """What the processes said: losses by step (from 0), where each resumed, how many did."""
+    """Totals of the processes' messages: losses by step (from 0), and the numbers of saves and resumes."""
 
     losses: dict[int, float] = field(default_factory=dict)
     saved: int = 0
@@ -47,7 +47,7 @@ class Lives:
 
 
 def run(session: Session, *, kills: int | None = None) -> CaseResult:
-    """Kill and resume in a process of its own; a resume that fails fails the case."""
+    """Kill and resume in a separate process; a resume that fails fails the case."""
     kills = kills or (QUICK_KILLS if session.quick else KILLS)
     session.progress(f"kills: {kills} times kill -9, with a checkpoint every {SAVE_EVERY} steps")
     options = {"kills": kills, "disk_dir": os.fspath(session.disk_dir)}
@@ -129,7 +129,7 @@ def _live(place: Path, lives: Lives, is_over: Callable[[int], bool], *, every: i
 
 
 def _take(said: bytes, taken: int, lives: Lives) -> int:
-    """Note what a process said after its first ``taken`` bytes; return how many there are now."""
+    """Record the messages of a process after its first ``taken`` bytes; return the number of bytes now."""
     end = len(said) // _MESSAGE.size * _MESSAGE.size
     for what, step, loss in _MESSAGE.iter_unpack(said[taken:end]):
         if what == _RESUMED:
@@ -162,7 +162,7 @@ def _error(place: Path) -> str:
 
 
 def _child(place: Path, report: int, every: int) -> None:
-    """Train for ever, and never return."""
+    """Train forever; never returns."""
     try:
         _train(place, lambda *message: os.write(report, _MESSAGE.pack(*message)), every)
     except BaseException as error:
@@ -172,7 +172,7 @@ def _child(place: Path, report: int, every: int) -> None:
 
 
 def _train(place: Path, say: Callable[..., object], every: int) -> None:
-    """Resume if there is what to resume, then train; save now at once, now asynchronously."""
+    """Resume if there is a checkpoint, then train; alternate between synchronous and asynchronous saves."""
     model, optimizer = _build(place)
     step, run = 0, place / "run"
     if checkpoint.is_complete(run):

@@ -27,7 +27,9 @@ SMALL = GPTConfig(layers=4, hidden=64, heads=2, seq=32)
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured, after which steps. ``share`` is the part of the model data that DEVICE may hold."""
+    """The settings of the run, and the steps after which it is measured. ``share`` is the part of the model
+    data that DEVICE may hold.
+    """
 
     model: GPTConfig = SMALL
     batch: int = 2
@@ -86,9 +88,8 @@ def steps(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def reading(directory: Path) -> dict[str, int]:
-    """Return what this process holds now: resident memory, open files, and the space of its unlinked files.
-
-    Those are the files without a name that it has open on the device of ``directory``.
+    """Return the resources that this process holds now: resident memory, open files, and the space of its
+    unlinked files. These are the open files without a name on the device of ``directory``.
     """
     gc.collect()
     device = directory.stat().st_dev

@@ -46,8 +46,9 @@ _LR = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is measured: ``rounds`` count, one warms up. In its turn a layout takes ``steps``, of which the
-    last one counts: the others bring its data back into the caches."""
+    """The settings of the case: ``rounds`` are counted, one more warms up. In its turn a layout runs
+    ``steps`` steps. Only the last is counted; the others bring its data back into the caches.
+    """
 
     ranks: int = 2
     rounds: int = 9
@@ -75,7 +76,7 @@ def run(session: Session, settings: Settings) -> CaseResult:
 
 
 def _of_model(session: Session, settings: Settings, name: str) -> dict[str, Any]:
-    """Return what was predicted right before it was measured, by layout."""
+    """Predict the layouts of one model, then measure them; return both by layout."""
     session.progress(f"predicted: {name}, {settings.ranks} ranks: speeds of this machine, plans")
     options = {
         "model": name,
@@ -133,8 +134,9 @@ class Choice:
 
 
 def summary(found: Mapping[str, Mapping[str, Any]], *, judged: bool) -> list[Row]:
-    """Return what all models together say. Ranks that share a core are not ``judged``: operators were timed
-    by one that has it to itself."""
+    """Return the results over all models. Ranks that share a core are not ``judged``, because operators were
+    timed on a core without sharing.
+    """
     choices = [
         Choice.of(
             {layout: each["step_seconds"] for layout, each in model["predicted"].items()},
@@ -166,7 +168,7 @@ def summary(found: Mapping[str, Mapping[str, Any]], *, judged: bool) -> list[Row
 
 
 def predict(options: dict[str, Any]) -> dict[str, Any]:
-    """Measure this machine, plan every layout, and return what was predicted, and files of plans."""
+    """Measure this machine and plan every layout. Return the predictions, and the files of plans."""
     torch.set_num_threads(1)
     ranks, seq, quick = options["ranks"], options["seq"], options["quick"]
     with torch.device("meta"):
@@ -221,7 +223,7 @@ def measure(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _alternate(options: dict[str, Any], _rank: int) -> dict[str, Any]:
-    """Train all layouts as one rank; who goes first changes from round to round."""
+    """Train all layouts as one rank; the first layout changes from round to round."""
     trainees = {name: _Trainee(options["model"], file) for name, file in options["files"].items()}
     seconds: dict[str, list[float]] = {name: [] for name in trainees}
     losses: dict[str, list[float]] = {name: [] for name in trainees}
@@ -242,7 +244,7 @@ def _alternate(options: dict[str, Any], _rank: int) -> dict[str, Any]:
 
 
 class _Trainee:
-    """A model that trains as a plan says."""
+    """A model that trains by a plan."""
 
     def __init__(self, model: str, file: str) -> None:
         self._plugin = HybridParallelPlugin(plan=ParallelPlan.load(file))
@@ -259,7 +261,7 @@ class _Trainee:
         return float(out["loss"])
 
     def close(self) -> None:
-        """Give back what the model has in chunks."""
+        """Release the model's chunks."""
         if isinstance(self._model, GeminiDDP):
             self._model.close()
 

@@ -1,4 +1,4 @@
-"""What makes a figure worth keeping: where, when, how, from which commit, against which target."""
+"""The data that make a figure worth keeping: place, time, command, commit and target."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Say whether the target was reached; None where there is none. NaN reaches no target."""
+        """Return whether the target was reached; None if there is no target. NaN reaches no target."""
         if self.target is None:
             return None
         return self.value >= self.target if self.at_least else self.value <= self.target
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the row as it stands in the JSON record."""
+        """Return the row in the form of the JSON record."""
         sign = ">=" if self.at_least else "<="
         target = None if self.target is None else f"{sign} {self.target:g}"
         return {"what": self.what, "value": self.value, "unit": self.unit, "target": target, "met": self.met}

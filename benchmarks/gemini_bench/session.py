@@ -1,4 +1,4 @@
-"""What every case is run with, and how a case runs its workers."""
+"""The common options of all cases, and the function that runs a case's workers."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class WorkerFailed(GeminiError):
 
 @dataclass(frozen=True)
 class WorkerRun:
-    """The result of a worker (None where it has none) and what the watch saw."""
+    """The result of a worker (None if it has none) and the readings of the watch."""
 
     result: dict[str, Any] | None
     watched: WatchedRun
 
     @property
     def peak_rss_bytes(self) -> int:
-        """The highest resident memory that was seen."""
+        """The highest sample of resident memory."""
         return self.watched.peak_rss_bytes
 
     def data(self) -> dict[str, Any]:
-        """Return the result. Raise WorkerFailed, with the reason, where there is none."""
+        """Return the result. Raises WorkerFailed, with the reason, if there is none."""
         if self.result is None:
             raise WorkerFailed(
                 f"a worker ended without a result ({self.watched.ending.value}, "
@@ -53,7 +53,7 @@ class WorkerRun:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """What a case measured: rows for the table, and everything behind them as plain data."""
+    """The results of a case: rows for the table, and all data behind them as plain data."""
 
     rows: Sequence[Row]
     settings: dict[str, Any]

@@ -127,7 +127,7 @@ class ManagedTrainee:
         return self.step_in_parts(batch).loss
 
     def step_in_parts(self, batch: Batch) -> StepParts:
-        """Train on one batch; return its loss and what each part of the step took."""
+        """Train on one batch; return its loss and the seconds of each part of the step."""
         times = [time.perf_counter()]
         loss = language_loss(self.model(batch[0]), batch[1])
         times.append(time.perf_counter())
@@ -139,11 +139,11 @@ class ManagedTrainee:
 
     @property
     def resident(self) -> bool:
-        """Whether everything is on DEVICE for good."""
+        """Whether all chunks stay on DEVICE."""
         return self.model._gemini.manager.resident
 
     def close(self) -> None:
-        """Give memory and disk space back."""
+        """Release memory and disk space."""
         self.model.close()
 
 

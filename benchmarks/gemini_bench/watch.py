@@ -34,7 +34,9 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """What a watched process did. ``peak_rss_bytes`` is the highest sample; a shorter peak may be missed."""
+    """The outcome of a watched process. ``peak_rss_bytes`` is the highest sample; a shorter peak may be
+    missed.
+    """
 
     ending: Ending
     exit_code: int
@@ -45,7 +47,7 @@ class WatchedRun:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Return the resident bytes of a process, 0 for one that has ended."""
+    """Return the resident bytes of a process, 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_bytes().split()
     except (FileNotFoundError, ProcessLookupError):

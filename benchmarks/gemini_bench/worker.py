@@ -18,7 +18,7 @@ Task = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def find_task(name: str) -> Task:
-    """Return what a task such as ``"resident.paired"`` names: ``TASKS["paired"]`` of that module."""
+    """Return the task with a name such as ``"resident.paired"``: ``TASKS["paired"]`` of that module."""
     case, _, entry = name.partition(".")
     try:
         tasks: dict[str, Task] = importlib.import_module(f"gemini_bench.{case}").TASKS
@@ -28,7 +28,7 @@ def find_task(name: str) -> Task:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the task that the only argument describes; print its result."""
+    """Run the task that the only argument describes, and print its result."""
     request = json.loads(arguments[0])
     result_fd = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Several worker processes as the ranks of one process group."""
+"""Starts several worker processes as the ranks of one process group."""
 
 from __future__ import annotations
 

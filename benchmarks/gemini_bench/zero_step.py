@@ -34,7 +34,7 @@ _PARTS = ("forward", "backward", "update")
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. ``batch``: sequences of ``seq`` tokens on each rank."""
+    """The settings of the case. ``batch``: sequences of ``seq`` tokens on each rank."""
 
     model: GPTConfig = GPT2_124M
     world: int = 2
@@ -48,7 +48,7 @@ QUICK = Settings(GPTConfig(layers=2, hidden=64, heads=2), seq=32, measured_steps
 
 
 class Optimizer(Protocol):
-    """What a contender's optimizer is asked to do after backward."""
+    """The operations that each contender's optimizer must offer after backward."""
 
     def step(self) -> object: ...
 
@@ -57,7 +57,7 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A model over the ranks and what trains it. ``close`` gives its memory back."""
+    """A model over the ranks and the optimizer that trains it. ``close`` releases its memory."""
 
     model: nn.Module
     optimizer: Optimizer

@@ -1,4 +1,4 @@
-"""What the benchmark commands share: common options, progress, the record and its exit code."""
+"""Common parts of the benchmark commands: options, progress, the record and the exit code."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def run_session(benchmark: Any, options: argparse.Namespace, **own: Any) -> int:
 
 
 def check_paths(directory: Path, out: Path | None, *, option: str = "--disk-dir") -> None:
-    """Refuse now what would fail after minutes of measuring; ``option`` gave ``directory``."""
+    """Raise now if a path would fail only after minutes of measuring; ``option`` is the option that gave
+    ``directory``.
+    """
     if not directory.is_dir():
         raise ConfigError(f"{option} {directory} is not a directory; create it or name another")
     if out is None:
@@ -78,7 +80,7 @@ def check_paths(directory: Path, out: Path | None, *, option: str = "--disk-dir"
 
 
 def progress() -> Callable[[str], None]:
-    """Return what tells people, on standard error, what is being measured."""
+    """Return a function that reports on standard error which case is being measured."""
     from gemini.cli.console import Console
 
     console = Console(stderr=True)
