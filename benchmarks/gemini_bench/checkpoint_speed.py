@@ -1,4 +1,4 @@
-"""Cases ``speed`` and ``async``: saving and loading against the disk, and what training pays for it."""
+"""Cases ``speed`` and ``async``: saving and loading against the disk, and the cost of saves for training."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def _read_plain(path: Path) -> None:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a file past the page cache, where its file system can do that."""
+    """Open a file past the page cache, if its file system supports that."""
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600)
     except OSError:

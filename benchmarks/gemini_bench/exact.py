@@ -1,4 +1,5 @@
-"""``gemini bench exact``: how far training ends from plain torch, for this runtime and for others.
+"""``gemini bench exact``: the distance of training from plain torch, for this runtime and for other
+libraries.
 
 The reference is one process of plain torch that takes the same global batches in the same precision. Where a
 contender has parts of its own (its Adam, its norm, its order of sums), a plain loop with these parts is a
@@ -98,8 +99,9 @@ def run(
 
 
 def compare(name: str, whom: Sequence[str], session: Session) -> CaseResult:
-    """Train one setting with every contender, and compare each with plain torch. Raises WorkerFailed where
-    plain torch or this runtime fails."""
+    """Train one setting with every contender, and compare each with plain torch. Raises WorkerFailed if plain
+    torch or this runtime fails.
+    """
     setting, job = SETTINGS[name], QUICK if session.quick else JOB
     session.progress(f"{name}: {setting.title}")
     options = {
@@ -139,7 +141,7 @@ def _rows(who: str, setting: Setting, runs: Mapping[str, Any], directory: Path) 
 
 
 def difference(mine: Mapping[str, Any], wanted: Mapping[str, Any], directory: Path) -> Difference:
-    """Compare two runs, whose weights lie in ``directory``."""
+    """Compare two runs with their weights in ``directory``."""
     pairs = [
         (statistics.fmean(each), statistics.fmean(other))
         for each, other in zip(mine["losses"], wanted["losses"], strict=True)
@@ -164,9 +166,10 @@ def _read(path: Path) -> Tensor:
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Train the reference and the named contenders, one after the other, each in processes forked for it that
-    import what it needs. Return by name the losses of each step, over ranks and micro-batches, and the file
-    and digest of the weights, or why there are none."""
+    """Train the reference and the named contenders one after the other. Each runs in its own forked
+    processes, which import what it needs. Return by name the losses of each step over ranks and
+    micro-batches, and the file and digest of the weights, or the reason for a failure.
+    """
     job, setting = Job.of(options["job"]), SETTINGS[options["setting"]]
     directory = Path(options["directory"])
     runs: dict[str, Any] = {REFERENCE: _train_plain(job, setting, Recipe(), directory, REFERENCE)}
@@ -199,7 +202,7 @@ def _versions() -> dict[str, str]:
 
 
 def _train(job: Job, setting: Setting, name: str, directory: Path) -> dict[str, Any]:
-    """Train a contender; half of the steps in other processes where the setting resumes."""
+    """Train a contender; if the setting resumes, other processes train the second half of the steps."""
     kind = CONTENDERS[name]
     if kind.module and importlib.util.find_spec(kind.module) is None:
         return {"absent": f"is not installed: pip install {kind.module}"}
@@ -223,7 +226,7 @@ def _train(job: Job, setting: Setting, name: str, directory: Path) -> dict[str, 
 
 
 def _last_line(error: Exception) -> str:
-    """Return what was raised, from a traceback in words."""
+    """Return the exception from the text of a traceback."""
     return str(error).strip().splitlines()[-1][:_REASON_CHARS]
 
 
@@ -249,7 +252,7 @@ def _be_contender(
 
 
 def _train_plain(job: Job, setting: Setting, recipe: Recipe, directory: Path, name: str) -> dict[str, Any]:
-    """Train a plain loop in a process of its own."""
+    """Train a plain loop in its own process."""
     call = partial(_be_plain, job, setting, recipe, directory / name)
     found: dict[str, Any] = fork_ranks(call, 1)[0].result
     return {**found, "weights": name}

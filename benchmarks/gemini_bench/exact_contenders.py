@@ -1,4 +1,4 @@
-"""Who trains the settings of ``gemini bench exact``, each as its own documentation says."""
+"""The contenders of ``gemini bench exact``, each used as its own documentation says."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ _REFERENCE = Recipe()
 
 @dataclass(frozen=True)
 class Kind:
-    """A contender. ``twin``: the plain loop with its parts, which explains what is not the runtime's own.
-    ``module``: what has to be installed."""
+    """A contender. ``twin``: the plain loop with the contender's parts, which explains the differences that
+    the runtime does not cause. ``module``: the package to install.
+    """
 
     make: Callable[[Task], Contender]
     twin: Callable[[Setting], Recipe] = lambda _setting: _REFERENCE
     module: str = ""
 
     def other_twin(self, setting: Setting) -> Recipe | None:
-        """Return the twin where it is not the reference itself."""
+        """Return the twin, unless it is the reference itself."""
         twin = self.twin(setting)
         return None if twin == _REFERENCE else twin
 
@@ -235,7 +236,7 @@ class Fsdp2:
 
 
 class Accelerated:
-    """``Accelerator`` over CPU processes, with torch's AdamW: torch's DDP where there are several."""
+    """``Accelerator`` over CPU processes, with torch's AdamW; torch's DDP if there are several."""
 
     def __init__(self, task: Task) -> None:
         setting = task.setting

@@ -1,4 +1,4 @@
-"""Plain torch as the reference of ``gemini bench exact``, and with parts of a contender instead of its own.
+"""Plain torch as the reference of ``gemini bench exact``, or with some parts of a contender.
 
 One process takes the batches of all ranks. In 16 bits the module is a copy of fp32 masters: its gradients,
 cast to fp32 and divided by the loss scale, are those of the masters, torch.optim.AdamW updates these, and the
@@ -57,7 +57,7 @@ class Recipe:
 
 
 class _Passed(torch.autograd.Function):
-    """The identity, as a node of its own in the graph."""
+    """The identity, as a separate node in the graph."""
 
     @staticmethod
     def forward(_context: Any, value: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class PlainLoop:
         self._optimizer.load_state_dict(state["optimizer"])
 
     def _copy_masters(self) -> None:
-        """Round the copy from its masters, where there is one."""
+        """Round the copy from its masters, if there are any."""
         with torch.no_grad():
             for master, copy in zip(self._masters, self._module.parameters(), strict=True):
                 if copy is not master:
@@ -174,7 +174,7 @@ class PlainLoop:
         self._update()
 
     def _update(self) -> None:
-        """Run the optimizer, over flat vectors where the recipe has them."""
+        """Run the optimizer, over flat vectors if the recipe has them."""
         if not self._vectors:
             self._optimizer.step()
             return
@@ -223,8 +223,9 @@ def make_optimizer(name: str, params: Sequence[nn.Parameter]) -> torch.optim.Opt
 
 
 def train_plain(job: Job, setting: Setting, recipe: Recipe) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Train one process on the batches of all ranks; return the losses of each step, and the weights. It
-    goes on without a stop also where the setting resumes."""
+    """Train one process on the batches of all ranks; return the losses of each step, and the weights. It does
+    not stop in between, even if the setting resumes.
+    """
     loop = PlainLoop(Task(job, setting, 0, ""), recipe)
     losses = []
     for step in range(job.steps):

@@ -1,4 +1,4 @@
-"""What the contenders of ``gemini bench exact`` train: twelve settings of one small job."""
+"""The training of the contenders of ``gemini bench exact``: twelve settings of one small job."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Task(NamedTuple):
 
 
 class NotOffered(Exception):
-    """A contender has no such setting here; says why, in words that continue its name."""
+    """A contender does not offer the setting here; the reason continues its name."""
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class Contender(Protocol):
         """Return all weights in fp32, masters where there are any, by name. All ranks call it."""
 
     def save(self, directory: str) -> None:
-        """Save what continuing needs. All ranks call it."""
+        """Save everything that continuing needs. All ranks call it."""
 
     def load(self, directory: str) -> None:
-        """Continue from what was saved. All ranks call it."""
+        """Continue from the saved state. All ranks call it."""

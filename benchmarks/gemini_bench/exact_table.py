@@ -23,7 +23,7 @@ _VERDICTS = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}
 
 
 def render(record: Mapping[str, Any], console: Console) -> None:
-    """Print one line per setting and contender, and what was asked of it."""
+    """Print one line per setting and contender, with its targets."""
     table = Table(title="gemini bench exact: largest difference from plain torch", title_justify="left")
     table.add_column("setting", style="bold", overflow="fold")
     table.add_column("contender", overflow="fold")

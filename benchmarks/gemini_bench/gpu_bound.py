@@ -70,7 +70,7 @@ QUICK = Settings(
 
 
 def run(session: Session, device: str) -> CaseResult:
-    """Train the managed model, then measure what it is held against, each in a process of its own."""
+    """Train the managed model, then measure the references, each in its own process."""
     settings = dataclasses.asdict(QUICK if session.quick else Settings())
     picture = session.record and os.fspath(session.record.with_suffix("")) + "_timeline.html"
     options = {**settings, "device": device, "timeline": picture}

@@ -30,7 +30,7 @@ _PATTERNS = 251  # values of a byte that chunks are told apart by
 
 @dataclass(frozen=True)
 class Settings:
-    """``total_bytes``: what a turn copies in each direction, chunk by chunk."""
+    """``total_bytes``: the bytes that a turn copies in each direction, chunk by chunk."""
 
     chunk_bytes: tuple[int, ...] = (32 * _MIB, 64 * _MIB)
     total_bytes: int = 1024 * _MIB
@@ -167,11 +167,11 @@ class _Chunks:
             tensor.fill_(index % _PATTERNS)
 
     def leave(self, *, to_device: bool) -> None:
-        """Say where the copies to be started go."""
+        """Set the destination of the copies to start."""
         self._on_device, self._left = to_device, True
 
     def start(self, index: int) -> None:
-        """Start to copy one chunk, as :meth:`leave` said."""
+        """Start to copy one chunk to the destination of :meth:`leave`."""
         window, place = self.places[index]
         if self._on_device:
             self._memory.fetch(window, place, self.nbytes)
@@ -199,7 +199,7 @@ class _Chunks:
             self._give_back()
 
     def require_intact(self) -> None:
-        """Raise StateError if a byte is not what it was at first."""
+        """Raise StateError if a byte differs from its first value."""
         self.stand(on_device=True)
         for index, tensor in enumerate(self._tensors()):
             if not bool((tensor == index % _PATTERNS).all()):

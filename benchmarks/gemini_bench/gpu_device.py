@@ -1,4 +1,4 @@
-"""What the cases of ``gemini bench gpu`` ask of a device, so that the same code runs on a GPU and without.
+"""The device that the cases of ``gemini bench gpu`` use, so that the same code runs with and without a GPU.
 
 Without one the device is the runtime's simulated GPU, in host memory, and torch's part runs on the CPU: then
 every case runs and no figure means anything.
@@ -29,11 +29,11 @@ CopyJob = tuple[int, Tensor, Tensor]
 
 
 class BenchDevice(Protocol):
-    """Where a case measures. For one thread."""
+    """The device of a case. Not thread-safe."""
 
     @property
     def name(self) -> str:
-        """What it calls itself."""
+        """The device's own name."""
 
     @property
     def compute(self) -> ComputeDevice:
@@ -43,7 +43,7 @@ class BenchDevice(Protocol):
         """Return ``module`` managed on this device."""
 
     def monitor(self) -> MemoryMonitor:
-        """Return what measures the memory that torch takes; the caller closes it."""
+        """Return a monitor of the memory that torch uses; the caller closes it."""
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return what the device took, by its own clock, for what ``run`` gives to this thread's stream or
@@ -81,7 +81,7 @@ class CudaBench:
 
 
 class SimulatedBench:
-    """A GPU in host memory, whose operators are the CPU's."""
+    """A GPU in host memory; the CPU runs its operators."""
 
     def __init__(self) -> None:
         self.compute = SimulatedDevice()
@@ -130,7 +130,7 @@ def require_gpu() -> None:
 
 
 def about_device(kind: str) -> dict[str, Any]:
-    """Return what a record says about the device."""
+    """Return the description of the device for a record."""
     if kind == SIMULATED:
         return {"name": "simulated, in host memory", "cuda": None, "memory_bytes": None}
     gpu = device.resolve_device(CUDA)

@@ -145,8 +145,9 @@ def _budgets(settings: Settings, device: BenchDevice, disk_dir: Path) -> dict[st
 def _largest(
     settings: Settings, device: BenchDevice, budgets: Mapping[str, int], disk_dir: str
 ) -> tuple[LlamaConfig, ManagedTrainee]:
-    """Return the deepest model that the runtime takes, and what trains it. What is refused costs nothing:
-    that comes before any memory is taken."""
+    """Return the deepest model that the runtime accepts, and its trainer. A refused model costs nothing: the
+    runtime refuses it before it allocates memory.
+    """
     room = sum(budgets.values()) / MODEL_DATA_BYTES_PER_PARAMETER
     one, two = (num_parameters(dataclasses.replace(settings.model, layers=layers)) for layers in (1, 2))
     layers = max(1, int((room - one) / (two - one)) + 1)

@@ -193,7 +193,7 @@ def _train_in_turns(
 def _turn(
     trainee: ManagedTrainee, batches: Sequence[Any], losses: list[Any], device: BenchDevice
 ) -> dict[str, float]:
-    """Train on each batch, from and to idle links; return the seconds and what the links carried."""
+    """Train on each batch, from idle links to idle links; return the seconds and the bytes on the links."""
 
     def steps() -> None:
         losses.extend([trainee.step(batch) for batch in batches])

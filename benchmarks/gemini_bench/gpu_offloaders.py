@@ -1,4 +1,4 @@
-"""Others who keep optimizer states in host memory, at the job of case ``peers``.
+"""Other libraries that keep optimizer states in host memory, with the job of case ``peers``.
 
 All train as GeminiDDP does in bf16: fp32 masters, AdamW with the same options, nothing clipped.
 """
@@ -45,11 +45,11 @@ class Offloader(Protocol):
         """Train on one batch and return its loss."""
 
     def close(self) -> None:
-        """End what it began for this process."""
+        """Stop everything that it started for this process."""
 
 
 class OffloaderAbsent(Exception):
-    """It cannot be measured here; says why."""
+    """A library cannot be measured here; the message says why."""
 
 
 class Fsdp2Trainee:
@@ -162,7 +162,7 @@ def deepspeed_configuration(batch: int) -> dict[str, Any]:
 
 
 def open_offloader(name: str, config: LlamaConfig, device: BenchDevice, batch: int) -> Offloader:
-    """Return one of :data:`OFFLOADERS` with its model. Raise OffloaderAbsent where it cannot be had."""
+    """Return one of :data:`OFFLOADERS` with its model. Raises OffloaderAbsent if it is not available."""
     try:
         return OFFLOADERS[name](config, device, batch)
     except ModuleNotFoundError as error:

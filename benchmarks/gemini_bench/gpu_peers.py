@@ -1,4 +1,4 @@
-"""Case ``peers``: a step with all states in host memory, against others who offer that on one GPU."""
+"""Case ``peers``: a step with all states in host memory, against other libraries that can do this."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DEVICE_BYTES, _HOST_BYTES = 12, 32
 
 @dataclass(frozen=True)
 class Settings(ModelSettings):
-    """Every contender takes ``warmup_steps``, then ``steps`` that count."""
+    """Every contender runs ``warmup_steps``, then ``steps`` that are counted."""
 
     warmup_steps: int = 6
     steps: int = 12
@@ -50,12 +50,12 @@ class OurTrainee:
         return self._trainee.step(batch)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._trainee.close()
 
 
 def run(session: Session, device: str) -> CaseResult:
-    """Train the same model with each, one after the other, in processes of their own."""
+    """Train the same model with each, one after the other, each in its own processes."""
     settings = dataclasses.asdict(QUICK if session.quick else Settings())
     options = {**settings, "device": device}
     found: dict[str, Any] = {}

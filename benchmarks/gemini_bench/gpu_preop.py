@@ -1,4 +1,4 @@
-"""Case ``preop``: what one PreOp takes of the host's time where DEVICE is a GPU, everything on it."""
+"""Case ``preop``: the host's time for one PreOp if DEVICE is a GPU and everything is on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGET_US = 10.0
 
 
 def run(session: Session, device: str) -> CaseResult:
-    """Time operators of a resident and of a traced model, each in a process of its own."""
+    """Time operators of a resident and of a traced model, each in its own process."""
     settings = dataclasses.asdict(QUICK if session.quick else Settings())
     measured: dict[str, Any] = {"operators": OPERATORS}
     table: list[Row] = []
@@ -32,7 +32,7 @@ def run(session: Session, device: str) -> CaseResult:
 
 
 def rows(path: str, found: dict[str, Any]) -> list[Row]:
-    """Return what managed operators take beyond plain ones, pair by pair."""
+    """Return the time that managed operators add to plain ones, pair by pair."""
     layers, preops = found["layers"], found["preops_per_operator"]
     plain, managed = found["plain"], found["managed"]
     forward = [1e6 * seconds / layers for seconds in plain["forward"]]

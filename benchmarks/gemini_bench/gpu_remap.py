@@ -1,4 +1,4 @@
-"""Case ``remap``: what it takes the host to put other memory under windows, beside an idle and a busy device.
+"""Case ``remap``: the host's time to put other memory under windows, beside an idle and a busy device.
 
 CUDA does not say which of the calls behind it wait for work under way; the thread that trains makes them.
 """
@@ -50,7 +50,7 @@ def run(session: Session, device: str) -> CaseResult:
 
 
 def rows(found: dict[str, Any], window_bytes: int) -> list[Row]:
-    """Return microseconds per window beside either, and how much longer it takes beside a busy device."""
+    """Return microseconds per window beside each, and the ratio of the busy device to the idle one."""
     what = f"window of {format_bytes(window_bytes)}"
     table = [
         spread_row(f"{what}, {name}", Spread.of([1e6 * each for each in found[name]]), "us") for name in found
@@ -124,7 +124,7 @@ class _Windows:
         return seconds / count
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self._memory.close([*self._timed, *self._holders, *self._copied], [])
 
     def _give_back(self, windows: list[Any]) -> None:

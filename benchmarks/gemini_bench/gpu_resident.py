@@ -132,8 +132,9 @@ def _turns(trainee: Trainee, batches: list[Any], turn_steps: int, losses: list[A
 
 
 def memory(options: dict[str, Any]) -> dict[str, Any]:
-    """Train one model, ``options["kind"]``; return what its process has had of the device's memory at most:
-    what torch's allocator took, and what chunks did, looked at after every step."""
+    """Train one model, ``options["kind"]``; return the peak device memory of its process: of torch's
+    allocator, and of chunks, sampled after every step.
+    """
     settings = Settings.from_options(options)
     device = open_bench_device(options["device"])
     monitor = device.monitor()

@@ -40,7 +40,7 @@ class Trainee(Protocol):
         """See to it that no transfer is under way."""
 
     def model_data_bytes(self) -> int:
-        """Return the device's bytes that torch's allocator knows nothing of."""
+        """Return the device bytes under windows, with those kept for the next ones."""
 
 
 class PlainTrainee:
@@ -128,14 +128,14 @@ class ManagedTrainee:
         return self.model._gemini.manager.chunks.arena_bytes()
 
     def require_resident(self) -> None:
-        """Raise StateError where a part of the model data is not on DEVICE for good."""
+        """Raise StateError if a part of the model data may leave DEVICE."""
         if not self.model._gemini.manager.resident:
             raise StateError(
                 "not everything stayed on DEVICE: too little memory of this GPU is free for this case"
             )
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self.model.close()
 
 
@@ -186,7 +186,7 @@ def fitted(
 
 
 def saved_bytes(config: LlamaConfig, tokens: int) -> int:
-    """Return what a step of so many tokens saves for backward, generously."""
+    """Return an upper estimate of the bytes that a step of so many tokens saves for backward."""
     layer = 2 * (_SAVED_HIDDEN * config.hidden + _SAVED_INNER * config.inner)
     layers = config.layers * layer
     if config.checkpointing:  # the inputs of all, and what one saves when it runs again

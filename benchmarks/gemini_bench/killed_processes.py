@@ -1,4 +1,4 @@
-"""A program in a process of its own, which a signal ends at a moment that is chosen before.
+"""Runs a program in its own process, which a signal ends at a moment chosen before.
 
 Processes are forked from this one, which has imported what they need: a start takes milliseconds. A program
 may call ``os.execv`` to be one that nobody has prepared.

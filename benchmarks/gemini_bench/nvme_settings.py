@@ -1,4 +1,4 @@
-"""What the cases of ``gemini bench nvme`` are run with."""
+"""The settings of the cases of ``gemini bench nvme``."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ class Settings:
 
     @property
     def num_steps(self) -> int:
-        """Steps that one process takes."""
+        """The number of steps of one process."""
         return self.warmup_steps + self.blocks * (1 + self.block_steps)
 
     def to_options(self, **more: Any) -> dict[str, Any]:
-        """Return what a worker gets."""
+        """Return the options for a worker."""
         return {"settings": dataclasses.asdict(self), **more}
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Settings:
-        """Return what ``to_options`` was called on."""
+        """Return the settings from the result of ``to_options``."""
         values = options["settings"]
         return cls(**{**values, "model": GPTConfig(**values["model"])})

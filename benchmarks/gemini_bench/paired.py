@@ -38,7 +38,7 @@ class Contender:
 
 
 def wall_seconds(run: Callable[[], object], synchronize: Callable[[], None] = lambda: None) -> float:
-    """Return the seconds until ``run``, and what ``synchronize`` waits for, are done."""
+    """Return the seconds until ``run``, and the work that ``synchronize`` waits for, are done."""
     start = time.perf_counter()
     run()
     synchronize()
@@ -108,7 +108,7 @@ class Spread:
 
 
 class Timings:
-    """What ``run_paired`` returned, as figures."""
+    """The result of ``run_paired``, as figures."""
 
     def __init__(self, found: Mapping[str, Any]) -> None:
         self._seconds: dict[str, list[float]] = found["seconds"]
@@ -163,7 +163,7 @@ class SpreadRow(Row):
 
 
 class AbsentRow(Row):
-    """A row that says why there is no figure."""
+    """A row with the reason why there is no figure."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, math.nan, "")
@@ -175,13 +175,13 @@ class AbsentRow(Row):
 
 @dataclass(frozen=True)
 class UnmeasuredRow(Row):
-    """A row whose target nothing here can be judged by: it is neither met nor missed."""
+    """A row with a target that cannot be judged here: it is neither met nor missed."""
 
     reason: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Give no verdict."""
+        """Return None: no verdict."""
         return None
 
     def to_dict(self) -> dict[str, Any]:

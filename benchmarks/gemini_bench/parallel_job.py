@@ -1,4 +1,4 @@
-"""What the cases of ``gemini bench parallel`` train: a LLaMA-like model on the same tokens, over a grid."""
+"""The job of the cases of ``gemini bench parallel``: a LLaMA-like model on the same tokens, over a grid."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
         return self.pp * self.dp * self.tp
 
     def model_data_bytes(self) -> int:
-        """What a rank has of parameters, gradients and moments, if no copy of the model shares them."""
+        """The bytes of parameters, gradients and moments of a rank, if no copy of the model shares them."""
         return 16 * num_parameters(self.model) // (self.pp * self.tp)
 
     def make_model(self) -> Llama:
@@ -70,13 +70,13 @@ class Job:
 
 
 class Contender(Protocol):
-    """A model over the ranks, and what trains it."""
+    """A model over the ranks, and its trainer."""
 
     def step(self, batch: Batch) -> float | None:
         """Train on one batch; return its loss, or None where other ranks have it."""
 
     def close(self) -> None:
-        """Give memory back."""
+        """Release memory."""
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class PhasePeaks:
         self._sampler.communicate()
 
     def end(self, phase: str) -> None:
-        """Say that what came since the last call was ``phase``."""
+        """End the phase that began at the last call, and name it ``phase``."""
         assert self._sampler.stdin is not None
         assert self._sampler.stdout is not None
         self._sampler.stdin.write("\n")

@@ -1,4 +1,6 @@
-"""Case ``overlap``: real steps whose update waits until its chunks are needed, against the barrier."""
+"""Case ``overlap``: real steps with updates that wait until their chunks are needed, against updates at a
+barrier.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn(trainee: ManagedTrainee, batches: Sequence[Any]) -> tuple[list[StepParts], float]:
-    """Train on each batch; return the steps and what those after the first waited for transfers."""
+    """Train on each batch; return the steps, and the seconds of waiting for transfers after the first."""
     first = trainee.step_in_parts(batches[0])
     before = trainee.model.stats()["stall_seconds"]
     steps = [trainee.step_in_parts(batch) for batch in batches[1:]]
@@ -161,7 +163,7 @@ def _require_same(trainees: Mapping[str, ManagedTrainee], losses: Mapping[str, l
 
 
 def _plan_of(trainee: ManagedTrainee) -> dict[str, Any] | None:
-    """Return what the plan in force promises; None where no step is planned."""
+    """Return the promise of the plan in force; None if no step is planned."""
     step = trainee.model.plan().step
     if step is None:
         return None

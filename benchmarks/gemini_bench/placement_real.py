@@ -1,4 +1,4 @@
-"""Case ``predicted``: real steps on the CPU with a DISK tier against what was promised before them."""
+"""Case ``predicted``: real steps on the CPU with a DISK tier, against the promises made before them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ QUICK = {
 
 
 def predicted(session: Session) -> CaseResult:
-    """Train every run in a process of its own and compare."""
+    """Train every run in its own process and compare."""
     rows: list[Row] = []
     measured: dict[str, Any] = {}
     runs = QUICK if session.quick else RUNS
@@ -95,7 +95,7 @@ def _rows(name: str, found: dict[str, Any]) -> list[Row]:
 
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
-    """Train; return the times of steady steps, and what was promised before and after them.
+    """Train; return the times of steady steps, and the promises before and after them.
 
     Raises:
         StateError: no plan came into force.

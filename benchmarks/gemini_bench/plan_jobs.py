@@ -1,4 +1,4 @@
-"""What ``gemini bench plan`` trains: models of transformers, and layouts over ranks of this machine."""
+"""The jobs of ``gemini bench plan``: models of transformers, and layouts over ranks of this machine."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _MANY = "zero=0 microbatches=4 schedule=1f1b tiers=device"
 
 
 def layouts(ranks: int) -> dict[str, Pins]:
-    """Return what is measured over so many ranks: pins by name."""
+    """Return the layouts to measure over so many ranks: pins by name."""
     texts = {f"dp {ranks}, ZeRO {zero}": f"dp={ranks} zero={zero} {_ONE}" for zero in range(4)}
     texts |= {
         f"tp {ranks}": f"tp={ranks} zero=0 {_ONE}",
@@ -118,7 +118,7 @@ def batch_of(name: str, step: int, seq: int) -> dict[str, torch.Tensor]:
 
 
 def run_of(samples: int, seq: int) -> Run:
-    """Return what runs such a model, without values, on a micro-batch."""
+    """Return a function that runs such a model, without values, on a micro-batch."""
 
     def run(model: nn.Module, sequence: SequenceOutline | None) -> torch.Tensor:
         ids = torch.empty(samples, seq, dtype=torch.int64, device="meta")
@@ -132,7 +132,7 @@ def run_of(samples: int, seq: int) -> Run:
 
 
 def supposed_machine() -> MachineSpeeds:
-    """Return a machine that nobody has measured, for questions whose answers need no real one."""
+    """Return a machine with assumed speeds, for questions whose answers do not depend on them."""
     figures = Figure(1e-4), Figure(1e9)
     return MachineSpeeds(
         "supposed",

@@ -1,4 +1,6 @@
-"""Cases ``search`` and ``architectures``: what planning takes, and which models can be planned."""
+"""Cases ``search`` and ``architectures``: the time and memory of planning, and the models that can be
+planned.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,7 @@ def _sized(options: Mapping[str, Any], sizes: Mapping[str, Mapping[str, Any]]) -
 
 
 def plan_deep(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what one search takes."""
+    """Return the seconds of one search, its counts of combinations, and the best ones."""
     import transformers
 
     torch.set_num_threads(1)
@@ -151,7 +153,7 @@ PLANNED, REFUSED, ERROR = "planned", "refused: ", "error: "
 
 
 def plan_zoo(options: dict[str, Any]) -> dict[str, Any]:
-    """Return what became of each architecture, by number of ranks."""
+    """Return the outcome of planning each architecture, by number of ranks."""
     torch.set_num_threads(1)
     return {
         name: {str(ranks): _outcome(kind, fields, ranks, options["place"]) for ranks in options["ranks"]}

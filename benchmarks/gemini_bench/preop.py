@@ -1,4 +1,4 @@
-"""Case ``preop``: what one PreOp costs, in the core and around a real operator, with everything on DEVICE."""
+"""Case ``preop``: the cost of one PreOp, in the core and around a real operator, all on DEVICE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Case ``import``: what ``import gemini`` takes after torch, and what it must not load."""
+"""Case ``import``: the time of ``import gemini`` after torch, and the modules that it must not load."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run(session: Session) -> CaseResult:
 
 
 def measure(session: Session, settings: Settings) -> CaseResult:
-    """Measure as ``settings`` say. Raises WorkerFailed where an import fails."""
+    """Measure with these ``settings``. Raises WorkerFailed if an import fails."""
     environ = {**os.environ, "PYTHONPYCACHEPREFIX": os.fspath(session.disk_dir / "bytecode")}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)
     readings: dict[str, list[dict[str, Any]]] = {kind: [] for kind in _KINDS}
@@ -103,7 +103,9 @@ def _rows(
 
 
 def _import(settings: Settings, kind: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Import in a fresh process; return its seconds by its own clock and from outside, and what was added."""
+    """Import in a fresh process; return its seconds by its own clock and from outside, and the modules it
+    added.
+    """
     then = settings.package if kind == "with" else ""
     command = [sys.executable, "-c", _PROGRAM, settings.first, then]
     done = run_watched(command, sample_seconds=0.01, environ=environ)

@@ -52,7 +52,7 @@ _SAVED = re.compile(r"saved step (\d+)")
 
 @dataclass(frozen=True)
 class Whole:
-    """A run that nothing has ended: what it left, its seconds, and how often it has changed files."""
+    """A run without kills: its files, its seconds, and the number of its changes of files."""
 
     left: Left
     seconds: float
@@ -62,7 +62,7 @@ class Whole:
 
 @dataclass
 class Found:
-    """What a campaign has counted, and what was wrong."""
+    """The counts of a campaign, and the problems that it found."""
 
     kills: Counter[str] = field(default_factory=Counter)
     signals: Counter[str] = field(default_factory=Counter)
@@ -74,7 +74,7 @@ class Found:
 
 
 def run(session: Session, *, kills: int | None = None) -> CaseResult:
-    """Kill and go on in a process of its own.
+    """Kill and resume in its own process.
 
     Raises:
         ConfigError: a package is missing.
@@ -166,7 +166,7 @@ class Campaign:
         return kill, Setting(place, file_bytes=file_bytes), fresh
 
     def _process(self, run: Run, place: Path, setting: Setting, kill: Kill | None, *, fresh: bool) -> bool:
-        """Run one process, or the ranks, to the end; return whether the run is done. Note what was wrong."""
+        """Run one process, or the ranks, to the end; return whether the run is done. Record any problems."""
         saved, processes = run.saved_step(place), run.processes(place)
         lived = self._live(run, place, setting, kill, fresh=fresh)
         found, first = self.found, lived[0]
@@ -240,14 +240,14 @@ class Campaign:
 
 
 def _environment(rank: int, ranks: int, port: str) -> dict[str, str]:
-    """Return what torchrun gives a rank."""
+    """Return the environment variables that torchrun sets for a rank."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     return {**{name: str(number) for name, number in numbers.items()}, **own}
 
 
 def _problems(run: Run, lived: Lived, setting: Setting, kill: Kill | None, *, is_only: bool) -> Iterator[str]:
-    """Yield what is wrong with the end of a process."""
+    """Yield the problems of how a process ended."""
     if lived.code is None:
         yield f"ran longer than {setting.most_seconds} s"
         return

@@ -1,4 +1,4 @@
-"""Case ``loop``: what an engine and a trainer add to the steps of a plain loop."""
+"""Case ``loop``: the time that an engine and a trainer add to the steps of a plain loop."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class Job:
         )
 
     def engine(self) -> Engine:
-        """Return what ``initialize`` makes of it."""
+        """Return the result of ``initialize``."""
         return initialize(self.model, self.optimizer, self.criterion, self.loader, config={})[0]
 
     def sample(self) -> Tensor:
@@ -231,7 +231,7 @@ def launching() -> Iterator[None]:
 
 
 def calibrated(settings: Settings) -> int:
-    """Return the rows with which a step of the plain loop takes ``step_seconds``, by trying."""
+    """Find the number of rows with which a step of the plain loop takes ``step_seconds``."""
     batch = 16
     for _ in range(_CALIBRATIONS):
         short = dataclasses.replace(settings, batch=batch, steps=5)

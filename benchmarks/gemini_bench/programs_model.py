@@ -11,7 +11,7 @@ from gemini.errors import ConfigError
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """The sizes of a LLaMA-like model whose head is not tied to its embedding."""
+    """The sizes of a LLaMA-like model with a head that is not tied to its embedding."""
 
     hidden: int
     intermediate: int
@@ -40,7 +40,7 @@ class LlamaSizes:
 
 
 def require_packages(case: str, *names: str) -> None:
-    """Raise ConfigError, with the way out, where one is not installed."""
+    """Raise ConfigError if a package is missing; the message says how to install it."""
     for name in names:
         try:
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Case ``resident``: what the runtime costs when everything fits, against plain torch with the same Adam."""
+"""Case ``resident``: the runtime's cost when everything fits, against plain torch with the same Adam."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEMORY_RATIO = 1.03
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured. ``memory_runs``: processes per model; ``memory_steps``: steps in each."""
+    """The settings of the case. ``memory_runs``: processes per model; ``memory_steps``: steps in each."""
 
     model: GPTConfig = GPT2_124M
     batch: int = 4
@@ -43,7 +43,7 @@ QUICK = Settings(GPTConfig(layers=2, hidden=64, heads=2), batch=2, seq=32, measu
 
 
 def run(session: Session) -> CaseResult:
-    """Time both models in one process; then measure the peak memory of each in processes of its own."""
+    """Time both models in one process; then measure the peak memory of each in separate processes."""
     settings = QUICK if session.quick else Settings()
     options = dataclasses.asdict(settings)
     session.progress("resident: plain and managed, alternating steps in one process")

@@ -28,7 +28,7 @@ Scores = npt.NDArray[np.int64]  # [layers, experts]
 
 
 class Policy(Protocol):
-    """Ranks victims. ``note`` is called before victims of its own moment are chosen."""
+    """Ranks victims. ``note`` is called before the victims of the same moment are chosen."""
 
     def note(self, number: int, layer: int, used: npt.NDArray[np.bool_]) -> None:
         """See the use set of a layer in pass ``number``."""
@@ -74,7 +74,7 @@ class Lfu:
 
 
 class Exact:
-    """The one whose next use is furthest goes first: knows the future."""
+    """Evicts the expert with the furthest next use; needs the future."""
 
     def __init__(self, uses: Uses) -> None:
         passes, self._layers, _ = uses.shape
@@ -166,7 +166,7 @@ POLICIES: Mapping[str, Callable[[Uses], Policy]] = MappingProxyType(
 
 
 def capacity(uses: Uses, share: float) -> int:
-    """Return how many experts a share of them all is, or what one moment needs if that is more."""
+    """Return the number of experts in a share of all, but at least as many as one moment needs."""
     return max(int(share * uses[0].size), int(uses.sum(axis=2).max()))
 
 
@@ -208,7 +208,7 @@ class Point:
 
     @property
     def over_best(self) -> float:
-        """What the rule reads, over the better of LRU and LFU."""
+        """The reads of the rule, over those of the better of LRU and LFU."""
         return self.read["expected"] / min(self.read["LRU"], self.read["LFU"])
 
 

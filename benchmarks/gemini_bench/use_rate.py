@@ -28,7 +28,7 @@ def decay_tables() -> tuple[tuple[int, ...], ...]:
 
 
 def gains() -> tuple[int, ...]:
-    """Return, per half-life, what a use adds to a rate."""
+    """Return, per half-life, the amount that a use adds to a rate."""
     return _GAIN
 
 

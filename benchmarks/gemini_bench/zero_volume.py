@@ -24,7 +24,7 @@ _ITEM_BYTES = 4  # fp32
 
 @dataclass(frozen=True)
 class Settings:
-    """What is counted. Tokens are few: neither bytes sent nor bytes of model data depend on them."""
+    """The settings of the case. Tokens are few: neither bytes sent nor bytes of model data depend on them."""
 
     model: GPTConfig = GPT2_124M
     worlds: tuple[int, ...] = (2, 4)
@@ -77,7 +77,7 @@ def rows_of(ranks: list[dict[str, Any]], numel: int) -> list[Row]:
 
 
 def count(options: dict[str, Any]) -> dict[str, Any]:
-    """Train as one rank with as few whole chunks as operators allow; return what was counted."""
+    """Train as one rank with as few whole chunks as operators allow; return the counts."""
     values = {field.name: options[field.name] for field in dataclasses.fields(Settings)}
     settings = Settings(**{**values, "model": GPTConfig(**values["model"])})
     with rank_of(options) as rank:
