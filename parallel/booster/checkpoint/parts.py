@@ -350,7 +350,7 @@ def _own_part(parts: Parts, files: TensorFiles, checkpoint: _Path, *, strict: bo
     if strict and lacking:
         raise CheckpointError(
             f"{checkpoint} was made for another model: it has no extra state {lacking[0]!r}; pass "
-            "strict=False to load what both have"
+            "strict=False to load the names that both have"
         )
     state: dict[str, Any] = {name: value for name, value in extra.items() if name in own}
     for name in own.keys() & stored.keys():

@@ -205,7 +205,7 @@ class _RankFiles:
             try:
                 temporary.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("%s is left behind: %s", temporary, error)
+                logger.warning("%s could not be removed: %s", temporary, error)
 
 
 def _write_directory(
