@@ -57,7 +57,7 @@ def test_equal_blocks_that_stand_still_have_the_figures_of_those_that_ran(
 ) -> None:
     model = net(8, 8, 8, 24, 8, 24, 24, 8)
     found = recorded(model)
-    monkeypatch.setattr(records, "_SEEN", 100)
+    monkeypatch.setattr(records, "_RUNS_PER_KIND", 100)
     whole = recorded(model)
     assert found.segments == whole.segments
 
