@@ -8,7 +8,6 @@ trainer = Trainer(max_epochs=1, strategy=GeminiStrategy(device_bytes="8GiB", dis
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -29,13 +28,13 @@ from torch import nn
 from gemini.checkpoint import CheckpointReader, load, save
 from gemini.checkpoint.directory import identity_of
 from gemini.errors import CheckpointError, ConfigError, OutOfBudgetError
-from gemini.integrations.whole_files import partial_of, written_whole
+from gemini.integrations.whole_files import remove_whole, sweep, written_whole
 from gemini.model.handle import ManagedModel, handle_of
 from gemini.model.in_place import manage
 from gemini.model.weights import LazyState, Peeking, lazy_weights
 from gemini.optim import GeminiOptimizer
 from gemini.runtime.config import GeminiConfig
-from gemini.system.durable import rename, restore
+from gemini.system.durable import restore
 from gemini.system.files import io_errors
 
 _DDP: Any = DDPStrategy  # methods are borrowed from it
@@ -432,10 +431,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         if not (path / REST).is_file():
             super().remove_checkpoint(os.fspath(filepath))
         elif self.is_global_zero:
-            partial = partial_of(path)
-            shutil.rmtree(partial, ignore_errors=True)
-            rename(path, partial)
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_whole(path)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -450,6 +446,7 @@ class GeminiStrategy(ParallelStrategy):  # type: ignore[misc, unused-ignore]
         if self.is_global_zero:
             with io_errors("look for the checkpoint", path):
                 restore(path)
+                sweep(path.parent)
         self.barrier()
         if not (path / REST).is_file():
             return super().load_checkpoint(os.fspath(checkpoint_path), weights_only)

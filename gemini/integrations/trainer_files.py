@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import zipfile
 from pathlib import Path
 from types import UnionType
@@ -21,8 +20,8 @@ from transformers import TrainerState
 from gemini.checkpoint import latest
 from gemini.checkpoint.directory import identity_of
 from gemini.errors import CheckpointError, InputError
-from gemini.integrations.whole_files import partial_of
-from gemini.system.durable import rename, restore, set_aside_in, write_text
+from gemini.integrations.whole_files import remove_whole, sweep
+from gemini.system.durable import restore, set_aside_in, write_text
 from gemini.system.files import KEY, Format, io_errors
 from gemini.system.input_files import AGAIN, InputDirectory, errors_of
 
@@ -36,14 +35,11 @@ _OPTIMIZER = "optimizer.pt"
 _FORMAT = Format("gemini-trainer", 1)
 _MAX_BYTES = 2**28
 _NAME = re.compile(r"checkpoint-(\d+)")
-_PARTIAL = re.compile(r"\.checkpoint-\d+\.partial")
 
 
 def clear(run: Path) -> None:
     """Remove the remains of killed saves in ``run``."""
-    for path in run.iterdir():
-        if _PARTIAL.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    sweep(run)
     for target in set_aside_in(run):
         if _NAME.fullmatch(target.name):
             restore(target)
@@ -68,10 +64,7 @@ def remove_older(run: Path, keep: int, kept: set[Path]) -> None:
     found = sorted(_checkpoints(run), key=lambda path: (path.stat().st_mtime_ns, _step(path)))
     others = [path for path in found if path not in kept]
     for path in others[: max(0, len(found) - max(keep, len(kept)))]:
-        partial = partial_of(path)
-        shutil.rmtree(partial, ignore_errors=True)
-        rename(path, partial)
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_whole(path)
 
 
 def newest(run: Path) -> Path | None:

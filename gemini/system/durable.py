@@ -187,11 +187,32 @@ def _remove_leftovers(target: Path) -> None:
     with suppress(PermissionError):  # a writable directory may be unreadable
         found += (path for path in target.parent.iterdir() if name.fullmatch(path.name))
     for path in found:
-        # Left alone: its process is alive, it is another user's or not a directory, or it is already gone.
-        with suppress(OSError):
+        remove_unless_locked(path)
+
+
+def remove_unless_locked(path: Path) -> None:
+    """Remove a directory that no process has locked. Do nothing if the file system has no locks."""
+    # Left alone: its process is alive, it is another user's or not a directory, or it is already gone.
+    with suppress(OSError):
+        lock = DirectoryLock(path)
+        try:
+            if lock.is_exclusive:
+                shutil.rmtree(path)
+        finally:
+            lock.release()
+
+
+def make_locked_directory(path: Path) -> DirectoryLock:
+    """Create a directory, lock it and return the lock. Content that a killed process left there is removed.
+
+    Raises OSError; BlockingIOError if another process has locked it.
+    """
+    while True:
+        path.mkdir(exist_ok=True)
+        with suppress(FileNotFoundError):  # another process has just removed it
             lock = DirectoryLock(path)
-            try:
-                if lock.is_exclusive:
-                    shutil.rmtree(path)
-            finally:
-                lock.release()
+            if path.exists():
+                for entry in path.iterdir():
+                    _remove(entry)
+                return lock
+            lock.release()

@@ -124,6 +124,7 @@ def test_a_save_that_fails_leaves_what_the_path_names(
     made, want, _ = run(tmp_path, managed=True, max_epochs=1)
     made.save_checkpoint(tmp_path / "last.ckpt")
     for _ in range(2):
+        (tmp_path / ".first.ckpt.partial" / "first.ckpt").mkdir(parents=True)  # as a killed save leaves it
         made, _, _ = run(tmp_path, managed=True, resume=tmp_path / "last.ckpt")
         with monkeypatch.context() as patched:
             patched.setattr(Strategy, "save_checkpoint", full)
