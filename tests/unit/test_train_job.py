@@ -318,6 +318,17 @@ def test_summary_of_a_finished_run_stays_when_it_is_resumed(config: TrainConfig)
     assert summary.read_bytes() == before
 
 
+def test_a_run_that_was_stopped_in_its_last_step_is_no_interrupted_one_once_it_is_ended(
+    config: TrainConfig,
+) -> None:
+    run(config, stopping_at(config.steps))
+    summary = Path(str(config.checkpoint), "summary.json")
+    before = json.loads(summary.read_bytes())
+    assert before["interrupted"]
+    assert run(config, resume="yes").summary.tokens == 0
+    assert json.loads(summary.read_bytes()) == {**before, "interrupted": False}
+
+
 def test_a_run_with_nothing_left_to_train_says_so_and_has_no_speed(config: TrainConfig) -> None:
     trained = text_of_summary(run(config).summary)
     assert "tokens/s" in trained

@@ -100,7 +100,8 @@ def run(
             written_to = directory if is_lead else None
             if rank.count > 1:
                 progress.notes.append(_on_ranks(config, rank.count))
-            summary = summarize(progress, task.num_parameters, written_to, interrupted=stop.requested)
+            cut_off = stop.requested and not task.finished
+            summary = summarize(progress, task.num_parameters, written_to, interrupted=cut_off)
             summary = replace(summary, model=str(task.target) if task.finished else None)
             if task.best is not None:
                 summary = replace(summary, best_step=task.best[0], best_eval_loss=task.best[1])

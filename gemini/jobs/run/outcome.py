@@ -300,14 +300,20 @@ def summarize(
     )
 
 
+_OF_THE_END = ("model", "best_eval_loss", "best_step", "verify")
+
+
 def written(summary: Summary, progress: Progress, directory: RunDirectory | None) -> Summary:
     """Write the summary into the run's directory, and return it, with a note if writing failed."""
     if directory is None:
         return summary
-    if not progress.reports and directory.summary.exists():  # keep the summary of the trained steps
-        return summary
+    found = summary.to_dict()
     try:
-        directory.write_summary(summary.to_dict())
+        if progress.reports or not directory.summary.exists():
+            directory.write_summary(found)
+        elif not summary.interrupted:  # the numbers stay those of the trained steps; now the run has ended
+            ended = {name: found[name] for name in _OF_THE_END if found[name] is not None}
+            directory.add_to_summary({**ended, "interrupted": False})
     except IoError as error:
         return replace(summary, notes=(*summary.notes, str(error)))
     return summary

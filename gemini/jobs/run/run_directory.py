@@ -413,6 +413,15 @@ class RunDirectory:
         """Write the summary, atomically."""
         _write(self.summary, json.dumps(summary, indent=2) + "\n")
 
+    def add_to_summary(self, found: Mapping[str, Any]) -> None:
+        """Replace some values of the existing summary. Do nothing if it is unreadable."""
+        try:
+            summary = json.loads(read_regular(self.summary, _MAX_RUN_BYTES, os.O_NOFOLLOW))
+        except (OSError, ValueError, RecursionError):
+            return
+        if isinstance(summary, dict):
+            self.write_summary({**summary, **found})
+
 
 class FollowedDirectory(RunDirectory):
     """The directory of a run on a rank that does not own it. This rank reads checkpoints and writes
