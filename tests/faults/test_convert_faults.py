@@ -13,7 +13,8 @@ from interrupts import interrupt_at
 
 from gemini import checkpoint
 from gemini.checkpoint.convert import convert
-from gemini.cli.main import EXIT_ERROR, EXIT_INTERRUPTED, main
+from gemini.cli.command_line import EXIT_ERROR, EXIT_INTERRUPTED
+from gemini.cli.main import main
 from gemini.system.durable import scratch_directory
 
 pytestmark = [

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hostile_inputs import Outside, no_longer_than
 
-from gemini.cli.main import EXIT_ERROR, main
+from gemini.cli.command_line import EXIT_ERROR
+from gemini.cli.main import main
 
 _SECONDS = 120
 TRAIN = ["train", "--quiet", "--layers", "1", "--hidden", "16", "--heads", "2", "--seq", "16", "--batch", "1"]

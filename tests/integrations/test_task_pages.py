@@ -53,7 +53,11 @@ def test_commands_of_the_pages_run_on_a_small_model(tmp_path: Path) -> None:
         "large-weights.md": ["sample", "serve", "finetune", "sample"],
     }
     lines = [toy.replace('"small"', '"model"').replace("chats.jsonl", "notes.jsonl")]
-    lines += ["import shutil", "from gemini.cli.main import build_parser, main"]
+    lines += [
+        "import shutil",
+        "from gemini.cli.command_line import build_parser",
+        "from gemini.cli.main import main",
+    ]
     for page, of_page in commands.items():
         lines += [f"print({page!r}, flush=True)", "shutil.rmtree('out', ignore_errors=True)"]
         for words in of_page:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from gemini.cli import check, main
+from gemini.cli.command_line import EXIT_ERROR
 from gemini.errors import ConfigError
 
 
@@ -59,7 +60,7 @@ def test_check_of_a_missing_directory_is_an_error_that_names_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     absent = tmp_path / "absent"
-    assert main.main(["check", "--dir", str(absent)]) == main.EXIT_ERROR
+    assert main.main(["check", "--dir", str(absent)]) == EXIT_ERROR
     printed = capsys.readouterr().err
     assert printed.startswith("gemini: error: ")
     assert str(absent) in printed

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from setuptools.dist import Distribution
 
-from gemini.cli import main as main_module
-from gemini.cli.main import COMMANDS, EXIT_ERROR, main
+from gemini.cli import command_line
+from gemini.cli.command_line import COMMANDS, EXIT_ERROR
+from gemini.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -74,13 +75,13 @@ def test_a_command_that_cannot_be_loaded_stops_no_other(capsys: pytest.CaptureFi
 
 @pytest.mark.usefixtures("installed")
 def test_no_command_of_our_own_is_replaced() -> None:
-    assert not main_module.added_commands("check", COMMANDS).keys() & COMMANDS.keys()
+    assert not command_line.added_commands("check", COMMANDS).keys() & COMMANDS.keys()
 
 
 def test_benchmarks_that_are_not_installed_say_how_they_would_be(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main_module.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(command_line.metadata, "entry_points", lambda group: ())
     assert main(["bench", "adam", "--numel", "1M"]) == EXIT_ERROR
     (said,) = capsys.readouterr().err.splitlines()
     assert "gemini bench is not installed: pip install ./benchmarks" in said
@@ -90,7 +91,7 @@ def test_benchmarks_that_are_not_installed_say_how_they_would_be(
 def test_benchmarks_run_where_they_only_lie_on_the_path(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(main_module.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(command_line.metadata, "entry_points", lambda group: ())
     monkeypatch.setattr(sys, "argv", ["gemini_bench", "adam", "--help"])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("gemini_bench", run_name="__main__")

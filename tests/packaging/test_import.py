@@ -29,10 +29,47 @@ def modules_after(statement: str, cwd: Path) -> set[str]:
     return set(json.loads(done.stdout))
 
 
-def test_import_is_lean(tmp_path: Path) -> None:
-    added = modules_after("import torch, gemini", tmp_path) - modules_after("import torch", tmp_path)
+# What brings whole libraries with it.
+ON_USE = {"autoparallelize", "from_pretrained"}
+
+
+def test_public_names_are_lean(tmp_path: Path) -> None:
+    names = ", ".join(sorted(set(gemini.__all__) - ON_USE))
+    added = modules_after(f"import torch; from gemini import {names}", tmp_path)
+    added -= modules_after("import torch", tmp_path)
     assert not {name for name in added if any(name == h or name.startswith(f"{h}.") for h in HEAVY)}
     assert not {name for name in added if name.startswith("torch.distributed")}
+
+
+@pytest.mark.parametrize("name", ["gemini", "gemini.cli.main"])
+def test_ctrl_c_need_not_wait_for_torch(name: str, tmp_path: Path) -> None:
+    added = modules_after(f"import {name}", tmp_path) - modules_after("pass", tmp_path)
+    assert {each for each in added if each.startswith("gemini")} <= {
+        "gemini",
+        "gemini.cli",
+        "gemini.cli.main",
+    }
+    assert "torch" not in added
+
+
+def test_public_names_are_those_that_types_are_read_from() -> None:
+    body = ast.parse(Path(gemini.__file__).read_text()).body
+    (typed,) = [node for node in body if isinstance(node, ast.If)]
+    imports = [node for node in typed.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: node.module for node in imports for alias in node.names}
+    assert homes == gemini._HOMES
+    assert sorted([*homes, "__version__"]) == gemini.__all__
+    assert set(gemini.__all__) <= set(dir(gemini))
+
+
+def test_names_are_had_on_use(tmp_path: Path) -> None:
+    program = "import gemini; assert gemini.Lion is gemini.optim.Lion; gemini._C, gemini.errors.IoError"
+    assert "gemini.runtime" in modules_after(program, tmp_path)
+    for name in gemini.__all__:
+        assert getattr(gemini, name) is not None
+    for name in ("no_such_name", "__wrapped__"):
+        with pytest.raises(AttributeError, match=f"module 'gemini' has no attribute '{name}'"):
+            getattr(gemini, name)
 
 
 def test_parallel_is_part_of_the_package(tmp_path: Path) -> None:

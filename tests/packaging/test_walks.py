@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini import checkpoint
+from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, checkpoint
 
 PACKAGE = f"{Path(gemini.__file__).parent}/"
 IMPORT_HOOK = f"{PACKAGE}compat/modules.py"  # sees every import once a test of the other names has run
@@ -85,10 +85,10 @@ def walks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Walk]:
     net = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
     x = torch.randn(2, 16)
     with found["wrap"].taken_down():
-        model = gemini.GeminiDDP(net)
-    adam = gemini.CPUAdam(net.parameters())
+        model = GeminiDDP(net)
+    adam = CPUAdam(net.parameters())
     with found["optimizer"].taken_down():
-        optimizer = gemini.GeminiOptimizer(adam, model)
+        optimizer = GeminiOptimizer(adam, model)
     for number in range(3):
         of_step = found if number == 2 else defaultdict(Walk)
         with of_step["forward"].taken_down():

@@ -19,7 +19,8 @@ from hosts import WIRE, Host, two_hosts
 from programs import run_python
 
 import gemini
-from gemini.cli.main import EXIT_ERROR, main
+from gemini.cli.command_line import EXIT_ERROR
+from gemini.cli.main import main
 from gemini.errors import ConfigError, IoError
 from gemini.parallel.launch import free_port, over_hosts
 from gemini.parallel.launch.over_hosts import (

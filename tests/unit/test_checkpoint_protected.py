@@ -12,7 +12,8 @@ from permissions import modes_respected
 
 from gemini import checkpoint
 from gemini.checkpoint import new_checkpoint
-from gemini.cli.main import EXIT_ERROR, main
+from gemini.cli.command_line import EXIT_ERROR
+from gemini.cli.main import main
 from gemini.errors import CheckpointError, IoError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "an_ordinary_user")

@@ -13,8 +13,9 @@ from typing import TextIO
 import pytest
 from programs import run_python
 
+from gemini.cli.command_line import EXIT_ERROR
 from gemini.cli.console import Console
-from gemini.cli.main import EXIT_ERROR, main
+from gemini.cli.main import main
 
 TRACE = str(Path(__file__).resolve().parents[2] / "benchmarks/traces/gpt2.json")
 SIMULATE = ["simulate", TRACE, "--policy", "lru"]

@@ -195,7 +195,7 @@ def test_packages_of_extras_are_imported_on_use_alone() -> None:
     modules: Any = ["transformers", "tokenizers", "peft", "yaml", "pyarrow", "datasets"]
     code = f"""
 import sys, json
-import gemini.cli.main, gemini.jobs.finetune.job, gemini.cli.finetune
+import gemini.cli.command_line, gemini.jobs.finetune.job, gemini.cli.finetune
 print(json.dumps([name for name in {modules} if name in sys.modules]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,8 @@ import pytest
 from forecast_models import KIB, MIB, machine
 
 from gemini.cli import plan as plan_command
-from gemini.cli.main import build_parser, main
+from gemini.cli.command_line import build_parser
+from gemini.cli.main import main
 from gemini.cli.plan_model import PRESETS, ModelOptions, find_model
 from gemini.errors import ConfigError
 from gemini.forecast.machine import MachineSpeeds

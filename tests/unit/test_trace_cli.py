@@ -12,6 +12,7 @@ import pytest
 from torch.nn.modules import module as torch_module
 
 from gemini.cli import main
+from gemini.cli.command_line import EXIT_ERROR, EXIT_INTERRUPTED
 from gemini.errors import ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.gpt.task import record_training
@@ -115,7 +116,7 @@ def test_summary_is_a_table_that_fits_a_terminal(
     step = str(tmp_path / "trace-step.json")
     assert step in files
     assert main.main(["simulate", step, "--device-bytes", "50%", "--disk-bytes", "200%"]) == 0
-    assert main.main(["simulate", str(tmp_path / "trace.json")]) == main.EXIT_ERROR
+    assert main.main(["simulate", str(tmp_path / "trace.json")]) == EXIT_ERROR
     assert "trace-step.json" in capsys.readouterr().err
 
 
@@ -185,7 +186,7 @@ def test_a_script_is_recorded_as_it_is(script: str, tmp_path: Path) -> None:
 
 def test_ctrl_c_in_a_script_keeps_what_was_recorded(script: str, tmp_path: Path) -> None:
     options = ["--out", str(tmp_path), "--warmup", "0", "--record", "9"]
-    assert main.main(["trace", *options, "--script", script, "6", "2"]) == main.EXIT_INTERRUPTED
+    assert main.main(["trace", *options, "--script", script, "6", "2"]) == EXIT_INTERRUPTED
     assert traced_steps(tmp_path) == ["step 1", "step 2", "step 3 (incomplete)"]
 
 
@@ -211,7 +212,7 @@ def test_each_model_of_a_script_gets_its_files(script: str, tmp_path: Path) -> N
 def test_options_that_cannot_work_are_refused_by_name(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main.main(["trace", "--out", str(tmp_path / "out"), *arguments]) == main.EXIT_ERROR
+    assert main.main(["trace", "--out", str(tmp_path / "out"), *arguments]) == EXIT_ERROR
     said = capsys.readouterr().err.replace("\n", " ")
     assert message in said
     assert "recorded" not in said
@@ -228,7 +229,7 @@ def test_a_script_without_a_managed_model_says_what_to_do(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize(("end", "code"), [("fail", 1), ("end well", main.EXIT_ERROR)])
+@pytest.mark.parametrize(("end", "code"), [("fail", 1), ("end well", EXIT_ERROR)])
 def test_a_recording_that_cannot_be_written_costs_neither_the_others_nor_the_scripts_error(
     end: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,7 +253,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_the_work(
     script.write_text("raise RuntimeError('it ran')\n")
     arguments = ["--out", str(tmp_path / out)]
     for work in (["--script", str(script)], TINY):
-        assert main.main(["trace", *arguments, *work]) == main.EXIT_ERROR
+        assert main.main(["trace", *arguments, *work]) == EXIT_ERROR
         said = capsys.readouterr().err
         assert f"cannot write to --out {tmp_path / out}: " in said
         assert "name a directory that can be written" in said

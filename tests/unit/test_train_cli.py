@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from gemini.cli import train
-from gemini.cli.main import COMMANDS, added_commands, build_parser, main
+from gemini.cli.command_line import COMMANDS, added_commands, build_parser
+from gemini.cli.main import main
 from gemini.errors import CheckpointError, ConfigError
 from gemini.jobs.gpt.config import TrainConfig
 from gemini.jobs.run.run_directory import RunDirectory

@@ -16,6 +16,7 @@ import torch
 from fake_train_engine import FakeEngine, fake_is_complete
 
 from gemini.cli import main
+from gemini.cli.command_line import EXIT_ERROR
 from gemini.errors import CheckpointError, ConfigError, IoError
 from gemini.jobs.gpt import job
 from gemini.jobs.gpt.config import TrainConfig
@@ -162,7 +163,7 @@ def test_an_error_of_a_runs_file_is_code_2_and_one_line(
     metrics = Path(str(config.checkpoint), "metrics.jsonl")
     metrics.unlink()
     metrics.mkdir()
-    assert main.main([*arguments, "--resume"]) == main.EXIT_ERROR
+    assert main.main([*arguments, "--resume"]) == EXIT_ERROR
     assert capsys.readouterr().err.splitlines()[-1].startswith("gemini: error: ")
 
 
