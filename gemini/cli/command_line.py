@@ -148,6 +148,8 @@ class WarningFormatter(logging.Formatter):
 
 
 EXIT_ERROR = 2
+# Reasons for which the system takes no path of such a name, whatever is to be done there.
+_NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP)
 EXIT_INTERRUPTED = 130
 
 COMMANDS: dict[str, AddParser] = {
@@ -232,7 +234,10 @@ def run_command(arguments: Sequence[str], added: Mapping[str, AddParser]) -> int
     except BrokenPipeError:
         code = 0
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno in _NO_PATH and error.filename is not None:
+            say_error(f"{error.filename!s:.200}: {error.strerror}; check the path")
+            code = EXIT_ERROR
+        elif error.errno != errno.ENOSPC or error.filename is not None:
             code = _unexpected(error)
         else:
             code = _lost(error)  # standard output could not be written to a full disk

@@ -12,6 +12,8 @@ from typing import IO, Any
 
 import rich.console
 
+from gemini.errors import printable
+
 
 class Console(rich.console.Console):
     """A console that never ends the process by itself.
@@ -72,9 +74,11 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
 
 
 def say_error(error: object) -> None:
-    """Print the error that ends the command on standard error, if that can be written to."""
+    """Print the error that ends the command on standard error, if that can be written to. What a terminal
+    would not print as a character, such as an escape in a path, is written out."""
+    text = "\n".join(map(printable, str(error).split("\n")))
     with suppress(OSError):
-        print(f"gemini: error: {error}", file=sys.stderr)
+        print(f"gemini: error: {text}", file=sys.stderr)
 
 
 def discard(descriptor: int) -> None:

@@ -27,6 +27,8 @@ import psutil
 
 from gemini.errors import ConfigError, IoError, StateError
 from gemini.parallel.launch.torchrun import Ended, Node, Program
+from gemini.system.files import read_regular
+from gemini.system.input_files import MAX_DOCUMENT_BYTES
 
 # A host as ssh takes it; neither it nor its user may begin with a dash, which would be an option.
 _HOST = re.compile(r"(?:[\w.+][\w.+-]*@)?[A-Za-z0-9_:][\w.:%-]*", re.ASCII)
@@ -42,7 +44,7 @@ def read_hostfile(path: Path) -> list[str]:
         ConfigError: a line is not a host, or there is none.
     """
     try:
-        lines = path.read_text("utf-8-sig").splitlines()
+        lines = read_regular(path, MAX_DOCUMENT_BYTES).decode("utf-8-sig").splitlines()
     except OSError as error:
         raise IoError(error.errno or 0, f"{error.strerror}; name another hostfile", str(path)) from None
     except UnicodeDecodeError:

@@ -274,7 +274,8 @@ def _replace(path: Path) -> Path:
     return path
 
 
-def _socket(path: Path, outside: Path) -> None:
+def socket_at(path: Path) -> None:
+    """Make a socket."""
     here = Path.cwd()
     os.chdir(path.parent)  # a name of a socket is short
     try:
@@ -301,7 +302,7 @@ def _secret(path: Path) -> str:
 _KINDS: dict[str, Callable[[Path, Path], None]] = {
     "fifo": lambda path, outside: os.mkfifo(path),
     "directory": lambda path, outside: path.mkdir(),
-    "socket": _socket,
+    "socket": lambda path, outside: socket_at(path),
     "loop": _loop,
     "dangling": lambda path, outside: path.symlink_to("nowhere"),
     "zero": lambda path, outside: path.symlink_to("/dev/zero"),

@@ -128,8 +128,9 @@ class RunDirectory:
     def refuse_foreign_model(self, source: Path) -> None:
         """Raise ConfigError if :attr:`model` or :attr:`best`, which a run replaces, contains ``source``, or
         exists although no run made it."""
+        place = Path(os.path.realpath(source))
         for target in (self.model, self.best):
-            if source.resolve().is_relative_to(target.resolve()):
+            if place.is_relative_to(os.path.realpath(target)):
                 raise ConfigError(
                     f"{target} is what the run starts from and would replace; choose another {self._option}"
                 )
