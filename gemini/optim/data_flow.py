@@ -1,4 +1,5 @@
-"""DataFlow: records which parameters each tensor depends on while operators run."""
+"""Modes that watch operators: DataFlow records which parameters each tensor depends on, OperatorTrace which
+operators run."""
 
 from __future__ import annotations
 
@@ -115,6 +116,26 @@ class DataFlow:
         for tensor in tensors:
             found |= self._owners.get(tensor.untyped_storage()._cdata, frozenset())
         return found
+
+
+class OperatorTrace(TorchDispatchMode):
+    """Records the operators that run within a ``with`` block: the name of each, and the numbers that it is
+    called with, but for those of shapes. Two traces are equal if they depend on no size.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[tuple[str, tuple[float, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(func._schema.name)
+        computes = torch.Tag.pointwise in func.tags or "::_foreach_" in name
+        values = [*args, *(kwargs or {}).values()] if computes else []
+        numbers = tuple(value for value in values if isinstance(value, (int, float)))
+        self.operators.append((name, numbers))
+        return func(*args, **(kwargs or {}))
 
 
 class _Operators(TorchDispatchMode):

@@ -15,7 +15,7 @@ import torch
 from gemini.chunk.chunk import StateSpec
 from gemini.chunk.layout import flat, ordered_like
 from gemini.errors import ConfigError, in_words
-from gemini.optim.data_flow import DataFlow
+from gemini.optim.data_flow import DataFlow, OperatorTrace
 from gemini.optim.marks import Marks, ParamIndex
 from gemini.optim.shared_step import (
     GivenLoss,
@@ -211,6 +211,7 @@ class PieceTrial:
         stepped = _step_groups(groups, tried, dtype, visibility, loss)
         draws = [made_up(each.form, dtype, len(MAGNITUDES)) for each in tried]
         self._refuse_reductions(stepped, tried, draws)
+        self._refuse_by_size(stepped, tried)
         found: dict[StateSpec, None] = {}
         arrays: dict[tuple[str, Marks], Mapping[str, torch.Tensor]] = {}
         for each in tried:
@@ -286,9 +287,7 @@ class PieceTrial:
     def _over_pieces(
         self, groups: StepGroups, tried: Sequence[_Tried], draws: Sequence[Draw]
     ) -> list[list[list[dict[str, Any]]]]:
-        """Return values and states of the pieces of each parameter after each of their steps. A parameter of
-        one element has one piece or, if one step has a piece of each parameter, a second, empty one.
-        """
+        """Return values and states of the pieces of each parameter after each of their steps."""
         cut = [_pieces_of(each.form, draw, self._at_once) for each, draw in zip(tried, draws, strict=True)]
         found: list[list[list[dict[str, Any]]]] = [[] for _ in tried]
         if not self._at_once:
@@ -387,6 +386,34 @@ class PieceTrial:
                 f"{self._way_out}"
             )
 
+    def _refuse_by_size(self, groups: StepGroups, tried: Sequence[_Tried]) -> None:
+        """Raise ConfigError if a step over a parameter that is too large to be tried runs other operators, on
+        ``meta``, than over the smaller shape in its place. A step that does not run there is not compared.
+        """
+        for each in tried:
+            if each.form.shape == each.shape:
+                continue
+            try:
+                small, large = (
+                    self._operators(groups, each, shape) for shape in (each.form.shape, each.shape)
+                )
+            except (ConfigError, RuntimeError):
+                continue
+            if small != large:
+                raise ConfigError(
+                    f"{self._kind} {self._claim}, and its step over a parameter of shape {each.shape} runs "
+                    f"other operators than over one of shape {each.form.shape}. {self._way_out}"
+                )
+
+    def _operators(
+        self, groups: StepGroups, tried: _Tried, shape: tuple[int, ...]
+    ) -> list[tuple[str, tuple[float, ...]]]:
+        """Return the operators of some steps over a parameter of ``shape`` without memory."""
+        rows = [torch.empty(shape, device="meta") for _ in range(1 + _STEPS_OF_MANY)]
+        with OperatorTrace() as trace:
+            self._run(groups, [tried], [rows])
+        return trace.operators
+
     def _refuse_shared(self, changed: Sequence[str]) -> None:
         """Raise ConfigError if a step wrote shared data, which a step over pieces would write more than once:
         group settings, attributes of the optimizer or of parameters.
@@ -441,15 +468,21 @@ def _written(param: torch.Tensor, given: Marks, first: Marks) -> list[str]:
     return list(dict.fromkeys([*changed, *inside]))
 
 
-def _pieces_of(form: Form, draw: Draw, always_two: bool) -> list[Draw]:
-    """Return a flat draw divided in two. The second piece of a single element is empty, or left out."""
-    if form.numel < 2 and not always_two:
-        return [[row if row is None else row.reshape(-1) for row in draw]]
-    first = max(1, form.numel * 5 // 12)
+def _pieces_of(form: Form, draw: Draw, at_once: bool) -> list[Draw]:
+    """Return a flat draw divided in pieces: two, where one step has a piece of each parameter (``at_once``);
+    the second piece of a single element is empty. Otherwise the first piece is one element, so that a rule
+    with another update for large parameters is found. 16-bit values have no such piece: torch rounds the
+    last elements of a tensor in another way.
+    """
+    middle, ends = max(1, form.numel * 5 // 12), [form.numel]
+    if at_once or form.numel > 1:
+        ends = [middle, form.numel]
+    if not at_once and middle > 1 and values_of(draw).element_size() > 2:
+        ends = [1, *ends]
     flat_rows = [None if row is None else row.reshape(-1) for row in draw]
     return [
-        [None if row is None else row[piece] for row in flat_rows]
-        for piece in (slice(first), slice(first, None))
+        [None if row is None else row[begin:end] for row in flat_rows]
+        for begin, end in zip([0, *ends], ends, strict=False)
     ]
 
 

@@ -113,6 +113,7 @@ OTHER_RULES: dict[str, tuple[Callable[[Tensor], bool], Callable[[Tensor], Tensor
     "no dimensions": (lambda param: param.dim() == 0, decayed),
     "vectors": (lambda param: param.dim() == 1, decayed),
     "large ones": (lambda param: param.numel() > 500, longer),
+    "all but small ones": (lambda param: param.numel() > 100, longer),
     "wide ones": (lambda param: param.dim() > 1 and param.shape[-1] >= 32, decayed),
     "square ones": (lambda param: param.dim() == 2 and param.shape[0] == param.shape[1], decayed),
     "columns": (lambda param: param.dim() > 1, centred),
@@ -135,9 +136,27 @@ def shapes() -> nn.Module:
 def test_a_step_that_depends_on_the_shape_is_not_taken_for_element_wise(other: str, tmp_path: Path) -> None:
     net = seeded(shapes)
     with GeminiDDP(net, **tight(tmp_path, 100_000)) as model:
-        with pytest.raises(ConfigError, match="ByShape was said to be element-wise, and"):
+        with pytest.raises(ConfigError, match="ByShape was said to be element-wise"):
             GeminiOptimizer(ByShape(net.parameters(), *OTHER_RULES[other]), model, elementwise=True)
         assert {chunk.spec.label for chunk in model.manager.chunks.chunks} == {"param", "grad"}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "act"),
+    [
+        (lambda param: param.numel() > 2**16, longer),
+        (lambda _: True, lambda param: param.grad / param.numel()),
+    ],
+)
+def test_a_step_that_depends_on_sizes_beyond_those_that_are_tried_is_refused(
+    chosen: Callable[[Tensor], bool], act: Callable[[Tensor], Tensor]
+) -> None:
+    net = nn.Linear(20, 2**12, bias=False)
+    with (
+        GeminiDDP(net) as model,
+        pytest.raises(ConfigError, match="ByShape was said to be element-wise, and"),
+    ):
+        GeminiOptimizer(ByShape(net.parameters(), chosen, act), model, elementwise=True)
 
 
 class Counting(torch.optim.Optimizer):
