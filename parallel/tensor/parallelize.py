@@ -296,7 +296,14 @@ def planned(
 
 def _add_cuts(cuts: dict[int, Cut], module: nn.Module, own: Mapping[str, Cut]) -> None:
     for key, cut in own.items():
-        param = module.get_parameter(key)
+        try:
+            param = module.get_parameter(key)
+        except AttributeError:
+            raise ConfigError(
+                f"its {key} is computed from other parameters (a parametrization, such as weight_norm or "
+                "spectral_norm); leave the layer out of the plan, or remove it first "
+                "(torch.nn.utils.parametrize.remove_parametrizations)"
+            ) from None
         if type(param) is not nn.Parameter:
             raise ConfigError(f"its {key} is a {type(param).__name__}; cut the model before it is wrapped")
         if param.grad is not None:
