@@ -284,8 +284,13 @@ class _Run:
                     for index in range(taken.num_tensors)
                 )
             self.expect([action], ahead=False)
-        found = self._coming.pop(key)
-        return tuple(each if isinstance(each, torch.Tensor) else each.wait(doing) for each in found)
+        coming = self._coming.pop(key)
+        found = tuple(each if isinstance(each, torch.Tensor) else each.wait(doing) for each in coming)
+        if source not in self._engine.stages and torch.is_grad_enabled():  # evaluations have no such order
+            assert messages is not None
+            sent_at = self._order.places[source, action.micro_batch, action.kind is Kind.FORWARD]
+            messages.release(self._order.rank_of[source], sent_at)
+        return found
 
     def _give(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Send ``tensors`` to the stage that receives them in ``action``."""
@@ -301,8 +306,9 @@ class _Run:
             return
         messages, rank = self._engine.messages, self._order.rank_of[action.stage]
         assert messages is not None
+        place = self._order.places[action.stage, action.micro_batch, action.kind is Kind.FORWARD]
         for index, tensor in enumerate(tensors):
-            messages.send(tensor, rank, self._tag(action, index))
+            messages.send(tensor, rank, self._tag(action, index), place)
 
     def _announce(self, action: Action, tensors: Sequence[torch.Tensor], *, is_here: bool) -> None:
         """Send the forms of ``tensors`` when the stage of ``action`` gets such tensors for the first time.
@@ -324,8 +330,9 @@ class _Run:
         if known is forms and not is_here:
             messages, rank = self._engine.messages, self._order.rank_of[action.stage]
             assert messages is not None
+            place = self._order.places[action.stage, action.micro_batch, True]
             for index, form in enumerate(forms):
-                messages.send_form(form, rank, self._tag(action, index, of_form=True))
+                messages.send_form(form, rank, self._tag(action, index, of_form=True), place)
         elif known != forms:
             raise ConfigError(
                 f"the stage returned {_listed(forms)}, but returned {_listed(known)} for the same input "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from torch import nn
@@ -61,6 +61,17 @@ class Order:
         ends = (Kind.BACKWARD, Kind.WEIGHT)
         actions = self.by_rank[self.rank_of[stage]]
         return next(a for a in reversed(actions) if a.stage == stage and a.kind in ends)
+
+    @cached_property
+    def places(self) -> Mapping[tuple[int, int, bool], int]:
+        """Where the actions that receive something are in the order of their rank, by stage, micro-batch and
+        whether they are forward."""
+        return {
+            (each.stage, each.micro_batch, each.kind is Kind.FORWARD): place
+            for actions in self.by_rank
+            for place, each in enumerate(actions)
+            if each.kind is not Kind.WEIGHT
+        }
 
 
 @dataclass(frozen=True)

@@ -72,29 +72,33 @@ class StageMessages:
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
-        self._sent: list[tuple[Any, torch.Tensor]] = []
+        self._sent: list[_Outgoing] = []
         self._waiter = _Waiter()
         self._in_order: _Waiter | None = None  # for receives begun ahead; started with the first
 
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> None:
-        """Begin to send ``tensor``; it must not be written to until :meth:`finish`."""
+    def send(self, tensor: torch.Tensor, rank: int, tag: int, place: int = 0) -> None:
+        """Begin to send ``tensor``, which the other rank takes in a ``place`` of its order. Nobody may write
+        to it until :meth:`finish`, or :meth:`release` of that place."""
         tensor = tensor.detach().cpu().contiguous()
         self._axis.note_sent(tensor)
         content, group = _bytes_of(tensor), self._axis.host_group
         # The same as isend(), without its checks.
         work = self._axis.begin(lambda: group.send([content], rank, _FIRST_TAG + tag))
-        self._sent.append((work, tensor))
+        self._sent.append(_Outgoing(work, tensor, rank, place))
 
     def receive(self, room: torch.Tensor, rank: int, tag: int) -> Any:
         """Begin to receive into ``room``; return the work for :meth:`settle`."""
         content, group = _bytes_of(room), self._axis.host_group
         return self._axis.begin(lambda: group.recv([content], rank, _FIRST_TAG + tag))
 
-    def send_form(self, form: ValueForm, rank: int, tag: int) -> None:
-        """Send the form of a tensor that will be sent."""
+    def send_form(self, form: ValueForm, rank: int, tag: int, place: int) -> None:
+        """Send what form a tensor has that is going to be sent."""
         said = [_DTYPES.index(form.dtype), int(form.returns), len(form.shape), *form.shape]
         self.send(
-            torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), dtype=torch.int64, device="cpu"), rank, tag
+            torch.tensor(said + [0] * (_HEAD_NUMEL - len(said)), dtype=torch.int64, device="cpu"),
+            rank,
+            tag,
+            place,
         )
 
     def receive_form(self, rank: int, tag: int, doing: str) -> ValueForm:
@@ -107,9 +111,15 @@ class StageMessages:
     def finish(self) -> None:
         """Wait until all sent tensors were received."""
         if self._sent:
-            sent = _Several([work for work, _ in self._sent])
+            sent = _Several([each.work for each in self._sent])
             self.settle(sent, "sends what its stage has computed (forward, backward)")
             self._sent.clear()
+
+    def release(self, rank: int, place: int) -> None:
+        """Let go of what ``rank`` has taken: it has come to a ``place`` in its order, as a message tells."""
+        self._sent = [
+            each for each in self._sent if each.rank != rank or each.place > place or not each.is_over()
+        ]
 
     def watch(self, work: Any) -> _Done:
         """Begin to wait for a message, after those that were watched before; return the argument for
@@ -149,6 +159,23 @@ class _Waiter:
         done: futures.Future[None] = futures.Future()
         self._waits.put((work, done))
         return _Done(done)
+
+
+class _Outgoing(NamedTuple):
+    """A ``tensor`` on its way to a ``rank``, which takes it in a ``place`` of its order."""
+
+    work: Any
+    tensor: torch.Tensor
+    rank: int
+    place: int
+
+    def is_over(self) -> bool:
+        """Wait for a message that is there; say whether all was well: :meth:`Passing.finish` tells if not."""
+        try:
+            self.work.wait()
+        except RuntimeError:
+            return False
+        return True
 
 
 class _Several:

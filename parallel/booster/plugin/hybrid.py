@@ -342,7 +342,12 @@ class HybridParallelPlugin(PartsPlugin):
         def is_here(name: str) -> bool:
             return not isinstance(model.get_submodule(name), RemoteModule)
 
-        return tuple(each for each in self._recompute if all(map(is_here, flat_names(each))))
+        found = tuple(each for each in self._recompute if all(map(is_here, flat_names(each))))
+        if not SCHEDULES[self._schedule.style].splits:
+            return found
+        # checkpoint() would compute for every call of autograd: once for the input's half of a backward pass
+        # and once for each group of weights of the other. A group keeps what it has computed.
+        return tuple((each,) if isinstance(each, str) else each for each in found)
 
     def _keep_own_part(
         self,
