@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
@@ -219,12 +219,12 @@ class Search:
         return found
 
     def _choices(self) -> Iterator[Combination]:
-        any_layout = False
+        any_layout = any_choice = False
         for layout in layouts(self._question.num_ranks, self._question.pins):
             any_layout = True
             if self._goes(layout):
-                blocks = len(self._whole.blocks)
-                for choice in combinations(layout, self._question.batch, self._question.pins, blocks=blocks):
+                for choice in self._combinations(layout, self._question.pins):
+                    any_choice = True
                     if choice.microbatch_size < self._least:
                         self._leave_out("micro-batches of one sample", self._why_more)
                     elif self._part_goes(choice.part):
@@ -234,6 +234,27 @@ class Search:
                 f"no layout of {self._question.num_ranks} ranks has what is pinned: "
                 + ", ".join(f"{name}={value}" for name, value in self._question.pins.values.items())
             )
+        if not any_choice and not self._found.left_out:
+            raise ConfigError(self._contradiction())
+
+    def _combinations(self, layout: Layout, pins: Pins) -> Iterator[Combination]:
+        return combinations(layout, self._question.batch, pins, blocks=len(self._whole.blocks))
+
+    def _contradiction(self) -> str:
+        """Return which pins leave nothing together, and what there is without them."""
+        values = self._question.pins.values
+
+        def there_is(names: Iterable[str]) -> bool:
+            pins = Pins({name: values[name] for name in names})
+            tried = layouts(self._question.num_ranks, pins)
+            return any(any(self._combinations(layout, pins)) for layout in tried)
+
+        wrong = [name for name in values if there_is(each for each in values if each != name)]
+        said = ", ".join(f"{name}={value}" for name, value in values.items())
+        text = f"no combination of {self._question.batch} samples has all that is pinned: {said}"
+        if not wrong:
+            return f"{text}; give fewer pins"
+        return f"{text}; without {' or '.join(f'{name}={values[name]}' for name in wrong)} there are some"
 
     def _goes(self, layout: Layout) -> bool:
         whole, batch = self._whole, self._question.batch

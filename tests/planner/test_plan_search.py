@@ -273,6 +273,13 @@ def test_pins_that_no_layout_has_are_named() -> None:
         search(net(8, 8), run_of, question(pins=Pins.parse(["tp=3"])))
 
 
+def test_pins_that_leave_nothing_together_are_named_with_the_one_to_leave_out() -> None:
+    pins = ["dp=1", "tp=1", "sp=1", "pp=2", "zero=1", "schedule=gpipe"]
+    with pytest.raises(ConfigError, match="schedule=gpipe; without zero=1 there are some"):
+        search(net(8, 8), run_of, question(2, pins=Pins.parse(pins)))
+    assert search(net(8, 8), run_of, question(2, pins=Pins.parse([p for p in pins if p != "zero=1"]))).prices
+
+
 @pytest.mark.parametrize(
     "text",
     ["tp", "tp=0", "tp=x", "zero=4", "schedule=best", "width=2", "tp=2000000", "tp=-1", "=2", "tp=\u0662"],
