@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
+from gemini.chunk import CPU
 from gemini.comm.peers import Share
 from gemini.runtime.build import draw_blueprint
 from gemini.runtime.config import GeminiConfig
@@ -75,9 +76,10 @@ def chunk_sizes(model: nn.Module, names: frozenset[str], copies: int, capacity: 
     )
     share = Share(0, copies) if copies > 1 else None
     with _only(model, names):
-        blueprint = draw_blueprint(model, config, share)
-    size = blueprint.context.size
-    groups = plan_groups(blueprint.groups, blueprint.search.chunk_numel, share)
+        blueprint = draw_blueprint(model, config, share, cuts=share is None and CPU.cuts_chunks)
+    size, chunk_numel = blueprint.context.size, blueprint.search.chunk_numel
+    # Experts of one array move together here: at most, what a pass takes of them.
+    groups = [replace(each, parts=1) for each in plan_groups(blueprint.groups, chunk_numel, share)]
     place_of: dict[str, int] = {}
     first = 0
     for spec in blueprint.groups:

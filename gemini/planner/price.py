@@ -13,7 +13,7 @@ from gemini.errors import OutOfBudgetError
 from gemini.memstats.trace import Trace
 from gemini.parallel.layout_plan import DataCut, model_bytes
 from gemini.parallel.pipeline.layers import partition_balanced
-from gemini.parallel.pipeline.orders import Kind, Order, Simulated, make_order, simulate_actions
+from gemini.parallel.pipeline.orders import SCHEDULES, Kind, Order, Simulated, make_order, simulate_actions
 from gemini.planner.chunks import ChunkSizes, ChunkTable, StageCapacity
 from gemini.planner.exchanges import (
     Gathers,
@@ -29,12 +29,14 @@ from gemini.planner.recomputation import (
     Groups,
     Held,
     OrderOf,
+    UnderWay,
     again,
     alone,
     even_groups,
     groups_of,
     held_at_most,
     least_again,
+    passing_bytes,
     rotor_of,
     under_way,
 )
@@ -50,6 +52,7 @@ from gemini.planner.tiers import (
     least_device_bytes,
     trace_of,
 )
+from gemini.runtime.activation.activations import SLACK_SHARE
 
 # (part, names of parameters, number of ranks that divide them) -> sizes of chunks. None: not known, and a
 # lower bound of the bytes is assumed.
@@ -169,7 +172,7 @@ class Pricer:
         """Simulate the forward and backward passes of all micro-batches in a step."""
         costs = self.costs_of(part, samples)
         takes = self.takes(part, samples, ranges, groups, order_of, gathers)
-        passed = max((costs[first].input_bytes for first, _ in ranges[1:]), default=0)
+        passed = max((costs[first].received_bytes for first, _ in ranges[1:]), default=0)
         transfer = self.speeds.collective("send", 2, passed) if passed else 0.0
         return simulate_actions(
             make_order(*order_of), lambda action: takes[action.kind, action.stage], transfer
@@ -326,10 +329,11 @@ class _Pricing:
         choice, pricer = self._choice, self._pricer
         key = choice.part, choice.microbatch_size
         cut = DataCut(self._copies, choice.zero_stage, choice.num_microbatches)
+        passing = ceil(passing_bytes(self._costs, self._ranges))
         rooms = StageRooms(
-            tuple(pricer.capacity.device_bytes - each for each in lacks),
+            tuple(pricer.capacity.device_bytes - passing - each for each in lacks),
             tuple(
-                max(counts[0] for _, counts in under_way(self._order_of, rank))
+                max(each.counts[0] for each in under_way(self._order_of, rank))
                 for rank in range(choice.layout.pp)
             ),
             tuple(sum(pricer.model_bytes(*key, ((at, at + 1),), cut)) for at in range(len(self._costs))),
@@ -384,7 +388,8 @@ class _Pricing:
             return
         first, last = self._ranges[rank]
         room = self._pricer.capacity.device_bytes - self._chunks(rank).total_bytes
-        others = max(counts[0] for _, counts in under_way(self._order_of, rank))
+        room -= ceil(passing_bytes(self._costs, self._ranges))
+        others = max(each.counts[0] for each in under_way(self._order_of, rank))
         rotor = self._pricer.rotor(self._choice.part, self._choice.microbatch_size, first, last)
         if isinstance(self._rank(rank), RankPrice):
             took = sum(costs[at].forward_seconds for group in own for at in group if isinstance(at, int))
@@ -442,17 +447,35 @@ class _Pricing:
         parameters, gradients, states = self._model_bytes(rank)
         activations = self._activations(rank)
         chunks = self._chunks(rank)
-        needed = least = activations + chunks.total_bytes
-        if choice.uses_lower and needed > capacity.device_bytes:
+        needed = least = max(activations, self._updating(rank)) + chunks.total_bytes
+        device_bytes = self._device_bytes
+        if choice.uses_lower and needed > device_bytes:
             least = chunks.working_bytes + (self._working(rank) if choice.offloads else activations)
             if chunks.table is not None and self._copies == 1:
                 least = least_device_bytes(self._trace(rank, chunks.table))
-        if least > capacity.device_bytes:
+        if least > device_bytes:
+            least += ceil(least / (SLACK_SHARE - 1)) if choice.offloads else 0
             return Misfit(choice, rank, "DEVICE", least, capacity.device_bytes)
-        lower = max(needed - capacity.device_bytes, 0)
+        lower = max(needed - device_bytes, 0)
         if lower > capacity.lower_bytes:
             return Misfit(choice, rank, "HOST and DISK", lower, capacity.lower_bytes)
-        return RankPrice(needed - lower, lower, parameters, gradients, states, activations)
+        slack = capacity.device_bytes - device_bytes
+        return RankPrice(needed - lower + slack, lower, parameters, gradients, states, activations)
+
+    @property
+    def _device_bytes(self) -> int:
+        """What tensors may take of DEVICE. Where activations are stored, the runtime lets freed memory stay
+        in the allocator's heap up to a share."""
+        given = self._pricer.capacity.device_bytes
+        return given - given // SLACK_SHARE if self._choice.offloads else given
+
+    def _updating(self, rank: int) -> int:
+        """Return what ZeRO 1 and 2 hold besides at the end of a step, when activations are gone: the weights
+        of a bucket as they come back, and the part that this rank has updated."""
+        if self._copies == 1 or self._choice.zero_stage not in (1, 2):
+            return 0
+        largest = max((each.own_bytes for each in self._exchanged(rank)), default=0)
+        return largest + ceil(largest / self._copies)
 
     def _model_bytes(self, rank: int) -> tuple[int, int, int]:
         """Return the bytes of parameters, gradients and states of a rank."""
@@ -489,12 +512,15 @@ class _Pricing:
         ranges = [self._ranges[stage] for stage in self._order.stages_of(rank)]
         kept = [self._held.kept(*each) for each in ranges]
         inner = [self._held.most(*each) for each in ranges]
-        return ceil(
-            max(
-                inner[at] + sum(a * b for a, b in zip(counts, kept, strict=True))
-                for at, counts in under_way(self._order_of, rank)
-            )
-        )
+        more = [self._held.between_halves(*each) for each in ranges]
+
+        def most(moment: UnderWay) -> float:
+            others = zip(moment.counts, kept, moment.halves, more, strict=True)
+            held = sum(count * each + split * half for count, each, split, half in others)
+            return held + inner[moment.at] + (more[moment.at] if moment.is_half else 0.0)
+
+        passing = passing_bytes(self._costs, self._ranges)
+        return ceil(passing + max(map(most, under_way(self._order_of, rank))))
 
     def _working(self, rank: int) -> int:
         """Return the peak bytes of non-model data if all storable activations may be below DEVICE: one
@@ -502,9 +528,12 @@ class _Pricing:
         peaks = (max(each.peak_bytes, each.forward_peak_bytes) for _, each in self._segments(rank))
         stay = sum(each.kept_bytes - each.storable_bytes for _, each in self._segments(rank))
         firsts = (self._ranges[stage][0] for stage in self._order.stages_of(rank))
-        stay += sum(self._costs[first].input_bytes for first in firsts if first)  # from another rank
-        most = max(sum(counts) for _, counts in under_way(self._order_of, rank)) + 1
-        return ceil(max(peaks) + most * stay)
+        stay += sum(self._costs[first].received_bytes for first in firsts if first)  # from another rank
+        most = max(sum(each.counts) for each in under_way(self._order_of, rank)) + 1
+        halves = max(sum(each.halves) + each.is_half for each in under_way(self._order_of, rank))
+        waiting = sum(each.output_bytes for _, each in self._segments(rank))
+        passing = passing_bytes(self._costs, self._ranges)
+        return ceil(passing + max(peaks) + most * stay + halves * waiting)
 
     def _stored(self, rank: int) -> dict[int, int]:
         """Return the bytes of activations that may lie below DEVICE, by segment."""
@@ -571,13 +600,11 @@ class _Pricing:
     def _waits(
         self, ranks: Sequence[RankPrice], computing: Sequence[float], rests: Sequence[float]
     ) -> list[float] | Misfit:
-        """Return the seconds that each rank waits for transfers in a step, in addition to ``computing``.
-
-        If the chunks of a rank are known, its transfers are simulated; otherwise a lower bound is returned.
-        Only the ranks that would end last, with their waits and ``rests`` (the seconds behind all passes),
-        get planned transfers.
-        """
-        machine, capacity = self._pricer.speeds.machine, self._pricer.capacity
+        """Return how long each rank waits for transfers in a step beyond the seconds of ``computing``:
+        simulated where its chunks are known, else the least that it can be. Transfers are planned for the
+        ranks that end last with these and the ``rests`` behind all passes."""
+        machine = self._pricer.speeds.machine
+        capacity = replace(self._pricer.capacity, device_bytes=self._device_bytes)
         waits, transfers = [0.0] * len(ranks), {}
         for rank, each in enumerate(ranks):
             if not each.lower_bytes:
@@ -625,14 +652,20 @@ class _Pricing:
             self._pricer.takes(*self._passes_of),
             self._pricer.clock(*self._passes_of),
             stored,
+            self._held.between_halves,
         )
         passes = stages.of_rank(self._order, rank)
         self._traces[rank] = trace_of(passes, self._update(rank), table, stored)
         return self._traces[rank]
 
     def _sent(self, rank: int) -> dict[str, int]:
-        """Return the bytes that a rank sends in a step, by axis (tp and sp)."""
+        """Return what a rank sends along tp and sp in a step, blocks that run again included."""
         found: Counter[str] = Counter()
-        for _, segment in self._segments(rank):
-            found.update({axis: round(nbytes) for axis, nbytes in segment.sent_bytes.items()})
+        for at, segment in self._segments(rank):
+            more, times = segment.forward_sent_bytes, self._held.times.get(at, 0)
+            # A block of its own stops where it has saved all, if backward is whole.
+            if (at,) in self._held.groups and not SCHEDULES[self._choice.schedule].splits:
+                more = segment.again_sent_bytes
+            for axis, nbytes in segment.sent_bytes.items():
+                found[axis] += round(nbytes + times * more.get(axis, 0.0))
         return {axis: nbytes * self._choice.num_microbatches for axis, nbytes in found.items()}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from math import ceil
+from typing import NamedTuple
 
 from gemini.parallel.pipeline.orders import Kind, make_order
 from gemini.planner.rotor import Chain, ChainBlock, Item, Rotor, blocks_of
@@ -53,9 +54,15 @@ class Held:
         return self._costs[at].input_bytes if at in self._group_at else 0.0
 
     def kept(self, first: int, last: int) -> float:
-        """Return the bytes that a stage keeps of one micro-batch, including an input from another rank."""
-        received = self._costs[first].input_bytes if first else 0
+        """Return what a stage leaves of one micro-batch, its input from another rank included."""
+        received = self._costs[first].received_bytes if first else 0
         return received + sum(self.kept_of(at) for at in range(first, last))
+
+    def between_halves(self, first: int, last: int) -> float:
+        """Return what a stage holds more than it has kept of a micro-batch when the input's half of backward
+        has run: what was computed again, and the gradients with which those of weights begin."""
+        whole = sum(self._costs[at].kept_bytes - self.kept_of(at) for at in range(first, last))
+        return max(whole, 0.0) + sum(self._costs[at].output_bytes for at in range(first, last))
 
     def most(self, first: int, last: int) -> float:
         """Return the peak bytes of a stage while it runs one micro-batch."""
@@ -65,7 +72,7 @@ class Held:
                 items.append(at)
             elif at in self._group_at:
                 items.append(self._group_at[at])
-        received = self._costs[first].input_bytes if first else 0
+        received = self._costs[first].received_bytes if first else 0
         return self._most(items, received, 0.0)
 
     def _most(self, items: Sequence[Item], held: float, gradient: float) -> float:
@@ -114,7 +121,7 @@ def rotor_of(costs: Sequence[SegmentCosts], first: int, last: int) -> Rotor:
                 stays=at in (0, len(costs) - 1),
             )
         )
-    received = costs[first].input_bytes if first else 0.0
+    received = costs[first].received_bytes if first else 0.0
     return Rotor(Chain(tuple(blocks), ceil(received)), slots=_SLOTS)
 
 
@@ -168,23 +175,45 @@ def least_again(costs: Sequence[SegmentCosts], blocks: Iterable[int], freed_byte
     return seconds if freed_bytes <= 0 else float("inf")
 
 
+def passing_bytes(costs: Sequence[SegmentCosts], ranges: Sequence[tuple[int, int]]) -> float:
+    """Return what is on its way between the stages of a rank and others, at most: what arrives ahead of its
+    use, and a gradient that another rank has not taken yet."""
+    return 2 * max((costs[first].received_bytes for first, _ in ranges if first), default=0.0)
+
+
+class UnderWay(NamedTuple):
+    """A moment of a rank: its stage ``at`` runs a micro-batch; of others it holds the activations, so many
+    ``counts`` by stage, of which ``halves`` have run the input's half of backward. ``is_half``: the one that
+    runs is in such a half."""
+
+    at: int
+    counts: tuple[int, ...]
+    halves: tuple[int, ...]
+    is_half: bool
+
+    def is_less(self, other: UnderWay) -> bool:
+        """Say whether no less is held at another moment."""
+        pairs = zip((*self.counts, *self.halves), (*other.counts, *other.halves), strict=True)
+        return self.at == other.at and self.is_half <= other.is_half and all(a <= b for a, b in pairs)
+
+
 @cache
-def under_way(order_of: OrderOf, rank: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Return the moments of a rank with the most activations, as pairs: the stage that runs, and for each
-    stage the number of other micro-batches with activations on the rank."""
+def under_way(order_of: OrderOf, rank: int) -> tuple[UnderWay, ...]:
+    """Return the moments of a rank at which it holds most."""
     order = make_order(*order_of)
     stages = order.stages_of(rank)
-    counts = [0] * len(stages)
+    counts, halves = [0] * len(stages), [0] * len(stages)
     seen = set()
     for action in order.by_rank[rank]:
         at = stages.index(action.stage)
         if action.kind is not Kind.FORWARD:
             counts[at] -= 1
-        seen.add((at, tuple(counts)))
+        if action.kind is Kind.WEIGHT:
+            halves[at] -= 1
+        is_half = action.kind in (Kind.INPUT, Kind.WEIGHT)
+        seen.add(UnderWay(at, tuple(counts), tuple(halves), is_half))
         if action.kind in (Kind.FORWARD, Kind.INPUT):
             counts[at] += 1
-    return tuple(one for one in seen if not any(one != other and _is_more(other, one) for other in seen))
-
-
-def _is_more(one: tuple[int, tuple[int, ...]], other: tuple[int, tuple[int, ...]]) -> bool:
-    return one[0] == other[0] and all(a >= b for a, b in zip(one[1], other[1], strict=True))
+        if action.kind is Kind.INPUT:
+            halves[at] += 1
+    return tuple(one for one in seen if not any(one != other and one.is_less(other) for other in seen))

@@ -101,6 +101,11 @@ class Segment:
         uses: the uses of its ``parameters`` in forward.
         gradients: the same in backward, in the order in which gradients are complete.
         saved_bytes: size of each tensor that autograd saves.
+        again_messages: messages of forward until autograd has saved the last tensor. A block that is
+            recomputed alone stops there.
+        output_bytes: outputs of modules with weights that train. Between the halves of a split backward
+            pass the gradients of these outputs wait for the gradients of the weights.
+        received_bytes: all tensors with gradients that the segment begins with; another rank sends them.
     """
 
     name: str
@@ -112,6 +117,9 @@ class Segment:
     uses: tuple[Use, ...] = ()
     gradients: tuple[Use, ...] = ()
     saved_bytes: tuple[int, ...] = ()
+    again_messages: Messages = field(default_factory=Counter)
+    output_bytes: int = 0
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -226,7 +234,9 @@ class _SegmentWatch:
         self._entered_bytes = [0] * (self._count + 1)
         self._input_bytes = [0] * self._count
         self._saved_bytes: list[list[int]] = [[] for _ in range(self._count)]
-        self._saved: set[int] = set()  # storages of weights, and storages that a segment saved
+        self._again_messages: list[Messages] = [Counter() for _ in range(self._count)]
+        self._output_bytes, self._received_bytes = [0] * self._count, [0] * self._count
+        self._saved: set[int] = set()  # storages: those of weights, and those that a segment saved
         self._now = self._forward[0]
         self._entered = 0
 
@@ -247,6 +257,8 @@ class _SegmentWatch:
         self._begin(self._forward[segment])
         passed = [each for each in tensors if each.requires_grad]
         self._input_bytes[segment] = sum(each.nbytes for each in passed[:1] or tensors[:1])
+        received = {each.untyped_storage()._cdata: each.nbytes for each in passed}
+        self._received_bytes[segment] = sum(received.values())
         if passed:
             passed[0].register_hook(lambda _grad: self._begin(self._backward[segment - 1]))
 
@@ -262,6 +274,10 @@ class _SegmentWatch:
         if is_lookup:
             self._now.lookups.add(len(self._now.periods) - 1)
 
+    def returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note what a module with weights that train has returned."""
+        self._output_bytes[self._entered] += sum(each.nbytes for each in tensors)
+
     def complete(self, key: str) -> None:
         """Record that the operators until now completed the gradient of a parameter."""
         self._now.keys[-1] = (key,)
@@ -272,6 +288,7 @@ class _SegmentWatch:
         """Record a tensor that autograd saves. Each storage counts in the segment that saves it first."""
         storage = tensor.untyped_storage()
         key = storage._cdata
+        self._again_messages[self._entered] = self._now.messages.copy()
         if key not in self._saved:
             self._saved.add(key)
             weakref.finalize(storage, self._saved.discard, key)  # a later storage may get the same address
@@ -328,6 +345,9 @@ class _SegmentWatch:
             _named_as(owned[at], owned[seen], forward.uses(before)),
             _named_as(owned[at], owned[seen], backward.uses(before)),
             tuple(self._saved_bytes[seen]),
+            self._again_messages[seen],
+            self._output_bytes[seen],
+            self._received_bytes[seen],
         )
 
 
@@ -380,6 +400,8 @@ def _watched(model: nn.Module, units: Units | None, watch: _SegmentWatch) -> Ite
     for module in model.modules():
         if own := tuple(keys[id(param)] for param in module.parameters(recurse=False)):
             hooks.append(module.register_forward_pre_hook(partial(use, own)))
+            if any(param.requires_grad for param in module.parameters(recurse=False)):
+                hooks.append(module.register_forward_hook(lambda *given: watch.returned(_tensors(given[2]))))
     hooks += [p.register_post_accumulate_grad_hook(drop) for p in model.parameters() if p.requires_grad]
     try:
         yield

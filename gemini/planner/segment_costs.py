@@ -35,7 +35,9 @@ class SegmentCosts:
         forward_messages, backward_messages: seconds of collectives, by axis.
         kept_bytes, input_bytes, saved_bytes: as in :class:`Segment`.
         peak_bytes: the larger peak of the two directions; ``forward_peak_bytes`` is that of forward.
-        sent_bytes: bytes sent, by axis.
+        sent_bytes: bytes sent, by axis; ``forward_sent_bytes`` in forward, and ``again_sent_bytes`` by a
+            block that is recomputed alone.
+        output_bytes, received_bytes: as in :class:`Segment`.
         uses, gradients: computing time between uses of parameters. Extrapolated costs keep the times of
             fewer samples here.
     """
@@ -53,6 +55,10 @@ class SegmentCosts:
     gradients: tuple[Moment, ...] = field(repr=False, default=())
     forward_peak_bytes: float = 0.0
     saved_bytes: tuple[float, ...] = ()
+    forward_sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    again_sent_bytes: Mapping[str, float] = field(default_factory=dict)
+    output_bytes: float = 0.0
+    received_bytes: float = 0.0
 
     @property
     def storable_bytes(self) -> float:
@@ -119,6 +125,10 @@ class Speeds:
             gradients,
             segment.forward.peak_bytes,
             segment.saved_bytes,
+            _sent(segment.forward.messages),
+            _sent(segment.again_messages),
+            segment.output_bytes,
+            segment.received_bytes,
         )
 
     def _moments(self, uses: Sequence[Use], known: dict[int, float]) -> tuple[Moment, ...]:
@@ -181,6 +191,10 @@ def _between(one: SegmentCosts, two: SegmentCosts, steps: int) -> SegmentCosts:
         one.gradients,
         number("forward_peak_bytes"),
         _saved_of(one.saved_bytes, two.saved_bytes, steps),
+        numbers("forward_sent_bytes"),
+        numbers("again_sent_bytes"),
+        number("output_bytes"),
+        number("received_bytes"),
     )
 
 

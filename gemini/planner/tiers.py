@@ -30,6 +30,7 @@ from gemini.placement.planner import choose_plan
 from gemini.placement.problem import Iteration, Machine
 from gemini.placement.simulator import simulate
 from gemini.planner.chunks import ChunkTable, StageCapacity
+from gemini.planner.recomputation import passing_bytes
 from gemini.planner.segment_costs import SegmentCosts
 from gemini.runtime.config import STATES_OF_RULES
 from gemini.runtime.storage.data_sizes import GroupPlan
@@ -109,13 +110,17 @@ class StagePasses:
     takes: Mapping[tuple[Kind, int], float]
     clock: Simulated
     stored: Mapping[int, int] = field(default_factory=dict)
+    between_halves: Callable[[int, int], float] = lambda *_: 0.0
 
     def of_rank(self, order: Order, rank: int) -> list[RankPass]:
         """Return the passes of a rank in order."""
         stages, actions = order.stages_of(rank), order.by_rank[rank]
         kept = {stage: self._kept(*self.ranges[stage]) for stage in stages}
+        more = {stage: self.between_halves(*self.ranges[stage]) for stage in stages}
+        passing = passing_bytes(self.costs, self.ranges)
         touches_of = cache(self._touches)
         held = dict.fromkeys(stages, 0)  # micro-batches under way
+        halves = dict.fromkeys(stages, 0)  # of those, between the halves of backward
         idle = [self.clock.waits[each] for each in actions]
         # The idle time behind the last action and before the first action of the next step.
         idle.append(idle[0] + max(self.clock.idle[rank] - sum(idle), 0.0))
@@ -123,19 +128,28 @@ class StagePasses:
         for place, action in enumerate(actions, 1):
             forward = action.kind is Kind.FORWARD
             held[action.stage] -= 0 if forward else 1
-            base = ceil(sum(count * kept[stage] for stage, count in held.items()))
+            halves[action.stage] -= action.kind is Kind.WEIGHT
+            is_half = action.kind in (Kind.INPUT, Kind.WEIGHT)
+            base = passing + sum(held[stage] * kept[stage] + halves[stage] * more[stage] for stage in stages)
+            base += more[action.stage] if is_half else 0.0
             touches = touches_of(action.kind, action.stage)
             ends = range(*self.ranges[action.stage]) if action.kind in _LAST else range(0)
             passes.append(
                 RankPass(
-                    FORWARD if forward else BACKWARD, touches, base, idle[place], action.micro_batch, ends
+                    FORWARD if forward else BACKWARD,
+                    touches,
+                    ceil(base),
+                    idle[place],
+                    action.micro_batch,
+                    ends,
                 )
             )
-            held[action.stage] += 1 if action.kind in (Kind.FORWARD, Kind.INPUT) else 0
+            held[action.stage] += action.kind in (Kind.FORWARD, Kind.INPUT)
+            halves[action.stage] += action.kind is Kind.INPUT
         return passes
 
     def _kept(self, first: int, last: int) -> float:
-        received = self.costs[first].input_bytes if first else 0.0
+        received = self.costs[first].received_bytes if first else 0.0
         return received + sum(map(self.kept_of, range(first, last)))
 
     def _touches(self, kind: Kind, stage: int) -> tuple[Touch, ...]:

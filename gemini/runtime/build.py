@@ -411,10 +411,13 @@ def draw_blueprint(
     share: Share | None = None,
     device: ComputeDevice = CPU,
     ranks_here: int = 1,
+    *,
+    cuts: bool = False,
 ) -> Blueprint:
     """Lay out the parameters of ``module``, which are not managed yet, in chunks; see :meth:`Drawing.draw`.
+    ``cuts``: experts move by themselves.
     Raises ConfigError as that method, and if a parameter cannot be managed."""
-    return Drawing(Outline.of(module, config), share, device, ranks_here).draw(config)
+    return Drawing(Outline.of(module, config), share, device, ranks_here, cuts).draw(config)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from planner_models import machine, net, run_of
 
 from gemini.forecast.meter import Meter, OperationCosts
-from gemini.planner.recomputation import Groups, Held, again, alone, groups_of, rotor_of
+from gemini.planner.recomputation import Groups, Held, again, alone, groups_of, rotor_of, under_way
 from gemini.planner.records import CutModel, Part
 from gemini.planner.rotor import blocks_of
 from gemini.planner.segment_costs import SegmentCosts, Speeds
@@ -84,3 +84,16 @@ def test_what_runs_again_is_counted_once_for_each_group_around_it() -> None:
     kept = partial(Held(figures(), ((1, 2),)).kept_of)
     assert kept(2) == 0
     assert kept(1) == figures()[1].input_bytes
+
+
+def test_between_the_halves_of_backward_what_ran_again_and_gradients_of_outputs_are_held() -> None:
+    own = figures()
+    tokens = SAMPLES * 8
+    outputs = [4 * tokens * (inner + 16) for inner in INNER]
+    assert [each.output_bytes for each in own[1:-1]] == outputs
+    assert Held(own, ()).between_halves(1, 3) == sum(outputs[:2])
+    again_bytes = own[1].kept_bytes - own[1].input_bytes
+    assert Held(own, alone((1,))).between_halves(1, 3) == again_bytes + sum(outputs[:2])
+    moments = under_way(("zbv", 2, 4, 2), 1)
+    assert any(sum(each.halves) for each in moments)
+    assert not any(sum(each.halves) or each.is_half for each in under_way(("1f1b", 2, 4, 1), 0))

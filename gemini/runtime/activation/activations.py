@@ -46,7 +46,7 @@ _MOST_FOR_WHOLE = 1.25
 
 # 1 / share of DEVICE that a step may leave in the allocator's heap before it is trimmed: memory that is free
 # but, between smaller pieces in use, still resident. Trimming costs page faults.
-_SLACK_SHARE = 8
+SLACK_SHARE = 8
 
 _ORDINARY = frozenset((torch.Tensor, nn.Parameter))
 
@@ -169,7 +169,7 @@ class ActivationOffload:
         self._device = device.torch_device
         self._smallest_bytes = max(SMALLEST_BYTES, device.block_bytes // 2 if device.has_own_memory else 0)
         self._trims = not device.has_own_memory  # torch's allocator manages GPU memory by blocks
-        self._slack_bytes = gate.chunks.budgets.device_bytes // _SLACK_SHARE
+        self._slack_bytes = gate.chunks.budgets.device_bytes // SLACK_SHARE
         self._untrimmed_bytes = 0  # bytes freed into the heap since it was last trimmed
 
     @contextmanager
