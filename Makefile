@@ -3,6 +3,7 @@
 # make test   all tests: Python, C++, and on a stand-in for CUDA those that need a GPU
 # make test-full, zoo, bench-check   whole products of parameters; every model; every case of the benchmarks' drivers
 # make layouts   500 random layouts of 1 to 4 ranks, each compared with one process of plain torch
+# make plans     200 random plans, each run and compared with what was planned
 # make docs   the documentation as a site, in build/site
 # make bench  the benchmark table          make lint   formatting, lint, types, layers
 # make oldest the laws with the oldest torch that is supported     make image  the image of Dockerfile
@@ -17,8 +18,9 @@ DEMO_ARGS ?= --layers 12 --hidden 384 --heads 6 --seq 64 --batch 4 --activation-
 BENCH_ARGS ?= runtime
 PYTEST_ARGS ?=
 LAYOUTS_ARGS ?=
+PLANS_ARGS ?=
 
-.PHONY: demo check test test-full zoo layouts bench-check bench docs lint format package image oldest sanitize setup clean
+.PHONY: demo check test test-full zoo layouts plans bench-check bench docs lint format package image oldest sanitize setup clean
 
 setup:
 	@scripts/setup.sh
@@ -42,6 +44,9 @@ zoo: setup
 
 layouts: setup
 	@scripts/check.sh layouts $(LAYOUTS_ARGS)
+
+plans: setup
+	@scripts/check.sh plans $(PLANS_ARGS)
 
 bench-check: setup
 	@scripts/check.sh bench

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, one function each:  scripts/check.sh {fast|py|full|zoo|layouts|bench|cpp|standin|docs|lint|format|package|image|oldest|build_sanitized|sanitize|all} [pytest arguments]
+# The checks, one function each:  scripts/check.sh {fast|py|full|zoo|layouts|plans|bench|cpp|standin|docs|lint|format|package|image|oldest|build_sanitized|sanitize|all} [pytest arguments]
 # `make check`, `make test`, `make lint` and .ci/run call it; it expects scripts/setup.sh to have run.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -150,9 +150,16 @@ full() { check "pytest, all of it" spread --full; }
 zoo() { check "zoo" spread tests/zoo --full --write-zoo; }
 
 # Random layouts of 1 to 4 ranks, each compared with one process of plain torch; arguments are those of the program.
-layouts() {
-  check "random layouts" env OMP_NUM_THREADS=1 PYTHONPATH="$ROOT/tests:$ROOT/tests/parallel:$ROOT/tests/layouts" \
-    HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error "$BIN/python" tests/layouts/campaign.py "$@"
+layouts() { check "random layouts" campaign campaign.py "$@"; }
+
+# Plans for random models, ranks and budgets: each is run, and compared with what was planned.
+plans() { check "random plans" campaign plan_campaign.py "$@"; }
+
+campaign() {
+  local program=$1 tests=$ROOT/tests
+  shift
+  env OMP_NUM_THREADS=1 PYTHONPATH="$tests:$tests/parallel:$tests/planner:$tests/layouts" \
+    HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=error "$BIN/python" "tests/layouts/$program" "$@"
 }
 
 # All cases of the drivers of benchmarks.
@@ -305,7 +312,7 @@ oldest() {
 }
 
 case "${1:-}" in
-  py | layouts) "$@" ;;
+  py | layouts | plans) "$@" ;;
   fast | full | zoo | bench | docs | lint | format | cpp | standin | build_sanitized | sanitize | package | image | oldest) "$1" ;;
   all) lint; docs; py; cpp; standin; sanitize; package ;;
   *) sed -n '2,3p' "$0" >&2; exit 2 ;;

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from layout_training import Trained, differences, too_far
 from processes import RanksFailed, close_workers, run_on_ranks
 
 PATIENCE_SECONDS = 120.0
+GOOD = ("equal", "refused")  # ends that find nothing
 _CASES_OF_A_PROCESS = 40
 
 
@@ -77,12 +78,12 @@ def judge(
     return ("differs" if far else "equal"), ", ".join(far), apart
 
 
-def ends(seeds: Iterable[int]) -> Iterator[End]:
+def ends(seeds: Iterable[int], run_seed: Callable[[int], End]) -> Iterator[End]:
     """Run the cases of ``seeds``, in processes that serve many of them."""
     for number, seed in enumerate(seeds):
         if number % _CASES_OF_A_PROCESS == 0:
             close_workers()
-        yield run(draw(seed))
+        yield run_seed(seed)
     close_workers()
 
 
@@ -92,36 +93,52 @@ def reason(said: str) -> str:
     return re.sub(r"\d+(\.\d+)*", "N", text)[:160]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the campaign; return 1 if anything was found."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=500, help="how many seeds (default: 500)")
+def carry_out(what: str, run_seed: Callable[[int], End], cases: int, arguments: list[str] | None) -> int:
+    """Run a campaign that is described by ``what``, of so many ``cases`` unless ``arguments`` say otherwise;
+    return 1 if anything was found."""
+    parser = argparse.ArgumentParser(description=what, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=cases, help=f"how many seeds (default: {cases})")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
     parser.add_argument("--seed", type=int, action="append", help="run this seed alone; may be repeated")
-    parser.add_argument("--out", type=Path, help="append a line of JSON for each case")
+    parser.add_argument(
+        "--out", type=Path, help="append a line of JSON for each case; seeds that it has are not run again"
+    )
     options = parser.parse_args(arguments)
     seeds = options.seed or range(options.first, options.first + options.cases)
-    counts: Counter[str] = Counter()
-    refusals: Counter[str] = Counter()
-    for end in ends(seeds):
-        counts[end.kind] += 1
-        if end.kind == "refused":
-            refusals[reason(end.said)] += 1
+    seen = _kept(options.out)
+    found = [seen[seed] for seed in seeds if seed in seen]
+    for end in ends((seed for seed in seeds if seed not in seen), run_seed):
+        found.append(end)
         if options.out is not None:
             with options.out.open("a") as file:
                 file.write(json.dumps(asdict(end)) + "\n")
-        if options.seed or end.kind not in ("equal", "refused"):
+        if options.seed or end.kind not in GOOD:
             print(f"{end.kind}: {end.case}\n{end.said}\n{end.apart}", flush=True)
-    _report(counts, refusals)
-    return int(any(counts[kind] for kind in ("differs", "raw", "hang")))
+    _report(found)
+    return int(any(end.kind not in GOOD for end in found))
 
 
-def _report(counts: Counter[str], refusals: Counter[str]) -> None:
+def _kept(out: Path | None) -> dict[int, End]:
+    """Return the ends in a file of an earlier run, by their seeds."""
+    lines = out.read_text().splitlines() if out is not None and out.exists() else []
+    return {end.seed: end for end in (End(**json.loads(line)) for line in lines)}
+
+
+def _report(found: list[End]) -> None:
+    """Print how many cases ended how, the reasons of refusals, and the largest of each number."""
+    counts = Counter(end.kind for end in found)
     print(", ".join(f"{kind}: {count}" for kind, count in counts.most_common()))
-    for text, count in refusals.most_common():
+    for text, count in Counter(reason(end.said) for end in found if end.kind == "refused").most_common():
         print(f"{count:5d}  {text}")
+    names = dict.fromkeys(name for end in found for name in end.apart)
+    for name in names:
+        worst = max((end for end in found if name in end.apart), key=lambda end: end.apart[name])
+        print(f"{name}: {worst.apart[name]:.2e} at most (seed {worst.seed})")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the campaign; return 1 if anything was found."""
+    return carry_out(__doc__ or "", lambda seed: run(draw(seed)), 500, arguments)
 
 
 if __name__ == "__main__":

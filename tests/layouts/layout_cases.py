@@ -26,7 +26,7 @@ class Layout:
     """How some steps are trained. ``program``: ``"hybrid"`` (HybridParallelPlugin), ``"gemini"``
     (GeminiPlugin), ``"zero"`` (LowLevelZeroPlugin), ``"ddp"`` (TorchDDPPlugin), ``"fsdp"`` (TorchFSDPPlugin),
     ``"wrapper"`` (GeminiDDP without a booster) or ``"trainer"`` (GeminiTrainer). ``device``: what DEVICE gets
-    of the data that this rank trains; 0: no limit."""
+    of the data that this rank trains; 0: no limit. ``plan``: the file of what a ``"hybrid"`` runs."""
 
     program: str
     dp: int
@@ -37,6 +37,7 @@ class Layout:
     host: str = ""  # a budget of HOST, with DISK behind it
     disk: bool = False
     recompute: str = ""  # "blocks", "group", or the "model" itself does
+    plan: str = ""
 
     @property
     def size(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ def draw(seed: int) -> Case:
         counted=dice.random() < 0.7,
         tied=subject.ties and dice.random() < 0.4,
         lora=lora,
-        frozen="" if lora or dice.random() < 0.75 else _frozen(dice, subject),
+        frozen="" if lora or dice.random() < 0.75 else frozen_part(dice, subject),
         precision=precision,
         evaluates=dice.random() < 0.4,
         generates=subject.inputs == "causal" and dice.random() < 0.25,
@@ -157,7 +158,7 @@ def _varied(dice: random.Random, layout: Layout, rule: str) -> Layout:
     return layout
 
 
-def _frozen(dice: random.Random, subject: Subject) -> str:
+def frozen_part(dice: random.Random, subject: Subject) -> str:
     frozen = dice.choice(("embedding", "blocks"))
     return "blocks" if subject.inputs == "images" else frozen
 

@@ -41,7 +41,7 @@ def train_on_ranks(case: Case, directory: str) -> Trained:
             _forget_last_run()
             for number, layout in enumerate(case.layouts):
                 place = Path(directory, "tiers", str(number))
-                options = budgets(case, layout, place)
+                options = budgets(case, layout, place) | ({"plan": layout.plan} if layout.plan else {})
                 saved = f"{directory}/run/checkpoint-{SAVED_AT}" if number else None
                 trainer = GeminiTrainer(**_parts(case, f"{directory}/run", case.rows, number), gemini=options)
                 trainer.remove_callback(PrinterCallback)

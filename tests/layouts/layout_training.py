@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from gemini.parallel import (
     GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
+    ParallelPlan,
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
@@ -48,6 +50,7 @@ _RULES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] =
     "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2, "eps": 1e-3}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "eps": 1e-3}),
 }
+ADAM_RULES = ("AdamW", "HybridAdam", "CPUAdam")
 # Ours have torch's numbers, up to rounding.
 _PLAIN = {"HybridAdam": "AdamW", "CPUAdam": "AdamW"}
 
@@ -70,6 +73,7 @@ def layout_of(case: Case, step: int) -> Layout:
     return case.layouts[0 if step < SAVED_AT else -1]
 
 
+@lru_cache(maxsize=16)
 def _shares(case: Case, layout: Layout, step: int, part: int = 0) -> list[list[Batch]]:
     """Return the micro-batches of each rank of data parallelism, of one batch of a step."""
     rows = [case.rows * layout.microbatches + (case.skewed and rank % 2) for rank in range(layout.dp)]
@@ -85,6 +89,20 @@ def _shares(case: Case, layout: Layout, step: int, part: int = 0) -> list[list[B
         ]
         for batch in of_ranks
     ]
+
+
+@lru_cache(maxsize=16)
+def _whole(case: Case, layout: Layout, step: int, part: int, number: int) -> Batch:
+    """Return the micro-batches of a rank as one batch."""
+    batches = _shares(case, layout, step, part)[number]
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+
+def make_batches(case: Case, layout: Layout) -> None:
+    """Make what all ranks are given, so that no step does."""
+    for step in range(STEPS):
+        for number in range(layout.dp):
+            _whole(case, layout, step, 0, number)
 
 
 def _optimizer(case: Case, model: nn.Module, rule: str) -> torch.optim.Optimizer:
@@ -158,9 +176,12 @@ def train_plain(case: Case, dtype: torch.dtype = torch.float32) -> Trained:
 def _plain_loss(case: Case, layout: Layout, model: nn.Module, step: int, part: int) -> Tensor:
     shares = _shares(case, layout, step, part)
     dtype = next(model.parameters()).dtype
-    for batch in (batch for share in shares for batch in share if "pixel_values" in batch):
-        batch["pixel_values"] = batch["pixel_values"].to(dtype)
-    losses = [[loss_of(model(**batch), batch) for batch in share] for share in shares]
+
+    def loss(batch: Batch) -> Tensor:
+        cast = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        return loss_of(model(**cast), batch)
+
+    losses = [[loss(batch) for batch in share] for share in shares]
     weights = torch.tensor(_weights(case, layout, shares))
     return (torch.stack([torch.stack(each) for each in losses]) * weights).sum() / weights.sum()
 
@@ -186,7 +207,7 @@ def train_on_ranks(case: Case, directory: str) -> Trained:
     try:
         for number, layout in enumerate(case.layouts):
             with ExitStack() as closing:
-                run = _Run(case, layout, place, closing, number)
+                run = Run(case, layout, place, closing, number)
                 if number:
                     run.load()
                 ends = STEPS if number + 1 == len(case.layouts) else SAVED_AT
@@ -200,11 +221,11 @@ def train_on_ranks(case: Case, directory: str) -> Trained:
     return found
 
 
-class _Run:
+class Run:
     """Some steps of a case in one of its layouts. ``closing`` gives back what it holds."""
 
     def __init__(self, case: Case, layout: Layout, place: Path, closing: ExitStack, number: int) -> None:
-        self._case, self._layout, self._place = case, layout, place
+        self.case, self.layout, self._place = case, layout, place
         model = model_of(case, seed=13 + number)
         recompute = _recomputed(model, layout)
         optimizer = _optimizer(case, model, case.rule)
@@ -217,24 +238,36 @@ class _Run:
             self.model: Any = GeminiDDP(model, mixed_precision=case.precision or None, **options)
             closing.callback(self.model.close)
             self.optimizer: Any = GeminiOptimizer(optimizer, self.model, max_norm=case.max_norm)
-            self.number, self._booster = dist.get_rank(), None
+            self.number, self.booster = dist.get_rank(), None
             return
         plugin = _plugin(case, layout, options, recompute)
-        self._booster = Booster(case.precision or None, plugin)
+        self.booster = Booster(case.precision or None, plugin)
         closing.callback(_leave, plugin)
-        boosted = self._booster.boost(model, optimizer, lr_scheduler=self._scheduler)
+        boosted = self.booster.boost(model, optimizer, lr_scheduler=self._scheduler)
         self.model, self.optimizer, _, _, self._scheduler = boosted
         if isinstance(self.model, GeminiDDP):
             closing.callback(self.model.close)
         self.number = plugin.data_ranks.number
 
     def step(self, step: int, found: Trained) -> None:
-        case = self._case
+        case = self.case
         for part in range(case.accumulate):
             waits = case.no_sync and part + 1 < case.accumulate
             with self._no_sync() if waits else nullcontext():
-                loss = self._pass(step, part, trains=True)
-        if self._layout.program in ("ddp", "fsdp"):
+                loss = self.run_batch(step, part, trains=True)
+        self.update(loss, found)
+        if step % 2 == 0:
+            self.model.eval()
+            if case.evaluates:
+                found.evaluated.append(self.run_batch(_EVALUATED, 0, trains=False))
+            if can_generate(case, self.layout):
+                found.generated.append(_generate(case, self.model.module))
+            self.model.train()
+
+    def update(self, loss: float, found: Trained) -> None:
+        """Update the weights behind a step of this ``loss``."""
+        case = self.case
+        if self.layout.program in ("ddp", "fsdp"):
             self.optimizer.clip_grad_by_norm(case.max_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -242,29 +275,19 @@ class _Run:
             self._scheduler.step()
         found.losses.append(loss)
         found.norms.append(float(self.optimizer.get_grad_norm()))
-        if step % 2 == 0:
-            self.model.eval()
-            if case.evaluates:
-                found.evaluated.append(self._pass(_EVALUATED, 0, trains=False))
-            if can_generate(case, self._layout):
-                found.generated.append(_generate(case, self.model.module))
-            self.model.train()
 
     def _no_sync(self) -> Any:
         return (
-            self.model.no_sync()
-            if self._booster is None
-            else self._booster.no_sync(self.model, self.optimizer)
+            self.model.no_sync() if self.booster is None else self.booster.no_sync(self.model, self.optimizer)
         )
 
-    def _pass(self, step: int, part: int, *, trains: bool) -> float:
+    def run_batch(self, step: int, part: int, *, trains: bool) -> float:
         """Return the mean loss over the ranks of one batch; where it ``trains``, gradients are added."""
-        case, layout = self._case, self._layout
-        batches = _shares(case, layout, step, part)[self.number]
+        case, layout = self.case, self.layout
+        whole = _whole(case, layout, step, part, self.number)
         if layout.program == "hybrid":
-            whole = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
             shifted = "sp_size" in layout.size
-            done = self._booster.execute_pipeline(
+            done = self.booster.execute_pipeline(
                 iter([whole]),
                 self.model,
                 loss_of,
@@ -274,9 +297,8 @@ class _Run:
                 else None,
             )
             return float(done["loss"])
-        (batch,) = batches
         with nullcontext() if trains else torch.no_grad():
-            loss = loss_of(self.model(**batch), batch)
+            loss = loss_of(self.model(**whole), whole)
         if trains:
             self.optimizer.backward(loss)
         mean = loss.detach().double()
@@ -285,28 +307,28 @@ class _Run:
 
     def save(self, *, last: bool) -> None:
         where = self._place / ("last" if last else "saved")
-        if self._booster is None:
+        if self.booster is None:
             checkpoint.save(where, self.model, self.optimizer, scheduler=self._scheduler)
             return
         where.mkdir(exist_ok=True)
-        self._booster.save_model(self.model, where / "model", shard=not last and self._case.shard)
-        self._booster.save_optimizer(self.optimizer, where / "optimizer", shard=self._case.shard)
+        self.booster.save_model(self.model, where / "model", shard=not last and self.case.shard)
+        self.booster.save_optimizer(self.optimizer, where / "optimizer", shard=self.case.shard)
         if self._scheduler is not None:
-            self._booster.save_lr_scheduler(self._scheduler, where / "scheduler")
+            self.booster.save_lr_scheduler(self._scheduler, where / "scheduler")
 
     def load(self) -> None:
         where = self._place / "saved"
-        if self._booster is None:
+        if self.booster is None:
             checkpoint.load(where, self.model, self.optimizer, scheduler=self._scheduler)
             return
-        self._booster.load_model(self.model, where / "model")
-        self._booster.load_optimizer(self.optimizer, where / "optimizer")
+        self.booster.load_model(self.model, where / "model")
+        self.booster.load_optimizer(self.optimizer, where / "optimizer")
         if self._scheduler is not None:
-            self._booster.load_lr_scheduler(self._scheduler, where / "scheduler")
+            self.booster.load_lr_scheduler(self._scheduler, where / "scheduler")
 
     def weights(self) -> dict[str, Tensor]:
         """Return the whole weights on the first rank."""
-        if self._booster is None:
+        if self.booster is None:
             state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
         else:
             from safetensors.torch import load_file
@@ -325,6 +347,8 @@ def _plugin(case: Case, layout: Layout, options: dict[str, Any], recompute: list
         return GeminiPlugin(**options)
     if layout.program == "zero":
         return LowLevelZeroPlugin(**options)
+    if layout.plan:
+        return HybridParallelPlugin(plan=Path(layout.plan), **options)
     if SUBJECTS[case.subject].is_own and "tp_size" in layout.size:
         options["tp_plan"] = OWN_PLAN
     return HybridParallelPlugin(
@@ -340,7 +364,11 @@ def _leave(plugin: Any) -> None:
 
 
 def budgets(case: Case, layout: Layout, place: Path) -> dict[str, Any]:
-    """Return the options of chunks: small ones, and what DEVICE and HOST may hold of this rank's part."""
+    """Return the options of chunks: small ones, and what DEVICE and HOST may hold of this rank's part; of a
+    plan the directory of DISK alone."""
+    if layout.plan:
+        place.mkdir(exist_ok=True, parents=True)
+        return {"disk_dir": str(place)} if ParallelPlan.load(layout.plan).budgets.disk_bytes else {}
     stage = dict(layout.options).get("zero_stage", 3)
     if layout.program in ("zero", "ddp", "fsdp") or stage != 3:
         return {}
