@@ -243,13 +243,15 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_contents(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
-    """Read every file and compare it with its seal. Raises DamagedError naming the first one that differs."""
+def check_contents(checkpoint: Path, manifest: Mapping[str, Any], index: int = 0, count: int = 1) -> None:
+    """Read every file, or the ``index``-th of ``count`` shares of them, and compare it with its seal. Raises
+    DamagedError naming the first one that differs.
+    """
     with closing(ReadAhead()) as ahead:
-        for name, seal in manifest["files"].items():
+        for name, seal in list(manifest["files"].items())[index::count]:
             with closing(BlockFile(checkpoint / name, Seal.read(seal), ahead)) as file:
-                for index in range(len(file.seal.blocks)):
-                    file.block(index)
+                for number in range(len(file.seal.blocks)):
+                    file.block(number)
 
 
 def read_json(path: Path, seal: Seal | None = None, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:

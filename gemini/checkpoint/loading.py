@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -56,6 +56,7 @@ from gemini.system import rng
 from gemini.system.process import shown_as
 
 logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 class CheckpointReader:
@@ -84,12 +85,12 @@ class CheckpointReader:
         self._files: dict[str, TensorReader] = {}
         self._ahead: ReadAhead | None = None
 
-    def verify(self) -> None:
-        """Read every file and compare it with its checksums, and the headers with the indexes. Raises
-        DamagedError naming the first file that differs.
+    def verify(self, index: int = 0, count: int = 1) -> None:
+        """Read every file, or the ``index``-th of ``count`` shares of them, and compare it with its
+        checksums, and the headers with the indexes. Raises DamagedError naming the first file that differs.
         """
-        check_contents(self.path, self.manifest)
-        self.check_headers()
+        check_contents(self.path, self.manifest, index, count)
+        self.check_headers(index, count)
 
     def check_headers(self, index: int = 0, count: int = 1) -> None:
         """Check the headers of files: of all files of weights, with the checksum of their first block; and of
@@ -252,16 +253,12 @@ def load(
     model, optimizer = checked_model(model, optimizer)
     refuse_shared_directory(model, directory)
     rank = model.rank_of_parts()
-    rank.require_same_directory(directory)
-    damaged: dict[Path, str] = {}  # texts, not errors: an error's traceback keeps buffers alive
+
+    def load_from(found: Path) -> dict[str, Any]:
+        return _load_once(found, model, optimizer, scheduler, rank, frozenset(leave))
+
     try:
-        while True:
-            found = _newest_left(Path(directory), damaged, rank)
-            try:
-                return _load_once(found, model, optimizer, scheduler, rank, frozenset(leave))
-            except DamagedError as error:  # also if a save in another process has removed it
-                damaged[found] = str(error)
-                logger.warning("%s; looking for another checkpoint", damaged[found])
+        return with_newest(directory, rank, load_from)
     except CheckpointError as error:
         if not optimizer.incomplete:
             raise
@@ -269,6 +266,27 @@ def load(
             f"{error}; {optimizer.incomplete}: load another checkpoint, or states of model and optimizer "
             "(load_state_dict), before going on"
         ) from error
+
+
+def with_newest(
+    directory: str | os.PathLike[str], rank: Rank, load_from: Callable[[Path], _Result]
+) -> _Result:
+    """Return ``load_from(path)`` for the newest checkpoint in ``directory``. If it raises DamagedError on all
+    ranks, try the checkpoint before, and so on. Collective.
+
+    Raises:
+        CheckpointError: there is none, all are damaged (the message says what is wrong with the newest), or
+            ranks name different directories.
+    """
+    rank.require_same_directory(directory)
+    damaged: dict[Path, str] = {}  # texts, not errors: an error's traceback keeps buffers alive
+    while True:
+        found = _newest_left(Path(directory), damaged, rank)
+        try:
+            return load_from(found)
+        except DamagedError as error:  # also if a save in another process has removed it
+            damaged[found] = str(error)
+            logger.warning("%s; looking for another checkpoint", damaged[found])
 
 
 def _newest_left(directory: Path, damaged: Mapping[Path, str], rank: Rank) -> Path:
@@ -316,7 +334,7 @@ def _newest_of_all(parts: Sequence[Sequence[tuple[str, str]]], rank: Rank) -> Pa
     return Path(saves[rank.part][common])
 
 
-def _agree(rank: Rank, action: Callable[[], None]) -> None:
+def agree_on_damage(rank: Rank, action: Callable[[], None]) -> None:
     """Run ``action`` on every rank. Raises DamagedError on all ranks if one raises it; other errors as in
     :meth:`Rank.collect_parts`.
     """
@@ -383,8 +401,8 @@ def _load_once(
                 raise DamagedError(f"{checkpoint} is damaged: {error}") from error
             opened.append((reader, objects, generators))
 
-        _agree(rank, check)
-        _agree(rank, model.manager.snapshot.before_write)
+        agree_on_damage(rank, check)
+        agree_on_damage(rank, model.manager.snapshot.before_write)
         _discard_gradients(model, optimizer, rank)
         ((reader, objects, generators),) = opened
 
@@ -395,7 +413,7 @@ def _load_once(
 
         with optimizer.loading():
             _load_values(reader, model, optimizer, objects["extra_states"], rank, leave)
-            _agree(rank, restore)
+            agree_on_damage(rank, restore)
             _load_small(objects, optimizer)
             optimizer.rule.restore_attributes(objects.get("attributes", {}))
     optimizer.mark_complete()
@@ -407,9 +425,9 @@ def _discard_gradients(model: ManagedModel, optimizer: GeminiOptimizer, rank: Ra
     """Discard all gradients. Ranks wait for each other in ``discard_passes``; the actions that may fail on
     one rank run before and after it.
     """
-    _agree(rank, model.leave_passes)
+    agree_on_damage(rank, model.leave_passes)
     model.discard_passes()
-    _agree(rank, optimizer.discard_gradients)
+    agree_on_damage(rank, optimizer.discard_gradients)
 
 
 def _load_settings(
@@ -559,9 +577,10 @@ def _load_values(
             _load_weights(reader, model, leave)
         _load_moments(reader, model, optimizer)
 
-    # Each rank writes its own values without the others, so one may fail alone; _agree tells the others.
-    _agree(rank, load_weights)
-    _agree(rank, load_rest)
+    # Each rank writes its own values without the others, so one may fail alone; agree_on_damage tells the
+    # others.
+    agree_on_damage(rank, load_weights)
+    agree_on_damage(rank, load_rest)
 
 
 @torch.no_grad()

@@ -600,7 +600,7 @@ def _weight_files(writer: CheckpointWriter, model: ManagedModel, shard_bytes: in
     ]
     tied = contents.aliases(model)
     files: dict[str, TensorFile] = {}
-    shards = _shards(specs, shard_bytes)
+    shards = file_shards(specs, shard_bytes)
     for number, shard in enumerate(shards):
         stored = {spec.name for spec in shard}
         # The same metadata as safetensors.torch.save_model: its load_model restores the ties.
@@ -624,7 +624,7 @@ def _state_files(
                     specs.append(TensorSpec(_range_name(slot, state), state.dtype, (stop - start,)))
                     owners[specs[-1].name] = (slot, state)
     files: dict[str, TensorFile] = {}
-    for number, shard in enumerate(_shards(specs, shard_bytes)):
+    for number, shard in enumerate(file_shards(specs, shard_bytes)):
         name = contents.optimizer_file(writer.rank.index, writer.rank.count, number)
         file = writer.add_file(name, shard)
         for spec in shard:
@@ -635,7 +635,7 @@ def _state_files(
     return files
 
 
-def _shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
+def file_shards(specs: Sequence[TensorSpec], shard_bytes: int) -> list[list[TensorSpec]]:
     """Divide ``specs``, in order, among files of at most ``shard_bytes``, or of one tensor."""
     shards: list[list[TensorSpec]] = []
     left = 0

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gemini.cli.console import Console, print_json
-from gemini.errors import CheckpointError, GeminiError
+from gemini.errors import GeminiError
 from gemini.system.config import format_bytes
 
 _SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -225,25 +225,7 @@ def _directory(path: Path) -> Path:
     inner = path / "checkpoint"  # if path is the directory of a run
     with reading(path):
         is_run = inner.is_dir()
-    found = inner if is_run and not complete_checkpoints(path) else path
-    if not complete_checkpoints(found):
-        _refuse_parts(found)
-    return found
-
-
-def _refuse_parts(path: Path) -> None:
-    """Raise CheckpointError for a checkpoint that was saved by ranks with parts of a model."""
-    from gemini.checkpoint.sealed_file import reading
-    from gemini.jobs.finetune.parts_checkpoint import lies_in
-
-    with reading(path):
-        is_of_parts = lies_in(path)
-    if is_of_parts:
-        raise CheckpointError(
-            f"{path} is of a gemini finetune whose ranks have parts of the model: it has files of whole "
-            "tensors, which gemini ckpt does not read. Go on with it by the same command with --resume auto, "
-            "over any --tp, --pp and --sp; what was trained is in model/ of the run when it ends"
-        )
+    return inner if is_run and not complete_checkpoints(path) else path
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -136,15 +136,25 @@ def test_ranks_with_parts_train_as_one_process_does(config: FineTuneConfig, tmp_
     stopped = dataclasses.replace(config, output=str(tmp_path / "stopped"), resume="auto")
     told = [Told(each) for each in runs.values()]
     told += [
-        Told(dataclasses.replace(stopped, tp=2), stop_after=2),
-        Told(dataclasses.replace(stopped, pp=2)),
+        Told(dataclasses.replace(stopped, **kinds["plan"][1]), stop_after=1),
+        Told(dataclasses.replace(stopped, pp=2), stop_after=2),
     ]
     found = run_on_ranks(train, 2, told)[0]
     for (name, (kind, _)), (_, eval_loss, code) in zip(kinds.items(), found, strict=False):
         assert code == 0, name
         assert eval_loss == pytest.approx(evaluated[kind], rel=1e-5), name
         assert_alike(runs[name], wanted[kind])
-    assert [(len(losses), code) for losses, _, code in found[-2:]] == [(2, 128 + signal.SIGUSR1), (4, 0)]
+    assert main(["ckpt", "verify", stopped.output]) == 0
+    alone = run(stopped, stop_after=3)
+    found += [(alone.losses, None, alone.exit_code)]
+    found += run_on_ranks(train, 2, [Told(dataclasses.replace(stopped, tp=2))])[0]
+    was_stopped = 128 + signal.SIGUSR1
+    assert [(len(losses), code) for losses, _, code in found[-4:]] == [
+        (1, was_stopped),
+        (2, was_stopped),
+        (3, was_stopped),
+        (4, 0),
+    ]
     assert_alike(stopped, config)
 
 

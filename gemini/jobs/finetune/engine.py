@@ -22,7 +22,7 @@ from gemini.jobs.finetune.config import NF4, NO, FineTuneConfig
 from gemini.jobs.finetune.held_out import BestWeights
 from gemini.jobs.finetune.preferences import Rewards, answer_log_probs, preference_loss
 from gemini.jobs.finetune.samples import Batch
-from gemini.jobs.finetune.tuning import BETAS, SHARD, TuningEngine, refuse_mixed_documents
+from gemini.jobs.finetune.tuning import BETAS, CUT_INTO, SHARD, TuningEngine, refuse_mixed_documents
 from gemini.jobs.run.managed import ManagedTraining, make_disk_directory
 from gemini.model.in_place import InPlace
 from gemini.offload.mapped_tensors import IN_MEMORY, MappedTensors, Place
@@ -58,6 +58,7 @@ class PretrainedEngine(TuningEngine):
         self._adapters = bool(config.lora)
         self._disk_dir = config.disk_dir
         self._beta = config.dpo_beta
+        self._seed = config.seed
         torch.manual_seed(config.seed)
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
@@ -204,7 +205,10 @@ class PretrainedEngine(TuningEngine):
         self._managed.save(directory, scheduler, extra)
 
     def _load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        return self._managed.load(directory, scheduler)
+        extra = self._managed.load(directory, scheduler)
+        if any(size > 1 for size in extra.pop(CUT_INTO, {}).values()):  # ranks have drawn the same numbers
+            torch.manual_seed(self._seed + self.rank.index)
+        return extra
 
     def _write_trained(self, made: Path, tokenizer: Any) -> None:
         self._save_pretrained(self.module, made, tokenizer, only_adapters=self._adapters)

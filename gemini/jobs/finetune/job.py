@@ -12,13 +12,11 @@ from typing import Any
 
 from gemini import checkpoint
 from gemini.comm.ranks import Rank
-from gemini.errors import ConfigError, printable
-from gemini.jobs.finetune import parts_checkpoint
+from gemini.errors import printable
 from gemini.jobs.finetune.checkpoint_directory import ModelDirectory
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.encoding import EncodedDocument
 from gemini.jobs.finetune.engine import refuse_quantized
-from gemini.jobs.finetune.layouts import trains_parts
 from gemini.jobs.finetune.preferences import DPO
 from gemini.jobs.finetune.record_files import find_data
 from gemini.jobs.finetune.record_kinds import Documents
@@ -27,7 +25,7 @@ from gemini.jobs.run.display import Display, ReadingDisplay, SilentDisplay
 from gemini.jobs.run.managed import make_disk_directory
 from gemini.jobs.run.outcome import summarize, written
 from gemini.jobs.run.report import Summary
-from gemini.jobs.run.run_directory import FollowedDirectory, RunDirectory, extra_of
+from gemini.jobs.run.run_directory import FollowedDirectory, RunDirectory
 from gemini.jobs.run.trackers import require_trackers
 from gemini.jobs.run.training import StopRequest, Training, refuse_past
 from gemini.system.device import repeatable_operators, resolve_device
@@ -71,11 +69,10 @@ def run(
         require_trackers(config.report_to)
     device = resolve_device(config.device)
     kind = RunDirectory if is_lead else FollowedDirectory
-    directory = kind(config.output, _is_complete, option="--output", exports=True, extra_of=_extra_of)
+    directory = kind(config.output, checkpoint.is_complete, option="--output", exports=True)
     with contextlib.ExitStack() as scope:
         scope.callback(directory.release)
-        found = rank.agree(lambda: _found(config, directory) if is_lead else _NONE)
-        resume = found != _NONE
+        resume = bool(rank.agree(lambda: _found(config, directory) if is_lead else ""))
         if config.disk_dir is not None:
             make_disk_directory(config.disk_dir)
         scratch = None if config.disk_dir is None else Path(config.disk_dir)
@@ -86,7 +83,6 @@ def run(
                 resume=resume,
                 scratch=scratch,
                 rank=rank,
-                in_parts=found == _IN_PARTS,
                 refuse=lambda known: _refuse_another(config, directory, known) if resume else None,
                 tell=(lambda _: None) if reading is None else reading.show,
             )
@@ -117,35 +113,12 @@ class _FollowersDisplay(SilentDisplay):
         """Do nothing."""
 
 
-_NONE, _IN_PARTS, _WHOLE = "none", "in parts", "whole"  # kind of the checkpoint to resume
-
-
 def _found(config: FineTuneConfig, directory: RunDirectory) -> str:
-    """Return the kind of the checkpoint to resume, after all checks that need only the directory."""
+    """Return "yes" to resume a run, else "", after all checks that need only the directory."""
     refuse_quantized(config)
     directory.refuse_unmakeable()
     directory.refuse_foreign_model(Path(config.model))
-    if not directory.resumes(config.resume, overwrite=config.overwrite):
-        return _NONE
-    if parts_checkpoint.is_complete(directory.checkpoint):
-        return _IN_PARTS
-    if trains_parts(config):
-        raise ConfigError(
-            f"the run in {directory.path} has whole models in chunks, and ranks with parts of one "
-            "do not read its checkpoint: go on without --tp, --pp and --sp, or start over with --overwrite"
-        )
-    return _WHOLE
-
-
-def _is_complete(directory: Path) -> bool:
-    return parts_checkpoint.is_complete(directory) or checkpoint.is_complete(directory)
-
-
-def _extra_of(directory: Path) -> Mapping[str, Any]:
-    """Return the ``extra`` data of the newest checkpoint. Raises CheckpointError."""
-    if parts_checkpoint.is_complete(directory):
-        return parts_checkpoint.extra_of(directory)
-    return extra_of(directory)
+    return "yes" if directory.resumes(config.resume, overwrite=config.overwrite) else ""
 
 
 def _on_ranks(config: FineTuneConfig, ranks: int) -> str:

@@ -1,153 +1,312 @@
-"""Checkpoints of a model that ranks have in parts: files with whole tensors, which any layout can read.
+"""Checkpoints of a model that ranks have in parts: those of :mod:`gemini.checkpoint`, of the whole model, so
+that a run goes on from them with any layout, or without one.
 
-``DIR/step-<N>`` has the booster's files in ``model/`` and ``optimizer/``, ``scheduler.json``, and
-``run.json``, which is written last. The directory is written as ``step-<N>.partial`` and then renamed, so a
-checkpoint is complete or absent. The two newest are kept.
+The first rank writes whole tensors, one at a time. Each rank reads whole tensors and keeps its part.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gemini.checkpoint import plain_data
-from gemini.checkpoint.directory import saving_in
+import torch
+from torch import nn
+
+from gemini.checkpoint import CheckpointReader, Scheduler, contents, new_checkpoint, plain_data
+from gemini.checkpoint.loading import agree_on_damage, with_newest
+from gemini.checkpoint.saving import SHARD_BYTES, CheckpointWriter, checked_shard_bytes, file_shards
+from gemini.checkpoint.sealed_file import DamagedError
+from gemini.checkpoint.tensor_file import TensorFile, TensorSpec, require_holdable
 from gemini.comm.ranks import Rank
-from gemini.errors import CheckpointError
+from gemini.errors import CheckpointError, IoError
+from gemini.jobs.finetune.tuning import CUT_INTO
+from gemini.optim.kernels import MOMENTS, SCALES, StateFormat, step_count
+from gemini.parallel.booster import Booster
+from gemini.parallel.booster.checkpoint.optimizer_files import OptimizerContents
+from gemini.parallel.booster.checkpoint.parts import WholeModel
+from gemini.parallel.booster.checkpoint.parts_of_optimizer import StoredStates
+from gemini.parallel.booster.checkpoint.sources import ModelContents
+from gemini.parallel.booster.checkpoint.tensor_source import TensorSource
+from gemini.parallel.booster.plugin.parts_plugin import PartsPlugin
 from gemini.system import rng
-from gemini.system.durable import put_in_place, rename, write_text
-from gemini.system.files import KEY, Format, parse_json, read_regular
-
-_FORMAT = Format("gemini-finetune-parts", 1)
-_RECORD = "run.json"
-_NAME = re.compile(r"step-(\d{8,12})(\.partial)?")
-_MAX_BYTES = 2**28  # limit for run.json, which has the random states of all ranks
-_KEPT = 2
 
 
-def save(
-    directory: Path,
-    rank: Rank,
-    step: int,
-    extra: Mapping[str, Any],
-    write: Callable[[Path], None],
-    *,
-    sizes: Mapping[str, int],
-) -> None:
-    """Write the checkpoint of a ``step`` in ``directory``. Collective.
+@dataclass(frozen=True)
+class PartOfModel:
+    """A boosted model, of which this ``rank`` has a part, and its Adam, which keeps moments in
+    ``state_format``. ``sizes``: into how many parts a copy of the model is cut, by what."""
 
-    Args:
-        write: writes the files of the model to the directory that it gets; all ranks call it.
-        sizes: number of parts of a copy of the model, by kind of parallelism.
+    booster: Booster
+    plugin: PartsPlugin
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    state_format: StateFormat
+    rank: Rank
+    sizes: Mapping[str, int]
+
+
+def save(directory: Path, part: PartOfModel, scheduler: Scheduler, extra: Mapping[str, Any]) -> None:
+    """Write a checkpoint of the step that ``extra`` names, complete or not at all. All ranks call this.
 
     Raises:
         IoError: it cannot be written. The other ranks raise CheckpointError.
     """
-    target = directory / f"step-{step:08d}"
-    made = target.with_name(f"{target.name}.partial")
-
-    def begin() -> None:
-        with saving_in(directory):
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for _, partial in _found(directory, partial=True):
-                shutil.rmtree(partial)
-            made.mkdir()
-
-    def end() -> None:
-        record = {KEY: str(_FORMAT), "step": step, "extra": plain_data.encode(dict(extra), "extra")}
-        record |= {"sizes": dict(sizes), "rng": states}
-        with saving_in(directory):
-            write_text(made / _RECORD, json.dumps(record), "save a checkpoint")
-            put_in_place(made, target)
-            for _, older in _found(directory)[_KEPT:]:
-                leftover = older.with_name(
-                    f"{older.name}.partial"
-                )  # a half-removed one must not look complete
-                rename(older, leftover)
-                shutil.rmtree(leftover)
-
-    rank.together(lambda: None if rank.index else begin())
-    write(made)
-    states = [json.loads(said) for said in rank.collect(lambda: json.dumps(rng.capture()))]
-    rank.together(lambda: None if rank.index else end())
+    weights = part.plugin.whole_contents(part.model, part.optimizer)
+    states = part.plugin.whole_states(part.model, part.optimizer)
+    whole = part.plugin.parts[part.model].whole
+    extra = {**extra, CUT_INTO: dict(part.sizes)}
+    manifest = part.rank.together(lambda: _manifest(whole, weights, states, part, scheduler, extra))
+    with new_checkpoint(directory, int(extra["step"]), rank=part.rank) as writer:
+        writer.describe(manifest, rng.capture())
+        files = _Files(writer, whole, weights, part.state_format, list(manifest["optimizer_steps"]))
+        for source in weights.sources:
+            source.stream(files.weight_sink(source))
+        for source in states.sources:
+            source.stream(files.state_sink(source))
+        files.finish()
 
 
-def load(
-    directory: Path, rank: Rank, read: Callable[[Path], None], *, sizes: Mapping[str, int]
-) -> dict[str, Any]:
-    """Let ``read`` read the newest checkpoint in ``directory``, and return its ``extra`` data. Collective.
-
-    Random states are restored only if ranks have the same parts as when it was saved. With other parts they
-    cannot be: ranks along tp must draw the same numbers.
+def load(directory: Path, part: PartOfModel, scheduler: Scheduler) -> dict[str, Any]:
+    """Read the newest whole checkpoint in ``directory``, of a run with any layout; return its ``extra``.
+    Ranks that have the same parts as those that saved it draw the random numbers that those would have drawn.
+    For other parts these do not do: ranks along tp must draw the same ones. All ranks call this.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is damaged.
+        CheckpointError: there is none, all are damaged, or it was made for another model.
     """
-    found, record = rank.together(lambda: _newest(directory))
-    states = record["rng"]
-    if not isinstance(states, list):
-        raise CheckpointError(f"{found / _RECORD} is damaged: it has no states of random generators")
-    is_same = len(states) == rank.count and record.get("sizes") == dict(sizes)
-    parsed = rank.together(lambda: rng.parse(states[rank.index]) if is_same else None)
-    read(found)
-    if parsed is not None:
-        rng.restore(parsed)
-    return extra_of(directory)
+
+    def load_from(found: Path) -> dict[str, Any]:
+        with ExitStack() as stack:
+            opened: list[tuple[CheckpointReader, dict[str, Any], rng.States]] = []
+
+            def check() -> None:
+                reader = stack.enter_context(CheckpointReader(found))
+                reader.verify(part.rank.index, part.rank.count)
+                try:
+                    generators = rng.parse(reader.rng(part.rank.index, part.rank.count))
+                except CheckpointError as error:
+                    raise DamagedError(f"{found} is damaged: {error}") from error
+                opened.append((reader, reader.objects(), generators))
+
+            agree_on_damage(part.rank, check)
+            ((reader, objects, generators),) = opened
+            part.booster.load_model(part.model, found)
+            part.plugin.load_states(
+                part.model, part.optimizer, lambda: _StatesOfCheckpoint(reader, objects), found
+            )
+            scheduler.load_state_dict(objects["scheduler"])
+            extra = dict(reader.manifest["extra"])
+            saved, ranks = extra.pop(CUT_INTO, dict.fromkeys(part.sizes, 1)), reader.manifest["ranks"]
+            if saved == dict(part.sizes) and ranks == part.rank.count:
+                rng.restore(generators)
+            return extra
+
+    return with_newest(directory, part.rank, load_from)
 
 
-def is_complete(directory: Path) -> bool:
-    """Return whether ``directory`` has a checkpoint of this kind that can be loaded."""
-    try:
-        _newest(directory)
-    except CheckpointError:
-        return False
-    return True
+def _manifest(
+    whole: WholeModel,
+    weights: ModelContents,
+    states: OptimizerContents,
+    part: PartOfModel,
+    scheduler: Scheduler,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return what ``manifest.json`` says besides files (docs/notes/checkpoint.md)."""
+    tensors = {source.spec.name: whole.tensors[source.spec.name] for source in weights.sources}
+    require_holdable([source.spec for source in weights.sources], weights.aliases)
+    params = {name: value for name, value in tensors.items() if name in whole.parameters}
+    kept = part.state_format.parts_for(torch.float32)
+    plain = part.state_format == StateFormat()
+    arrays = {state.name: [state.type_name, state.per_block] for state in kept}
+    return {
+        "step": int(extra["step"]),
+        "parameters": {
+            name: {"shape": list(value.shape), "stride": list(value.stride())}
+            for name, value in params.items()
+        },
+        "aliases": weights.aliases,
+        "buffers": {name: list(value.shape) for name, value in tensors.items() if name not in params},
+        "optimizer_steps": {name: int(values["step"]) for name, values in states.values.items()},
+        "states": [state.name for state in kept],
+        "state_arrays": {} if plain else dict.fromkeys(states.values, arrays),
+        "group_members": [list(group) for group in whole.members],
+        "loss_scale": states.rest.get("loss_scale"),
+        "scheduler": True,
+        "objects": {
+            "param_groups": plain_data.encode(list(map(_settings, states.groups)), "a parameter group"),
+            "scheduler": plain_data.encode(scheduler.state_dict(), "the scheduler's state"),
+            "small_states": plain_data.encode({}, "the optimizer's state"),
+            "extra_states": plain_data.encode(weights.extra, "a module's extra state"),
+        },
+        "extra": dict(extra),
+    }
 
 
-def lies_in(path: Path) -> bool:
-    """Return whether ``path`` is a checkpoint of this kind, complete or damaged, or a directory of such
-    checkpoints."""
-    return bool(_found(path)) or any(own == path for _, own in _found(path.parent))
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group without what torch's optimizer adds for its own."""
+    return {name: value for name, value in group.items() if name != "decoupled_weight_decay"}
 
 
-def extra_of(directory: Path) -> dict[str, Any]:
-    """Return the ``extra`` data of the newest checkpoint. Raises CheckpointError."""
-    found, record = _newest(directory)
-    extra = plain_data.decode(record["extra"])
-    if not isinstance(extra, dict):
-        raise CheckpointError(f"{found / _RECORD} is damaged: it says nothing of its run")
-    return extra
+class _Files:
+    """The files of the first rank; other ranks have none. An error is raised by :meth:`finish`: until then
+    the rank takes part in the streams, so that no other waits for it."""
+
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        whole: WholeModel,
+        weights: ModelContents,
+        state_format: StateFormat,
+        stepped: Sequence[str],
+    ) -> None:
+        """``stepped``: the parameters that have states."""
+        self._format, self._shapes = state_format, whole.tensors
+        self._weights: dict[str, TensorFile] = {}
+        self._states: dict[str, TensorFile] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._writer = writer
+        self._entry: tuple[str, dict[str, torch.Tensor]] = ("", {})  # what has come of a parameter's states
+        self._error: BaseException | None = None
+        self._leads = writer.rank.index == 0
+        self._attempt(lambda: self._open(whole, weights, stepped))
+
+    def _open(self, whole: WholeModel, weights: ModelContents, stepped: Sequence[str]) -> None:
+        most = checked_shard_bytes(SHARD_BYTES)
+        specs = [source.spec for source in weights.sources if source.spec.name in whole.parameters]
+        shards = file_shards(specs, most)
+        for number, shard in enumerate(shards):
+            stored = {spec.name for spec in shard}
+            metadata = {alias: kept for alias, kept in weights.aliases.items() if kept in stored}
+            file = self._writer.add_weights(contents.weights_file(number, len(shards)), shard, metadata)
+            self._weights.update(dict.fromkeys(stored, file))
+        owners: dict[str, tuple[str, str]] = {}
+        ranges = []
+        for name in stepped:
+            for state in self._format.parts_for(torch.float32):
+                count = state.count(self._shapes[name].numel())
+                spec = TensorSpec(contents.range_name(name, state.name, 0, count), state.dtype, (count,))
+                if count:
+                    ranges.append(spec)
+                    owners[spec.name] = (state.name, name)
+        for number, shard in enumerate(file_shards(ranges, most)):
+            label = contents.optimizer_file(self._writer.rank.index, self._writer.rank.count, number)
+            file = self._writer.add_file(label, shard)
+            for spec in shard:
+                self._states[spec.name] = file
+                state_name, name = owners[spec.name]
+                found = self._writer.states.setdefault(state_name, {})
+                found[name] = [(0, math.prod(spec.shape), label, spec.name)]
+
+    def weight_sink(self, source: TensorSource) -> Callable[[torch.Tensor], None]:
+        """Return what takes the whole tensor of ``source``."""
+        name = source.spec.name
+
+        def take(whole: torch.Tensor) -> None:
+            file = self._weights.get(name)
+            if file is None:
+                self._buffers[name] = whole.reshape(source.spec.shape).clone()
+            else:
+                file.write(name, 0, whole)
+
+        return lambda whole: self._attempt(lambda: take(whole))
+
+    def state_sink(self, source: TensorSource) -> Callable[[torch.Tensor], None]:
+        """Return what takes a whole state."""
+        name, _, state = source.spec.name.rpartition("/")
+
+        def take(whole: torch.Tensor) -> None:
+            if self._entry[0] != name:
+                self._write_entry()
+                self._entry = (name, {})
+            self._entry[1][state] = whole.reshape(source.spec.shape).clone()
+
+        return lambda whole: self._attempt(lambda: take(whole))
+
+    def _write_entry(self) -> None:
+        """Write the states of a parameter, which have all come, in the format of the moments."""
+        name, entry = self._entry
+        if not entry:
+            return
+        like = torch.empty(self._shapes[name].shape, device="cpu")
+        for state, values in self._format.imported(entry, like).items():
+            range_name = contents.range_name(name, state, 0, values.numel())
+            if values.numel():
+                self._states[range_name].write(range_name, 0, values.reshape(-1))
+
+    def finish(self) -> None:
+        """Write what is left. Raises what failed."""
+        self._attempt(self._write_entry)
+        if self._buffers:
+            self._attempt(lambda: self._writer.add_buffers(contents.BUFFERS, self._buffers))
+        if isinstance(self._error, OSError) and not isinstance(self._error, IoError):
+            reason = self._error.strerror or str(self._error)
+            name = str(self._error.filename or self._writer.path)
+            raise IoError(self._error.errno or 0, f"cannot save a checkpoint: {reason}", name)
+        if self._error is not None:
+            raise self._error
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        """Do something on the first rank, unless something failed before."""
+        if not self._leads or self._error is not None:
+            return
+        try:
+            action()
+        except (OSError, CheckpointError) as error:
+            self._error = error
 
 
-def _newest(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the newest checkpoint and its record. Raises CheckpointError."""
-    found = _found(directory)
-    if not found:
-        raise CheckpointError(f"{directory} holds no complete checkpoint of a model in parts")
-    path = found[0][1]
-    try:
-        record = parse_json(read_regular(path / _RECORD, _MAX_BYTES, os.O_NOFOLLOW))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {path / _RECORD}: {error}") from error
-    if not isinstance(record, dict) or not _FORMAT.is_read(record):
-        raise CheckpointError(_FORMAT.refusal(record, path / _RECORD))
-    if lacking := [name for name in ("extra", "rng") if name not in record]:
-        raise CheckpointError(f"{path / _RECORD} is damaged: it has no {lacking[0]}")
-    return path, record
+class _StatesOfCheckpoint(StoredStates):
+    """The states in a checkpoint of :mod:`gemini.checkpoint`."""
 
+    def __init__(self, reader: CheckpointReader, objects: Mapping[str, Any]) -> None:
+        self._reader, self._objects = reader, objects
+        self._steps: Mapping[str, int] = reader.manifest["optimizer_steps"]
+        self._last: tuple[str, Mapping[str, torch.Tensor]] = ("", {})
 
-def _found(directory: Path, *, partial: bool = False) -> list[tuple[int, Path]]:
-    """Return (step, path) of the complete checkpoints, newest first; with ``partial``, of the unfinished
-    ones."""
-    if not directory.is_dir():
-        return []
-    named = [(_NAME.fullmatch(path.name), path) for path in directory.iterdir() if not path.is_symlink()]
-    own = [(int(name[1]), path) for name, path in named if name and bool(name[2]) == partial]
-    if not partial:
-        own = [(step, path) for step, path in own if (path / _RECORD).is_file()]
-    return sorted(own, reverse=True)
+    def __getitem__(self, name: str) -> torch.Tensor:
+        param, _, state = name.rpartition("/")
+        arrays = self._reader.arrays(param)
+        if state in SCALES or arrays[state].dtype == torch.float32:
+            return self._reader.state(state, param)
+        if self._last[0] != param:
+            self._last = ("", {})
+            read = {each: self._reader.state(each, param) for each in arrays}
+            saved = StateFormat("int8" if arrays[state].dtype.itemsize == 1 else "bf16")
+            self._last = (param, saved.exported(read))
+        return self._last[1][state]
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{param}/{state}" for param in self._steps for state in self._reader.arrays(param))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def outline(self, name: str) -> torch.Tensor:
+        param, _, state = name.rpartition("/")
+        array, shape = self._reader.arrays(param)[state], self._reader.manifest["parameters"][param]["shape"]
+        if array.per_block:
+            return torch.empty(array.numel(math.prod(shape)), dtype=array.dtype, device="meta")
+        dtype = torch.float32 if state in MOMENTS else array.dtype
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def document(self, members: Sequence[Sequence[str]]) -> dict[str, Any]:
+        trained = {name for group in members for name in group}
+        saved = self._reader.manifest["group_members"]
+        if [[name for name in group if name in trained] for group in saved] != [list(m) for m in members]:
+            raise CheckpointError(
+                f"{self._reader.path} has parameter groups of {[len(group) for group in saved]} parameters, "
+                f"the optimizer of {[len(group) for group in members]}, or with other names or in another "
+                "order; go on with the options of the run that saved it"
+            )
+        scale = self._reader.manifest["loss_scale"]
+        return {
+            "members": members,
+            "groups": self._objects["param_groups"],
+            "values": {name: {"step": step_count(count)} for name, count in self._steps.items()},
+            "rest": {} if scale is None else {"loss_scale": scale},
+        }

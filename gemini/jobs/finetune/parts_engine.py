@@ -23,6 +23,7 @@ from gemini.jobs.finetune.adapters import adapted, adapter_errors, adapter_of
 from gemini.jobs.finetune.config import FineTuneConfig
 from gemini.jobs.finetune.held_out import BestWeights
 from gemini.jobs.finetune.layouts import plan_of
+from gemini.jobs.finetune.parts_checkpoint import PartOfModel
 from gemini.jobs.finetune.samples import IGNORED, Batch
 from gemini.jobs.finetune.tuning import BETAS, SHARD, TuningEngine, refuse_mixed_documents
 from gemini.jobs.run.managed import make_disk_directory
@@ -30,6 +31,7 @@ from gemini.jobs.run.report import LINKS, TIERS
 from gemini.model.ddp import GeminiDDP
 from gemini.offload.mapped_tensors import IN_MEMORY, MappedTensors, Place
 from gemini.optim import HybridAdam
+from gemini.optim.kernels import StateFormat
 from gemini.parallel.booster import Booster, HybridParallelPlugin
 from gemini.runtime.activation.recomputed_blocks import recompute_layers
 from gemini.system.durable import temporary_of
@@ -184,21 +186,21 @@ class PartsEngine(TuningEngine):
     # -- files -----------------------------------------------------------------------------------
 
     def _save(self, directory: Path, scheduler: Any, extra: Mapping[str, Any]) -> None:
-        def write(made: Path) -> None:
-            self._booster.save_model(self._model, made / "model", shard=True)
-            self._booster.save_optimizer(self._optimizer, made / "optimizer", shard=True)
-            self._booster.save_lr_scheduler(scheduler, made / "scheduler.json")
-
-        sizes = self._config.part_sizes
-        parts_checkpoint.save(directory, self.rank, extra["step"], extra, write, sizes=sizes)
+        parts_checkpoint.save(directory, self._part(), scheduler, extra)
 
     def _load(self, directory: Path, scheduler: Any) -> dict[str, Any]:
-        def read(found: Path) -> None:
-            self._booster.load_model(self._model, found / "model")
-            self._booster.load_optimizer(self._optimizer, found / "optimizer")
-            self._booster.load_lr_scheduler(scheduler, found / "scheduler.json")
+        return parts_checkpoint.load(directory, self._part(), scheduler)
 
-        return parts_checkpoint.load(directory, self.rank, read, sizes=self._config.part_sizes)
+    def _part(self) -> PartOfModel:
+        return PartOfModel(
+            self._booster,
+            self._plugin,
+            self._model,
+            self._optimizer,
+            StateFormat(self._config.state_dtype),
+            self.rank,
+            self._config.part_sizes,
+        )
 
     def _write_trained(self, made: Path, tokenizer: Any) -> None:
         state = self._gathered()

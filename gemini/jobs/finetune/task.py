@@ -67,7 +67,6 @@ class FineTuneTask:
         resume: bool,
         scratch: Path | None,
         rank: Rank | None = None,
-        in_parts: bool = False,
         refuse: Callable[[Mapping[str, Any]], None] = lambda _: None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -75,7 +74,6 @@ class FineTuneTask:
 
         Args:
             rank: this process among those that train together.
-            in_parts: resume from a checkpoint that any number of ranks can read in parts.
             refuse: raises if the run to resume is another one. It gets the part of the identity that is known
                 before data is read.
             tell: called with lines about the progress of reading.
@@ -91,7 +89,7 @@ class FineTuneTask:
         outline = checked_early(config, ranks=self._rank.count)
         self._adapts_experts = adapts_experts(outline)
         refuse_unread(config)
-        self._in_parts = in_parts or trains_parts(config)
+        self._in_parts = trains_parts(config)
         if self._in_parts:
             self._check_parts(outline)
         with io_errors("read the weights of", model.path):

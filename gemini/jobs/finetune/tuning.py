@@ -24,6 +24,7 @@ from gemini.system.files import io_errors
 
 SHARD = "2GB"  # size of an exported file, which limits the memory of an export
 BETAS = (0.9, 0.999)
+CUT_INTO = "parts"  # the key of the sizes of --tp, --pp and --sp in a checkpoint's extra data
 _BLOCK = 2**20  # bytes to copy at a time
 _PROBED = 4  # tokens of each document in probe()
 

@@ -37,12 +37,6 @@ _REFERENCE = "reference"  # a digest of the model and the data together
 _REPAIR = "repair it, or start over with --overwrite"
 
 
-def extra_of(directory: Path) -> Mapping[str, Any]:
-    """Return the ``extra`` data of the newest checkpoint in a directory. Raises CheckpointError."""
-    extra: Mapping[str, Any] = read_manifest(latest(directory))["extra"]
-    return extra
-
-
 class RunDirectory:
     """Owns the files of one run.
 
@@ -53,7 +47,6 @@ class RunDirectory:
         is_complete: whether a checkpoint directory can be loaded.
         option: the command line option that names the directory, for messages.
         exports: whether the run has ``model`` and ``best`` directories.
-        extra_of: returns the ``extra`` data of the newest checkpoint in a directory.
     """
 
     def __init__(
@@ -63,10 +56,8 @@ class RunDirectory:
         *,
         option: str = "--checkpoint",
         exports: bool = False,
-        extra_of: Callable[[Path], Mapping[str, Any]] = extra_of,
     ) -> None:
         self.path = Path(path)
-        self._extra_of = extra_of
         self._option = option
         self._exports = exports
         self._is_complete = is_complete
@@ -240,7 +231,7 @@ class RunDirectory:
 
     def saved_step(self) -> int:
         """Return the number of finished steps in the newest checkpoint. Raises CheckpointError."""
-        step: Any = self._extra_of(self.checkpoint).get("step")
+        step: Any = read_manifest(latest(self.checkpoint))["extra"].get("step")
         if not _is_step(step) and step != 0:
             raise CheckpointError(f"{self.checkpoint} was not written by a run: it has no step; {_REPAIR}")
         return int(step)

@@ -51,11 +51,12 @@ _PART = "_part_of_model"  # an attribute of boosted models and of the modules in
 @dataclass(frozen=True)
 class WholeModel:
     """The description of a model before it was cut: its tensors on ``meta``, by name; its config file, if it
-    has one; and the names of the parameters in each group of its optimizer.
+    has one; which of the tensors are ``parameters``; and the names of those in each group of its optimizer.
     """
 
     tensors: Mapping[str, torch.Tensor]
     companions: Mapping[str, str]
+    parameters: frozenset[str]
     members: Sequence[Sequence[str]] = ()
 
     @classmethod
@@ -74,7 +75,7 @@ class WholeModel:
                 shape = experts.ranks.cut_of(value).shape if experts and has_some else value.shape
                 tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
         members = () if optimizer is None else group_members(optimizer, parameter_names(model))
-        return cls(tensors, config_file(model), members)
+        return cls(tensors, config_file(model), frozenset(params & tensors.keys()), members)
 
     def joined(self, axis: Axis | None, partition: Partition) -> WholeModel:
         """Return the description of the whole model from the descriptions of all ranks along ``axis``, with
@@ -89,6 +90,7 @@ class WholeModel:
                 [name, str(like.dtype).removeprefix("torch."), list(shapes[name])]
                 for name, like in self.tensors.items()
             ],
+            "parameters": sorted(self.parameters),
             "members": [list(group) for group in self.members],
         }
         every = [json.loads(text) for text in axis.say(json.dumps(own))] if axis is not None else [own]
@@ -98,7 +100,8 @@ class WholeModel:
             for name, dtype, shape in said["tensors"]
         }
         groups = zip_longest(*(said["members"] for said in every), fillvalue=[])
-        return WholeModel(tensors, self.companions, [list(chain(*group)) for group in groups])
+        parameters = frozenset(name for said in every for name in said["parameters"])
+        return WholeModel(tensors, self.companions, parameters, [list(chain(*group)) for group in groups])
 
 
 class Parts:

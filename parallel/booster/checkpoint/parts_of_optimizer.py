@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -188,6 +189,12 @@ def save_parts_of_optimizer(
     """Write the states of the whole model, with one tensor at a time in memory. Collective; the first rank
     writes. Raises as :func:`gemini.parallel.booster.checkpoint.writing.save_tensors`.
     """
+    save_contents(whole_states(states, parts, ranks), parts.whole.members, checkpoint, layout, ranks)
+
+
+def whole_states(states: StatesOfPart, parts: Parts, ranks: Ranks) -> OptimizerContents:
+    """Return the states of the whole model. All ranks call this, and run the streams of all sources in their
+    order; on the first rank these hand out whole tensors."""
     own: dict[str, tuple[str, TensorSource]] = {}
 
     def describe() -> str:
@@ -207,8 +214,43 @@ def save_parts_of_optimizer(
             spec = TensorSpec(f"{name}/{key}", getattr(torch, dtype), tuple(shape))
             run = partial(stream, parts, messages, (name, spec), own.get(spec.name))
             sources.append(TensorSource(spec, run))
-    held = OptimizerContents(sources, values, *states.settings())
-    save_contents(held, parts.whole.members, checkpoint, layout, ranks)
+    return OptimizerContents(sources, values, *states.settings())
+
+
+class StoredStates(Mapping[str, torch.Tensor], ABC):
+    """States of the whole model by ``<parameter>/<state>``, moments in fp32, each read when it is asked
+    for."""
+
+    @abstractmethod
+    def outline(self, name: str) -> torch.Tensor:
+        """Return a tensor on ``meta`` of the type and the shape of one of them."""
+
+    @abstractmethod
+    def document(self, members: Sequence[Sequence[str]]) -> dict[str, Any]:
+        """Return the fields of :class:`OptimizerContents`, ``sources`` aside, by name. Raises CheckpointError
+        where its groups do not have these ``members``."""
+
+
+class _InFiles(StoredStates):
+    """States in files of :meth:`Booster.save_optimizer`."""
+
+    def __init__(self, files: TensorFiles, checkpoint: _Path) -> None:
+        self._files, self._checkpoint = files, checkpoint
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._files[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def outline(self, name: str) -> torch.Tensor:
+        return self._files[name].to("meta")
+
+    def document(self, members: Sequence[Sequence[str]]) -> dict[str, Any]:
+        return read_document(self._files, members, self._checkpoint)
 
 
 def load_parts_of_optimizer(states: StatesOfPart, parts: Parts, checkpoint: _Path, ranks: Ranks) -> None:
@@ -220,17 +262,28 @@ def load_parts_of_optimizer(states: StatesOfPart, parts: Parts, checkpoint: _Pat
     """
     with ExitStack() as stack:
 
-        def read() -> dict[str, Any]:
-            states.require_readable()
-            _require_members(states, parts)
-            files = stack.enter_context(TensorFiles(checkpoint))
-            with making_sense_of(Path(checkpoint)):
-                state, outline = _own_states(states, parts, files, checkpoint)
-            states.check(outline, checkpoint)  # on all stages, before any of them changes anything
-            return state
+        def opened() -> StoredStates:
+            return _InFiles(stack.enter_context(TensorFiles(checkpoint)), checkpoint)
 
-        state = ranks.together(read)
-        ranks.together(lambda: states.load(state))
+        load_own_states(states, parts, opened, checkpoint, ranks)
+
+
+def load_own_states(
+    states: StatesOfPart, parts: Parts, opened: Callable[[], StoredStates], checkpoint: _Path, ranks: Ranks
+) -> None:
+    """Read this rank's part of what ``opened`` returns, of ``checkpoint``. All ranks call it. Raises as
+    :func:`load_parts_of_optimizer`."""
+
+    def read() -> dict[str, Any]:
+        states.require_readable()
+        _require_members(states, parts)
+        with making_sense_of(Path(checkpoint)):
+            state, outline = _own_states(states, parts, opened(), checkpoint)
+        states.check(outline, checkpoint)  # on all stages, before any of them changes anything
+        return state
+
+    state = ranks.together(read)
+    ranks.together(lambda: states.load(state))
 
 
 def _groups(states: StatesOfPart, parts: Parts) -> list[dict[str, str]]:
@@ -280,12 +333,12 @@ def _described(
 
 
 def _own_states(
-    states: StatesOfPart, parts: Parts, files: TensorFiles, checkpoint: _Path
+    states: StatesOfPart, parts: Parts, files: StoredStates, checkpoint: _Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return this rank's state dict, with tensors that are cut from the files' when they are read, and the
     same with tensors on ``meta``. Raises CheckpointError if the checkpoint belongs to another model.
     """
-    document = read_document(files, parts.whole.members, checkpoint)
+    document = files.document(parts.whole.members)
     _require_known(files, parts, checkpoint)
     own, groups, cuts = _OwnParts(files, parts), _groups(states, parts), parts.partition.cuts
     stored: dict[str, list[str]] = {}
@@ -306,16 +359,14 @@ def _own_states(
     return {"state": entries, **settings}, {"state": outlines, **settings}
 
 
-def _require_known(files: TensorFiles, parts: Parts, checkpoint: _Path) -> None:
+def _require_known(files: StoredStates, parts: Parts, checkpoint: _Path) -> None:
     """Raise CheckpointError if a tensor belongs to no parameter, or has another shape than its parameter."""
     known = {name for group in parts.whole.members for name in group}
     for key in files:
         name, _, state = key.rpartition("/")
         if name not in known:
-            raise CheckpointError(
-                f"{checkpoint} was made for another model: {key!r} belongs to no parameter of this model"
-            )
-        found, shape = tuple(files[key].shape), tuple(parts.whole.tensors[name].shape)
+            raise CheckpointError(f"{checkpoint} was made for another model: {key!r} is of no parameter here")
+        found, shape = tuple(files.outline(key).shape), tuple(parts.whole.tensors[name].shape)
         if state not in SCALES and found != shape:
             raise CheckpointError(
                 f"{checkpoint} was made for another model: {state} of {name!r} has shape {found} in the "
@@ -326,7 +377,7 @@ def _require_known(files: TensorFiles, parts: Parts, checkpoint: _Path) -> None:
 class _OwnParts:
     """This rank's parts of the tensors of a checkpoint. Only the last one read is kept."""
 
-    def __init__(self, files: TensorFiles, parts: Parts) -> None:
+    def __init__(self, files: StoredStates, parts: Parts) -> None:
         self._files, self._partition = files, parts.partition
         self._last: tuple[str, torch.Tensor] | None = None
 
@@ -339,7 +390,7 @@ class _OwnParts:
 
     def outline(self, stored: str, param: str) -> torch.Tensor:
         """Return the same part on ``meta``."""
-        return self._cut(self._files[stored].to("meta"), param)
+        return self._cut(self._files.outline(stored), param)
 
     def _cut(self, whole: torch.Tensor, param: str) -> torch.Tensor:
         part: torch.Tensor = self._partition.cut_state({param: whole})[param]

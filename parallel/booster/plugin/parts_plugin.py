@@ -4,6 +4,7 @@ models, and divides experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 
 from gemini.parallel.booster import checkpoint as files
+from gemini.parallel.booster.checkpoint.optimizer_files import OptimizerContents
 from gemini.parallel.booster.checkpoint.parts import (
     Parts,
     load_parts,
@@ -19,9 +21,12 @@ from gemini.parallel.booster.checkpoint.parts import (
     whole_contents,
 )
 from gemini.parallel.booster.checkpoint.parts_of_optimizer import (
+    StoredStates,
+    load_own_states,
     load_parts_of_optimizer,
     save_parts_of_optimizer,
     states_of_part,
+    whole_states,
 )
 from gemini.parallel.booster.checkpoint.sources import ModelContents
 from gemini.parallel.booster.plugin.base import Path, Plugin
@@ -84,6 +89,24 @@ class PartsPlugin(Plugin):
         ranks must also run all streams in order; on the first rank they pass on whole tensors.
         """
         return whole_contents(model, optimizer, self.parts[model], self.ranks)
+
+    def whole_states(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerContents:
+        """Return what :meth:`save_optimizer` writes of the ``optimizer`` that was boosted with ``model``, as
+        :meth:`whole_contents` does."""
+        states = states_of_part(optimizer, files.parameter_names(model))
+        return whole_states(states, self.parts[model], self.ranks)
+
+    def load_states(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        opened: Callable[[], StoredStates],
+        checkpoint: Path,
+    ) -> None:
+        """Have ``optimizer``, boosted with ``model``, take over this rank's part of what ``opened`` returns.
+        All ranks call this. Raises CheckpointError where it was made for another model."""
+        states = states_of_part(optimizer, files.parameter_names(model))
+        load_own_states(states, self.parts[model], opened, checkpoint, self.ranks)
 
     def load_model(
         self,
