@@ -3,7 +3,6 @@ system."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import weakref
@@ -12,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -23,8 +21,7 @@ from gemini.errors import ConfigError, StateError
 from gemini.offload.async_file import BLOCK_BYTES, Backend, Directories, checked_directories, chosen_backend
 from gemini.offload.extent_file import ExtentFile
 from gemini.offload.tensornvme_file import TensorNvmeFile
-
-_MADV_DONTNEED = 4
+from gemini.system.pages import empty_pages
 
 
 def release(tensor: torch.Tensor) -> None:
@@ -38,18 +35,9 @@ def release(tensor: torch.Tensor) -> None:
     if tensor.device.type == "cpu" and sys.platform == "linux" and not tensor.is_pinned():
         start = -(-storage.data_ptr() // BLOCK_BYTES) * BLOCK_BYTES
         stop = (storage.data_ptr() + storage.nbytes()) // BLOCK_BYTES * BLOCK_BYTES
-        if stop > start:
-            # Only advice: if it is refused (larger pages, locked memory) the allocator decides as usual.
-            _madvise()(start, stop - start, _MADV_DONTNEED)
+        # Only advice: if it is refused (larger pages, locked memory) the allocator decides as usual.
+        empty_pages(start, stop)
     storage.resize_(0)
-
-
-@cache
-def _madvise() -> Callable[[int, int, int], int]:
-    call = ctypes.CDLL(None).madvise
-    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    call.restype = ctypes.c_int
-    return call
 
 
 Callback: TypeAlias = Callable[[], None]

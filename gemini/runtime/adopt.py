@@ -15,6 +15,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass as PlainTensors
 from torch.nn.parameter import is_lazy
 
+from gemini import _C
 from gemini.chunk import TensorIds
 from gemini.chunk.chunk import StateSpec
 from gemini.errors import ConfigError, GeminiError
@@ -47,10 +48,13 @@ from gemini.runtime.storage.initialization import (
     replace_parameter,
 )
 from gemini.runtime.storage.model_storage import ManagedSlot, ModelStorage, slot_of
+from gemini.system.pages import LEAST_BYTES, release_file_pages
 
 logger = logging.getLogger(__name__)
 
 _COMPARED_NUMEL = 2**18
+# Blocks of less than 32 MiB stay with the C library when they are freed.
+_MOST_FREED_BYTES = 2**23
 
 _AS_IT_IS = nullcontext()
 
@@ -151,6 +155,7 @@ def adopt_module(
             initialized if they were on ``meta``; a frozen one that was cast to 16 bits keeps the cast values.
     """
     adopted: list[Adopted] = []
+    freed_bytes = 0  # since the C library was last asked to give back what is free
     initialization, first_names = Initialization(module, awaited), _first_names(module)
     try:
         with torch.no_grad():
@@ -159,8 +164,12 @@ def adopt_module(
                 for key, param in owner.named_parameters(prefix=name, recurse=False):
                     # Tied parameters are adopted under their first name.
                     if not isinstance(param, ManagedParameter):
-                        slot = storage.slots[first_names[key]]
+                        slot, nbytes = storage.slots[first_names[key]], param.nbytes
                         adopted.append(adopt_parameter(param, slot, manager, owner))
+                        freed_bytes += nbytes
+                        if freed_bytes >= _MOST_FREED_BYTES:
+                            freed_bytes = 0
+                            _C.malloc_trim()
     except BaseException:
         _undo(adopted, manager)
         raise
@@ -381,16 +390,17 @@ def adopt_parameter(
     if is_quantized(param):
         return _adopt_quantized(param, slot, manager, owner)
     dtype, device = param.dtype, param.device
-    if manager.sharding is not None:
-        manager.sharding.agree_on(param.data, slot.group)
-    values = _memory_order(slot, param.data)
+    given = param.data if manager.sharding is None else manager.sharding.agreed(param.data, slot.group)
+    values = _memory_order(slot, given)
     rounded = False
     for tensors, start, stop in _whole_stretches(slot):
         with manager.operator(tensors, tensors):  # whole, not a shard: forward uses it next
-            kept, given = slot.group.param.tensor[start:stop], values[start - slot.start : stop - slot.start]
-            kept.copy_(given)
-            rounded = rounded or (not slot.group.has_master and _differs(kept, given))
+            kept, read = slot.group.param.tensor[start:stop], values[start - slot.start : stop - slot.start]
+            kept.copy_(read)
+            rounded = rounded or (not slot.group.has_master and _differs(kept, read))
     _write_master(slot, slot.start, values, manager)
+    if param.nbytes >= LEAST_BYTES:
+        release_file_pages(param.data)
     manage(param, slot)
     return Adopted(param, slot, dtype, device, rounded)
 

@@ -154,6 +154,13 @@ class Sharding:
         peers.broadcast(contiguous)
         values.copy_(contiguous)
 
+    def agreed(self, values: torch.Tensor, group: ChunkGroup) -> torch.Tensor:
+        """Return ``values`` of the first rank that owns ``group``; on the others in new memory, so that a
+        mapped file is neither read nor copied there."""
+        found = values if self._owners.of(group).peers.share.place == 0 else torch.empty_like(values)
+        self.agree_on(found, group)
+        return found
+
     def assemble(self, flat: torch.Tensor, group: ChunkGroup) -> None:
         """Make values whole, bit for bit: each owner of ``group`` has filled its part, and the rest is zeros.
         Collective over the owners."""

@@ -25,7 +25,7 @@ from gemini.parallel.tensor.region import Region, share_generators
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style
 from gemini.runtime.storage.initialization import Initialization, children_first
-from gemini.system.device import first_device
+from gemini.system.pages import release_file_pages
 
 
 @torch.no_grad()
@@ -68,13 +68,16 @@ class _Cutting:
             self._take(param, param.data)
 
     def _take(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        self._axis.broadcast(values)
+        # New memory where values come from another rank: a mapped file is neither read nor copied there.
+        whole = values if self._axis.rank == 0 else torch.empty_like(values)
+        self._axis.broadcast(whole)
         cut = self._cuts.get(id(param))
         if cut is None:
-            param.data = values
+            param.data = whole
         else:
-            param.data = cut.part(values, self._axis.rank)
+            param.data = cut.part(whole, self._axis.rank)
             self._partition.note(param, cut)
+            release_file_pages(values)
 
     @contextmanager
     def whole_again(self, owner: nn.Module) -> Iterator[None]:

@@ -4,7 +4,8 @@ sequences over ``--sp``, or as a plan says. A booster trains it; its files have 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from gemini.parallel.booster import Booster, HybridParallelPlugin
 from gemini.runtime.activation.recomputed_blocks import recompute_layers
 from gemini.system.durable import temporary_of
 from gemini.system.input_files import errors_of
+from gemini.system.pages import release_file_pages
 
 
 class PartsEngine(TuningEngine):
@@ -66,7 +68,8 @@ class PartsEngine(TuningEngine):
         module.config.use_cache = False  # only generation needs cached keys and values
         if documents_apart:
             logits_of = partial(_logits, module)
-            rank.together(lambda: None if rank.index else refuse_mixed_documents(module, logits_of))
+            with _read_in_passing(module):
+                rank.together(lambda: None if rank.index else refuse_mixed_documents(module, logits_of))
         if config.activation_checkpointing:
             recompute_layers(module)
         module.train()
@@ -287,6 +290,22 @@ def _plain(config: FineTuneConfig) -> Any:
         )
     adapter = adapter_of(config)
     return model if adapter is None else Adapters.of(adapter).applied_to(model)
+
+
+@contextmanager
+def _read_in_passing(model: nn.Module) -> Iterator[None]:
+    """Have the pages of mapped weights leave this process's memory as soon as their module has run."""
+
+    def release(module: nn.Module, *_: Any) -> None:
+        for param in module.parameters(recurse=False):
+            release_file_pages(param.data)
+
+    hooks = [module.register_forward_hook(release) for module in model.modules() if module._parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _plugin_options(config: FineTuneConfig, rows: int, passes: int) -> dict[str, Any]:
