@@ -6,14 +6,15 @@ A plan is data. The planner makes it, and ``HybridParallelPlugin(plan=...)`` run
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -39,6 +40,7 @@ _MOST_SECONDS = 1e12
 _AXES = ("dp", "pp", "sp", "tp")
 _HASH_DIGITS = 16
 _MOST_GROUPS = 64  # levels of nesting
+_ADAPTED = "base_model.model."  # how PEFT's names of a model's parameters begin
 # Counts that are at least one.
 _FROM_ONE = frozenset(("stages_per_rank", "num_microbatches", "microbatch_size"))
 
@@ -309,17 +311,31 @@ class ParallelPlan(_Checked):
         ):
             if missing := [each for each in name if each not in known]:
                 more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                wrong.append(f"{what} {_repr(missing[0])}{more}, but the model has no such module")
-        if (found := fingerprint(model)) != self.model:
-            wrong.append(
-                f"it was made for a model with the fingerprint {_repr(self.model)}, but this one has "
-                f"{found!r} (of the names, shapes, types and requires_grad of its parameters)"
-            )
+                wrong.append(f"{what} {_repr(missing[0])}{more}, and the model has no such module")
+        if fingerprint(model) != self.model:
+            wrong.append(self._difference(model))
         if wrong:
             raise ConfigError(
                 f"the plan does not fit: {'; '.join(wrong)}{_newer(self.version)}. Make a new plan for this "
                 "model and these ranks, or run the plan with the model and ranks that it was made for"
             )
+
+    def _difference(self, model: nn.Module) -> str:
+        """Return how ``model`` differs from the one that the plan was made for, as far as trying shows it."""
+        facts = list(_facts(model))
+        plain = [fact for fact in map(_without_adapter, facts) if fact is not None]
+        types = (None, torch.float32, torch.bfloat16, torch.float16)
+        for base, dtype, all_train in itertools.product((facts, plain), types, (False, True)):
+            tried = [
+                fact._replace(dtype=dtype or fact.dtype, trains=all_train or fact.trains) for fact in base
+            ]
+            if _hash(tried) == self.model:
+                return f"it is of the same model {_in_words(base, dtype, has_adapters=base is not facts)}"
+        return (
+            f"it is of a model with the fingerprint {_repr(self.model)}, and this one's is {_hash(facts)!r} "
+            "(of the names, shapes, types and requires_grad of its parameters; adapters change them, and so "
+            "does another type)"
+        )
 
     def plugin_options(self) -> dict[str, Any]:
         """Return the same settings as keywords of HybridParallelPlugin, which passes some of them to
@@ -395,12 +411,57 @@ def fingerprint(module: nn.Module) -> str:
     """Return a hash of the names, shapes, types and ``requires_grad`` of all parameters and of their ties. It
     is the same on every device, ``meta`` included, and does not depend on values.
     """
+    return _hash(_facts(module))
+
+
+class _Fact(NamedTuple):
+    """What a fingerprint has of a parameter; ``first`` is the first name of a tied one."""
+
+    name: str
+    first: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trains: bool
+
+
+def _facts(module: nn.Module) -> Iterator[_Fact]:
     first: dict[int, str] = {}
-    lines = [
-        f"{name} {first.setdefault(id(param), name)} {tuple(param.shape)} {param.dtype} {param.requires_grad}"
-        for name, param in module.named_parameters(remove_duplicate=False)
-    ]
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        yield _Fact(name, known, tuple(param.shape), param.dtype, param.requires_grad)
+
+
+def _hash(facts: Iterable[_Fact]) -> str:
+    lines = (" ".join(map(str, fact)) for fact in facts)
     return hashlib.sha256("\n".join(lines).encode(errors="backslashreplace")).hexdigest()[:_HASH_DIGITS]
+
+
+def _in_words(base: Sequence[_Fact], dtype: torch.dtype | None, *, has_adapters: bool) -> str:
+    """Return how a model differs from one that was planned: its parameters without adapters are ``base``, and
+    were in ``dtype`` (None: in the same types)."""
+    said = []
+    if has_adapters:
+        said.append("without adapters, and this one has some (--lora)")
+    if dtype is not None:
+        here = sorted({str(fact.dtype).removeprefix("torch.") for fact in base})
+        there = str(dtype).removeprefix("torch.")
+        said.append(f"in {there}, and this one is in {', '.join(here)} (--dtype of gemini plan)")
+    if not said:
+        trained = sum(fact.trains for fact in base)
+        said.append(f"with all parameters trained, and of this one {trained} of {len(base)} train")
+    return "; and ".join(said)
+
+
+def _without_adapter(fact: _Fact) -> _Fact | None:
+    """Return what a parameter was before PEFT has put adapters on the model; None: one of those."""
+    if ".lora_" in fact.name:
+        return None
+    if not fact.name.startswith(_ADAPTED):
+        return fact
+    name, first = (
+        each.removeprefix(_ADAPTED).replace(".base_layer.", ".") for each in (fact.name, fact.first)
+    )
+    return fact._replace(name=name, first=first, trains=True)
 
 
 def _plain(name: str, value: Any) -> Any:

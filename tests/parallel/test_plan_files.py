@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,36 @@ def test_all_that_does_not_fit_is_named_at_once() -> None:
         assert part in str(caught.value)
     assert "recomputes" not in str(caught.value)
     plan_for(two_layers()).check(two_layers(), 1)
+
+
+def with_adapters() -> nn.Module:
+    """Return :func:`two_layers` with the names that PEFT gives them."""
+    adapted, layers = nn.Module(), two_layers().requires_grad_(False)
+    adapted.base_model = nn.Module()
+    adapted.base_model.model = nn.Sequential()
+    for layer in layers:
+        part = nn.Module()
+        part.base_layer, part.lora_A = layer, nn.Linear(4, 2)
+        adapted.base_model.model.append(part)
+    return adapted
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        (lambda: two_layers().bfloat16(), "same model in float32, and this one is in bfloat16"),
+        (with_adapters, "same model without adapters, and this one has some"),
+        (lambda: with_adapters().bfloat16(), "without adapters, .* in float32, and this one is in bfloat16"),
+        (lambda: two_layers().requires_grad_(False), "all parameters trained, and of this one 0 of 4 train"),
+        (lambda: two_layers(5), "it is of a model with the fingerprint"),
+    ],
+    ids=range(5),
+)
+def test_a_model_that_differs_by_types_or_adapters_is_refused_by_that(
+    here: Callable[[], nn.Module], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan_for(two_layers()).check(here(), 1)
 
 
 # -- the plugin ----------------------------------------------------------------------------------------
