@@ -174,9 +174,9 @@ def _require_links(links: Sequence[LinkSpeed], option: str, nbytes: int, needed:
     if nbytes and missing:
         wanted = " ".join(f"--link {name}=2GB/s" for name in missing)
         raise ConfigError(
-            f"{option} is {nbytes}, but the speed of {' and '.join(missing)} is unknown: the step was "
-            f"recorded without that tier; give {wanted} with the speeds "
-            f"to assume, or leave out {option}"
+            f"{option} is {format_bytes(nbytes)}, but the speed of {' and '.join(missing)} is unknown: the "
+            f"step was recorded without that tier; give {wanted} with the speeds to assume, or leave out "
+            f"{option}"
         )
 
 

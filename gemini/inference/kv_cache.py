@@ -16,7 +16,7 @@ from gemini.inference.kv import KeysAndValues, TokenShape, first_seen, too_long
 from gemini.inference.kv_chunks import Rows, array_of, check_at_once
 from gemini.model.handle import ManagedModel, handle_around
 from gemini.runtime.kv_room import KVArray, KVRoom
-from gemini.system.config import parse_bytes
+from gemini.system.config import format_enough, parse_bytes
 
 
 class KVCache(Cache):
@@ -52,7 +52,7 @@ class KVCache(Cache):
         least = len(windows) * handle.manager.chunks.device.block_bytes
         if nbytes < least:
             raise ConfigError(
-                f"kv_bytes is {kv_bytes}, and {len(windows)} layers take at least {least} bytes"
+                f"kv_bytes is {kv_bytes}, and {len(windows)} layers take at least {format_enough(least)}"
             )
         on_device = parse_bytes(kv_device_bytes, name="kv_device_bytes") or 0
         raises_disk = handle.config.disk_bytes is None

@@ -190,8 +190,9 @@ def _message(model: ManagedModel, error: BaseException, first_share: int) -> str
     reason = str(error).partition("\n")[0]
     return (
         f"a step ran out of memory twice, the second time with at most {format_bytes(first_share)} of model "
-        f"data on DEVICE beside what operators hold (device_bytes is {capacity.device_bytes}): {reason}; use "
-        f"a smaller batch or torch.utils.checkpoint, lower device_bytes if others use this memory{below}. "
+        f"data on DEVICE beside what operators hold (device_bytes is {format_bytes(capacity.device_bytes)}): "
+        f"{reason}; use a smaller batch or torch.utils.checkpoint, lower device_bytes if others use this "
+        f"memory{below}. "
         "The step was taken back; from now on model data takes at most "
         f"{format_bytes(model.manager.shortage.share_bytes)}"
     )

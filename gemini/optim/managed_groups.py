@@ -40,6 +40,7 @@ from gemini.optim.wrapped_optimizer import WrappedOptimizer, refuse_states_of
 from gemini.runtime import ChunkGroup, ManagedParameter, ManagedSlot
 from gemini.runtime.storage.data_sizes import Kept
 from gemini.runtime.storage.host_choice import HostUpdates
+from gemini.system.config import format_bytes, format_enough
 from gemini.system.threads import usable_processors
 
 logger = logging.getLogger(__name__)
@@ -165,9 +166,9 @@ def host_updates_of(model: ManagedModel, ratio: Margin) -> HostUpdates | None:
             else "the optimizer states and one update's chunks"
         )
         raise ConfigError(
-            f"gpu_margin_mem_ratio is {ratio}, but host_bytes is {budgets.host_bytes} and {held} take "
-            f"{_least_host_bytes(model)}: the CPU updates states on HOST alone; raise host_bytes to that, or "
-            "leave out gpu_margin_mem_ratio: then states come to the GPU"
+            f"gpu_margin_mem_ratio is {ratio}, but host_bytes is {format_bytes(budgets.host_bytes)} and "
+            f"{held} take {format_enough(_least_host_bytes(model))}: the CPU updates states on HOST alone; "
+            "raise host_bytes to that, or leave out gpu_margin_mem_ratio: then states come to the GPU"
         )
     sharding = model.manager.sharding
     whole_bytes = sharding.gather_bytes if sharding is not None else 0

@@ -14,7 +14,7 @@ from gemini import _C
 from gemini.errors import ConfigError, OutOfBudgetError
 from gemini.memstats import Trace
 from gemini.placement.problem import NO_RUN, Flags, Intervals, Ints, Iteration
-from gemini.system.config import format_bytes
+from gemini.system.config import format_bytes, format_enough
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,7 @@ class DeviceTooSmallError(OutOfBudgetError):
         self._otherwise = otherwise
         self.least_bytes = least_bytes
         super().__init__(
-            f"{reason}; raise device_bytes to at least {least_bytes} ({format_bytes(least_bytes)}) or "
-            f"{otherwise}"
+            f"{reason}; raise device_bytes to at least {format_enough(least_bytes)} or {otherwise}"
         )
 
     def asking(self, least_bytes: int) -> DeviceTooSmallError:
@@ -98,22 +97,29 @@ def check_fits(size: ModelDataSize, capacity: TierCapacity) -> None:
     # Chunks that parameters share are a small part of DEVICE, because the minimum chunk size is lowered for
     # that. Only the chunk of one large parameter, or all parameters of an operator together, can be too
     # large.
-    largest = f"the largest chunk has {size.largest_chunk_bytes} bytes"
-    budget = f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data"
     if size.operator_bytes > room:
         raise DeviceTooSmallError(
-            f"submodule {size.operator_name!r} needs {size.operator_bytes} bytes of parameter chunks on "
-            f"DEVICE at once but {budget}",
+            f"submodule {size.operator_name!r} needs {format_bytes(size.operator_bytes)} of parameter chunks "
+            f"on DEVICE at once but {_budget_text(capacity, reserved)}",
             max(size.operator_bytes, size.working_set_bytes) + reserved,
-            f"split this submodule, or its parameters ({largest})",
+            f"split this submodule, or its parameters ({_largest_text(size)})",
         )
     if size.working_set_bytes > room:
         raise DeviceTooSmallError(
-            f"updating one chunk needs {size.working_set_bytes} bytes on DEVICE at once (parameters, "
-            f"gradients and optimizer states) but {budget}",
+            f"updating one chunk needs {format_bytes(size.working_set_bytes)} on DEVICE at once (parameters, "
+            f"gradients and optimizer states) but {_budget_text(capacity, reserved)}",
             size.working_set_bytes + reserved,
-            f"split the largest parameter ({largest})",
+            f"split the largest parameter ({_largest_text(size)})",
         )
+
+
+def _largest_text(size: ModelDataSize) -> str:
+    return f"the largest chunk has {format_bytes(size.largest_chunk_bytes)}"
+
+
+def _budget_text(capacity: TierCapacity, reserved: int) -> str:
+    held_back = f" with {format_bytes(reserved)} reserved for non-model data" if reserved else ""
+    return f"device_bytes is {format_bytes(capacity.device_bytes)}{held_back}"
 
 
 def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> None:
@@ -134,11 +140,12 @@ def _check_total(size: ModelDataSize, capacity: TierCapacity, reserved: int) -> 
         disk_least = min(size.total_bytes, wanted, wanted - host + size.largest_chunk_bytes)
         more_disk = "raise disk_bytes to" if disk else "give disk_dir and disk_bytes of"
         raise DeviceTooSmallError(
-            f"the model data is {size.total_bytes} bytes but the tiers hold {max(held, 0)} besides the "
-            f"largest update: DEVICE {room}, HOST {host}, DISK {disk}",
+            f"the model data is {format_bytes(size.total_bytes)} but the tiers hold "
+            f"{format_bytes(max(held, 0))} besides the largest update: DEVICE {format_bytes(room)}, HOST "
+            f"{format_bytes(host)}, DISK {format_bytes(disk)}",
             min(size.total_bytes, size.total_bytes + passing - below) + reserved,
-            f"raise host_bytes to at least {host_least} ({format_bytes(host_least)}), or "
-            f"{more_disk} at least {disk_least} ({format_bytes(disk_least)})",
+            f"raise host_bytes to at least {format_enough(host_least)}, or {more_disk} at least "
+            f"{format_enough(disk_least)}",
         )
 
 
@@ -186,8 +193,8 @@ class CudaPolicy:
         reserved = capacity.non_model_bytes or 0
         if size.total_bytes > capacity.device_bytes - reserved:
             raise DeviceTooSmallError(
-                f"placement_policy='cuda' keeps all {size.total_bytes} bytes of model data on DEVICE but "
-                f"device_bytes is {capacity.device_bytes} with {reserved} reserved for non-model data",
+                f"placement_policy='cuda' keeps all {format_bytes(size.total_bytes)} of model data on "
+                f"DEVICE but {_budget_text(capacity, reserved)}",
                 size.total_bytes + reserved,
                 "choose 'auto' with host_bytes or disk_dir",
             )

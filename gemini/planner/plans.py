@@ -24,8 +24,8 @@ from gemini.planner.chunks import StageCapacity
 from gemini.planner.prices import Misfit, Price, RankPrice
 from gemini.planner.rotor import Item
 from gemini.planner.search import Found, Question
-from gemini.runtime.activation.block_groups import Names
-from gemini.system.config import format_bytes
+from gemini.runtime.activation.grouped import Names
+from gemini.system.config import format_bytes, format_enough
 
 _HASH_DIGITS = 16
 
@@ -190,10 +190,10 @@ def _relaxation(found: Found, question: Question) -> str:
         return text
     larger = []
     if enough.device_bytes > given.device_bytes:
-        larger.append(f"device_bytes {enough.device_bytes}")
+        larger.append(f"device_bytes {format_enough(enough.device_bytes)}")
     if enough.host_bytes > given.host_bytes:
-        larger.append(f"host_bytes {enough.host_bytes}")
+        larger.append(f"host_bytes {format_enough(enough.host_bytes)}")
     if enough.disk_bytes > given.disk_bytes:
-        larger.append(f"disk_bytes {enough.disk_bytes}")
+        larger.append(f"disk_bytes {format_enough(enough.disk_bytes)}")
     lower = "" if given.lower_bytes else ", or tiers below DEVICE (host_bytes, disk_bytes)"
     return f"{text}. For each rank {' and '.join(larger)} would do{lower}"

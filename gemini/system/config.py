@@ -61,6 +61,17 @@ def format_bytes(nbytes: int) -> str:
     return f"{scaled:.1f} {_UNITS[-1]}"
 
 
+def format_enough(nbytes: int) -> str:
+    """Return a size of at least ``nbytes`` for people to give as an option: rounded up by 1 % at most, as
+    ``24.03MiB``, which :func:`parse_bytes` reads."""
+    unit = max(0, min((max(nbytes, 1).bit_length() - 1) // 10, len(_UNITS) - 1))
+    if unit == 0:
+        return f"{nbytes}B"
+    hundredths = -(-nbytes * 100 // 1024**unit)
+    digits = f"{hundredths // 100}.{hundredths % 100:02}"
+    return f"{digits.removesuffix('0')}{_UNITS[unit]}"
+
+
 def keyword_names(owner: type) -> frozenset[str]:
     """Return the names of the arguments that ``owner`` accepts by keyword."""
     parameters = inspect.signature(owner).parameters.values()

@@ -23,6 +23,7 @@ from gemini.chunk.chunk import StateSpec
 from gemini.comm.peers import ModelRanks, Share
 from gemini.runtime.growth import with_gathered
 from gemini.runtime.storage.data_sizes import GroupSpec, Kept, Needs, data_sizes, plan_groups
+from gemini.system.config import parse_bytes
 
 # As many threads as a rank has: a product, or a norm, over two has other bits.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,9 +131,9 @@ def _least(rule: str, directory: str) -> int:
     with GeminiDDP(wide(), **TIGHT, device_bytes="640KiB", disk_dir=directory) as model:
         with pytest.raises(OutOfBudgetError) as refused:
             GeminiOptimizer(MAKE[rule](model.parameters()), model)
-        found = re.search(r"raise device_bytes to at least (\d+)", str(refused.value))
+        found = re.search(r"raise device_bytes to at least ([\d.]+\wiB)", str(refused.value))
         assert found is not None
-        return int(found[1])
+        return parse_bytes(found[1]) or 0
 
 
 @pytest.mark.parametrize("rule", MAKE)

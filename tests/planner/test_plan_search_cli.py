@@ -12,6 +12,7 @@ from torch import nn
 import gemini
 from gemini.cli.main import main
 from gemini.parallel import ParallelPlan
+from gemini.system.config import parse_bytes
 
 pytestmark = pytest.mark.usefixtures("kept_records")
 MODEL = "gpt:layers=4,hidden=32,heads=4"
@@ -60,7 +61,8 @@ def test_what_does_not_fit_is_exit_code_one_and_the_relaxation_it_names_does(
     assert "For each rank --device-bytes" in why
     needed = why.partition(" would do")[0].rpartition(" ")[2]
     assert main(asked("--ranks", "2", "--device-bytes", needed, "--json", *described)) == 0
-    assert main(asked("--ranks", "2", "--device-bytes", str(int(needed) - 1), "--json", *described)) == 1
+    less = str(int((parse_bytes(needed) or 0) * 0.99) - 1)
+    assert main(asked("--ranks", "2", "--device-bytes", less, "--json", *described)) == 1
 
 
 def test_tiers_below_device_are_found_where_it_is_too_small(

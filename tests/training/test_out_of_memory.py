@@ -118,7 +118,7 @@ def test_a_step_that_fails_twice_says_so_and_can_be_tried_again() -> None:
     assert len(refused) > 10
     for error in refused:
         assert isinstance(error.__cause__, torch.OutOfMemoryError)
-        assert "device_bytes is 1048576" in str(error)
+        assert "device_bytes is 1.0 MiB" in str(error)
         assert "smaller batch or torch.utils.checkpoint" in str(error)
 
 

@@ -15,6 +15,7 @@ from pairs import pairs
 from torch import Tensor, nn
 
 from gemini import CPUAdam, GeminiDDP, GeminiOptimizer, HybridAdam, OutOfBudgetError, StateError, checkpoint
+from gemini.system.config import parse_bytes
 
 WIDTH, DEPTH = 48, 5
 KIB = 2**10
@@ -159,9 +160,9 @@ def test_what_the_tiers_cannot_hold_stays_frozen(tmp_path: Path) -> None:
     assert "give disk_dir" in refused
     train(net, lambda *_: None, model, optimizer, 3)
     model.close()
-    asked = re.search(r"raise device_bytes to at least (\d+)", refused)
+    asked = re.search(r"raise device_bytes to at least ([\d.]+\wiB)", refused)
     assert asked is not None
-    net, model, optimizer = wrap(int(asked[1]))
+    net, model, optimizer = wrap(parse_bytes(asked[1]))
     net[-2].requires_grad_(True)
     train(net, lambda *_: None, model, optimizer, 3)
     model.close()

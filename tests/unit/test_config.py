@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.errors import ConfigError
-from gemini.system.config import format_bytes, parse_bytes
+from gemini.system.config import format_bytes, format_enough, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,21 @@ def test_a_shown_size_reads_back_within_the_shown_digit(nbytes: int) -> None:
     back = parse_bytes(format_bytes(nbytes))
     assert back is not None
     assert abs(back - nbytes) <= 0.05 * 1024 * max(nbytes, 1) / 1000
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_to_be_given_is_enough_and_hardly_more(nbytes: int) -> None:
+    asked = parse_bytes(format_enough(nbytes))
+    assert asked is not None
+    assert nbytes <= asked <= nbytes * 1.01
+
+
+def test_a_size_to_be_given_is_short() -> None:
+    assert [format_enough(n) for n in (0, 1023, 1024, 2**20 + 1, 2**20 - 1, 24 * 2**30)] == [
+        "0B",
+        "1023B",
+        "1.0KiB",
+        "1.01MiB",
+        "1024.0KiB",
+        "24.0GiB",
+    ]

@@ -12,6 +12,7 @@ import pytest
 from torch import nn
 
 from gemini import GeminiAdamOptimizer, GeminiDDP, IoError, OutOfBudgetError
+from gemini.system.config import parse_bytes
 
 
 class Odd(nn.Module):
@@ -45,9 +46,9 @@ def test_what_a_refusal_asks_for_is_accepted(
 ) -> None:
     with pytest.raises(OutOfBudgetError) as refused:
         train(build(), device_bytes=2**19, disk_dir=str(tmp_path), **options)
-    asked = re.search(r"raise device_bytes to at least (\d+)", str(refused.value))
+    asked = re.search(r"raise device_bytes to at least ([\d.]+\wiB)", str(refused.value))
     assert asked is not None
-    train(build(), device_bytes=int(asked[1]), disk_dir=str(tmp_path), **options)
+    train(build(), device_bytes=asked[1], disk_dir=str(tmp_path), **options)
 
 
 def test_what_is_too_large_may_be_split(train: Callable[..., None], tmp_path: Any) -> None:
@@ -55,10 +56,10 @@ def test_what_is_too_large_may_be_split(train: Callable[..., None], tmp_path: An
         layers = nn.Sequential(*(nn.Linear(256, rows, bias=False) for _ in range(1024 // rows)))
         train(layers, device_bytes=2**19, disk_dir=str(tmp_path), non_model_bytes=0)
 
-    whole = r"split this submodule, or its parameters \(the largest chunk has 1048576 bytes\)"
+    whole = r"split this submodule, or its parameters \(the largest chunk has 1.0 MiB\)"
     with pytest.raises(OutOfBudgetError, match=whole):
         wrap(rows=1024)
-    update = r"split the largest parameter \(the largest chunk has 262144 bytes\)"
+    update = r"split the largest parameter \(the largest chunk has 256.0 KiB\)"
     with pytest.raises(OutOfBudgetError, match=update):
         wrap(rows=256)
     wrap(rows=64)
@@ -75,9 +76,9 @@ def test_it_is_accepted_without_a_disk_too(
         OutOfBudgetError, match=r"raise host_bytes to at least .*, or give disk_dir"
     ) as refused:
         train(build(), device_bytes=2**16, **options)
-    asked = re.search(r"raise device_bytes to at least (\d+)", str(refused.value))
+    asked = re.search(r"raise device_bytes to at least ([\d.]+\wiB)", str(refused.value))
     assert asked is not None
-    train(build(), device_bytes=int(asked[1]), **options)
+    train(build(), device_bytes=asked[1], **options)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +94,12 @@ def test_more_below_device_is_accepted_and_no_less(
 
     with pytest.raises(OutOfBudgetError) as refused:
         wrap(**below)
-    asked = re.search(rf"{tier}_bytes (?:to|of) at least (\d+)", str(refused.value))
+    asked = re.search(rf"{tier}_bytes (?:to|of) at least ([\d.]+\wiB)", str(refused.value))
     assert asked is not None
-    least = int(asked[1])
+    least = parse_bytes(asked[1]) or 0
     wrap(**{**below, f"{tier}_bytes": least})
     with pytest.raises(OutOfBudgetError):
-        wrap(**{**below, f"{tier}_bytes": least - 1})
+        wrap(**{**below, f"{tier}_bytes": int(least * 0.99) - 1})
 
 
 def test_a_disk_without_the_space_is_refused_before_training(

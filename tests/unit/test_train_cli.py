@@ -148,7 +148,7 @@ def test_options_that_cannot_work_are_refused_by_name(arguments: list[str], mess
     [
         (
             ["--device-bytes", "64KiB"],
-            "raise --device-bytes to at least [0-9]+ .* give --disk-dir and --disk-bytes of",
+            "raise --device-bytes to at least [0-9.]+.iB .* give --disk-dir and --disk-bytes of",
         ),
         (["--disk-bytes", "1MiB"], "--disk-bytes is given without --disk-dir"),
         (["--device", "xpu"], "device 'xpu' cannot compute here; pass 'cpu' or 'cuda'"),

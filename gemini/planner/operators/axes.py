@@ -27,7 +27,7 @@ from gemini.planner.operators.program import (
     solve,
 )
 from gemini.planner.operators.rules import Strategy
-from gemini.system.config import format_bytes
+from gemini.system.config import format_bytes, format_enough
 
 _FEW = 4000  # programs up to this number of choices are solved whole
 _MOST_TURNS = 12
@@ -151,8 +151,7 @@ def solve_on_mesh(
         nearest_bytes = math.ceil(peak)
         raise StateError(
             f"no way to run the operators within {format_bytes(budget)} was found in {limit_seconds:g} s; "
-            f"the nearest one takes {nearest_bytes} bytes ({format_bytes(nearest_bytes)}): raise the budget "
-            "to that, or add ranks"
+            f"the nearest one takes {format_enough(nearest_bytes)}: raise the budget to that, or add ranks"
         ) from error
 
 

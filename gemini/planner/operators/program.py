@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
 from gemini.errors import OutOfBudgetError, StateError
-from gemini.system.config import format_bytes
+from gemini.system.config import format_bytes, format_enough
 
 _MOST_ROUNDS = 40  # rounds of adding memory rows
 _MOST_MOMENTS = 8  # memory rows that a round adds
@@ -102,8 +102,8 @@ class MisfitError(OutOfBudgetError):
     def __init__(self, budget: int, least_bytes: int) -> None:
         super().__init__(
             f"no way to run the operators takes {format_bytes(budget)} or less on each rank: the one of "
-            f"fewest bytes takes {least_bytes} ({format_bytes(least_bytes)}); raise the budget to that, "
-            "lower the batch, or add ranks"
+            f"fewest bytes takes {format_enough(least_bytes)}; raise the budget to that, lower the batch, or "
+            "add ranks"
         )
         self.least_bytes = least_bytes
 
@@ -141,7 +141,9 @@ def solve(
         if solution.peak_moment in moments:  # exceeded by the solver's tolerance: tighten the budget
             slack += solution.peak_bytes - budget + 1
         moments += _worst(program, solution.choices, budget, moments)
-    raise StateError(f"no choice within {budget} bytes was found in {_MOST_ROUNDS} rounds: raise the budget")
+    raise StateError(
+        f"no choice within {format_bytes(budget)} was found in {_MOST_ROUNDS} rounds: raise the budget"
+    )
 
 
 def least_bytes(program: IntegerProgram, *, limit_seconds: float = 30.0) -> int:

@@ -19,7 +19,7 @@ from gemini.chunk.chunk import whole_blocks
 from gemini.errors import OutOfBudgetError
 from gemini.memstats.trace import BACKWARD
 from gemini.runtime.gate.gate import Gate
-from gemini.system.config import format_bytes
+from gemini.system.config import format_bytes, format_enough
 
 _SIZES_PER_OCTAVE = 8  # at most an eighth of a chunk is padding
 
@@ -47,8 +47,8 @@ class ChunkPool:
         device_bytes = self._chunks.budgets.device_bytes
         if size > device_bytes:
             raise OutOfBudgetError(
-                f"an activation of {nbytes} bytes ({format_bytes(nbytes)}), which activation_offload stores "
-                f"in one piece of {size} bytes, is more than DEVICE with {device_bytes} bytes holds; raise "
+                f"an activation of {format_bytes(nbytes)}, which activation_offload stores in one piece of "
+                f"{format_bytes(size)}, is more than DEVICE with {format_bytes(device_bytes)} holds; raise "
                 "device_bytes above that, lower the batch size, or put torch.utils.checkpoint around the "
                 "layers that save it; the chunk size does not matter here"
             )
@@ -68,8 +68,8 @@ class ChunkPool:
         larger = [size for size, free in self._free.items() if free and size > nbytes]
         if not larger:
             raise OutOfBudgetError(
-                f"no place on DISK for a further chunk of {nbytes} bytes of activations; raise disk_bytes "
-                "or use fewer different batch shapes"
+                f"no place on DISK for a further chunk of {format_bytes(nbytes)} of activations; raise "
+                "disk_bytes or use fewer different batch shapes"
             )
         return min(larger)
 
@@ -89,11 +89,12 @@ def too_large_error(chunks: ChunkManager, chunk: Chunk) -> OutOfBudgetError | No
     if needed_bytes <= device_bytes:
         return None
     return OutOfBudgetError(
-        f"an activation in one piece of {chunk.spec.nbytes} bytes ({format_bytes(chunk.spec.nbytes)}), which "
-        f"activation_offload stores, does not fit DEVICE with {device_bytes} bytes beside what the operator "
-        f"that saves or uses it has pinned: {pinned_bytes - saved_bytes} bytes of model data and "
-        f"{saved_bytes} bytes of other activations; raise device_bytes to {needed_bytes} or more, lower the "
-        "batch size, or put torch.utils.checkpoint around the layers that save it"
+        f"an activation in one piece of {format_bytes(chunk.spec.nbytes)}, which activation_offload stores, "
+        f"does not fit DEVICE with {format_bytes(device_bytes)} beside what the operator that saves or uses "
+        f"it has pinned: {format_bytes(pinned_bytes - saved_bytes)} of model data and "
+        f"{format_bytes(saved_bytes)} of other activations; raise device_bytes to "
+        f"{format_enough(needed_bytes)} or more, lower the batch size, or put torch.utils.checkpoint around "
+        "the layers that save it"
     )
 
 
