@@ -410,7 +410,8 @@ class PieceTrial:
     ) -> list[tuple[str, tuple[float, ...]]]:
         """Return the operators of some steps over a parameter of ``shape`` without memory."""
         rows = [torch.empty(shape, device="meta") for _ in range(1 + _STEPS_OF_MANY)]
-        with OperatorTrace() as trace:
+        trace = OperatorTrace()
+        with trace:
             self._run(groups, [tried], [rows])
         return trace.operators
 

@@ -24,7 +24,7 @@ from gemini.planner.chunks import StageCapacity
 from gemini.planner.prices import Misfit, Price, RankPrice
 from gemini.planner.rotor import Item
 from gemini.planner.search import Found, Question
-from gemini.runtime.activation.grouped import Names
+from gemini.runtime.activation.block_groups import Names
 from gemini.system.config import format_bytes, format_enough
 
 _HASH_DIGITS = 16

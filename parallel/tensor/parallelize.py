@@ -25,6 +25,7 @@ from gemini.parallel.tensor.region import Region, share_generators
 from gemini.parallel.tensor.sequence import cut_sequence, find_blocks
 from gemini.parallel.tensor.styles import Style
 from gemini.runtime.storage.initialization import Initialization, children_first
+from gemini.system.device import first_device
 from gemini.system.pages import release_file_pages
 
 
