@@ -51,21 +51,21 @@ _STRATEGIES = (
 _WRAPPING = "chunks hold all parameters; no module is wrapped"
 _NO_XLA = "TPUs are not supported: each rank computes on CPUs or one GPU"
 _PREFETCH = "prefetch follows the recorded step"
-_LAUNCH = "it stays as it is: accelerate launch, or torchrun, starts the processes"
-_OF_LAUNCHER = "it is for DeepSpeed's launcher: accelerate launch, or torchrun, starts the processes"
+_LAUNCH = "unchanged: accelerate launch, or torchrun, starts the processes"
+_OF_LAUNCHER = "only DeepSpeed's launcher uses it: accelerate launch, or torchrun, starts the processes"
 _TABLE = (
     *(Key(f"{_FSDP}.fsdp_{name}", _WRAPPING, NOT_NEEDED)
       for name in ("auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params", "ignored_modules",
                    "use_orig_params")),
     *(Key(f"{_FSDP}.fsdp_{name}", _PREFETCH, NOT_NEEDED)
       for name in ("backward_prefetch", "backward_prefetch_policy", "forward_prefetch")),
-    Key(f"{_FSDP}.fsdp_limit_all_gathers", "gather_bytes= of {model} bounds whole chunks", NOT_NEEDED),
-    Key(f"{_FSDP}.fsdp_reshard_after_forward", "gather_bytes= of {model} bounds whole chunks", NOT_NEEDED),
-    Key(f"{_FSDP}.fsdp_sync_module_states", "all ranks take the weights of the first", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_limit_all_gathers", "gather_bytes= of {model} limits gathered chunks", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_reshard_after_forward", "gather_bytes= of {model} limits gathered chunks", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_sync_module_states", "all ranks use the weights of the first rank", NOT_NEEDED),
     Key(f"{_FSDP}.fsdp_cpu_ram_efficient_loading",
         "gemini.from_pretrained(directory) reads a checkpoint straight into chunks", NOT_NEEDED),
-    Key(f"{_FSDP}.fsdp_version", "both versions become the same", NOT_NEEDED),
-    Key(f"{_FSDP}.fsdp_enable_fsdp_float8_all_gather", "there is no fp8: leave it out, and take bf16"),
+    Key(f"{_FSDP}.fsdp_version", "version 1 and version 2 are converted alike", NOT_NEEDED),
+    Key(f"{_FSDP}.fsdp_enable_fsdp_float8_all_gather", "fp8 is not supported: remove this key and use bf16"),
     Key(f"{_FSDP}.fsdp_activation_checkpointing_offload", "give {model} activation_offload='auto'"),
     Key(f"{_FSDP}.fsdp_activation_cpu_offload", "give {model} activation_offload='auto'"),
     *(Key(f"{_FSDP}.fsdp_{name}", _NO_XLA) for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings")),
@@ -79,20 +79,20 @@ _TABLE = (
         NOT_NEEDED),
     *(Key(f"deepspeed_{name}", _OF_LAUNCHER, NOT_NEEDED)
       for name in ("hostfile", "inclusion_filter", "exclusion_filter", "multinode_launcher")),
-    Key("deepspeed_moe_layer_cls_names", "a managed model moves experts one by one (docs/experts.md)",
+    Key("deepspeed_moe_layer_cls_names", "a managed model transfers experts one by one (docs/experts.md)",
         NOT_NEEDED),
     Key("dynamo_config", each(
         loop="{handle}.compile() compiles each block",
         trainer="give TrainingArguments torch_compile=True: each block is compiled",
-        accelerate="it stays as it is: prepare() compiles each block",
+        accelerate="unchanged: prepare() compiles each block",
     )),
-    Key("megatron_lm_config", "cut the layers: parallelize() of gemini.parallel (docs/parallel.md)"),
-    Key("parallelism_config", "cut the model by HybridParallelPlugin (docs/parallel.md)", off=(1,)),
-    Key("fp8_config", "there is no fp8: give {model} mixed_precision='bf16'"),
+    Key("megatron_lm_config", "use tensor parallelism: parallelize() of gemini.parallel (docs/parallel.md)"),
+    Key("parallelism_config", "use HybridParallelPlugin (docs/parallel.md)", off=(1,)),
+    Key("fp8_config", "fp8 is not supported: give {model} mixed_precision='bf16'"),
     *(Key(name, _NO_XLA)
       for name in ("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env",
                    "downcast_bf16")),
-    *(Key(name, "start the job by torchrun in its container (docs/containers.md)")
+    *(Key(name, "start the job with torchrun in its container (docs/containers.md)")
       for name in ("ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name",
                    "pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file",
                    "sagemaker_metrics_file", "additional_args")),
@@ -163,8 +163,8 @@ def _in_words_of_deepspeed(document: Any, source: str) -> tuple[Any, Mapping[Pat
     file = plugin.get("deepspeed_config_file")
     if file is not None:
         raise ConfigError(
-            f"{source}: deepspeed_config_file is {file!r:.200}, which has all options; convert that file: "
-            "gemini convert-config FILE --for accelerate"
+            f"{source}: deepspeed_config_file is {file!r:.200}, and all options are in that file; "
+            "convert it: gemini convert-config FILE --for accelerate"
         )
     values = {key: value for key, value in document.items() if key != _PLUGIN}
     names: dict[Path, Path] = {}
@@ -191,8 +191,8 @@ def _processes(found: Conversion, document: Document) -> None:
     kind = document.take("distributed_type", (str, bool), "NO")  # YAML reads an unquoted NO as false
     if kind in ("FSDP", "DEEPSPEED"):
         found.say("distributed_type", TAKEN,
-                  "chunks are cut among the ranks; write MULTI_GPU there (NO for one process) and take out "
-                  "the section of the plugin, and accelerate launch starts the same processes")  # fmt: skip
+                  "chunks are sharded over the ranks; write MULTI_GPU there (NO for one process) and "
+                  "remove the plugin's section: accelerate launch still starts the processes")  # fmt: skip
     elif kind in ("MEGATRON_LM", "XLA", "TPU"):
         found.say("distributed_type", NOT_SUPPORTED, "write MULTI_GPU, or NO for one process")
     else:
@@ -204,13 +204,13 @@ def _precision(found: Conversion, document: Document) -> None:
     if precision in ("bf16", "fp16"):
         words = found.put("model.mixed_precision", f'"{precision}"')
         more = (
-            "" if found.target is Target.LOOP else "; write no in the file, which asks for autocast otherwise"
+            "" if found.target is Target.LOOP else "; write no in the file, or Accelerate turns autocast on"
         )
         found.say("mixed_precision", TAKEN, f"{words}: {precision} weights with masters in fp32{more}")
     elif precision in ("no", False):  # YAML reads an unquoted no as false
-        found.say("mixed_precision", NOT_NEEDED, "it asks for nothing with this value")
+        found.say("mixed_precision", NOT_NEEDED, "this value changes nothing")
     else:
-        found.say("mixed_precision", NOT_SUPPORTED, f"there is no {precision!r:.20}: give bf16 or fp16")
+        found.say("mixed_precision", NOT_SUPPORTED, f"{precision!r:.20} is not supported: give bf16 or fp16")
 
 
 def _steps(found: Conversion, document: Document) -> None:
@@ -234,10 +234,10 @@ def _fsdp(found: Conversion, document: Document) -> None:
         strategy = _STRATEGIES[int(strategy) - 1]
     if strategy not in _STRATEGIES:
         raise ConfigError(
-            f"{found.source}: {document.name(path)} is {strategy!r:.50}; there are {', '.join(_STRATEGIES)}, "
-            "or 1 to 5"
+            f"{found.source}: {document.name(path)} is {strategy!r:.50}; it must be one of "
+            f"{', '.join(_STRATEGIES)}, or 1 to 5"
         )
-    text = "every chunk is cut among the ranks, parameters too (ZeRO-3)"
+    text = "every chunk is sharded over the ranks, parameters too (ZeRO-3)"
     if strategy.startswith("HYBRID"):
         text += "; give process_group= a DeviceMesh of two dimensions: a row for each node"
     elif strategy != "FULL_SHARD" and found.target is Target.LOOP:
@@ -245,10 +245,10 @@ def _fsdp(found: Conversion, document: Document) -> None:
     found.say(path, TAKEN, text)
     for name in ("offload_params", "cpu_offload"):
         if _flag(document, f"{_FSDP}.fsdp_{name}"):
-            words = "HOST holds what a GPU has no room for; host_bytes= bounds it"
+            words = "HOST holds what does not fit on the GPU; host_bytes= limits it"
             found.say(f"{_FSDP}.fsdp_{name}", TAKEN, words)
         else:
-            found.say(f"{_FSDP}.fsdp_{name}", NOT_NEEDED, "it asks for nothing with this value")
+            found.say(f"{_FSDP}.fsdp_{name}", NOT_NEEDED, "this value changes nothing")
     path = f"{_FSDP}.fsdp_activation_checkpointing"
     if _flag(document, path):
         option = (
@@ -256,10 +256,10 @@ def _fsdp(found: Conversion, document: Document) -> None:
         )
         found.say(path, TAKEN, found.put(option, "True"))
     else:
-        found.say(path, NOT_NEEDED, "it asks for nothing with this value")
+        found.say(path, NOT_NEEDED, "this value changes nothing")
     kind = document.take(f"{_FSDP}.fsdp_state_dict_type", (str,), "SHARDED_STATE_DICT")
     found.say(f"{_FSDP}.fsdp_state_dict_type", *_state_dict_type(str(kind), found.target))
-    found.notes.append("device_bytes=, host_bytes= and disk_dir= bound what the model takes on each tier")
+    found.notes.append("device_bytes=, host_bytes= and disk_dir= limit the memory of the model on each tier")
 
 
 def _state_dict_type(kind: str, target: Target) -> tuple[str, str]:
@@ -269,8 +269,8 @@ def _state_dict_type(kind: str, target: Target) -> tuple[str, str]:
         accelerate="save_state()",
     )[target]
     if kind == "FULL_STATE_DICT":
-        return NOT_NEEDED, f"state_dict() is whole and in fp32; {saved} streams"
-    return NOT_NEEDED, f"{saved} streams the part of each rank, and any number of ranks loads it"
+        return NOT_NEEDED, f"state_dict() returns whole weights in fp32; {saved} streams them"
+    return NOT_NEEDED, f"{saved} streams the part of each rank; any number of ranks can load it"
 
 
 def _flag(document: Document, path: str) -> bool:

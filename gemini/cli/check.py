@@ -34,28 +34,31 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "check",
-        help="show what this machine has, and what is missing",
-        description="Show versions, compiled parts, CPU, memory, I/O and GPU, and what would add the rest.",
+        help="show what is installed on this machine, and what is missing",
+        description=(
+            "Show versions, compiled parts, CPU, memory, I/O and GPU, and the commands that install "
+            "missing parts."
+        ),
     )
     parser.add_argument(
         "-i",
         "--installation",
         action="store_true",
-        help="show the installation alone: versions, compiled parts, and whether their CUDA versions agree",
+        help="show only the installation: versions, compiled parts, and whether their CUDA versions agree",
     )
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     shape.add_argument(
         "--markdown",
         action="store_true",
-        help="print it for a report of an issue: no paths, no names of hosts",
+        help="print it for an issue report: without paths and host names",
     )
     parser.add_argument(
         "--dir",
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="the directory that a DISK tier would use; a small file is tried in it (default: .)",
+        help="the directory for a DISK tier; a small test file is written to it (default: .)",
     )
     parser.set_defaults(run=run)
 
@@ -113,7 +116,7 @@ def _torch_fits(version: str | None) -> str:
     return (
         "yes"
         if TorchVersion(version) >= least
-        else f"no: torch {version}, and {least} is the first that does"
+        else f"no: torch is {version}; the first version that does is {least}"
     )
 
 
@@ -240,23 +243,23 @@ def missing(facts: Facts) -> Iterator[tuple[str, str, str]]:
     yield from missing_from_build(facts)
     if facts["memory"]["huge_pages"] == "never":
         command = f"echo madvise | sudo tee {HUGE_PAGES_FILE}"
-        yield "huge pages", "first touch of a window is several times faster", command
+        yield "huge pages", "the first access to a window is several times faster", command
     if not facts["io"]["direct"]:
-        why = f"no O_DIRECT in {facts['io']['directory']}: reads and writes pass the page cache"
+        why = f"no O_DIRECT in {facts['io']['directory']}: reads and writes go through the page cache"
         yield "direct I/O", why, "choose a disk directory on ext4 or xfs:  gemini check --dir DIR"
 
 
 def missing_from_build(facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Yield the parts that are missing from the installation, as :func:`missing`."""
     if facts["versions"]["matplotlib"] is None:
-        yield "matplotlib", "pictures of memory per tier", "pip install 'gemini-runtime[plot]'"
+        yield "matplotlib", "plots of the memory per tier", "pip install 'gemini-runtime[plot]'"
     compiled, has_gpu = facts["compiled"], facts["gpu"]["driver"]
     if not compiled["uring"]:
         yield "liburing", "io_uring part of the build", f"apt-get install liburing-dev && {REBUILD}"
     if has_gpu and compiled["cuda"] is None:
         yield (
             "CUDA part",
-            "a GPU is here, but nvcc was not at build time",
+            "there is a GPU, but nvcc was missing at build time",
             f"install CUDA's nvcc && {REBUILD}",
         )
     if has_gpu and facts["gpu"]["torch_cuda"] is None:

@@ -83,36 +83,36 @@ def _console() -> Console:
 EXIT_DAMAGED = 1
 
 HELP = """\
-PATH is a directory of checkpoints (the newest is meant), one checkpoint (step-00000200), or what was given to
-gemini train as --checkpoint. Nothing in PATH is ever changed.
+PATH is a directory of checkpoints (the newest is used), one checkpoint (step-00000200), or the --checkpoint
+directory of gemini train. PATH is never changed.
 
 examples:
-  gemini ckpt inspect out/book                what there is: steps, sizes, parameters, settings
+  gemini ckpt inspect out/book                list steps, sizes, parameters, settings
   gemini ckpt verify out/book                 read every byte and compare it with its checksum
   gemini ckpt convert out/book model --to hf --dtype bf16
 """
 
 INSPECT_HELP = """\
 exit codes:
-  0 there is one that can be read    1 all are damaged    2 an error: there is none, or one cannot be read
+  0 a checkpoint is readable    1 all are damaged    2 an error: there is none, or a file cannot be read
 """
 
 VERIFY_HELP = """\
 exit codes:
-  0 every checkpoint is whole    1 one is damaged    2 an error: there is none, or one cannot be read
+  0 every checkpoint is intact    1 one is damaged    2 an error: there is none, or a file cannot be read
 """
 
 CONVERT_HELP = """\
 formats:
   hf     a directory with weights in Hugging Face's format; put the model's config.json and tokenizer beside
-         them and transformers' from_pretrained() loads it
+         them, and from_pretrained() of transformers loads it
   torch  one file: torch.load(FILE, weights_only=True) gives "model", "optimizer", "scheduler", "step" and
          "extra"; the first two are for load_state_dict() of the module and of torch.optim.AdamW
   dcp    a directory: torch.distributed.checkpoint.load() fills {"model", "optimizer", "step"} as
          torch.distributed.checkpoint.state_dict returns them, sharded over any number of ranks
 
-Weights are fp32, the masters where training was in 16 bits. TARGET appears when it is complete; every byte of
-the checkpoint is verified on the way. Checkpoints are private; TARGET may be read by whom the umask lets.
+Weights are fp32 (the masters, if training was in 16 bits). TARGET appears when it is complete; every byte of
+the checkpoint is verified on the way. Checkpoints are private to their owner; TARGET follows the umask.
 
 examples:
   gemini ckpt convert out/book out/model --to hf --dtype bf16
@@ -131,15 +131,18 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    inspect = _add(commands, "inspect", "what checkpoints there are and what is in the newest", INSPECT_HELP)
+    inspect = _add(commands, "inspect", "list the checkpoints, and the contents of the newest", INSPECT_HELP)
     inspect.set_defaults(run=run_inspect)
     verify = _add(commands, "verify", "read every byte and compare it with its checksum", VERIFY_HELP)
     verify.set_defaults(run=run_verify)
     convert = _add(commands, "convert", "write a checkpoint in another format", CONVERT_HELP)
-    convert.add_argument("target", type=Path, metavar="TARGET", help="what to make; must not exist")
+    convert.add_argument("target", type=Path, metavar="TARGET", help="the output; must not exist")
     convert.add_argument("--to", required=True, choices=("hf", "torch", "dcp"), help="the format")
     convert.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of weights, for hf (default: fp32)"
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="of the weights, for hf (default: fp32)",
     )
     convert.set_defaults(run=run_convert)
 

@@ -94,9 +94,9 @@ _GROUPS: dict[str, dict[Target, str]] = {
     "handle": each("model", "trainer.handle", "gemini.handle_of(model)"),
 }
 _LOOP = {
-    "accumulation": "an update follows {text} batches, in the loop",
-    "max_norm": "accelerator.clip_grad_norm_(), with {text}, in the loop",
-    "batch": "batches of {text} from the loader, which the script makes",
+    "accumulation": "the loop makes one update for {text} batches",
+    "max_norm": "the loop calls accelerator.clip_grad_norm_() with {text}",
+    "batch": "your script makes the loader: give it batches of {text}",
     "checkpointing": "model.gradient_checkpointing_enable()",
 }
 
@@ -116,7 +116,7 @@ class Document:
 
     def __init__(self, values: Any, source: str, names: Mapping[Path, Path] | None = None) -> None:
         if not isinstance(values, dict):
-            raise ConfigError(f"{source}: the whole is a {type(values).__name__}, not an object with keys")
+            raise ConfigError(f"{source} holds a {type(values).__name__}, not an object with keys")
         self.source = source
         self._values = values
         self._names = dict(names or {})
@@ -287,8 +287,8 @@ class Conversion:
 
 
 _AUTO_HERE = each(
-    loop='"auto" is a value that a Trainer fills in; write the number, or print a program --for trainer',
-    accelerate='"auto" is a value that DeepSpeed\'s plugin fills in; write the number',
+    loop='only a Trainer fills in "auto"; write the number, or convert with --for trainer',
+    accelerate='only DeepSpeed\'s plugin fills in "auto"; write the number',
 )
 
 
@@ -298,8 +298,8 @@ def auto(target: Target, filled: str) -> tuple[str, str]:
     if target is not Target.TRAINER:
         return NOT_SUPPORTED, _AUTO_HERE[target]
     if not filled:
-        return NOT_SUPPORTED, '"auto" is no value that the Trainer fills in; write the number'
-    return TAKEN, f"{filled} of TrainingArguments, as the Trainer filled it in"
+        return NOT_SUPPORTED, 'the Trainer does not fill in this "auto"; write the number'
+    return TAKEN, f"{filled} of TrainingArguments, as for DeepSpeed"
 
 
 def refuse_unknown(document: Document, path: str, kind: str, deepspeeds: Iterable[str], module: Any) -> None:
@@ -308,8 +308,8 @@ def refuse_unknown(document: Document, path: str, kind: str, deepspeeds: Iterabl
     known = [*deepspeeds, *(name for name, each in vars(module).items() if isinstance(each, type))]
     if kind not in known:
         raise ConfigError(
-            f"{document.source}: {document.name(path)} is {kind!r:.100}, which neither DeepSpeed nor "
-            f"{module.__name__} has{did_you_mean(kind, known)}; correct the name"
+            f"{document.source}: {document.name(path)} is {kind!r:.100}, which is in neither "
+            f"DeepSpeed nor {module.__name__}{did_you_mean(kind, known)}; correct the name"
         )
 
 
@@ -332,7 +332,7 @@ def _verdict(
     if path in found.said:
         return found.said[path]
     if path[0] in switched and not document.is_on(path[0]):
-        return NOT_NEEDED, f'{path[0]} is off: it has no "enabled": true'
+        return NOT_NEEDED, f'{path[0]} is disabled: it has no "enabled": true'
     for count in range(len(path), 0, -1):
         above = path[:count]
         if above in found.said:
@@ -342,11 +342,11 @@ def _verdict(
     known = {".".join(each) for each in (*rows, *document.asked)}
     guess = did_you_mean(".".join(path), known, cutoff=_ALIKE)
     if guess:
-        return NOT_SUPPORTED, f"this key is not known here{guess}; if so, correct it and convert again"
-    return NOT_SUPPORTED, "this key is not known here; look for an option of GeminiDDP or GeminiOptimizer"
+        return NOT_SUPPORTED, f"unknown key{guess}; if so, correct it and convert again"
+    return NOT_SUPPORTED, "unknown key; look for an option of GeminiDDP or GeminiOptimizer"
 
 
 def _of_row(row: Key, target: Target, value: Any, *, is_itself: bool) -> tuple[str, str]:
     if is_itself and (value in (None, False, {}, []) or value in row.off) and row.verdict == NOT_SUPPORTED:
-        return NOT_NEEDED, "it asks for nothing with this value"
+        return NOT_NEEDED, "this value changes nothing"
     return row.verdict, row.sentence(target)

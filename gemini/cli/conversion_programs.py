@@ -25,7 +25,7 @@ _OF_TRAINER_ADAMW = frozenset((*_ARGUMENTS, "betas", "state_dtype", "bias_correc
 
 def program(found: Conversion) -> str:
     """Return the text of the program, for a script that has a model and its data."""
-    lines = [f"# from {found.source}, for a script that has {_HAS[found.target]}"]
+    lines = [f"# from {found.source}, for a script that defines {_HAS[found.target]}"]
     lines += [f"# {note}" for note in found.notes]
     lines += _imports(found)
     if any("ranks" in text for group in found.groups.values() for text in group.values()):
@@ -63,7 +63,7 @@ def _imports(found: Conversion) -> list[str]:
 
 # --------------------------------------------------------------------------------------- the loop
 def _loop(found: Conversion) -> Iterator[str]:
-    yield "join_ranks()  # those that torchrun has started; nothing without it"
+    yield "join_ranks()  # joins the ranks that torchrun started; does nothing without torchrun"
     yield from _checkpointing(found)
     yield from _call("model = gemini.GeminiDDP", ["model"], found.of("model"))
     yield from _call(f"optimizer = {found.optimizer_class}", [_params(found)], found.of("optimizer"))

@@ -21,21 +21,21 @@ FILE is one of
   ds_config.json         a configuration of DeepSpeed
   default_config.yaml    what accelerate config writes, with FSDP or DeepSpeed
   fsdp_config.json       for fsdp_config= of TrainingArguments
-It is only read: nothing in it is run.
+gemini only reads FILE and runs nothing from it.
 
-Standard output is a program that does the same with a managed model:
+Standard output gets a program that does the same with a managed model:
   --for trainer       TrainingArguments and GeminiTrainer; what the file
                       leaves "auto" stays in your TrainingArguments
   --for accelerate    GeminiAccelerator and its loop
   --for loop          GeminiDDP, GeminiOptimizer and a plain loop
-Without --for: a DeepSpeed file with "auto" values, or one of FSDP's, is for the
-Trainer; a file of accelerate config is for Accelerate; any other for a loop.
+Without --for: a DeepSpeed file with "auto" values, or an FSDP file, is for the
+Trainer; a file of accelerate config is for Accelerate; any other file for a loop.
 
-Standard error has every key of the file:
-  taken               as the option that is named
+Standard error lists every key of the file:
+  taken               and the option that it became
   not needed          and why
   not supported       and what to do instead
-The rates of a scheduler are DeepSpeed's, update for update.
+The learning rate of a scheduler equals DeepSpeed's at every update.
 
 examples:
   gemini convert-config ds_config.json
@@ -50,9 +50,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``convert-config`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "convert-config",
-        help="print our call for a DeepSpeed or Accelerate config",
-        description="Print the program that a configuration of DeepSpeed or Accelerate becomes, and what "
-        "happened to each of its keys.",
+        help="convert a DeepSpeed or Accelerate config to a program",
+        description="Convert a DeepSpeed or Accelerate configuration to a program, and report how "
+        "each key was handled.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -61,7 +61,7 @@ def add_parser(subparsers: Any) -> None:
         "--for",
         dest="target",
         choices=[target.value for target in Target],
-        help="the program that the configuration belongs to (default: follows from the file)",
+        help="the kind of program to print (default: chosen from the file)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object: program, and keys with verdicts"
@@ -140,8 +140,8 @@ def _require_known(document: Any, path: Path) -> None:
         return
     keys = printable(", ".join(str(key) for key in list(document)[:5]))
     raise ConfigError(
-        f"{path} has no key of a configuration of DeepSpeed or Accelerate, but {keys}; "
-        "name ds_config.json, or the YAML that accelerate config writes"
+        f"{path} has no key of DeepSpeed or Accelerate, only {keys}; name ds_config.json, or the "
+        "YAML file that accelerate config writes"
     )
 
 
@@ -154,6 +154,6 @@ def _read(path: Path) -> Any:
     try:
         return read_document(path, "the configuration", kind=kind)
     except InputError as error:
-        if kind != ".json" or " is no JSON: " not in str(error):
+        if kind != ".json" or " is not JSON: " not in str(error):
             raise
-        raise InputError(f"{error}; name a YAML file .yaml, and save a Python dict as JSON") from error
+        raise InputError(f"{error}; name a YAML file .yaml; save a Python dict as JSON") from error

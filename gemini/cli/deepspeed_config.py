@@ -51,9 +51,16 @@ _OWN_OPTIONS = {
 _FLAGS = ("nesterov", "centered", "bias_correction", "decoupled_weight_decay")
 _SPEED_ONLY = ("foreach", "fused", "capturable", "differentiable", "set_grad_none", "torch_adam")
 _WITHOUT_RULE = {
-    "muadam": "scales the rate of each layer: give parameter groups with these rates to HybridAdam",
-    "muadamw": "scales the rate of each layer: give parameter groups with these rates to HybridAdam",
-    "musgd": "scales the rate of each layer: give parameter groups with these rates to torch.optim.SGD",
+    "muadam": (
+        "scales the learning rate of each layer: use HybridAdam with parameter groups that have these rates"
+    ),
+    "muadamw": (
+        "scales the learning rate of each layer: use HybridAdam with parameter groups that have these rates"
+    ),
+    "musgd": (
+        "scales the learning rate of each layer: use torch.optim.SGD with parameter groups that have "
+        "these rates"
+    ),
 }
 # Optimizers that send one bit per value after a warmup -> our class with the rule of the warmup.
 _ONE_BIT = {
@@ -131,7 +138,7 @@ def _precision(found: Conversion, document: Document) -> None:
             words = found.put("model.mixed_precision", f'"{name}"')
             found.say(path, TAKEN, f"{words}: {name} weights with masters in fp32")
         elif document.has(path):
-            found.say(path, NOT_NEEDED, "it asks for nothing with this value")
+            found.say(path, NOT_NEEDED, "this value changes nothing")
     fixed = document.take_as("fp16.loss_scale", NUMBER, 0)
     if enabled["fp16"] is True and document.has("fp16.loss_scale"):
         _loss_scale(found, fixed)
@@ -142,21 +149,20 @@ def _precision(found: Conversion, document: Document) -> None:
 
 
 _AUTO_PRECISION = each(
-    loop='"auto" is filled in by a Trainer; give GeminiDDP mixed_precision="bf16" or "fp16"',
-    trainer='mixed_precision= of gemini={...}: set it to "bf16" or "fp16" where the script has bf16=True or '
-    "fp16=True in TrainingArguments, and take that out there",
-    accelerate='"auto" is filled in by DeepSpeed\'s plugin; give gemini={...} mixed_precision="bf16" or '
-    '"fp16"',
+    loop='only a Trainer fills in "auto"; give GeminiDDP mixed_precision="bf16" or "fp16"',
+    trainer="mixed_precision= of gemini={...}: if TrainingArguments has bf16=True or fp16=True, "
+    'remove that and set mixed_precision to "bf16" or "fp16"',
+    accelerate='only DeepSpeed\'s plugin fills in "auto"; give gemini={...} mixed_precision="bf16" or "fp16"',
 )
 
 
 def _loss_scale(found: Conversion, fixed: Any) -> None:
     if fixed in (0, AUTO):
-        found.say("fp16.loss_scale", NOT_NEEDED, "0: the scale follows the gradients here as well")
+        found.say("fp16.loss_scale", NOT_NEEDED, "0: here the scale is dynamic, too")
         return
     for name in ("initial_scale", "min_scale", "max_scale"):
         words = found.put(f"managed.{name}", repr(fixed))
-    found.say("fp16.loss_scale", TAKEN, f"{words}, and initial_scale= and min_scale=: the scale stays")
+    found.say("fp16.loss_scale", TAKEN, f"{words}, and initial_scale= and min_scale=: the scale is constant")
     for name in ("loss_scale_window", "hysteresis", "initial_scale_power", "min_loss_scale"):
         found.say(f"fp16.{name}", NOT_NEEDED, "loss_scale is fixed")
 
@@ -168,7 +174,7 @@ def _perhaps_scaled(found: Conversion, document: Document) -> None:
         kind = NUMBER if key is None or key.kind is None else key.kind
         value = document.take_as(path, kind)
         if value in (None, AUTO, default):
-            found.say(path, NOT_NEEDED, "it is the default here as well")
+            found.say(path, NOT_NEEDED, "it is the default here, too")
             continue
         name = "initial_scale" if key is None else key.option(found.target).partition(".")[2]
         call = "{managed}" if found.target is Target.LOOP else "gemini_optimizer={...}"
@@ -205,7 +211,7 @@ def _batches(found: Conversion, document: Document) -> None:
     if not isinstance(total, int):
         return
     if isinstance(micro, int) and isinstance(times, int):
-        found.say("train_batch_size", NOT_NEEDED, "it is the batch x the accumulation x the ranks")
+        found.say("train_batch_size", NOT_NEEDED, "it is batch x accumulation x ranks")
     elif AUTO in (micro, times):
         found.say("train_batch_size", NOT_NEEDED, "it follows from the batch, the accumulation and the ranks")
     else:
@@ -213,29 +219,29 @@ def _batches(found: Conversion, document: Document) -> None:
         if total % part:
             name = "train_micro_batch_size_per_gpu" if micro is not None else "gradient_accumulation_steps"
             raise ConfigError(
-                f"{document.source}: train_batch_size is {total} and {name} {part}: the first must be a "
-                "multiple of the second; correct one of them"
+                f"{document.source}: train_batch_size is {total} and {name} is {part}: the first "
+                "must be a multiple of the second; correct one of them"
             )
         option = steps if micro is not None else batch
         found.say("train_batch_size", TAKEN, found.put(option, f"max(1, {total // part} // ranks)"))
 
 
 # ------------------------------------------------------------------------------------------ ZeRO
-_CUT = "every chunk is cut among the ranks, parameters too (ZeRO-3)"
+_CUT = "every chunk is sharded over the ranks, parameters too (ZeRO-3)"
 _STAGES = {
-    0: "one process holds the model in chunks; several ranks cut them among themselves",
-    1: f"{_CUT}; the updates are those of stage 1",
-    2: f"{_CUT}; the updates are those of stage 2",
+    0: "one process holds the model in chunks; several ranks shard them",
+    1: f"{_CUT}; the updates equal those of stage 1",
+    2: f"{_CUT}; the updates equal those of stage 2",
     3: _CUT,
 }
-_HOST = "HOST holds what a GPU has no room for; host_bytes= bounds it"
+_HOST = "HOST holds what does not fit on the GPU; host_bytes= limits it"
 
 
 def _zero(found: Conversion, document: Document) -> None:
     path = "zero_optimization.stage"
     stage = document.take(path, (int,), 0)
     if stage not in _STAGES and stage != AUTO:
-        raise ConfigError(f"{document.source}: {document.name(path)} is {stage}; there are 0, 1, 2 and 3")
+        raise ConfigError(f"{document.source}: {document.name(path)} is {stage}; it must be 0, 1, 2 or 3")
     if stage == AUTO:
         found.say(path, *auto(found.target, ""))
     else:
@@ -252,8 +258,8 @@ def _zero(found: Conversion, document: Document) -> None:
         if document.take(f"zero_optimization.{name}", (bool,), False) is True:
             found.say(f"zero_optimization.{name}", TAKEN, _HOST)
         else:
-            found.say(f"zero_optimization.{name}", NOT_NEEDED, "it asks for nothing with this value")
-    found.notes.append("device_bytes=, host_bytes= and disk_dir= bound what the model takes on each tier")
+            found.say(f"zero_optimization.{name}", NOT_NEEDED, "this value changes nothing")
+    found.notes.append("device_bytes=, host_bytes= and disk_dir= limit the memory of the model on each tier")
 
 
 def _offload(found: Conversion, document: Document, where: str) -> None:
@@ -264,13 +270,14 @@ def _offload(found: Conversion, document: Document, where: str) -> None:
     document.take_as(f"{where}.ratio", NUMBER)
     if device not in ("none", "cpu", "nvme", AUTO):
         name = document.name(f"{where}.device")
-        raise ConfigError(f"{document.source}: {name} is {device!r}; there are none, cpu and nvme")
+        raise ConfigError(f"{document.source}: {name} is {device!r}; it must be none, cpu or nvme")
     if device in ("none", AUTO):
-        found.say(where, NOT_NEEDED, "nothing is sent away with device none")
+        found.say(where, NOT_NEEDED, "with device none nothing is offloaded")
         return
     if device == "nvme" and path in (None, AUTO):
         raise ConfigError(
-            f"{document.source}: {document.name(f'{where}.device')} is nvme and nvme_path is missing; give it"
+            f"{document.source}: {document.name(f'{where}.device')} is nvme, but nvme_path is "
+            "missing; add nvme_path"
         )
     found.say(f"{where}.device", TAKEN, _HOST)
     if device == "nvme":
@@ -279,14 +286,14 @@ def _offload(found: Conversion, document: Document, where: str) -> None:
         found.say(f"{where}.nvme_path", NOT_NEEDED, "the device is cpu")
     if pinned is not None:
         words = found.put("model.pin_memory", "False") if not pinned else ""
-        found.say(f"{where}.pin_memory", TAKEN, words or "pin_memory= is True on a GPU by default")
+        found.say(f"{where}.pin_memory", TAKEN, words or "pin_memory= is True by default on a GPU")
 
 
 def _disk(found: Conversion, where: str, path: str) -> None:
     chosen = found.of("model").setdefault("disk_dir", path)
     if chosen == path:
         words = found.put("model.disk_dir", path)
-        found.say(f"{where}.device", TAKEN, f"{words}: it holds what DEVICE and HOST have no room for")
+        found.say(f"{where}.device", TAKEN, f"{words}: it holds what does not fit on DEVICE and HOST")
         found.say(f"{where}.nvme_path", TAKEN, words)
     else:
         found.say(f"{where}.nvme_path", NOT_SUPPORTED, f"one DISK tier holds everything: disk_dir={chosen}")
@@ -306,7 +313,7 @@ _PARAMS = "optimizer.params"
 def note_optimizer(found: Conversion, document: Document) -> None:
     """Add a comment to the program if the file has no optimizer."""
     if not document.section("optimizer") and found.target is not Target.TRAINER:
-        found.notes.append("the file has no optimizer: write that of your script for HybridAdam")
+        found.notes.append("the file has no optimizer: replace HybridAdam by the optimizer of your script")
 
 
 def _optimizer(found: Conversion, document: Document) -> None:
@@ -333,7 +340,9 @@ def _optimizer(found: Conversion, document: Document) -> None:
             import torch
 
             refuse_unknown(document, "optimizer.type", kind, _DEEPSPEEDS, torch.optim)
-        says = _WITHOUT_RULE.get(name, f"there is no {kind} here: HybridAdam is printed, with its options")
+        says = _WITHOUT_RULE.get(
+            name, f"{kind} is not supported: the program has HybridAdam, with the options of the file"
+        )
         found.say("optimizer.type", NOT_SUPPORTED, says)
     if found.optimizer_class == "gemini.Lamb":  # DeepSpeed's defaults
         found.of("optimizer").update(eps="1e-08", bias_correction="True")
@@ -349,12 +358,12 @@ def _param(found: Conversion, document: Document, key: str, path: str) -> None:
     """Convert a parameter of the optimizer."""
     options = _OWN_OPTIONS[found.optimizer_class]
     if key in _SPEED_ONLY:
-        found.say(path, NOT_NEEDED, "it changes how torch computes the update, not its result")
+        found.say(path, NOT_NEEDED, "it changes how torch computes the update, not the result")
         return
     if key not in options:
         guess = did_you_mean(key, options)
         way_out = "if so, correct it and convert again" if guess else "leave it out"
-        found.say(path, NOT_SUPPORTED, f"{found.optimizer_class} has no {key}{guess}; {way_out}")
+        found.say(path, NOT_SUPPORTED, f"{found.optimizer_class} has no option {key}{guess}; {way_out}")
         return
     value = _value(document, key, path)
     if value == AUTO and isinstance(value, str):
@@ -377,13 +386,13 @@ def _one_bit(found: Conversion, params: dict[str, Any], kind: str) -> None:
     found.say(
         "optimizer.type",
         TAKEN,
-        f"{kind}, with the rule that it has during its warmup. What differs: later DeepSpeed freezes the "
-        "second moment and sends one bit of each value; here ranks send whole gradients, and reduce_dtype= "
-        "halves them",
+        f"{kind}, with the update rule of its warmup. The difference: after the warmup DeepSpeed "
+        "freezes the second moment and sends one bit for each value; here ranks send whole "
+        "gradients, and reduce_dtype= halves them",
     )
     for key in _OF_ONE_BIT:
         if key in params:
-            found.say(f"{_PARAMS}.{key}", NOT_NEEDED, "ranks send whole gradients, so it has nothing to do")
+            found.say(f"{_PARAMS}.{key}", NOT_NEEDED, "ranks send whole gradients, so it has no effect")
 
 
 def _muon(found: Conversion, document: Document) -> None:
@@ -393,8 +402,9 @@ def _muon(found: Conversion, document: Document) -> None:
     found.say(
         "optimizer.type",
         TAKEN,
-        "gemini.Muon: Muon for hidden matrices, AdamW for all others. What differs: matrices named wte, wpe, "
-        "score or classifier, and weights of more than two dimensions, have AdamW",
+        "gemini.Muon: Muon for hidden matrices, AdamW for all other parameters. The difference: "
+        "matrices named wte, wpe, score or classifier, and weights with more than two dimensions, "
+        "use AdamW",
     )
     path = f"{_PARAMS}.lr"
     shared = document.take_as(path, NUMBER)
@@ -407,9 +417,9 @@ def _muon(found: Conversion, document: Document) -> None:
             found.of("optimizer")[name] = repr(shared)
             found.say(path, TAKEN, f"{name}={shared!r} of gemini.Muon")
     if document.has(f"{_PARAMS}.muon_lr") and document.has(f"{_PARAMS}.adam_lr"):
-        found.say(path, NOT_NEEDED, "muon_lr and adam_lr are there")
-    found.say(f"{_PARAMS}.ns_method", NOT_NEEDED, "each method computes the same matrix, up to rounding")
-    says = "a matrix becomes orthogonal as a whole, not by heads: leave it out"
+        found.say(path, NOT_NEEDED, "muon_lr and adam_lr replace it")
+    found.say(f"{_PARAMS}.ns_method", NOT_NEEDED, "all methods compute the same matrix, up to rounding")
+    says = "Muon orthogonalizes the whole matrix, not each head: remove this key"
     found.say(f"{_PARAMS}.per_head_muon", NOT_SUPPORTED, says)
 
 
@@ -419,15 +429,16 @@ def _adam_of_muon(found: Conversion, document: Document) -> None:
     found.say(
         "optimizer.type",
         NOT_SUPPORTED,
-        "gemini.Muon needs names of parameters, which the Trainer does not give: HybridAdam is printed, with "
-        "adam_lr if the file has it; convert --for accelerate, or --for loop",
+        "gemini.Muon needs the names of parameters, and the Trainer does not pass them: the program "
+        "has HybridAdam, with adam_lr if the file has it; to use Muon, convert with --for accelerate "
+        "or --for loop",
     )
     for key in ("muon_lr", "momentum", "ns_steps", "ns_method", "per_head_muon"):
-        found.say(f"{_PARAMS}.{key}", NOT_SUPPORTED, "it is of Muon")
+        found.say(f"{_PARAMS}.{key}", NOT_SUPPORTED, "only Muon uses it")
     rate = document.take_as(f"{_PARAMS}.adam_lr", NUMBER)
     if isinstance(rate, int | float):
         found.of("optimizer")["lr"] = repr(rate)
-        found.say(f"{_PARAMS}.lr", NOT_SUPPORTED, "it is of Muon: Adam has adam_lr")
+        found.say(f"{_PARAMS}.lr", NOT_SUPPORTED, "only Muon uses it: Adam has adam_lr")
         found.say(f"{_PARAMS}.adam_lr", TAKEN, f"learning_rate={rate!r} of TrainingArguments")
 
 
@@ -447,8 +458,8 @@ def _value(document: Document, key: str, path: str) -> Any:
         return betas
     if len(betas) != 2 or not all(type(beta) in (int, float) and 0 <= beta < 1 for beta in betas):
         raise ConfigError(
-            f"{document.source}: {document.name(path)} is {betas!r:.100}; it must be two numbers from 0 to "
-            "below 1"
+            f"{document.source}: {document.name(path)} is {betas!r:.100}; it must be two numbers, "
+            "each at least 0 and below 1"
         )
     return tuple(betas)
 
@@ -461,7 +472,7 @@ def _adam(found: Conversion, document: Document, *, decouples: bool) -> None:
         found.of("optimizer")["adamw_mode"] = "False"
         found.say(path, TAKEN, "adamw_mode= of gemini.HybridAdam")
     elif document.has(path):
-        found.say(path, NOT_NEEDED, "gemini.HybridAdam decays as AdamW by default")
+        found.say(path, NOT_NEEDED, "gemini.HybridAdam decays weights as AdamW by default")
     uses_torch = document.take(f"{_PARAMS}.torch_adam", (bool,), False) is True
     if (
         uses_torch

@@ -32,13 +32,13 @@ _HAS_BETAS = ("gemini.HybridAdam", "gemini.Lion", "gemini.Lamb", "torch.optim.NA
               "torch.optim.Adamax")  # fmt: skip
 # Key -> (expression in create_scheduler() that the Trainer fills in for "auto", its description).
 _OF_TRAINER = {
-    "warmup_min_lr": ("0.0", "0, which is what the Trainer filled in"),
+    "warmup_min_lr": ("0.0", "0, as the Trainer filled in"),
     "warmup_max_lr": ("self.args.learning_rate", "learning_rate= of TrainingArguments"),
     "warmup_num_steps": (
         "max(1, self.args.get_warmup_steps(num_training_steps))",
         "warmup_steps= of TrainingArguments",
     ),
-    "total_num_steps": ("num_training_steps", "the number of updates, which the Trainer knows"),
+    "total_num_steps": ("num_training_steps", "the number of updates, which the Trainer computes"),
 }
 _DEFAULT_RATE = "0.001"
 
@@ -58,8 +58,8 @@ def fill(found: Conversion, document: Document) -> None:
 
         if kind:
             refuse_unknown(document, "scheduler.type", kind, _DEEPSPEEDS, torch.optim.lr_scheduler)
-        way_out = f"make it over the optimizer: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
-        says = f"{kind} is torch's; {way_out}" if kind else "without a type DeepSpeed makes none"
+        way_out = f"create it for the optimizer: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
+        says = f"{kind} is torch's; {way_out}" if kind else "without a type DeepSpeed creates no scheduler"
         found.say("scheduler", NOT_SUPPORTED, says)
         return
     lists = [key for key, value in params.items() if isinstance(value, list) and not _is_one_number(value)]
@@ -67,8 +67,8 @@ def fill(found: Conversion, document: Document) -> None:
         found.say(
             "scheduler",
             NOT_SUPPORTED,
-            f"{lists[0]} has a rate for each group, and the script makes the groups: give the optimizer "
-            "groups with these rates, and torch's LambdaLR a function for each",
+            f"{lists[0]} has a rate for each parameter group, and your script makes the groups: give "
+            "the optimizer groups with these rates, and torch's LambdaLR one function for each group",
         )
         return
     for key, value in params.items():
@@ -99,7 +99,7 @@ def _leave_out(found: Conversion, params: Iterable[str], unknown: list[str]) -> 
     for key in params:
         found.say(f"{_PARAMS}.{key}", NOT_SUPPORTED, "the schedule is left out: see scheduler.type")
     names = " and ".join(unknown)
-    found.say("scheduler.type", NOT_SUPPORTED, f'nobody fills in "auto" here; write numbers for {names}')
+    found.say("scheduler.type", NOT_SUPPORTED, f'nothing fills in "auto" here; write numbers for {names}')
 
 
 class _Values:
@@ -119,13 +119,13 @@ class _Values:
         if value is None:
             if not default:
                 raise ConfigError(
-                    f"{self.document.source}: {path} is missing, and the scheduler has no default for it; "
-                    "give it"
+                    f"{self.document.source}: {path} is missing, and the scheduler has no default "
+                    "for it; add it"
                 )
             return default
         if value == AUTO and isinstance(value, str):
             return self._auto(key, path, default)
-        self.found.say(path, TAKEN, "a setting of the schedule that is printed")
+        self.found.say(path, TAKEN, "part of the schedule in the program")
         return kind.text(value)
 
     def _rate_of_groups(self, key: str, kind: Kind) -> float | None:
@@ -149,7 +149,7 @@ class _Values:
     def flag(self, key: str, *, default: bool) -> bool:
         """Return a boolean value."""
         value = self.document.take(f"{_PARAMS}.{key}", (bool,), default)
-        self.found.say(f"{_PARAMS}.{key}", TAKEN, "a setting of the schedule that is printed")
+        self.found.say(f"{_PARAMS}.{key}", TAKEN, "part of the schedule in the program")
         return value is True
 
     def peak(self, key: str, default: str = "") -> str:
@@ -158,7 +158,7 @@ class _Values:
         text = self.number(key, default)
         if _is_number(text) and float(text) == 0:
             raise ConfigError(
-                f"{self.document.source}: {_PARAMS}.{key} is 0: no update would change a weight; raise it"
+                f"{self.document.source}: {_PARAMS}.{key} is 0: no update would change the weights; raise it"
             )
         self._set_rate(text, over=text != default)
         return text
@@ -167,7 +167,9 @@ class _Values:
         """Set the optimizer's rate to that of the schedule. As in DeepSpeed, it applies to all groups."""
         for key in ("lr", "muon_lr", "adam_lr"):
             if over and self.document.take(f"optimizer.params.{key}", (float,)) not in (None, AUTO):
-                self.found.say(f"optimizer.params.{key}", NOT_NEEDED, "scheduler.params sets the rate")
+                self.found.say(
+                    f"optimizer.params.{key}", NOT_NEEDED, "scheduler.params sets the learning rate"
+                )
         options = self.found.of("optimizer")
         if self.found.optimizer_class == "gemini.Muon" and (over or "lr" not in options):
             options["adam_lr"] = text
@@ -200,20 +202,20 @@ def _share_of(part: str, whole: str) -> str:
 
 # --------------------------------------------------------------------------------------- warmups
 _FALLING = {  # the schedule after a warmup: source lines, and a description
-    "WarmupLR": (("return 1.0",), "then the rate stays"),
+    "WarmupLR": (("return 1.0",), "then the rate is constant"),
     "WarmupDecayLR": (
         (
             "way = max(0.0, (total_steps - step) / max(1, total_steps - warmup_steps))",
             "return lowest + (1 - lowest) * way",
         ),
-        "then the rate falls along a line",
+        "then the rate falls linearly",
     ),
     "WarmupCosineLR": (
         (
             "way = min(1.0, (step - warmup_steps + 1) / max(1, total_steps - warmup_steps))",
             "return least + (1 - least) * (1 + math.cos(math.pi * way)) / 2",
         ),
-        "then the rate falls along a cosine",
+        "then the rate falls as a cosine",
     ),
 }
 
@@ -259,8 +261,8 @@ def _check_falls(values: _Values, steps: str, total: str) -> None:
         return
     if int(total) <= int(steps):
         raise ConfigError(
-            f"{values.document.source}: {_PARAMS}.total_num_steps is {total}, and warmup_num_steps {steps}: "
-            "that leaves no steps for the rate to fall in; correct one of them"
+            f"{values.document.source}: {_PARAMS}.total_num_steps is {total} and warmup_num_steps is "
+            f"{steps}: no steps are left after the warmup; correct one of them"
         )
 
 

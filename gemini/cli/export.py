@@ -16,20 +16,20 @@ _TYPES = ("f16", "bf16", "q8_0")
 EPILOG = """\
 examples:
   gemini export out/merged model.gguf --type q8_0
-      one file for llama.cpp and what is built on it, with 8.5 bits per weight
+      one file for llama.cpp and programs built on it, with 8.5 bits per weight
   gemini export out/merged out/half --type f16
-      the same directory with weights in another type
+      the same directory with weights in another dtype
 
 formats:
-  safetensors    a directory as MODEL is one: shards, config, tokenizer. --type f16 or bf16; default: as it is
+  safetensors    a directory like MODEL: shards, config, tokenizer. --type f16 or bf16; default: unchanged
   gguf           one file with weights, hyperparameters, tokenizer and chat template. --type f16 (default),
                  bf16 or q8_0; vectors stay fp32. Needs pip install 'gemini-runtime[gguf]'
 
-GGUF is written for Llama, Mistral, SmolLM2, Qwen2, Qwen3 and GPT-2; other models are refused by name. One
+GGUF is written for Llama, Mistral, SmolLM2, Qwen2, Qwen3 and GPT-2; any other model is an error. One
 tensor is in memory at a time. OUT must not exist; it appears when it is complete.
 
 exit codes:
-  0 done    2 an error, with its reason; nothing was written
+  0 done    2 an error; nothing was written
 """
 
 
@@ -37,17 +37,17 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``export`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "export",
-        help="write a model for llama.cpp (GGUF), or in another type",
-        description="Write the model in MODEL as files for other programs.",
+        help="export a model to GGUF (llama.cpp), or convert its weights to another dtype",
+        description="Export the model in MODEL for other programs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the model: config.json, safetensors")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the file or directory to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the output file or directory")
     parser.add_argument(
-        "--format", choices=_FORMATS, help="default: gguf for an OUT that ends in .gguf, else safetensors"
+        "--format", choices=_FORMATS, help="default: gguf if OUT ends in .gguf, else safetensors"
     )
-    parser.add_argument("--type", choices=_TYPES, help="of weights; see below")
+    parser.add_argument("--type", choices=_TYPES, help="dtype of the weights; see below")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -66,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
 
         if options.type is not None and options.type not in DTYPES:
             raise ConfigError(
-                f"--type {options.type} is one of GGUF; give --format gguf, or --type {' or '.join(DTYPES)}"
+                f"--type {options.type} is a type of GGUF; give --format gguf, or --type "
+                f"{' or '.join(DTYPES)}"
             )
         copied = export_safetensors(
             options.model, options.out, None if options.type is None else DTYPES[options.type]

@@ -56,26 +56,26 @@ examples:
   gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16 --merge
       train adapters of rank 16, and write the model with them merged in
   gemini finetune --model ./llama --data chats.jsonl --output out/qlora --lora 16 --quantize nf4
-      the same on a base in 4 bits, quantized while it is loaded
+      the same on a 4-bit base model, quantized while it is loaded
   gemini finetune --model ./llama --data chats.jsonl --show 3
-      print the tokens of three records and mark those that the loss counts; train nothing
+      print the tokens of three records, mark those in the loss, and exit
   gemini finetune recipes/full.toml --data mine.jsonl --steps 100
-      a recipe: the same names in a file (lr = 1e-5, device_bytes = "20GiB"); options given here win
+      a recipe: the same options in a file (lr = 1e-5, device_bytes = "20GiB"); the command line wins
   gemini finetune recipes/dpo.toml --model ./tuned --data pairs.jsonl --output out/dpo
       learn from preference pairs, by DPO
   gemini finetune recipes/full.toml --batch 4 --nproc 2
       two processes share the rows of each step, and the model
   gemini finetune recipes/full.toml --accumulate 4 --nproc 4 --tp 2 --pp 2
-      four: layers are cut over two, and blocks over two; --plan FILE runs what gemini plan has found
+      four processes: tensor parallelism over two, two pipeline stages; --plan FILE runs a plan of gemini plan
   gemini finetune recipes/full.toml --resume auto
-      go on where the last run ended, or start: for a scheduler that runs the command again
+      continue the last run, or start one: for a job scheduler that restarts the command
 
 data, recognized by the ending of a file and the keys of a record:
   .jsonl .json          records, one in each line or in a list; also .jsonl.gz
   .csv .tsv             records, named by the first line
   .parquet .arrow       records; needs pip install 'gemini-runtime[data]'
-  others                each file is one text, in UTF-8
-  a directory           all files below it; 'data/train-*.parquet' in quotes: some of them
+  other endings         each file is one text, in UTF-8
+  a directory           all files in it, recursively; or a pattern in quotes: 'data/train-*.parquet'
 
   messages              {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}
   sharegpt              {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", ...}]}
@@ -85,22 +85,22 @@ data, recognized by the ending of a file and the keys of a record:
   preference            {"prompt": "...", "chosen": "...", "rejected": "..."}; with --objective dpo
   other keys            --data-keys prompt=question,completion=answer
 
-  The first three are formatted by the tokenizer's chat template. A loss is made of answers and completions
-  only (--loss-on all: of everything), and of all of a text. --show 3 prints which tokens that are.
+  The tokenizer's chat template formats the first three. The loss counts answers and completions (with
+  --loss-on all: every token), and every token of a text. --show 3 marks these tokens.
 
 in the --output directory:
-  model/         what was trained, for from_pretrained()  metrics.jsonl   one line per step
-  checkpoint/    the two newest (see gemini ckpt)         summary.json    what is printed at the end
+  model/         the trained model (from_pretrained())    metrics.jsonl   one line per step
+  checkpoint/    the two newest (see gemini ckpt)         summary.json    the summary printed at the end
   memory.png     memory per tier over one step            best/           see --keep-best
-  tensorboard/   see --report-to                          references.jsonl  the reference of dpo, where
-  tokens.bin     those of the data, for --resume                            all weights train
+  tensorboard/   see --report-to                          references.jsonl  the reference of dpo, if all
+  tokens.bin     the tokens of the data, for --resume                       weights train
 
 exit codes:
-  0 done    2 an error, with its reason
-  130, 143, 138 ended by Ctrl-C, SIGTERM or SIGUSR1 after its step, with a checkpoint: run the same command
-                again with --resume auto
+  0 done    2 an error
+  130, 143, 138 Ctrl-C, SIGTERM or SIGUSR1: the step was finished and a checkpoint saved; to continue, run
+                the same command with --resume auto
 
-Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB; auto leaves them to the runtime. More: docs/finetune.md.
+Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB; auto: the runtime chooses. More: docs/finetune.md.
 """
 
 _option = partial(add_option, kind=FineTuneConfig)
@@ -111,11 +111,11 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``finetune`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "finetune",
-        help="fine-tune a Hugging Face checkpoint within byte budgets",
-        description="Fine-tune a causal language model from a directory that save_pretrained() has made, all "
-        "weights or LoRA adapters, in as much memory as you allow, and write a directory that transformers "
-        "loads. It first prints a plan: whether the run fits, what is kept where, how long a step takes. It "
-        "never stops to ask.",
+        help="fine-tune a Hugging Face model within byte budgets",
+        description="Fine-tune all weights or LoRA adapters of a causal language model within the memory "
+        "that you allow. The model is read from, and written to, a directory in the format of "
+        "save_pretrained(). The command first prints a plan: whether the run fits, which tiers hold "
+        "the model, how long a step takes. It asks no questions.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -124,7 +124,7 @@ def add_parser(subparsers: Any) -> None:
         nargs="?",
         type=Path,
         metavar="RECIPE",
-        help="a .toml or .yaml file with options, paths in it relative to its directory",
+        help="a .toml or .yaml file with options; paths in it are relative to its directory",
     )
     _add_data_options(parser.add_argument_group("model and data"))
     _add_training_options(parser.add_argument_group("training"))
@@ -187,9 +187,7 @@ def _on_ranks(config: FineTuneConfig, ranks: int) -> FineTuneConfig:
     number."""
     config.data_ranks(ranks)
     if config.nproc not in (1, ranks):
-        raise ConfigError(
-            f"--nproc is {config.nproc} and torchrun has started {ranks} ranks; leave --nproc out there"
-        )
+        raise ConfigError(f"--nproc is {config.nproc}, but torchrun started {ranks} ranks; leave --nproc out")
     return replace(config, nproc=ranks)
 
 
@@ -261,13 +259,13 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--data-format",
         choices=DATA_FORMATS,
-        help="what the records are, where their keys do not tell; see below",
+        help="the kind of the records, if their keys do not show it; see below",
     )
     _option(
         group,
         "--data-keys",
         metavar="NAMES",
-        help="what records call their keys, as in prompt=question,completion=answer",
+        help="the names of the keys in your records, such as prompt=question,completion=answer",
     )
     _option(
         group,
@@ -280,20 +278,20 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         "--dpo-beta",
         type=float,
         metavar="X",
-        help="how much dpo holds on to the model that it starts from; higher: more",
+        help="how close dpo stays to the initial model; higher is closer",
     )
     _option(
         group,
         "--loss-on",
         choices=LOSS_ON,
-        help="what is learned of conversations and of prompts with completions: the answers, or all tokens",
+        help="the tokens of conversations and prompts that the loss counts: the answers, or all",
     )
     _option(
         group,
         "--show",
         type=int,
         metavar="N",
-        help="print the tokens of the first N records, and which are learned, then exit; needs no --output",
+        help="print the tokens of the first N records, mark those in the loss, and exit; needs no --output",
     )
     _option(group, "--tokenizer", metavar="DIR", help="directory of the tokenizer; default: that of --model")
     _option(
@@ -301,51 +299,54 @@ def _add_data_options(group: argparse._ArgumentGroup) -> None:
         "--seq",
         type=int,
         metavar="N",
-        help="tokens per row; default: 1024, or as many as the model has positions for",
+        help="tokens per row; default: 1024, or the model's number of positions if smaller",
     )
     _option(
         group,
         "--packing",
         action=_YES_OR_NO,
-        help="put several documents into a row (default); else each is a row of its own, cut or filled up to "
-        "--seq",
+        help="pack several documents into a row (default); without: one document per row, truncated or "
+        "padded to --seq",
     )
     _option(
         group,
         "--documents",
         choices=DOCUMENTS,
-        help="how they are packed: whole (one longer than --seq loses its end), cut where a row ends, or "
-        "joined (cut, and attention goes across them); auto: texts are cut, others whole",
+        help="how documents are packed: whole (a document longer than --seq is truncated), cut at the end "
+        "of a row, or joined (cut, with attention between documents); auto: cut for texts, whole for "
+        "other records",
     )
     _option(
         group,
         "--eval-share",
         type=float,
         metavar="X",
-        help="share of the rows that is held out; their loss is shown at the end",
+        help="share of the rows that is held out; their loss is printed at the end",
     )
-    _option(group, "--eval-data", metavar="PATH", help="records to hold out instead, named as by --data")
+    _option(
+        group, "--eval-data", metavar="PATH", help="held-out records in files of their own, given like --data"
+    )
     _option(
         group,
         "--eval-every",
         type=int,
         metavar="N",
-        help="compute that loss after every N steps, too; 0: at the end only",
+        help="also compute the held-out loss after every N steps; 0: only at the end",
     )
     _option(
         group,
         "--keep-best",
         action=_YES_OR_NO,
-        help="model/ gets the weights with the lowest of these losses instead of the last ones; until then "
-        "they are in best/",
+        help="export the weights with the lowest held-out loss instead of the last weights; during the "
+        "run they are in best/",
     )
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
-    _option(group, "--epochs", type=float, metavar="X", help="how often each row is learned from")
-    _option(group, "--steps", type=int, metavar="N", help="optimizer steps in all, instead of --epochs")
+    _option(group, "--epochs", type=float, metavar="X", help="passes over the data")
+    _option(group, "--steps", type=int, metavar="N", help="total optimizer steps, instead of --epochs")
     _option(group, "--batch", type=int, metavar="N", help="rows per forward pass")
-    _option(group, "--accumulate", type=int, metavar="N", help="passes per optimizer step")
+    _option(group, "--accumulate", type=int, metavar="N", help="forward passes per optimizer step")
     _option(
         group,
         "--lr",
@@ -363,31 +364,33 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         help="share of the steps over which the learning rate rises",
     )
     _option(group, "--weight-decay", type=float, metavar="X", help="of AdamW")
-    _option(group, "--clip", type=float, metavar="X", help="largest global gradient norm; 0: no clipping")
+    _option(
+        group, "--clip", type=float, metavar="X", help="clip the global gradient norm to this; 0: no clipping"
+    )
     _option(
         group,
         "--precision",
         choices=PRECISIONS,
         help="dtype of weights, activations and the exported model; bf16 keeps an fp32 master of every "
-        "weight that trains",
+        "trained weight",
     )
     _option(
         group,
         "--state-dtype",
         choices=STATE_DTYPES,
-        help="how Adam's two moments are kept: 8, 4 or 2 bytes per weight that trains",
+        help="dtype of Adam's two moments: 8, 4 or 2 bytes per trained weight",
     )
     _option(
         group,
         "--activation-checkpointing",
         action="store_true",
-        help="compute activations again in backward instead of keeping them: less memory, more work",
+        help="recompute activations in backward instead of keeping them: less memory, more computing",
     )
     _option(
         group,
         "--recompute",
         metavar="NAMES",
-        help="the blocks alone that do so, as in model.layers.0,model.layers.1",
+        help="recompute only these blocks, such as model.layers.0,model.layers.1",
     )
     _option(
         group,
@@ -395,26 +398,34 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         nargs="?",
         const="yes",
         choices=tuple(TILED_LOSS),
-        help="compute the loss by tiles of rows, so that logits never exist at once; auto: where they would "
-        "take more than a sixteenth of --device-bytes",
+        help="compute the loss in tiles of rows, without all logits in memory at once; auto: if the "
+        "logits would take more than a sixteenth of --device-bytes",
     )
-    _option(group, "--seed", type=int, metavar="N", help="seed of the order of rows and of the adapters")
+    _option(
+        group, "--seed", type=int, metavar="N", help="seed of the row order and of the adapters' first values"
+    )
 
 
 def _add_adapter_options(group: argparse._ArgumentGroup) -> None:
-    _option(group, "--lora", type=int, metavar="RANK", help="train adapters of this rank; 0: all weights")
+    _option(
+        group,
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="train LoRA adapters of this rank; 0: train all weights",
+    )
     _option(
         group,
         "--lora-alpha",
         type=int,
         metavar="N",
-        help="adapters are scaled by it over the rank; default: twice the rank, or 8 with --rslora",
+        help="adapters are scaled by alpha / rank; default: twice the rank, or 8 with --rslora",
     )
     _option(
         group,
         "--dora",
         action="store_true",
-        help="DoRA: the size of each row of a weight trains, too; slower, often better at a low rank",
+        help="DoRA: also train the magnitude of each row of a weight; slower, often better at a low rank",
     )
     _option(
         group,
@@ -427,28 +438,28 @@ def _add_adapter_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--lora-targets",
         metavar="NAMES",
-        help="layers that get adapters, as in q_proj,v_proj; none: only the arrays of experts that the next "
+        help="layers that get adapters, such as q_proj,v_proj; none: only the expert arrays that the next "
         "option names",
     )
     _option(
         group,
         "--lora-target-parameters",
         metavar="NAMES",
-        help="arrays of experts that get adapters, too, as in mlp.experts.gate_up_proj,mlp.experts.down_proj "
-        "(target_parameters of PEFT)",
+        help="expert arrays that get adapters, too, such as "
+        "mlp.experts.gate_up_proj,mlp.experts.down_proj (PEFT's target_parameters)",
     )
     _option(
         group,
         "--quantize",
         choices=QUANTIZE,
-        help="QLoRA: hold the frozen weights of linear layers in 4 bits (nf4, bitsandbytes) or 8 (int8, "
+        help="QLoRA: store the frozen weights of linear layers in 4 bits (nf4, bitsandbytes) or 8 (int8, "
         "torchao); needs --lora",
     )
     _option(
         group,
         "--merge",
         action="store_true",
-        help="export the model with the adapters in its weights; default: the adapters alone",
+        help="export the model with the adapters merged in; default: export only the adapters",
     )
 
 
@@ -459,35 +470,38 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         "--checkpoint-every",
         type=int,
         metavar="N",
-        help="also save after every N steps; 0: at the end and when stopped only",
+        help="also save after every N steps; 0: only at the end and on a stop signal",
     )
     add_resume_option(group, FineTuneConfig, "--output")
-    _option(group, "--overwrite", action="store_true", help="start over in an --output that holds a run")
+    _option(group, "--overwrite", action="store_true", help="discard the run in --output and start over")
     add_report_option(group, FineTuneConfig)
     _option(
         group,
         "--nproc",
         type=int,
         metavar="N",
-        help="processes on this machine that train together (ZeRO 3: each keeps a part of the model, and "
-        "budgets are those of each); a step takes the same rows as with one",
+        help="processes on this machine (ZeRO 3: each keeps a shard of the model; budgets are per "
+        "process); a step uses the same rows as with one process",
     )
     for name, what in (
-        ("tp", "layers are cut: each rank has a part of every weight"),
-        ("pp", "blocks are spread: each rank has some, and --accumulate passes go from rank to rank"),
-        ("sp", "sequences are cut: each rank has a part of every row"),
+        ("tp", "tensor parallelism: each rank has a part of every weight"),
+        (
+            "pp",
+            "pipeline parallelism: each rank has some blocks; --accumulate is the number of micro-batches",
+        ),
+        ("sp", "sequence parallelism: each rank has a part of every row"),
     ):
-        _option(group, f"--{name}", type=int, metavar="N", help=f"over how many processes {what}")
+        _option(group, f"--{name}", type=int, metavar="N", help=f"number of ranks for {what}")
     _option(
         group,
         "--plan",
         metavar="FILE",
-        help="a plan: it gives budgets, precision, --batch, --accumulate, --recompute, --nproc, --tp, --pp "
-        "and --sp, and how micro-batches go through stages",
+        help="a plan file, which sets budgets, precision, --batch, --accumulate, --recompute, --nproc, "
+        "--tp, --pp, --sp and the pipeline schedule",
     )
-    _option(group, "--forecast", action=_YES_OR_NO, help="say beforehand what planning expects (default)")
+    _option(group, "--forecast", action=_YES_OR_NO, help="print a forecast before training (default)")
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
-    group.add_argument("--quiet", action="store_true", help="no display and no plan, only the summary")
+    group.add_argument("--quiet", action="store_true", help="print only the summary: no progress and no plan")
 
 
 _SAMPLE_SECONDS = 1.0
@@ -502,18 +516,18 @@ def forecast_lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
         yield _line_of_layout(config)
         return
     if config.dora and (config.quantize != NO or is_quantized(config)):
-        yield "plan: none of DoRA on a quantized base; the first step is measured"
+        yield "plan: not available for DoRA on a quantized base; the first step is measured"
         return
     if config.lora and adapts_experts(adapted(config)):
         yield (
-            "plan: none of adapters on arrays of experts, of which a pass uses some; the first step is "
-            "measured, and the later ones planned from it"
+            "plan: not available for adapters on expert arrays, because a pass uses only some "
+            "experts; the first step is measured, and the plan is made from it"
         )
         return
     try:
         yield from _lines_of_rank(config, seq) if config.num_ranks > 1 else _lines(config, seq)
     except GeminiError as error:
-        yield f"plan: none ({error})"
+        yield f"plan: not available ({error})"
 
 
 def _line_of_layout(config: FineTuneConfig) -> str:
@@ -522,13 +536,15 @@ def _line_of_layout(config: FineTuneConfig) -> str:
     if plan is None:
         sizes = {**{name: getattr(config, name) for name in PARTS}, "dp": config.data_ranks(config.num_ranks)}
         asked = " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
-        return f"plan: none over {config.num_ranks} ranks; gemini plan {config.model} {asked} has one"
+        return (
+            f"plan: not available here for {config.num_ranks} ranks; run gemini plan {config.model} {asked}"
+        )
     sizes = {name: getattr(plan.layout, name) for name in (*PARTS, "dp")}
     named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     most = max(each.device_bytes for each in plan.predicted.ranks)
     return (
-        f"plan: {named}, ZeRO {plan.zero_stage} ({config.plan}): at most {format_bytes(most)} on DEVICE of a "
-        f"rank; about {plan.predicted.step_seconds:.3g} s a step"
+        f"plan: {named}, ZeRO {plan.zero_stage} ({config.plan}): at most {format_bytes(most)} on "
+        f"DEVICE per rank; about {plan.predicted.step_seconds:.3g} s per step"
     )
 
 
@@ -565,9 +581,9 @@ def _lines(config: FineTuneConfig, seq: int) -> Iterator[str]:
     tokens = config.batch * rows * config.accumulate * seq
     writes = simulation.link_bytes.get("disk_write", 0)
     yield (
-        f"plan: model data peaks at {', '.join(kept)}; about {step.seconds:.3g} s a step, "
-        f"{tokens / step.seconds:,.0f} tokens/s, bound by {step.bound}; "
-        f"{format_bytes(writes)} written to DISK a step"
+        f"plan: model data peaks at {', '.join(kept)}; about {step.seconds:.3g} s per step, "
+        f"{tokens / step.seconds:,.0f} tokens/s, bound by {step.bound}; {format_bytes(writes)} "
+        "written to DISK per step"
     )
 
 
@@ -584,30 +600,33 @@ def _verdict(config: FineTuneConfig, forecast: BatchForecast, *, where: str, ref
         "activations and temporaries at one moment"
     )
     smaller = (
-        "" if config.state_dtype == "fp32" else f"; planned with fp32 states, {config.state_dtype} take less"
+        ""
+        if config.state_dtype == "fp32"
+        else f"; planned with fp32 states; {config.state_dtype} states take less"
     )
     if refused:
         if expert_sets(forecast.source.example(1).module):
             yield (
-                "plan: none of a mixture within these budgets: it counts all experts of a layer at once, and "
-                "the run moves them one by one; the first step is measured"
+                "plan: not available for a mixture of experts within these budgets: the forecast "
+                "counts all experts of a layer at once, but the run transfers them one by one; the "
+                "first step is measured"
             )
             return
-        yield f"plan: it {'may' if smaller else 'does'} not fit{where}: {needs}{smaller}"
+        yield f"plan: the run {'may' if smaller else 'does'} not fit{where}: {needs}{smaller}"
         if not smaller:
             return  # loading will raise the reason
     elif forecast.obstacles and config.activations == "keep":
         yield f"plan: activations will exceed the budget{where}: {needs}{smaller}"
     elif forecast.obstacles:
         yield (
-            f"plan: activations are too large to stay, so --activations {config.activations} acts{where}: "
-            f"{needs}"
+            f"plan: activations do not fit on DEVICE, so --activations {config.activations} takes "
+            f"effect{where}: {needs}"
         )
     if forecast.obstacles:
         for obstacle in forecast.obstacles:
             yield f"plan: {with_options(obstacle).replace('--checkpointing', '--activation-checkpointing')}"
         return
-    yield f"plan: it fits{where}: {needs}{smaller}"
+    yield f"plan: the run fits{where}: {needs}{smaller}"
 
 
 def _is_refused(forecast: BatchForecast, settings: Settings) -> bool:
@@ -671,4 +690,4 @@ def _settings(config: FineTuneConfig) -> Settings:
 def _refuse_devices(config: FineTuneConfig) -> None:
     """Raise ConfigError for a device that cannot be forecast."""
     if config.device_kind != "cpu":
-        raise ConfigError(f"steps on {config.device} are not planned ahead: the first one is measured")
+        raise ConfigError(f"there is no forecast for {config.device}: the first step is measured")

@@ -14,16 +14,16 @@ EPILOG = """\
 examples:
   gemini finetune --model ./llama --data chats.jsonl --output out/lora --lora 16
   gemini merge ./llama out/lora/model out/merged
-      out/merged loads everywhere that ./llama does: transformers, vLLM, gemini sample, gemini export
+      every program that loads ./llama loads out/merged: transformers, vLLM, gemini sample, gemini export
 
 One tensor is in memory at a time. The weights equal those of PEFT's merge_and_unload(), bit for bit. OUT has
 the shards, config and tokenizer of BASE (the tokenizer of ADAPTER, if it has one), and a model card.
 
-Adapters: LoRA, rsLoRA, DoRA, with modules_to_save. Those of another base are refused. OUT must not exist; it
+Adapters: LoRA, rsLoRA, DoRA, with modules_to_save. BASE must be their base model. OUT must not exist; it
 appears when it is complete.
 
 exit codes:
-  0 done    2 an error, with its reason; nothing was written
+  0 done    2 an error; nothing was written
 """
 
 
@@ -31,8 +31,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``merge`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "merge",
-        help="merge LoRA adapters into the weights of their base",
-        description="Write the model in BASE with the adapters in ADAPTER merged into its weights.",
+        help="merge LoRA adapters into the weights of their base model",
+        description="Merge the adapters in ADAPTER into the weights of the model in BASE.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,9 +41,9 @@ def add_parser(subparsers: Any) -> None:
         "adapter",
         type=Path,
         metavar="ADAPTER",
-        help="what PEFT has saved: adapter_config.json, adapter_model.safetensors",
+        help="adapters saved by PEFT: adapter_config.json, adapter_model.safetensors",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to make")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the output directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 

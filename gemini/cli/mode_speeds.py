@@ -12,11 +12,11 @@ from gemini.system.config import format_bytes
 
 EPILOG = """\
 examples:
-  gemini benchmark --gpus 4                  1d and 2d over 4 GPUs, or 4 processes where there are fewer GPUs
+  gemini benchmark --gpus 4                  1d and 2d over 4 GPUs, or 4 processes if there are fewer GPUs
   gemini benchmark --gpus 8 --hidden 2048    1d, 2.5d and 3d
   gemini benchmark --gpus 4 --json           for scripts
 
-Bytes, calls, parameters and what is kept for backward are those of the first rank in one pass, counted; times
+Bytes, calls, parameters and saved activations are counted on the first rank in one pass; times
 are medians. Processes on one CPU share its cores: compare bytes and memory there, not times.
 """
 
@@ -26,24 +26,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "benchmark",
         help="time the modes of tensor parallelism on this machine",
-        description="Run an MLP over N ranks of this machine in every mode of tensor parallelism that goes "
-        "over N: 1d, 2d, 2.5d of each depth, 3d.",
+        description="Run an MLP over N ranks of this machine in every mode of tensor parallelism that "
+        "supports N ranks: 1d, 2d, 2.5d of each depth, 3d.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks, one on each GPU")
+    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="number of ranks, one per GPU")
     for name, default, text in (
         ("batch", 8, "rows of the input"),
-        ("length", 512, "tokens of a row"),
-        ("hidden", 1024, "features; the MLP has four times as many inside"),
-        ("layers", 2, "how many MLPs follow each other"),
+        ("length", 512, "tokens per row"),
+        ("hidden", 1024, "features; the hidden layer of the MLP has four times as many"),
+        ("layers", 2, "number of MLPs in sequence"),
         ("steps", 3, "measured passes"),
-        ("warmup", 1, "passes before them"),
+        ("warmup", 1, "warmup passes"),
     ):
         parser.add_argument(
             f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: {default})"
         )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPUs, where there are enough)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: the GPUs, if there are enough)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 

@@ -28,27 +28,27 @@ examples:
   gemini plan gpt2 --batch 8 --seq 1024 --device-bytes 4GiB --disk-dir .
       GPT-2 in 4 GiB of this machine's memory and a file in this directory
   gemini plan ./llama-70b --dtype bf16 --seq 4096 --checkpointing --machine server.json --disk-bytes 2TiB
-      a model and a machine of which there is nothing but the descriptions
+      a model and a machine that are only described, not present
   gemini plan ./llama-8b --lora 16 --quantize nf4 --dtype bf16 --seq 512 --device-bytes 2GiB --disk-dir .
-      adapters on a base in 4 bits (pip install 'gemini-runtime[quantized]')
+      adapters on a 4-bit base model (pip install 'gemini-runtime[quantized]')
   gemini plan my_models:build --batch 32 --json > plan.json
       for scripts: exit code 0 if it fits, 1 if not
   gemini plan gpt2-xl --tp 2 --pp 4 --accumulation 16 --zero-stage 1 --device-bytes 16GiB
-      each rank's memory and idle time, where the model is cut over processes
+      memory and idle time of each rank with tensor and pipeline parallelism
   gemini plan ./llama-8b --seq 65536 --sp 8 --sp-mode ring --dtype bf16 --device-bytes 40GiB
-      the same, where every sequence is cut
+      the same with sequence parallelism
   gemini plan ./llama-8b --ranks 4 --search --batch 32 --machine server.json --save-plan plan.json
-      the fastest way to train 32 samples a step over 4 ranks, and a file that plugins run
+      the fastest way to train 32 samples per step on 4 ranks, and a file that plugins run
   gemini plan gpt2 --ranks 2 --search --batch 8 --seq 128 --measure 3
-      the same on this machine, where three steps of each of the three best plans decide
+      the same on this machine; run three steps of each of the three best plans, keep the fastest
   gemini plan ./llama-8b --ranks 8 --space galvatron --batch 32 --machine server.json
-      the plan of another system, whether it runs, and if not why; --space list prints all systems
+      the plan of another system, and whether it runs here; --space list prints all systems
   gemini plan gpt2 --save-machine here.json
-      keep what was measured, to edit it or to plan elsewhere for this machine
+      save the measured machine, to edit it or to plan for it on another machine
   gemini plan --measure-ranks 4 --save-machine here.json
-      the same without a model, and how fast 2 and 4 ranks exchange tensors here; under a minute
+      the same without a model, plus the speed of collectives over 2 and 4 ranks; under a minute
 
-Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. What the numbers mean: docs/plan.md.
+Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. docs/plan.md explains the numbers.
 """
 
 # Endurance that makers of common 1 TB drives promise.
@@ -67,20 +67,24 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``plan`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "plan",
-        help="say if a model fits, and how long a step takes",
-        description="Rehearse one training step of a model without its weights, and say: does it fit these "
-        "budgets, the largest batch, peaks per tier, the time of a step and what it is spent on, how many "
-        "tokens hide the transfers, what a drive loses, and the settings to copy.",
+        help="predict whether a model fits, and how long a step takes",
+        description="Rehearse one training step of a model without its weights. The report says whether the "
+        "step fits the budgets, and gives the largest batch, the peak of each tier, the time of a step "
+        "and its parts, the number of tokens that hides the transfers, the wear of the drive, and "
+        "the settings to copy.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="what to train: see below; --measure-ranks needs none"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="the model to train, see below; not needed with --measure-ranks",
     )
     _add_step_options(parser.add_argument_group("the step"))
     _add_machine_options(parser.add_argument_group("the machine"))
     _add_layout_options(parser.add_argument_group("several processes"))
-    _add_search_options(parser.add_argument_group("the best way over several processes"))
+    _add_search_options(parser.add_argument_group("search for the best plan over several processes"))
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.set_defaults(run=run)
 
@@ -93,8 +97,8 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         "--seq",
         type=_count,
         metavar="N",
-        help=f"tokens per sample, where it has any (default: {DEFAULT_SEQ}, or as many as the model has "
-        "positions for)",
+        help=f"tokens per sample, for models of tokens (default: {DEFAULT_SEQ}, or the model's number of "
+        "positions if smaller)",
     )
     group.add_argument(
         "--accumulation",
@@ -107,9 +111,9 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         "--dtype",
         choices=_DTYPES,
         default="fp32",
-        help="what operators compute in; bf16 and fp16 keep an fp32 master of every weight (default: fp32)",
+        help="dtype of the computation; bf16 and fp16 keep an fp32 master of every weight (default: fp32)",
     )
-    group.add_argument("--checkpointing", action="store_true", help="compute activations again in backward")
+    group.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
     group.add_argument(
         "--lora",
         type=_count,
@@ -117,47 +121,58 @@ def _add_step_options(group: argparse._ArgumentGroup) -> None:
         help="train adapters of this rank on every linear layer of a DIR, and freeze the model",
     )
     group.add_argument(
-        "--quantize", choices=(NF4, INT8), help="hold the linear layers below the adapters in 4 or 8 bits"
+        "--quantize", choices=(NF4, INT8), help="store the linear layers under the adapters in 4 or 8 bits"
     )
-    group.add_argument("--no-clipping", action="store_true", help="train without clipping the global norm")
+    group.add_argument(
+        "--no-clipping", action="store_true", help="train without clipping the global gradient norm"
+    )
 
 
 def _add_layout_options(group: argparse._ArgumentGroup) -> None:
     for name, what in (
-        ("tp", "parts that every layer is cut into"),
-        ("pp", "ranks that have stages"),
-        ("sp", "parts of every sequence, between which attention goes"),
-        ("dp", "copies of the model, over whose ranks, and those of --sp, ZeRO cuts"),
+        ("tp", "tensor parallelism: number of parts of every layer"),
+        ("pp", "pipeline parallelism: number of ranks with stages"),
+        ("sp", "sequence parallelism: number of parts of every sequence"),
+        (
+            "dp",
+            (
+                "data parallelism: number of copies of the model; ZeRO shards over their ranks and those of "
+                "--sp"
+            ),
+        ),
     ):
         group.add_argument(f"--{name}", type=_count, metavar="N", help=f"{what} (default: 1)")
     group.add_argument(
         "--sp-mode",
         choices=_SEQUENCE_MODES,
         default="ulysses",
-        help="how attention goes between parts: some heads of the whole sequence on each rank, or keys and "
-        "values round all ranks (default: ulysses)",
+        help="how attention crosses the parts: ulysses (each rank computes some heads of the whole "
+        "sequence) or ring (keys and values pass around all ranks) (default: ulysses)",
     )
     group.add_argument(
         "--schedule",
         choices=SCHEDULES,
         default="1f1b",
-        help="how --accumulation micro-batches of --batch samples go through the stages (default: 1f1b)",
+        help="pipeline schedule for --accumulation micro-batches of --batch samples (default: 1f1b)",
     )
     group.add_argument(
-        "--stages-per-rank", type=_count, metavar="N", help="default: 1, or 2 where the schedule has several"
+        "--stages-per-rank",
+        type=_count,
+        metavar="N",
+        help="stages per rank (default: 1, or 2 if the schedule needs several)",
     )
     group.add_argument(
         "--split",
         choices=("bytes", "layers"),
         default="bytes",
-        help="what stages have equal parts of: bytes of parameters, or blocks (default: bytes)",
+        help="balance stages by bytes of parameters or by blocks (default: bytes)",
     )
     group.add_argument(
         "--zero-stage",
         type=int,
         choices=(0, 1, 2, 3),
         default=3,
-        help="what the copies cut: 0 nothing, 1 states, 2 gradients too, 3 weights too (default: 3)",
+        help="what the copies shard: 0 nothing, 1 states, 2 also gradients, 3 also weights (default: 3)",
     )
 
 
@@ -165,49 +180,57 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--search",
         action="store_true",
-        help="find the fastest layout, schedule, micro-batches, ZeRO stage, recomputation and tiers; --batch "
-        "is then the samples of a step of all ranks",
+        help="find the fastest layout, schedule, micro-batches, ZeRO stage, recomputation and tiers; "
+        "--batch is then the number of samples per step over all ranks",
     )
     group.add_argument(
         "--operators",
         action="store_true",
-        help="choose layouts for every operator of a step instead, on one axis of ranks",
+        help="choose a layout for each operator of a step instead, on one axis of ranks",
     )
-    group.add_argument("--ranks", type=_count, metavar="N", help="how many processes train (default: 1)")
+    group.add_argument(
+        "--ranks", type=_count, metavar="N", help="number of processes that train (default: 1)"
+    )
     group.add_argument(
         "--pin",
         action="append",
         metavar="NAME=VALUE",
-        help="what must be, such as tp=2, pp=1, zero=3, microbatches=4, schedule=1f1b, sp_mode=ring, "
-        "recompute=none, fit, rotor, half or all, tiers=device, activations=device; give it several times",
+        help="fix a choice of the search, such as tp=2, pp=1, zero=3, microbatches=4, schedule=1f1b, "
+        "sp_mode=ring, recompute=none, fit, rotor, half or all, tiers=device, activations=device; "
+        "repeatable",
     )
     group.add_argument(
         "--measure",
         type=_count,
         metavar="N",
-        help="run three steps of each of the N best plans on ranks of this machine, and keep the fastest; a "
-        "plan that does not run is left out with the reason, and the next one runs",
+        help="run three steps of each of the N best plans on ranks of this machine, and keep the fastest; "
+        "a plan that fails is reported, and the next one runs",
     )
-    group.add_argument("--save-plan", type=Path, metavar="FILE", help="write the plan, which plugins run")
+    group.add_argument(
+        "--save-plan", type=Path, metavar="FILE", help="write the plan to a file that plugins run"
+    )
     group.add_argument(
         "--space",
         metavar="NAME",
-        help="plan as another system does, such as galvatron or alpa; list prints all of them, what each "
-        "decides and which of its plans run",
+        help="plan like another system, such as galvatron or alpa; list prints all systems, their "
+        "decisions and which of their plans run",
     )
     group.add_argument(
         "--annotate",
         action="append",
         metavar="TENSOR=HOW",
-        help="of --space gshard: how a tensor lies on the ranks: replicate, split:DIM or shard:DIM=N,DIM=N; "
-        "tensors are inputs, LAYER for its output and LAYER.weight; give it several times",
+        help="for --space gshard: the layout of a tensor: replicate, split:DIM or shard:DIM=N,DIM=N; "
+        "tensors are inputs, LAYER (its output) and LAYER.weight; repeatable",
     )
-    group.add_argument("--seed", type=_count, metavar="N", help="of --space flexflow (default: 1)")
+    group.add_argument("--seed", type=_count, metavar="N", help="for --space flexflow (default: 1)")
     group.add_argument(
-        "--import-plan", type=Path, metavar="FILE", help="price a plan file of Galvatron instead of searching"
+        "--import-plan",
+        type=Path,
+        metavar="FILE",
+        help="predict the time of a Galvatron plan file instead of searching",
     )
     group.add_argument(
-        "--export-plan", type=Path, metavar="FILE", help="write the plan of a space as Galvatron's plan file"
+        "--export-plan", type=Path, metavar="FILE", help="write the plan of --space as a Galvatron plan file"
     )
 
 
@@ -224,25 +247,28 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
         "--disk-bytes", type=_size, metavar="SIZE", help="budget of DISK (default: what the model needs)"
     )
     group.add_argument(
-        "--machine", type=Path, metavar="FILE", help="a described machine (docs/plan.md) instead of this one"
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="a machine description (docs/plan.md) to plan for, instead of this machine",
     )
     group.add_argument(
-        "--save-machine", type=Path, metavar="FILE", help="write the description that was used"
+        "--save-machine", type=Path, metavar="FILE", help="write the machine description that was used"
     )
     group.add_argument(
         "--measure-ranks",
         metavar="N",
         help="start 2 to 16 processes on this machine and measure all-reduce, all-gather, reduce-scatter, "
-        "all-to-all and messages between them over gloo, for every group size that divides N; the results "
-        "are printed, and are part of --save-machine",
+        "all-to-all and messages over gloo, for every group size that divides N; prints the results "
+        "and adds them to --save-machine",
     )
     group.add_argument(
         "--tbw",
         type=_size,
         default=parse_bytes(DEFAULT_TBW),
         metavar="SIZE",
-        help="bytes the drive may take in its life, as its maker states "
-        f"(default: {DEFAULT_TBW}, of a 1 TB drive)",
+        help="bytes that can be written to the drive in its life, from its data sheet (default: "
+        f"{DEFAULT_TBW}, a 1 TB drive)",
     )
 
 
@@ -334,8 +360,8 @@ def _require_measurable(options: argparse.Namespace) -> None:
     parse_ranks(options.measure_ranks)
     if options.machine is not None:
         raise ConfigError(
-            f"--measure-ranks measures this machine, and --machine {options.machine} describes one; "
-            "leave one out"
+            f"--measure-ranks measures this machine, but --machine {options.machine} describes "
+            "another; leave one out"
         )
 
 
@@ -422,13 +448,13 @@ def _require_links(machine: Any, *, host: bool, disk: bool, disk_dir: str | None
     if disk_dir is not None and "disk_read" in missing:
         free = format_bytes(shutil.disk_usage(disk_dir).free)
         raise ConfigError(
-            f"--disk-dir {disk_dir} could not be measured: that takes a file of {format_bytes(LARGE_BYTES)}, "
-            f"and {free} are free there; free some space, name another directory, or describe its speed in a "
-            "--machine (docs/plan.md)"
+            f"cannot measure --disk-dir {disk_dir}: the test file needs {format_bytes(LARGE_BYTES)}, "
+            f"and {free} are free there; free some space, name another directory, or describe the "
+            "speed in a --machine file (docs/plan.md)"
         )
     if missing:
         raise ConfigError(
-            f"nothing is known of the links {', '.join(missing)} of machine {machine.name!r}; add them to "
+            f"the machine {machine.name!r} does not describe the links {', '.join(missing)}; add them to "
             'its "links" (docs/plan.md)'
         )
 
@@ -443,9 +469,9 @@ _LARGEST_COUNT = 2**20  # limit of a batch and a sequence: larger products overf
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     if len(text.lstrip("0")) > 9 or int(text) > _LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text[:20]} is more than the {_LARGEST_COUNT} that are looked at")
+        raise argparse.ArgumentTypeError(f"{text[:20]} is above the maximum of {_LARGEST_COUNT}")
     return int(text)
 
 

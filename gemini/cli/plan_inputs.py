@@ -84,13 +84,13 @@ class ModelKind:
         notes = []
         if "pixel_values" in self.data and _field(self.config, "image_size", part="image") is None:
             notes.append(
-                f"The config says no image size: images are {_IMAGE_SIZE} x {_IMAGE_SIZE}; for others write "
-                "a factory (package.module:function)."
+                f"The config has no image size: planned for {_IMAGE_SIZE} x {_IMAGE_SIZE}; for "
+                "another size write a factory (package.module:function)."
             )
         if self.has_placeholders and set(self.modalities) - {"text"}:
             notes.append(
-                "Planned for text alone: where images or sounds stand among the tokens is known by value; "
-                "for them write a factory (package.module:function)."
+                "Planned for text only: the positions of images or sounds depend on token values; to "
+                "include them write a factory (package.module:function)."
             )
         return tuple(notes)
 

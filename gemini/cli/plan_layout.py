@@ -47,8 +47,8 @@ def run(options: argparse.Namespace, source: ModelSource) -> int:
     if strange := [name for name in _NEED_MACHINE if getattr(options, name)]:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in strange)
         raise ConfigError(
-            f"{named} with --tp, --pp, --sp or --dp: a layout is planned in bytes and parts of a step, "
-            "without the speeds and lower tiers of a machine; leave it out, or plan one process without them"
+            f"{named} does not go with --tp, --pp, --sp and --dp: the plan of a layout has no "
+            "machine speeds and no tiers below DEVICE; leave it out, or plan a single process"
         )
     plan = plan_source(source, options.batch, DTYPES[options.dtype], _choices(options))
     misfits = [] if options.device_bytes is None else misfits_of(plan, options.device_bytes)
@@ -102,8 +102,7 @@ def _plan_quantized(
     """
     if choices.zero_stage < 3:
         raise ConfigError(
-            f"--zero-stage {choices.zero_stage}: quantized weights are divided in chunks alone; give "
-            "--zero-stage 3"
+            f"--zero-stage {choices.zero_stage}: only ZeRO 3 shards quantized weights; give --zero-stage 3"
         )
     module = example.module
     precision = None if dtype is torch.float32 else dtype
@@ -166,12 +165,15 @@ def misfits_of(plan: LayoutPlan, device_bytes: int) -> list[str]:
     found = []
     for rank in plan.ranks:
         chunked = plan.choices.zero_stage == 3
-        alone = "activations alone" if plan.choices.layout.sp == 1 else "activations and messages alone"
+        alone = "activations alone" if plan.choices.layout.sp == 1 else "activations and messages only"
         needs, what = (rank.unplaced_bytes, alone) if chunked else (rank.total_bytes, "all together")
         if needs > device_bytes:
-            way_out = "more tp, more stages, more sp or a smaller --batch"
+            way_out = "raise tp, pp or sp, or give a smaller --batch"
             if not chunked:
-                way_out += ", more dp (--zero-stage 2), or --zero-stage 3, whose chunks may lie below DEVICE"
+                way_out += (
+                    ", raise dp (--zero-stage 2), or give --zero-stage 3, which can keep chunks on HOST "
+                    "and DISK"
+                )
             found.append(
                 f"rank {rank.rank} of a pipeline needs {format_bytes(needs)} ({what}), "
                 f"{format_bytes(needs - device_bytes)} more than the {format_bytes(device_bytes)} of DEVICE; "
@@ -204,8 +206,8 @@ def render(
     lines.append(_what_is_cut(choices.zero_stage, layout.dp * layout.sp))
     if layout.sp > 1:
         lines.append(
-            f"Each rank of sp has 1 / {layout.sp} of every sequence, logits and labels included, and is a "
-            "data rank too. Messages are those of attention that are under way at once.\n"
+            f"Each sp rank has 1 / {layout.sp} of every sequence, of the logits and of the labels, "
+            "and is also a data rank. Messages are the attention messages in flight at once.\n"
         )
     console.print(lines)
 
@@ -237,20 +239,20 @@ def _verdict(plan: LayoutPlan, source: ModelSource, options: argparse.Namespace,
     elif options.device_bytes is not None:
         lines.append("It fits.", style="bold green")
     else:
-        lines.append("It can be cut so.", style="bold green")
-        lines.append(" Give --device-bytes to have it compared with a budget.")
+        lines.append("This layout is possible.", style="bold green")
+        lines.append(" Give --device-bytes to compare it with a budget.")
     return Panel(lines, title=title, title_align="left", expand=False)
 
 
 def _what_is_cut(stage: int, copies: int) -> str:
     cut: dict[int, Any] = {
-        0: "nothing is cut over",
-        1: "states are cut over",
-        2: "states, and gradients once they are exchanged, are cut over",
-        3: "parameters, gradients and states are cut into chunks over",
+        0: "nothing is sharded over",
+        1: "states are sharded over",
+        2: "states, and gradients after their exchange, are sharded over",
+        3: "parameters, gradients and states are sharded in chunks over",
     }
     ranks = f"{copies} data ranks" if copies > 1 else "one data rank"
     return (
-        f"zero_stage {stage}: {cut[stage]} {ranks}. Activations are what forward passes keep for backward; "
-        "what operators need for a moment comes on top.\n"
+        f"zero_stage {stage}: {cut[stage]} {ranks}. Activations are the tensors that forward keeps "
+        "for backward; temporaries of operators are not counted.\n"
     )

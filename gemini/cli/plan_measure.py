@@ -60,14 +60,15 @@ def refuse_unmeasurable(options: argparse.Namespace) -> None:
     ranks = options.ranks or 1
     if options.machine is not None and (other := MachineSpeeds.load(options.machine).name) != own_name():
         raise ConfigError(
-            f"--measure runs plans on this machine ({own_name()}), and --machine {options.machine} describes "
-            f"{other!r}: leave one out, or measure there"
+            f"--measure runs plans on this machine ({own_name()}), but --machine {options.machine} "
+            f"describes {other!r}: leave one out, or measure on that machine"
         )
     what, most = ("GPUs", gpu_count()) if gpu_count() else ("processors", len(usable_processors()))
     if ranks > most:
         raise ConfigError(
-            f"--measure runs {ranks} ranks on this machine, which has {most} {what}: ranks that share "
-            "one say little of a step; plan without --measure, or measure on a larger machine"
+            f"--measure needs {ranks} ranks on this machine, which has {most} {what}: times of ranks "
+            "that share one are not representative; plan without --measure, or measure on a larger "
+            "machine"
         )
 
 
@@ -110,7 +111,7 @@ class Trials:
             reasons = {name: each.why for name, each in trials.items()}
             reasons |= {named(layout): why for layout, why in impossible.items()}
             said = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-            raise StateError(f"no plan could be run: {said}")
+            raise StateError(f"all plans failed to run: {said}")
         best = min(ran, key=lambda name: ran[name])
         place = [str(each.combination) for each in found.prices].index(best)
         return found, after_trials(self.plan_at(found, place), best, trials)
@@ -197,8 +198,8 @@ def _names(model: nn.Module, count: int) -> Sequence[str]:
     ]
     if len(names) < count:
         raise ConfigError(
-            f"{type(model).__name__} is called with {count} inputs, and its forward() names "
-            f"{len(names)}: give them names to have it measured"
+            f"{type(model).__name__} is called with {count} inputs, but its forward() names "
+            f"{len(names)}: name all inputs in forward() to measure the model"
         )
     return names[:count]
 

@@ -96,7 +96,7 @@ class HuggingFaceModel:
         unknown = [name for name in missing if not isinstance(dummies.get(name), torch.Tensor)]
         if unknown or not (inputs or missing):
             raise ConfigError(
-                f"it is not known what {kind.name} of {self.path} is called with "
+                f"cannot make inputs for {kind.name} of {self.path} "
                 f"({', '.join(unknown or kind.parameters):.200}); {_FACTORY}"
             )
         for name in missing:
@@ -161,7 +161,7 @@ def hugging_face(
 def _read_config(path: Path) -> dict[str, Any]:
     fields = read_document(path, "the model config", max_bytes=MAX_CONFIG_BYTES, kind=".json")
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
-        raise ConfigError(f'{path} is no Hugging Face model config: it has no "model_type"')
+        raise ConfigError(f'{path} is not a Hugging Face model config: it has no "model_type"')
     return fields
 
 
@@ -170,8 +170,8 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"{path} describes a {fields['model_type']!r} model, which the package transformers builds: "
-            f"pip install transformers ({error})"
+            f"{path} describes a {fields['model_type']!r} model, which needs the package "
+            f"transformers: pip install transformers ({error})"
         ) from error
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns about missing values on meta
     kept = {name: value for name, value in fields.items() if name not in ("dtype", "torch_dtype")}
@@ -180,8 +180,8 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
         config = transformers.AutoConfig.for_model(**kept)
     except Exception as error:  # checks of configs may raise anything
         raise ConfigError(
-            f"transformers takes {path} for no {fields['model_type']!r} model: {in_words(error)}; correct "
-            "it, or install the version of transformers that it was written by"
+            f"transformers cannot read {path} as a {fields['model_type']!r} model: "
+            f"{in_words(error)}; correct it, or install the version of transformers that wrote it"
         ) from error
     said = fields.get("architectures") or []
     wanted = list(map(str, said)) if isinstance(said, list) else [str(said)]
@@ -189,9 +189,9 @@ def _model_of(path: Path, fields: dict[str, Any], checkpointing: bool) -> Huggin
     classes = [each for each in found if is_model_class(transformers, each)]
     if wanted and not classes:
         raise ConfigError(
-            f"transformers has no {' or '.join(map(repr, wanted))}, the architectures of {path}: correct the "
-            "name, install a version of transformers that has it, or take the entry out, for a model "
-            "without a head"
+            f"transformers has no {' or '.join(map(repr, wanted))}, the architectures of {path}: "
+            "correct the name, install a version of transformers that has it, or remove the entry to "
+            "plan the model without a head"
         )
     return HuggingFaceModel(path, config, classes[0] if classes else None, checkpointing)
 
@@ -237,8 +237,8 @@ class _Keywords(nn.Module):
                 for name, each in arguments.items()
             )
             raise ConfigError(
-                f"{type(self.model).__name__} cannot be rehearsed with {given}, without values: "
-                f"{in_words(error)}; where the config is right, {_FACTORY}"
+                f"{type(self.model).__name__} cannot be rehearsed with {given} without values: "
+                f"{in_words(error)}; if the config is right, {_FACTORY}"
             ) from error
 
 
@@ -288,8 +288,9 @@ def find_model(name: str, options: ModelOptions) -> ModelSource:
     if ":" in name:
         return _factory(name, options)
     raise ConfigError(
-        f"{name!r} is no model{did_you_mean(name, PRESETS)}: give a preset ({', '.join(PRESETS)}), "
-        "gpt:layers=..,hidden=..,heads=.., module:function, or the path of a Hugging Face config.json"
+        f"{name!r} is not a model{did_you_mean(name, PRESETS)}: give a preset "
+        f"({', '.join(PRESETS)}), gpt:layers=..,hidden=..,heads=.., module:function, or the path of "
+        "a Hugging Face config.json"
     )
 
 
@@ -323,7 +324,7 @@ def _checked(key: str, value: str, name: str) -> int:
     """Return a size of a GPT. Raises ConfigError if it is too large to build in a reasonable time."""
     most = MOST_LAYERS if key == "layers" else _MOST_WIDTH
     if len(value) > 18 or int(value) > most:
-        raise ConfigError(f"{key} is {value:.20} in {name!r:.100}; at most {most} are built: correct it")
+        raise ConfigError(f"{key} is {value:.20} in {name!r:.100}; it must be at most {most}")
     return int(value)
 
 
@@ -341,7 +342,10 @@ def _factory(name: str, options: ModelOptions) -> ModelSource:
     if "checkpointing" in accepted:
         given["checkpointing"] = options.checkpointing
     elif options.checkpointing:
-        raise ConfigError(f"--checkpointing: {name} has no parameter 'checkpointing' to pass it to")
+        raise ConfigError(
+            f"--checkpointing: the factory {name} has no parameter 'checkpointing'; add one, or leave "
+            "--checkpointing out"
+        )
 
     def made(batch: int, seq: int) -> tuple[Any, ...]:
         sizes = {"batch": batch, "seq": seq}
@@ -382,7 +386,7 @@ def _factory(name: str, options: ModelOptions) -> ModelSource:
 def _import(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f"{name!r} names no module; write package.module:function, without a path")
+        raise ConfigError(f"{name!r} does not name a module; write package.module:function, without a path")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as python -m does
@@ -425,10 +429,10 @@ def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]
     directory = Path(options.model)
     if not directory.is_dir():
         raise ConfigError(
-            f"{given} is for a model of transformers; give its directory, not {options.model!r}"
+            f"{given} needs a model of transformers; give its directory instead of {options.model!r}"
         )
     if not options.lora:
-        raise ConfigError("--quantize freezes the base, so adapters train; add --lora 16")
+        raise ConfigError("--quantize freezes the base model, so only adapters train; add --lora 16")
     from gemini.jobs.finetune.adapters import adapting, require_peft
     from gemini.jobs.finetune.engine import quantization_named, stored_quantization
 
@@ -442,7 +446,7 @@ def adapting_of(options: argparse.Namespace) -> Callable[[nn.Module], nn.Module]
     if others := [f"--{name}" for name in refused if getattr(options, name)]:
         what = "adapters are" if quantization is None else "adapters on quantized weights are"
         raise ConfigError(
-            f"{what} not planned with {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out"
-            + ("" if quantization is None else ", or divide the data alone (--dp)")
+            f"{what} not supported with {', '.join(others)}: leave {'it' if len(others) == 1 else 'them'} out"
+            + ("" if quantization is None else ", or use data parallelism only (--dp)")
         )
     return adapting(peft.LoraConfig(r=options.lora, target_modules="all-linear"), quantization, directory)

@@ -40,8 +40,8 @@ def refuse_unused(options: argparse.Namespace) -> None:
     for name, value in unused.items():
         if value:
             raise ConfigError(
-                f"--operators takes no {name}: it prints layouts of operators, which autoshard() runs; give "
-                "--search to plan by blocks"
+                f"--operators does not go with {name}: it prints layouts of operators, which "
+                "autoshard() runs; give --search to plan by blocks"
             )
 
 

@@ -65,7 +65,7 @@ def _verdict(report: Report) -> Panel:
     lines = Text()
     if report.fits:
         lines.append("It fits.", style="bold green")
-        lines.append(f" The largest batch that does: {report.largest_batch}.")
+        lines.append(f" Largest batch that fits: {report.largest_batch}.")
     else:
         lines.append("It does not fit.", style="bold red")
         for obstacle in report.obstacles:
@@ -97,13 +97,15 @@ def _peaks_note(report: Report) -> str:
     """Return a sentence about how the peaks relate."""
     device_bytes = format_bytes(report.budgets["device"])
     if report.step is None:
-        return f"No step was simulated. Both needs of DEVICE share its budget of {device_bytes}."
+        return f"No step was simulated. Model data and activations share the DEVICE budget of {device_bytes}."
     note = (
-        f"The peaks on DEVICE may be at different moments; at each moment model data, activations and "
-        f"temporaries together stay within {device_bytes}."
+        "The two peaks on DEVICE may be at different moments; model data, activations and "
+        f"temporaries together never exceed {device_bytes}."
     )
     if sum(map(bool, report.budgets.values())) > 1:
-        note += " Tiers may add up to more than all model data: a chunk may have a copy on two of them."
+        note += (
+            " The tiers may add up to more than all model data, because a chunk may have copies on two tiers."
+        )
     return note
 
 
@@ -126,14 +128,16 @@ def _times(report: Report, step: StepTime) -> Table:
 def _advice(report: Report, step: StepTime) -> Text:
     text = Text("\n")
     text.append(f"Bound by {_WORDS[step.bound]}", style="bold")
-    text.append(f"; plan {step.plan.name!r}. No plan could be below {_seconds(step.plan.bound_seconds)}.\n")
+    text.append(
+        f"; plan {step.plan.name!r}. The lower bound of any plan is {_seconds(step.plan.bound_seconds)}.\n"
+    )
     units, unit = report.units_to_compute_bound, report.source.unit
     if units is not None:
         now = report.settings.batch * report.source.tokens
         verdict = "enough" if now >= units else "too few"
         text.append(
-            f"Transfers hide behind computing from about {units:,} {unit} per forward pass on; this step has "
-            f"{now:,}, which is {verdict}.\n"
+            f"Computing hides all transfers from about {units:,} {unit} per forward pass; this step "
+            f"has {now:,}, which is {verdict}.\n"
         )
     if report.wear is not None:
         text.append(_wear(report.wear))
@@ -143,8 +147,9 @@ def _advice(report: Report, step: StepTime) -> Text:
 
 def _wear(wear: Wear) -> str:
     return (
-        f"{format_bytes(wear.step_bytes)} are written to disk per step: a drive for "
-        f"{wear.tbw_bytes / 1e12:,.0f} TB lasts {wear.steps:,.0f} steps, {wear.days:,.1f} days of training.\n"
+        f"Each step writes {format_bytes(wear.step_bytes)} to disk: a drive rated for "
+        f"{wear.tbw_bytes / 1e12:,.0f} TB lasts {wear.steps:,.0f} steps, {wear.days:,.1f} days of "
+        "training.\n"
     )
 
 
@@ -155,9 +160,9 @@ def _sureness(report: Report, step: StepTime) -> str:
             f"Times are estimated from the speeds of {report.settings.machine.name!r}; nothing was timed.\n"
         )
     guesses = report.forecast.rehearsal.num_guesses
-    note = f" The model looked at {guesses} truth values; each was taken to be true." if guesses else ""
+    note = f" The model read {guesses} truth values; the plan assumes that each is true." if guesses else ""
     return (
-        f"{step.sampled_share:.0%} of the compute time is of operators timed here just now, one by one; the "
+        f"{step.sampled_share:.0%} of the compute time is from operators timed on this machine; the "
         f"rest is estimated.{note}\n"
     )
 

@@ -125,12 +125,12 @@ def _render(plan: ParallelPlan, found: Found, options: argparse.Namespace, conso
     console.print(shown.explain().rstrip(), highlight=False, markup=False)
     _render_left_out(found, console)
     console.print(
-        f"\n{found.num_priced} of {found.num_combinations} combinations were priced; the others cannot be "
-        "faster.",
+        f"\n{found.num_priced} of {found.num_combinations} combinations were evaluated; the others "
+        "cannot be faster.",
         highlight=False,
     )
     if options.save_plan is None:
-        console.print("Keep the plan with --save-plan FILE.", highlight=False)
+        console.print("Save the plan with --save-plan FILE.", highlight=False)
     else:
         runs = "one process runs" if plan.world_size == 1 else f"{plan.world_size} processes run"
         said = f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r}) in a program that {runs}"
@@ -172,13 +172,13 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that fix a choice of the search, or that need ``--search`` without it."""
     of_spaces = ("import_plan", "export_plan", "annotate", "seed")
     if given := [f"--{name.replace('_', '-')}" for name in of_spaces if getattr(options, name) is not None]:
-        raise ConfigError(f"{', '.join(given)} belong to other systems: add --space NAME")
+        raise ConfigError(f"{', '.join(given)} need another system: add --space NAME")
     if not options.search:
         given = [name for name in ("ranks", "pin", "save_plan", "measure") if getattr(options, name)]
         if given:
             named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             verb = "belongs" if len(given) == 1 else "belong"
-            raise ConfigError(f"{named} {verb} to a search: add --search")
+            raise ConfigError(f"{named} {verb} to a search; add --search")
         return
     fixed = [name for name in ("tp", "pp", "sp", "dp") if getattr(options, name) is not None]
     if fixed:
@@ -186,8 +186,8 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
         raise ConfigError(f"--search chooses sizes: write {pins} instead of --{', --'.join(fixed)}")
     if options.accumulation != 1 or options.checkpointing:
         raise ConfigError(
-            "--search chooses micro-batches and what recomputes: leave out --accumulation and "
-            "--checkpointing, and give --batch the samples of a step of all ranks"
+            "--search chooses micro-batches and recomputation: leave out --accumulation and "
+            "--checkpointing, and give --batch the number of samples per step over all ranks"
         )
     if options.measure is not None:
         from gemini.cli.plan_measure import refuse_unmeasurable

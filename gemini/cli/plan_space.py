@@ -31,7 +31,7 @@ def run_without_model(options: argparse.Namespace) -> int:
         _print_trees(options)
     else:
         system(options.space)
-        raise ConfigError(f"--space {options.space} plans a model: give a MODEL, such as gpt2")
+        raise ConfigError(f"--space {options.space} needs a MODEL, such as gpt2")
     return 0
 
 
@@ -58,11 +58,11 @@ def run(options: argparse.Namespace, source: ModelSource, settings: Any) -> int:
         )
         found = _imported(options, request) if options.import_plan else system(options.space).plan(request)
     if found is None:
-        why = f"no plan of {options.space} fits in {format_bytes(request.capacity.device_bytes)} of a rank"
+        why = f"no plan of {options.space} fits in {format_bytes(request.capacity.device_bytes)} per rank"
         if options.json:
             print_json({"model": source.name, "space": options.space, "fits": False, "why": why})
         else:
-            Console().print(f"{why}; give more with --device-bytes", highlight=False)
+            Console().print(f"{why}; raise --device-bytes", highlight=False)
         return 1
     _keep(options, request, found, source)
     if options.json:
@@ -96,7 +96,9 @@ def _keep(
 ) -> None:
     if options.export_plan is not None:
         if found.plan is None:
-            raise ConfigError(f"--export-plan: {options.space} gives blocks no strategies of Galvatron")
+            raise ConfigError(
+                f"--export-plan: plans of {options.space} have no Galvatron strategies; leave it out"
+            )
         exported(found.plan).save(options.export_plan)
     if options.save_plan is not None:
         if found.plan is None or found.differs:
@@ -133,19 +135,17 @@ def _render(options: argparse.Namespace, request: SystemRequest, found: SystemPl
     if found.device_bytes is not None:
         has = format_bytes(request.capacity.device_bytes)
         verb = "holds" if _fits(found, request) else "would hold"
-        console.print(
-            f"A rank {verb} {format_bytes(found.device_bytes)} of the {has} it has", highlight=False
-        )
+        console.print(f"Each rank {verb} {format_bytes(found.device_bytes)} of its {has}", highlight=False)
     table = Table(box=None, pad_edge=False, show_header=False)
     for row in found.rows:
         table.add_row(*row)
     console.print(table)
     if found.differs:
-        console.print("It does not run here as it is. It would if it were uniform:", highlight=False)
+        console.print("The plan does not run here. To run, it must be uniform:", highlight=False)
         for reason in found.differs:
             console.print(f"  {reason}", highlight=False, markup=False)
     elif options.save_plan is None:
-        console.print("It runs: keep it with --save-plan FILE.", highlight=False)
+        console.print("This plan runs here: save it with --save-plan FILE.", highlight=False)
     else:
         console.print(f"Run it: HybridParallelPlugin(plan={str(options.save_plan)!r})", highlight=False)
 
@@ -182,17 +182,17 @@ def refuse_contradictions(options: argparse.Namespace) -> None:
     """Raise ConfigError for options that fix a choice of the space, or that belong to another way of
     planning."""
     if options.space == LIST:
-        raise ConfigError("--space list takes no MODEL")
+        raise ConfigError("--space list prints all systems: leave MODEL out")
     system(options.space)
     fixed = [name for name in ("tp", "pp", "sp", "dp", "pin", "measure", "search") if getattr(options, name)]
     if fixed:
-        raise ConfigError(f"--space {options.space} decides by itself: leave out --{', --'.join(fixed)}")
+        raise ConfigError(f"--space {options.space} chooses these itself: leave out --{', --'.join(fixed)}")
     if options.accumulation != 1 or options.checkpointing:
         raise ConfigError(
-            "--space chooses micro-batches and what recomputes: leave out --accumulation and --checkpointing"
+            "--space chooses micro-batches and recomputation: leave out --accumulation and --checkpointing"
         )
     for name, space in (("annotate", "gshard"), ("seed", "flexflow")):
         if getattr(options, name) and options.space != space:
-            raise ConfigError(f"--{name} belongs to --space {space}")
+            raise ConfigError(f"--{name} needs --space {space}")
     if options.import_plan is not None and options.space != "galvatron":
-        raise ConfigError("--import-plan reads plan files of Galvatron: add --space galvatron")
+        raise ConfigError("--import-plan reads Galvatron plan files: add --space galvatron")

@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   gemini run --nproc-per-node 4 train.py --lr 3e-4
-      four ranks on this machine; what follows the program is its own
+      four ranks on this machine; options after the program are passed to it
   gemini run --nproc-per-node 4 --host node1,node2 train.py
       eight ranks on two machines, reached over ssh; ranks meet at node1
   gemini run --nproc-per-node 4 --hostfile hosts.txt --exclude node3 --master-addr 10.0.0.1 train.py
-      all machines of a file, one name per line, but one; they meet at that address of the first
+      all machines of a file (one name per line) except node3; ranks meet at that address of the first machine
   gemini run --nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr node1 train.py
-      this machine's part alone, where something else (srun, a container) starts it on each
+      only this machine's ranks, if srun or a container starts the command on each machine
 
 in the program:
   from gemini.parallel import launch         then launch.launch_from_torch() joins the ranks (docs/compat.md),
   from gemini.parallel import join_ranks     or join_ranks(), or torch.distributed.init_process_group()
 
 over ssh:
-  Each machine has the same Python at the same path, and this directory. No password can be asked for: give
-  ssh keys. Variables of Python's paths and threads, NCCL_*, GLOO_*, TP_*, UCX_*, TORCH_*, GEMINI_* come
-  along, others by --env. With several network interfaces set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
+  Each machine needs the same Python at the same path, and this directory. ssh cannot ask for passwords: use
+  keys. Variables of Python's paths and threads, NCCL_*, GLOO_*, TP_*, UCX_*, TORCH_*, GEMINI_* are passed
+  on; add others with --env. With several network interfaces set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.
 
 exit codes:
-  that of the first rank that failed, when all others have been ended; 128 and the number of a signal that
-  ended it
-  130, 143, 129 ended by Ctrl-C, SIGTERM or SIGHUP, which all ranks get; they have up to 30 s to end
-  2 an error before anything was started, such as a machine that cannot be reached, with its reason
+  the exit code of the first rank that failed, after all other ranks were ended; 128 + N if signal N
+  ended that rank
+  130, 143, 129 Ctrl-C, SIGTERM or SIGHUP: all ranks get the signal and have up to 30 s to end
+  2 an error before the start, such as an unreachable machine
 """
 
 
@@ -47,29 +47,30 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``run`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "run",
-        help="run your program on several ranks, here or over ssh",
-        description="Start a program on every rank of a run with torchrun, on this machine or several, and "
-        "end all ranks when one fails.",
+        help="run a program on several ranks, on this machine or over ssh",
+        description="Start a program on every rank with torchrun, on one or several machines, and end all "
+        "ranks when one fails.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="gemini run [options] PROGRAM [arguments]",
     )
-    parser.add_argument("program", metavar="PROGRAM", help="a Python file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    parser.add_argument("program", metavar="PROGRAM", help="a Python file, or a module with -m")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     parser.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as in python -m")
     parser.add_argument(
         "--nproc-per-node",
         "--nproc_per_node",
         metavar="N",
         default="1",
-        help="ranks on each machine: a number, gpu, cpu, or auto for GPUs where there are any (default: 1)",
+        help="ranks on each machine: a number, gpu, cpu, or auto (GPUs if there are any, else CPUs) "
+        "(default: 1)",
     )
     parser.add_argument(
         "--master-port",
         "--master_port",
         type=int,
         metavar="PORT",
-        help="where ranks meet (default: 29500; on one machine a free one where that is taken)",
+        help="port where ranks meet (default: 29500; on one machine another free port if that is taken)",
     )
     _add_machines(parser.add_argument_group("machines"))
     parser.set_defaults(run=run)
@@ -121,15 +122,18 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
 
     environ = tuple(_known_variable(name) for name in options.env)
     if options.host and options.hostfile:
-        raise ConfigError("--host and --hostfile both say the machines; give one of them")
+        raise ConfigError("--host and --hostfile both name the machines; give one of them")
     if not options.host and not options.hostfile:
         for name in ("include", "exclude"):
             if getattr(options, name):
-                raise ConfigError(f"--{name} chooses among machines; give those by --hostfile or --host")
+                raise ConfigError(
+                    f"--{name} selects machines of a list; give the list by --hostfile or --host"
+                )
         return None
     if options.nnodes > 1 or options.node_rank:
         raise ConfigError(
-            "--nnodes and --node-rank say the part of one machine; leave them out with --host or --hostfile"
+            "--nnodes and --node-rank start the ranks of one machine; leave them out with --host or "
+            "--hostfile"
         )
     known = parse_hosts(options.host, "--host") if options.host else read_hostfile(options.hostfile)
     chosen = [
@@ -140,7 +144,7 @@ def _hosts_from(options: argparse.Namespace) -> tuple[Hosts, str] | None:
     try:
         ssh = tuple(shlex.split(options.ssh)) or ("ssh",)
     except ValueError as error:
-        raise ConfigError(f"--ssh is {options.ssh!r}, which is no command: {error}") from None
+        raise ConfigError(f"--ssh is {options.ssh!r}, which is not a command: {error}; correct it") from None
     return Hosts(tuple(names), ssh, environ), address
 
 
@@ -149,8 +153,8 @@ def _known_variable(name: str) -> str:
     if name not in os.environ:
         wanted = name if "=" in name else f"{name}=..."
         raise ConfigError(
-            f"--env names a variable that is set here, and {name!r} is none; export {wanted} before, and "
-            f"give --env {name.partition('=')[0]}"
+            f"--env needs the name of a variable that is set here, and {name!r} is not; first export "
+            f"{wanted}, then give --env {name.partition('=')[0]}"
         )
     return name
 
@@ -165,7 +169,8 @@ def _node_from(options: argparse.Namespace) -> Node:
         port = chosen_port(options.master_port)
     elif options.master_addr is None:
         raise ConfigError(
-            f"{options.nnodes} machines: give --master-addr, the address of the one with --node-rank 0"
+            f"{options.nnodes} machines need --master-addr: give the address of the machine with "
+            "--node-rank 0"
         )
     else:
         port = DEFAULT_PORT if options.master_port is None else options.master_port
@@ -173,36 +178,38 @@ def _node_from(options: argparse.Namespace) -> Node:
 
 
 def _add_machines(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--host", "--hosts", metavar="NAMES", help="names or addresses with commas between them"
-    )
+    group.add_argument("--host", "--hosts", metavar="NAMES", help="names or addresses, separated by commas")
     group.add_argument(
         "--hostfile", type=Path, metavar="FILE", help="a file with one name or address per line"
     )
-    group.add_argument("--include", metavar="NAMES", help="of those, only these")
-    group.add_argument("--exclude", metavar="NAMES", help="of those, all but these")
+    group.add_argument("--include", metavar="NAMES", help="use only these machines of the list")
+    group.add_argument("--exclude", metavar="NAMES", help="use all machines of the list except these")
     group.add_argument(
         "--master-addr",
         "--master_addr",
         metavar="ADDRESS",
-        help="where ranks meet: the name or address of a machine, which gets the first ranks (default: the "
-        "first one)",
+        help="name or address of the machine where ranks meet; it gets the first ranks (default: the "
+        "first machine)",
     )
     group.add_argument(
         "--ssh",
         metavar="COMMAND",
         default="ssh",
-        help="as in 'ssh -p 2222 -i key' (default: ssh), by no shell",
+        help="the ssh command, such as 'ssh -p 2222 -i key' (default: ssh); no shell expands it",
     )
     group.add_argument(
         "--env",
         metavar="NAME",
         action="append",
         default=[],
-        help="a variable of this machine that the others get too; repeatable",
+        help="an environment variable to pass to the other machines; repeatable",
     )
     group.add_argument(
-        "--nnodes", type=int, metavar="N", default=1, help="machines, where each is started by itself"
+        "--nnodes",
+        type=int,
+        metavar="N",
+        default=1,
+        help="number of machines, if the command is started on each",
     )
     group.add_argument(
         "--node-rank",
@@ -210,6 +217,6 @@ def _add_machines(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="I",
         default=0,
-        help="which of them this one is, from 0",
+        help="index of this machine, from 0",
     )
     group.add_argument("--told-by-stdin", action="store_true", help=argparse.SUPPRESS)

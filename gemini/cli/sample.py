@@ -17,17 +17,17 @@ from gemini.system.config import format_bytes, parse_bytes
 EPILOG = """\
 examples:
   gemini sample out/tuned/model --prompt "Once upon a time" --max-new-tokens 100
-      the likeliest continuation
+      the most likely continuation
   gemini sample ./llama --adapter out/lora/model --chat --prompt "Who are you?" --prompt "Why?" \\
       --temperature 0.7 --top-p 0.9 --seed 1 --device-bytes 4GiB
-      two answers of a model with adapters, drawn at random, in 4 GiB
+      two random answers of a model with adapters, in 4 GiB
 
-The weights are read where the checkpoint has them, whenever they are needed: nothing is copied, and a model
-larger than --device-bytes works, at the speed of the disk. Texts go to standard output as they grow. Tokens
+Weights are read from the checkpoint when they are needed: nothing is copied, and a model
+larger than --device-bytes runs at the speed of the disk. Text goes to standard output as it grows. Tokens
 per second, and the peak of memory, go to standard error at the end.
 
 exit codes:
-  0 done    2 an error, with its reason    130 ended by Ctrl-C
+  0 done    2 an error    130 Ctrl-C
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
@@ -37,19 +37,21 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``sample`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "sample",
-        help="print what a model says, within byte budgets",
-        description="Generate text with a causal language model from a directory that save_pretrained() has "
-        "made, in as much memory as you allow.",
+        help="generate text with a model within byte budgets",
+        description="Generate text with a causal language model within the memory that you allow. The model "
+        "is in a directory in the format of save_pretrained().",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="the model: config.json, safetensors")
     parser.add_argument(
-        "--prompt", action="append", required=True, metavar="TEXT", help="what to continue; repeatable"
+        "--prompt", action="append", required=True, metavar="TEXT", help="the text to continue; repeatable"
     )
-    parser.add_argument("--adapter", type=Path, metavar="DIR", help="adapters that PEFT has saved")
+    parser.add_argument("--adapter", type=Path, metavar="DIR", help="directory of adapters saved by PEFT")
     parser.add_argument(
-        "--chat", action="store_true", help="ask by the tokenizer's chat template, as a user would"
+        "--chat",
+        action="store_true",
+        help="format the prompt as a user message with the tokenizer's chat template",
     )
     _add_choices(parser.add_argument_group("sampling"))
     _add_budgets(parser.add_argument_group("memory"))
@@ -58,24 +60,33 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_choices(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="at most so many tokens (default: 64)"
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of new tokens (default: 64)",
     )
     group.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="X",
-        help="0: the likeliest token; 1: as the model gives the odds; higher is wilder (default: 0)",
+        help="0: always the most likely token; 1: the model's probabilities; higher is more random "
+        "(default: 0)",
     )
     group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the likeliest tokens that together have this probability (default: 1, all)",
+        help="sample from the most likely tokens with this total probability (default: 1, all tokens)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the draws, the same for each prompt (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of the sampling, the same for each prompt (default: 0)",
     )
 
 
@@ -98,7 +109,7 @@ def _add_budgets(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--disk-dir",
         metavar="DIR",
-        help="for weights that cannot be read from the checkpoint as they are, and on a GPU",
+        help="DISK tier for weights that cannot be read from the checkpoint directly, and for a GPU",
     )
 
 

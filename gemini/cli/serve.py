@@ -18,53 +18,60 @@ if TYPE_CHECKING:
 EPILOG = """\
 examples:
   gemini serve out/tuned/model
-      answer at http://127.0.0.1:8020, with what memory is free
+      answer at http://127.0.0.1:8020, in the free memory
   gemini serve ./llama --device-bytes 4GiB --kv-bytes 512MiB --max-batch 32
-      a model of any size in 4 GiB: half a GiB for keys and values, the rest for weights
+      a model of any size in 4 GiB: 512 MiB for keys and values, the rest for weights
   gemini serve ./llama --device-bytes 4GiB --kv-bytes 16GiB --kv-device-bytes 1GiB --disk-dir /fast
-      long texts: of 16 GiB of keys and values 1 GiB is in memory, the rest on a disk
+      long texts: 16 GiB of keys and values, 1 GiB of them in memory, the rest on disk
   gemini serve ./llama --tp 2 --device-bytes 4GiB --kv-bytes 512MiB
-      two processes of this machine, each with half of every layer in 4 GiB of its own
+      two processes on this machine, each with half of every layer in 4 GiB
   gemini serve --config opt_config.py --batching bucket
-      a configuration of ColossalAI's OPT service, and its batches
+      a configuration of ColossalAI's OPT service, with its batching
 
 ask it:
   curl http://127.0.0.1:8020/v1/completions -H 'Content-Type: application/json' \\
       -d '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}'
 
-Endpoints: /v1/completions, /v1/chat/completions and /v1/models (as OpenAI's clients use them), /generation,
-/health, /ready, /metrics, and /docs, which describes them. Everybody who reaches the port may ask: listen on
-other addresses than 127.0.0.1 only behind something that checks who asks.
+Endpoints: /v1/completions, /v1/chat/completions and /v1/models (for OpenAI clients), /generation,
+/health, /ready, /metrics, and /docs, which describes them. There is no access control: to listen on
+another address than 127.0.0.1, put a proxy that authenticates in front.
 
-Ctrl-C and SIGTERM let answers end that have begun, for --drain seconds. With --tp the loss of one process
+After Ctrl-C or SIGTERM, started answers have --drain seconds to finish. With --tp the loss of one process
 ends all of them.
 
 exit codes:
-  0 done    2 an error, with its reason
+  0 done    2 an error
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
 
 _SIZES = {
     "device-bytes": "budget of DEVICE, for weights and --kv-bytes; default: the free memory, less a margin",
-    "kv-bytes": "of it, for keys and values; default: for --max-batch texts of 1,024 tokens, at most a "
-    "quarter",
-    "kv-device-bytes": "of --kv-bytes, what --device-bytes has room for: the rest needs --host-bytes or "
-    "--disk-dir; default: all",
+    "kv-bytes": "part of --device-bytes for keys and values; default: for --max-batch texts of 1,024 tokens, "
+    "at most a quarter",
+    "kv-device-bytes": "part of --kv-bytes on DEVICE, the rest on --host-bytes or --disk-dir; default: all",
     "host-bytes": "budget of HOST, memory of the CPU; default: chosen by the runtime",
-    "body-bytes": "most bytes of a request (default: 4MiB)",
+    "body-bytes": "maximum size of a request (default: 4MiB)",
 }
 _NUMBERS: dict[str, tuple[type, str, str]] = {
-    "port": (int, "N", "where to listen; 0: any that is free (default: 8020)"),
-    "max-batch": (int, "N", "most requests that share a pass (default: 16)"),
-    "max-pass-tokens": (int, "N", "most tokens of a pass; longer prompts take several (default: 512)"),
-    "queue-size": (int, "N", "most requests that wait; others get status 429 (default: 256)"),
-    "max-tokens": (int, "N", "most tokens of an answer (default: 1024)"),
-    "timeout": (float, "S", "seconds after which an answer ends where it is (default: never)"),
-    "cache-size": (int, "N", "queries whose answers are kept and given again (default: 0, none)"),
-    "cache-list-size": (int, "N", "answers kept of each; any is given, when all are there (default: 1)"),
-    "tp": (int, "N", "processes that each have a part of every layer, and sizes of their own (default: 1)"),
-    "drain": (int, "S", "seconds for answers that have begun, at the end (default: 30)"),
+    "port": (int, "N", "port to listen on; 0: any free port (default: 8020)"),
+    "max-batch": (int, "N", "maximum requests per forward pass (default: 16)"),
+    "max-pass-tokens": (
+        int,
+        "N",
+        "maximum tokens per forward pass; longer prompts take several (default: 512)",
+    ),
+    "queue-size": (int, "N", "maximum waiting requests; further requests get status 429 (default: 256)"),
+    "max-tokens": (int, "N", "maximum tokens of an answer (default: 1024)"),
+    "timeout": (float, "S", "seconds after which an answer is cut off (default: never)"),
+    "cache-size": (int, "N", "number of queries with cached answers (default: 0, no cache)"),
+    "cache-list-size": (
+        int,
+        "N",
+        "cached answers per query; once all are cached, one is returned at random (default: 1)",
+    ),
+    "tp": (int, "N", "tensor parallelism: number of processes, each with its own budgets (default: 1)"),
+    "drain": (int, "S", "seconds for started answers to finish at shutdown (default: 30)"),
 }
 _FIELDS = {"timeout": "timeout_s", "drain": "drain_s"}
 
@@ -73,9 +80,9 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``serve`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "serve",
-        help="answer over HTTP, within byte budgets",
-        description="Serve a causal language model from a directory that save_pretrained() has made. "
-        "Requests share passes, and weights that do not fit in memory are read when they are needed.",
+        help="serve a model over HTTP within byte budgets",
+        description="Serve a causal language model from a directory in the format of save_pretrained(). "
+        "Requests share forward passes, and weights that do not fit in memory are read when they are needed.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -91,7 +98,7 @@ def add_parser(subparsers: Any) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="options from a file such as opt_config.py; read, not executed",
+        help="read options from a file such as opt_config.py, without executing it",
     )
     for title, names in (
         ("answers", ("name", "max-tokens", "timeout", "cache-size", "cache-list-size")),
@@ -119,20 +126,21 @@ def _add(group: argparse._ArgumentGroup, name: str) -> None:
         group.add_argument(
             "--batching",
             choices=("continuous", "bucket"),
-            help="continuous: a request begins when there is a place (default); bucket: when the batch "
-            "before has ended, with others that draw alike and ask for at most as many tokens",
+            help="continuous: a request starts as soon as a batch has room (default); bucket: it starts "
+            "after the previous batch, together with requests of equal sampling options and no more "
+            "tokens",
             **given,
         )
     else:
         texts = {
-            "name": ("NAME", "what the model is called (default: the directory's name)"),
+            "name": ("NAME", "name of the model (default: the name of the directory)"),
             "device": ("DEVICE", "where operators compute: cpu, cuda, cuda:1 (default: cpu)"),
             "disk-dir": (
                 "DIR",
-                "for keys and values below DEVICE, weights that cannot be read from the checkpoint as they "
-                "are, and on a GPU",
+                "DISK tier for keys and values, for weights that cannot be read from the checkpoint "
+                "directly, and for a GPU",
             ),
-            "host": ("ADDRESS", "address to listen at (default: 127.0.0.1)"),
+            "host": ("ADDRESS", "address to listen on (default: 127.0.0.1)"),
         }
         metavar, text = texts[name]
         group.add_argument(f"--{name}", metavar=metavar, help=text, **given)
@@ -169,11 +177,9 @@ def _config_from(options: argparse.Namespace, ranks: int) -> ServeConfig:
             _say(f"{options.config}: not used here: {', '.join(file.ignored)}")
         given = {**file.options, **given}
     if "model" not in given:
-        raise ConfigError("there is no model; name a directory, or a --config that has a checkpoint")
+        raise ConfigError("no model is given; name a directory, or a --config with a checkpoint")
     if ranks > 1 and given.get("tp", ranks) != ranks:
-        raise ConfigError(
-            f"--tp is {given['tp']} and torchrun has started {ranks} ranks; leave --tp out there"
-        )
+        raise ConfigError(f"--tp is {given['tp']}, but torchrun started {ranks} ranks; leave --tp out")
     return ServeConfig(**{**given, **({"tp": ranks} if ranks > 1 else {})})
 
 

@@ -24,13 +24,13 @@ POLICIES = ("plan", "opt", "density", "static", "lru")
 HELP = """\
 policies:
   plan     the best plan that the planner finds
-  opt      furthest next use leaves first, with prefetch
-  density  keep what saves the most transfer time per byte and second
+  opt      evict the furthest next use first, with prefetch
+  density  keep the chunks that save the most transfer time per byte and second
   static   keep the most used chunks for the whole step
-  lru      least recently used leaves first, no prefetch
+  lru      evict the least recently used first, no prefetch
 
-Sizes are bytes (65536, 512MiB, 4GiB), or with % a share of the model data; of DEVICE, that share and what the
-recorded step needed besides model data at most. A tier that is not given is absent.
+Sizes are bytes (65536, 512MiB, 4GiB), or with % a share of the model data; for DEVICE, that share plus the
+peak of other memory in the recorded step. A tier without a size is absent.
 
 examples:
   gemini simulate benchmarks/traces/gpt2.json --device-bytes 30% --disk-bytes 200%
@@ -45,8 +45,8 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``simulate`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "simulate",
-        help="print the time of a recorded step under other budgets",
-        description="Run the runtime's decisions for a recorded iteration against a model of time.",
+        help="predict the time of a recorded step under other budgets",
+        description="Simulate a recorded iteration: make the runtime's decisions and predict their time.",
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -54,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
         "trace",
         type=Path,
         metavar="TRACE",
-        help="trace-step.json of gemini trace, or what model.memstats().save(path) wrote",
+        help="trace-step.json of gemini trace, or a file of model.memstats().save(path)",
     )
     for tier, text in (("device", "where operators compute"), ("host", "absent"), ("disk", "absent")):
         default = "100%" if tier == "device" else "0"
@@ -69,7 +69,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAME=SPEED",
-        help=f"speed of a link, as h2d=25GB/s; one of {', '.join(LINKS)} (default: as recorded)",
+        help=f"speed of a link, such as h2d=25GB/s; one of {', '.join(LINKS)} (default: as recorded)",
     )
     parser.add_argument(
         "--compute-scale",
@@ -83,9 +83,9 @@ def add_parser(subparsers: Any) -> None:
         "--overlap",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="run each update right before the next use of what it changes (default: yes)",
+        help="run each update right before the next use of its parameters (default: yes)",
     )
-    parser.add_argument("--bound", action="store_true", help="also find a lower bound; takes seconds")
+    parser.add_argument("--bound", action="store_true", help="also compute a lower bound; takes seconds")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run)
 
@@ -108,7 +108,9 @@ def simulated(options: argparse.Namespace) -> dict[str, Any]:
 
     trace = Trace.load(options.trace)
     if not 0 < options.compute_scale < math.inf:
-        raise ConfigError(f"--compute-scale is {options.compute_scale}; it must be a number > 0, as 0.5 or 2")
+        raise ConfigError(
+            f"--compute-scale is {options.compute_scale}; it must be a number > 0, such as 0.5 or 2"
+        )
     order = order_of(trace, overlap=options.overlap)
     iteration = Iteration.of_order(trace, order, trace.reserve_bytes())
     scaled = tuple(options.compute_scale * seconds for seconds in iteration.seconds)
@@ -220,7 +222,7 @@ def _render(found: dict[str, Any]) -> None:
         table.add_row(f"  waiting, {phase}", f"{seconds:.4g} s")
     if found["bound_seconds"] is not None:
         over = step / found["bound_seconds"] - 1 if found["bound_seconds"] else 0.0
-        table.add_row("no plan is below", f"{found['bound_seconds']:.4g} s (this is {over:.1%} above)")
+        table.add_row("lower bound of any plan", f"{found['bound_seconds']:.4g} s (this is {over:.1%} above)")
     if found["plan"] != found["policy"]:
         table.add_row("plan", found["plan"])
     table.add_row("model data", format_bytes(found["model_data_bytes"]))

@@ -43,20 +43,20 @@ examples:
   gemini trace --out out/mine --script train.py --epochs 1
       run your own script as `python train.py --epochs 1` does, and record every GeminiDDP in it
 
-in the --out directory (those of an earlier recording are removed, all else there stays):
-  trace.html   one page for any browser: where the time went, what waited for what, which link was
+in the --out directory (files of an earlier recording are removed, other files stay):
+  trace.html   a page for any browser: where the time went, what waited for which transfer, which link was
                busy when, how full each tier was; needs no network
   trace.json   the same events for https://ui.perfetto.dev or chrome://tracing
   trace-step.json
-               the order of a step: what gemini simulate reads
-  trace-2.html, trace-2.json, ... of further models that a script trains
+               the order of a step, for gemini simulate
+  trace-2.html, trace-2.json, ... for further models of a script
 
-The first step of a model only records its order, in the second the plan settles: leave them out (--warmup).
-Ctrl-C ends after the step and writes what was recorded; a second one does so at once.
+The first step of a model only records its order, and the second still adapts the plan: skip both (--warmup).
+Ctrl-C ends after the step and writes the recorded events; a second Ctrl-C ends at once.
 
 exit codes:
-  0 done    2 an error, with its reason    130, 143 ended by Ctrl-C or SIGTERM
-  with --script also what the script exits with: 1 where it ends by an error
+  0 done    2 an error    130, 143 Ctrl-C or SIGTERM
+  with --script also the exit code of the script: 1 if it ends with an error
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB. All options come before --script.
 """
@@ -68,31 +68,31 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``trace`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "trace",
-        help="record training steps as a page that shows their times",
-        description="Record what happens in real training steps: every operator, what it waited for, every "
-        "transfer, the fill of every tier. The training is that of `gemini train`, or a script of your own.",
+        help="record training steps and show their timeline as a page",
+        description="Record real training steps: every operator and its waits, every transfer, and the fill "
+        "of every tier. Trains the GPT of `gemini train`, or runs your own script.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("recording")
     group.add_argument(
-        "--warmup", type=int, default=3, metavar="N", help="steps before the recording begins (default: 3)"
+        "--warmup", type=int, default=3, metavar="N", help="steps before the recording starts (default: 3)"
     )
     group.add_argument("--record", type=int, default=3, metavar="N", help="steps to record (default: 3)")
     group.add_argument(
         "--out",
         default="gemini-trace",
         metavar="DIR",
-        help="where to write, made if missing (default: gemini-trace)",
+        help="output directory, created if missing (default: gemini-trace)",
     )
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
-    group.add_argument("--quiet", action="store_true", help="no progress, only the summary")
+    group.add_argument("--quiet", action="store_true", help="print only the summary, no progress")
     group.add_argument(
         "--script",
         nargs=argparse.REMAINDER,
         metavar="FILE ...",
-        help="a Python file, and behind it its own arguments: run it in place of the built-in training; "
-        "options of model, training and memory are then its own affair",
+        help="a Python file and its arguments, to run instead of the built-in training; the options of "
+        "model, training and memory then have no effect",
     )
     train.add_model_options(parser.add_argument_group("model and text"))
     train.add_training_options(parser.add_argument_group("training"))
@@ -140,10 +140,10 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
     from gemini.cli.trace import ScriptRecording, run_script
 
     if not options.script:
-        raise ConfigError("--script needs the file to run, and behind it the file's own arguments")
+        raise ConfigError("--script needs a file to run, followed by the file's arguments")
     path, *arguments = options.script
     if not Path(path).is_file():
-        raise ConfigError(f"--script {path}: there is no such file")
+        raise ConfigError(f"--script {path}: the file does not exist")
     out.prepare()
     recording = ScriptRecording(warmup=options.warmup, steps=options.record)
     try:
@@ -154,8 +154,9 @@ def _run_script(options: argparse.Namespace, out: _Output) -> int:
             out.keep(recorder, f"{model} of {path}")
         if not recording.recorders:
             out.warn(
-                f"nothing was recorded: no GeminiDDP in {path} began a training step after "
-                f"--warmup {options.warmup} that the script did not record itself; try --warmup 0"
+                f"nothing was recorded: in {path} no GeminiDDP started a training step after "
+                f"--warmup {options.warmup}, except steps that the script recorded itself; try "
+                "--warmup 0"
             )
     return code or out.exit_code
 
@@ -186,8 +187,8 @@ class _Output:
                 file.write(b"tried")
         except OSError as error:
             raise ConfigError(
-                f"cannot write to --out {self._directory}: {error.strerror}; "
-                "name a directory that can be written, or one that can be made"
+                f"cannot write to --out {self._directory}: {error.strerror}; name a directory that "
+                "you can write to or create"
             ) from error
 
     def keep(self, recorder: TimelineRecorder, title: str) -> None:
@@ -356,9 +357,9 @@ def step_table(title: str, steps: Sequence[StepSummary]) -> Table:
     for link, what in LINK_TITLES.items():
         if any(link in step.links for step in steps):
             table.add_row(what, "", *(_moved(step, link) for step in steps))
-    table.add_row("transfers behind computing", "", *(f"{step.overlap_share:.0%}" for step in steps))
+    table.add_row("transfers overlapped with computing", "", *(f"{step.overlap_share:.0%}" for step in steps))
     table.add_row("operators", "", *(str(step.num_operators) for step in steps))
-    table.add_row("updates put off until then", "", *(str(step.num_updates) for step in steps))
+    table.add_row("deferred updates", "", *(str(step.num_updates) for step in steps))
     return table
 
 

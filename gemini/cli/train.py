@@ -21,25 +21,25 @@ EPILOG = """\
 examples:
   gemini train --device-bytes 24MiB --activations plan --disk-dir out/disk --layers 8 --hidden 256 \\
       --heads 8 --verify
-      train a model several times larger than 24 MiB, the rest on disk; prove that this changed nothing
+      train a model several times larger than 24 MiB, the rest on disk; check that the results are identical
   gemini train --data book.txt --steps 2000 --checkpoint out/book --checkpoint-every 200
-      train on your own text and keep a checkpoint; Ctrl-C saves one and ends cleanly
+      train on your own text with checkpoints; Ctrl-C saves one and ends cleanly
   gemini train --checkpoint out/book --resume
-      go on where it ended, with the same options: the same losses, bit for bit, as if it had never
-      stopped; options given here replace those of the device, budgets, tiers, policy and --steps
+      continue with the same options: the losses equal those of an uninterrupted run, bit for bit;
+      only --steps and the options of device, budgets, tiers and policy may change
   gemini train --data book.txt --checkpoint out/book --resume auto
-      go on where the last run ended, or start: for a scheduler that runs the command again
+      continue the last run, or start one: for a job scheduler that restarts the command
   gemini train --device-bytes 64MiB --disk-dir out/disk --quiet --json > summary.json
-      for scripts: nothing but the summary, as JSON
+      for scripts: print only the summary, as JSON
 
 in the --checkpoint directory:
   checkpoint/    the two newest (see gemini ckpt)      metrics.jsonl   one line per step
-  summary.json   what is printed at the end            memory.png      memory per tier over one step
+  summary.json   the summary printed at the end        memory.png      memory per tier over one step
 
 exit codes:
-  0 done    1 --verify found a difference    2 an error, with its reason
-  130, 143, 138 ended by Ctrl-C, SIGTERM or SIGUSR1 after its step, with a checkpoint where --checkpoint
-                is given: run the same command again with --resume auto
+  0 done    1 --verify found a difference    2 an error
+  130, 143, 138 Ctrl-C, SIGTERM or SIGUSR1: the step was finished, and with --checkpoint saved; to
+                continue, run the same command with --resume auto
 
 Sizes are bytes: 65536, 64KiB, 512MiB, 4GiB.
 """
@@ -59,10 +59,11 @@ def add_parser(subparsers: Any) -> None:
     """Add the ``train`` command to ``subparsers``."""
     parser = subparsers.add_parser(
         "train",
-        help="train a GPT on your text within byte budgets",
-        description="Train a decoder-only GPT on bytes of real text, in as much memory as you allow. "
-        "Parameters, gradients and optimizer states live on three tiers (DEVICE, HOST, DISK) so that every "
-        "operator finds its operands; the numbers are those of a run without any budget.",
+        help="train a GPT on a text within byte budgets",
+        description="Train a decoder-only GPT on the bytes of a text within the memory that you allow. "
+        "Parameters, gradients and optimizer states live on three tiers (DEVICE, HOST, DISK); each "
+        "operator finds its operands on DEVICE. The losses and weights equal those of a run without "
+        "budgets, bit for bit.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,7 +74,7 @@ def add_parser(subparsers: Any) -> None:
         "--steps",
         type=int,
         metavar="N",
-        help="optimizer steps in all, those before --resume included",
+        help="total optimizer steps, including those before --resume",
     )
     add_training_options(training)
     add_memory_options(parser.add_argument_group("memory"))
@@ -124,8 +125,9 @@ def refuse_ranks(command: str) -> None:
     ranks = os.environ.get("WORLD_SIZE", "")
     if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1:
         raise ConfigError(
-            f"{command} trains on one process and torchrun has started {ranks}; run it without torchrun, "
-            "or train over ranks with a program of your own, such as examples/ranks_that_restart.py"
+            f"{command} trains on one process, but torchrun started {ranks}; run it without "
+            "torchrun, or write your own program for several ranks, such as "
+            "examples/ranks_that_restart.py"
         )
 
 
@@ -152,18 +154,18 @@ def add_model_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--data",
         metavar="PATH",
-        help="a text file, or a directory read recursively (binary and hidden "
-        "files left out); default: the sources of Python's own library",
+        help="a text file, or a directory, read recursively without binary and hidden files; default: the "
+        "sources of Python's standard library",
     )
     add_option(group, "--layers", type=int, metavar="N", help="transformer blocks")
     add_option(group, "--hidden", type=int, metavar="N", help="width of the model; a multiple of --heads")
     add_option(group, "--heads", type=int, metavar="N", help="attention heads")
-    add_option(group, "--seq", type=int, metavar="N", help="length of a training sequence in bytes of text")
+    add_option(group, "--seq", type=int, metavar="N", help="length of a training sequence, in bytes of text")
     add_option(
         group,
         "--activation-checkpointing",
         action="store_true",
-        help="compute activations again in backward instead of keeping them: less memory, more work",
+        help="recompute activations in backward instead of keeping them: less memory, more computing",
     )
 
 
@@ -175,7 +177,7 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
         "--accumulate",
         type=int,
         metavar="N",
-        help="passes per optimizer step; a step learns from batch * accumulate sequences",
+        help="forward passes per optimizer step; a step has batch * accumulate sequences",
     )
     add_option(
         group,
@@ -185,14 +187,18 @@ def add_training_options(group: argparse._ArgumentGroup) -> None:
         help="highest learning rate; warms up over a tenth of the steps (at most 100), then falls as a "
         "cosine to a tenth",
     )
-    add_option(group, "--clip", type=float, metavar="X", help="largest global gradient norm; 0: no clipping")
+    add_option(
+        group, "--clip", type=float, metavar="X", help="clip the global gradient norm to this; 0: no clipping"
+    )
     add_option(
         group,
         "--precision",
         choices=PRECISIONS,
         help="dtype of weights and activations; bf16 keeps an fp32 master of every weight",
     )
-    add_option(group, "--seed", type=int, metavar="N", help="seed of the weights and of the choice of text")
+    add_option(
+        group, "--seed", type=int, metavar="N", help="seed of the initial weights and of the choice of text"
+    )
 
 
 def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainConfig) -> None:
@@ -202,8 +208,8 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         "--device",
         kind=kind,
         metavar="DEVICE",
-        help="where operators compute; DEVICE is its memory: cpu, cuda, or cuda:1 for one of several GPUs; "
-        "numbers are the same, bit for bit, on devices of one kind",
+        help="where operators compute; DEVICE is its memory: cpu, cuda, or cuda:1 for one of several "
+        "GPUs; results are identical, bit for bit, on devices of one kind",
     )
     add_option(
         group,
@@ -220,16 +226,16 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         kind=kind,
         type=_size,
         metavar="SIZE",
-        help="budget of HOST, CPU memory next to the device; default: chosen by the policy (0 where DEVICE "
-        "is CPU memory already)",
+        help="budget of HOST, CPU memory next to the device; default: chosen by the policy (0 if DEVICE "
+        "is CPU memory)",
     )
     add_option(
         group,
         "--disk-dir",
         kind=kind,
         metavar="DIR",
-        help="directory of the DISK tier, made if missing; default: no DISK tier, so that all model data "
-        "must fit above",
+        help="directory of the DISK tier, created if missing; default: no DISK tier; all model data must "
+        "fit on DEVICE and HOST",
     )
     add_option(
         group,
@@ -237,8 +243,8 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         kind=kind,
         type=_size,
         metavar="SIZE",
-        help="budget of DISK; default: as much as all model data takes; with --activations offload or plan, "
-        "half of the free space on top",
+        help="budget of DISK; default: the size of all model data; with --activations offload or plan, "
+        "plus half of the free space",
     )
     add_option(
         group,
@@ -246,7 +252,7 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         kind=kind,
         type=_size,
         metavar="SIZE",
-        help="bytes of DEVICE kept free for activations and temporaries; default: measured in the first step",
+        help="DEVICE bytes to keep free for activations and temporaries; default: measured in the first step",
     )
     _add_placement_options(group, kind)
 
@@ -257,16 +263,17 @@ def _add_placement_options(group: argparse._ArgumentGroup, kind: type[Any]) -> N
         "--policy",
         kind=kind,
         choices=POLICIES,
-        help="what stays on DEVICE: auto plans from the first step, cpu keeps model data on HOST, cuda keeps "
-        "all of it on DEVICE, const keeps a fixed part there",
+        help="where model data stays: auto plans from the first step, cpu keeps it on HOST, cuda keeps "
+        "all of it on DEVICE, const keeps a fixed part on DEVICE",
     )
     add_option(
         group,
         "--activations",
         kind=kind,
         choices=ACTIVATIONS,
-        help="what forward saves for backward: keep it where it is, offload to the tiers below what would "
-        "not stay on DEVICE, or plan what is kept, offloaded or computed again, block by block",
+        help="tensors that forward saves for backward: keep them where they are, offload those that do "
+        "not fit on DEVICE to lower tiers, or plan for each block whether to keep, offload or "
+        "recompute them",
     )
 
 
@@ -275,32 +282,33 @@ def _add_run_options(group: argparse._ArgumentGroup) -> None:
         group,
         "--checkpoint",
         metavar="DIR",
-        help="directory of the run: checkpoint, metrics, summary and picture; default: nothing is kept",
+        help="directory of the run: checkpoint, metrics, summary and plot; default: nothing is saved",
     )
     add_option(
         group,
         "--checkpoint-every",
         type=int,
         metavar="N",
-        help="also save after every N steps; 0: at the end and on Ctrl-C only",
+        help="also save after every N steps; 0: only at the end and on Ctrl-C",
     )
     add_resume_option(group, TrainConfig, "--checkpoint")
     add_option(
         group,
         "--overwrite",
         action="store_true",
-        help="start over in a --checkpoint directory that holds a run",
+        help="discard the run in --checkpoint and start over",
     )
     add_report_option(group)
     add_option(
         group,
         "--verify",
         action="store_true",
-        help="afterwards run the same seed unmanaged (which takes the memory of all model data, and the "
-        "time again or more, on the same device) and say whether every loss and weight is identical",
+        help="afterwards train again from the same seed without the runtime and report whether all losses "
+        "and weights are identical; needs memory for all model data on the same device, and at least "
+        "the same time",
     )
     group.add_argument("--json", action="store_true", help="print the summary as JSON on standard output")
-    group.add_argument("--quiet", action="store_true", help="no progress display, only the summary")
+    group.add_argument("--quiet", action="store_true", help="print only the summary, no progress")
 
 
 def add_resume_option(group: argparse._ArgumentGroup, kind: type[Any], directory: str) -> None:
@@ -312,7 +320,8 @@ def add_resume_option(group: argparse._ArgumentGroup, kind: type[Any], directory
         nargs="?",
         const="yes",
         choices=RESUME,
-        help=f"continue the run in {directory}, bit for bit, with its options; auto: if there is one",
+        help=f"continue the run in {directory}, bit for bit, with its options; auto: start one if there "
+        "is none",
     )
 
 
@@ -324,8 +333,8 @@ def add_report_option(group: argparse._ArgumentGroup, kind: type[Any] = TrainCon
         kind=kind,
         action=_JoinedByCommas,
         metavar="NAMES",
-        help=f"also hand losses, learning rate, speed and bytes per tier to {', '.join(TRACKERS)}; several "
-        "with commas between them; none: to none of them (default)",
+        help=f"also report losses, learning rate, speed and bytes per tier to {', '.join(TRACKERS)}; "
+        "separate several by commas; none: report to none (default)",
     )
 
 

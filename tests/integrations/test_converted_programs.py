@@ -189,7 +189,7 @@ def test_every_key_has_one_verdict_and_a_sentence(name: str, runs: Runs) -> None
         assert sorted(said) == sorted(leaves(runs.documents[name])) or not runs.documents[name]
         for key, verdict, text in found.keys:
             assert text, key
-            assert "not known here" not in text, (key, verdict)
+            assert "unknown key" not in text, (key, verdict)
             assert "{" not in text.replace("={...}", ""), (key, text)
 
 

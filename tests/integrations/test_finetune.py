@@ -373,8 +373,8 @@ def test_a_recipe_that_ships_runs_and_says_first_what_to_expect(
     assert main(["finetune", str(RECIPES / "lora.toml"), *paths, *small, "--lora", "4"]) == 0
     shown = capsys.readouterr()
     said = [line for line in shown.err.splitlines() if line.startswith("plan: ")]
-    assert re.match("plan: it fits: .* of model data", said[0])
-    assert re.match(r"plan: model data peaks at DEVICE .* a step, .* tokens/s, bound by", said[1])
+    assert re.match("plan: the run fits: .* of model data", said[0])
+    assert re.match(r"plan: model data peaks at DEVICE .* per step, .* tokens/s, bound by", said[1])
     assert shown.err.index(said[1]) < shown.err.index("step 1/2")
     assert "gemini finetune" in shown.out
     assert LLAMA.from_pretrained(Path(config.output) / "model").dtype == torch.bfloat16
@@ -389,8 +389,8 @@ def test_the_recipe_of_a_quantized_base_runs_and_exports_adapters(
     assert main(["finetune", str(RECIPES / "qlora.toml"), *paths, *small, "--lora", "4"]) == 0
     shown = capsys.readouterr().err
     said = [line for line in shown.splitlines() if line.startswith("plan: ")]
-    assert re.match("plan: it fits: .* of model data", said[0])
-    assert re.match(r"plan: model data peaks at DEVICE .* a step, .* tokens/s, bound by", said[1])
+    assert re.match("plan: the run fits: .* of model data", said[0])
+    assert re.match(r"plan: model data peaks at DEVICE .* per step, .* tokens/s, bound by", said[1])
     assert "on a base in nf4" in shown
     assert (Path(config.output) / "model" / "adapter_model.safetensors").is_file()
 

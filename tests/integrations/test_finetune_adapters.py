@@ -91,7 +91,7 @@ def test_adapters_on_arrays_of_experts_are_exported_merged(config: FineTuneConfi
     task = FineTuneTask(config, Path("unused"), resume=False, scratch=None)
     assert "scaled by 2 (alpha 8), on arrays of experts, too; learning rate" in task.describe()[0]
     (line,) = forecast_lines(config, 24)
-    assert line.startswith("plan: none of adapters on arrays of experts")
+    assert line.startswith("plan: not available for adapters on expert arrays")
     alone = run(config)
     merged = run(config, merge=True, output=str(tmp_path / "merged"))
     assert merged.losses == alone.losses

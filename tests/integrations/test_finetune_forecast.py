@@ -88,8 +88,8 @@ def test_plan_takes_adapters_on_a_quantized_base(
     assert '"fits": true' in capsys.readouterr().out
     for wrong, said in (
         (["--quantize", "nf4"], "add --lora 16"),
-        (["--lora", "4", "--quantize", "nf4", "--tp", "2"], "not planned with --tp: leave it out, or divide"),
-        (["--lora", "4", "--operators"], "adapters are not planned with --operators"),
+        (["--lora", "4", "--quantize", "nf4", "--tp", "2"], "not supported with --tp: leave it out, or use"),
+        (["--lora", "4", "--operators"], "adapters are not supported with --operators"),
     ):
         assert main(["plan", config.model, *wrong, *budgets]) == 2
         assert said in capsys.readouterr().err

@@ -65,4 +65,4 @@ def test_the_forecast_of_a_rank_has_the_sizes_of_one_that_runs(tmp_path: Path) -
         )
         assert dataclasses.replace(forecast.blueprint.context.size, operator_name="") == size
         said = "\n".join(forecast_lines(dataclasses.replace(config, device_bytes=2**22), 24))
-        assert said.startswith("plan: it fits on each of 2 ranks: ")
+        assert said.startswith("plan: the run fits on each of 2 ranks: ")

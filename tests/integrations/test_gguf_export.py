@@ -407,7 +407,7 @@ def test_what_is_missing_or_there_is_said(
         ),
         (
             [str(source), str(tmp_path / "out"), "--type", "q8_0"],
-            "--type q8_0 is one of GGUF; give --format gguf",
+            "--type q8_0 is a type of GGUF; give --format gguf",
         ),
     ):
         assert main(["export", *arguments]) == 2

@@ -203,7 +203,7 @@ def test_a_working_directory_that_is_gone_is_said(
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main.main(arguments) == 2
-    assert "go to another (cd)" in capsys.readouterr().err
+    assert "change to another directory (cd)" in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_this_machine_is_known_by_its_addresses() -> None:
         (["--nproc-per-node", "0", __file__], "--nproc-per-node is '0'"),
         (["--nproc-per-node", "gpu", __file__], "--nproc-per-node gpu"),
         (["--master-port", "70000", __file__], "ports are 1 to 65535"),
-        (["--exclude", "a", __file__], "give those by --hostfile or --host"),
+        (["--exclude", "a", __file__], "give the list by --hostfile or --host"),
         (["--host", "a,b", "--hostfile", "h", __file__], "give one of them"),
         (["--host", "a,b", "--node-rank", "1", __file__], "the part of one machine"),
         (["--nnodes", "2", __file__], "give --master-addr"),
@@ -137,7 +137,7 @@ def test_this_machine_is_known_by_its_addresses() -> None:
         (["--host", "192.0.2.1", "--ssh", "no-such-ssh -v", __file__], "'no-such-ssh', the command to reach"),
         (
             ["--host", "192.0.2.1", "--ssh", "ssh -i 'a b", __file__],
-            "which is no command: No closing quotation",
+            "which is not a command: No closing quotation",
         ),
     ],
 )

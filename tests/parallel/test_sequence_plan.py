@@ -253,14 +253,14 @@ def test_the_command_names_the_layout(
         "over 24 processes: tp 2 x pp 2 x sp 2 (ring) x dp 3",
         "messages",
         "6 data ranks",
-        "more sp",
+        "raise tp, pp or sp",
     ):
         assert text in table
 
 
 def test_the_command_refuses_what_the_plugin_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     for more, message in (
-        (["--sp", "2", "--host-bytes", "1GiB"], "--host-bytes with --tp, --pp, --sp or --dp"),
+        (["--sp", "2", "--host-bytes", "1GiB"], "--host-bytes does not go with --tp, --pp, --sp and --dp"),
         (["--sp", "2", "--tp", "3"], "tp may be 1, 2, 4"),
     ):
         assert main(["plan", MODEL, "--seq", "16", *more]) == 2

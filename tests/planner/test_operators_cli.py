@@ -38,4 +38,4 @@ def test_options_that_it_would_not_follow_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], unused: list[str]
 ) -> None:
     assert run(tmp_path, *unused) != 0
-    assert f"--operators takes no {unused[0]}" in capsys.readouterr().err
+    assert f"--operators does not go with {unused[0]}" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def test_where_no_plan_runs_the_reasons_are_told() -> None:
     def run(_plan: ParallelPlan) -> float:
         raise ConfigError("no such layers")
 
-    with pytest.raises(StateError, match="no plan could be run: one rank: when run: no such layers"):
+    with pytest.raises(StateError, match="all plans failed to run: one rank: when run: no such layers"):
         measured(2, run, ranks=1)
 
 
@@ -170,13 +170,13 @@ def test_what_cannot_be_measured_here_is_refused_before_anything_takes_time(
     for options, words in (
         (
             ["--measure", "2", "--ranks", many, *here],
-            f"--measure runs {many} ranks on this machine, which has",
+            f"--measure needs {many} ranks on this machine, which has",
         ),
         (["--measure", "2", "--machine", str(other)], "describes 'a server'"),
-        (["--measure", "0"], "'0' is no number above 0"),
+        (["--measure", "0"], "'0' is not a number above 0"),
     ):
         with pytest.raises(SystemExit) if "no number" in words else nullcontext():
             assert main(["plan", GPT, *STEP, *options]) == 2
         assert words in " ".join(capsys.readouterr().err.split())
     assert main(["plan", GPT, "--measure", "2", *here]) == 2
-    assert "--measure belongs to a search: add --search" in capsys.readouterr().err
+    assert "--measure belongs to a search; add --search" in capsys.readouterr().err

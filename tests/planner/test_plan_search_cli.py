@@ -41,7 +41,7 @@ def test_the_plan_is_explained_and_kept(
     assert plan.world_size == 4
     assert plan.num_microbatches * plan.microbatch_size * plan.layout.dp == 8
     assert plan.explain().splitlines()[0] in said
-    for words in ("Runners-up", "a step is predicted to take", "combinations were priced"):
+    for words in ("Runners-up", "a step is predicted to take", "combinations were evaluated"):
         assert words in said
 
 
@@ -82,7 +82,7 @@ def test_tiers_below_device_are_found_where_it_is_too_small(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--ranks", "2"], "--ranks belongs to a search: add --search"),
+        (["--ranks", "2"], "--ranks belongs to a search; add --search"),
         (["--pin", "tp=2"], "--pin belongs to a search"),
         (["--search", "--ranks", "2", "--tp", "2"], "write --pin tp=2 instead of --tp"),
         (["--search", "--checkpointing"], "leave out --accumulation and --checkpointing"),

@@ -95,7 +95,7 @@ def test_ranks_that_are_not_measured_are_one_line(
         (["--save-machine", "x.json"], "give a MODEL"),
         (["--measure-ranks", "2", "--tp", "2"], "--tp cut a model: give a MODEL"),
         (["--measure-ranks", "2", "--machine", "x.json"], "leave one out"),
-        (["gpt2", "--measure-ranks", "2", "--tp", "2"], "--measure-ranks with --tp"),
+        (["gpt2", "--measure-ranks", "2", "--tp", "2"], "--measure-ranks does not go with --tp"),
     ],
 )
 def test_what_measuring_cannot_go_with_is_one_line(

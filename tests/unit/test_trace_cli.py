@@ -204,8 +204,8 @@ def test_each_model_of_a_script_gets_its_files(script: str, tmp_path: Path) -> N
     [
         (["--record", "0"], "--record is 0; it must be at least 1"),
         (["--warmup", "-1"], "--warmup is -1"),
-        (["--script"], "--script needs the file to run"),
-        (["--script", "missing.py"], "missing.py: there is no such file"),
+        (["--script"], "--script needs a file to run"),
+        (["--script", "missing.py"], "missing.py: the file does not exist"),
         (["--hidden", "30", "--heads", "4"], "take hidden 32"),
     ],
 )
@@ -225,7 +225,7 @@ def test_a_script_without_a_managed_model_says_what_to_do(
     script = tmp_path / "plain.py"
     script.write_text("print('trained')\n")
     assert main.main(["trace", "--out", str(tmp_path / "out"), "--script", str(script)]) == 0
-    assert "no GeminiDDP in" in capsys.readouterr().err
+    assert "no GeminiDDP started a training step" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -256,7 +256,7 @@ def test_a_directory_that_cannot_be_written_is_refused_before_the_work(
         assert main.main(["trace", *arguments, *work]) == EXIT_ERROR
         said = capsys.readouterr().err
         assert f"cannot write to --out {tmp_path / out}: " in said
-        assert "name a directory that can be written" in said
+        assert "name a directory that you can write to" in said
         assert "recorded" not in said
 
 

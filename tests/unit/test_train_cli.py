@@ -170,7 +170,7 @@ def test_ranks_of_torchrun_are_refused_before_each_trains_the_same(
     monkeypatch.setenv("WORLD_SIZE", "2")
     arguments = ["--layers", "1", "--hidden", "16", "--steps", "1", "--checkpoint", str(tmp_path / "run")]
     assert main(["train", *arguments]) == 2
-    assert "torchrun has started 2; run it without torchrun" in " ".join(capsys.readouterr().err.split())
+    assert "torchrun started 2; run it without torchrun" in " ".join(capsys.readouterr().err.split())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,7 @@ EXIT_CODES = """\
 exit codes:
   0 every target that was measured is met ({tiny}: every case ran)
   1 a target missed or a case failed
-  2 an error, with its reason
+  2 an error
 """
 
 
