@@ -200,7 +200,6 @@ def _run(options: argparse.Namespace, config: FineTuneConfig) -> int:
             f"{COMMAND} needs the package transformers: pip install 'gemini-runtime[hf]' ({error})"
         ) from error
     from gemini.cli.console import Console, print_json
-    from gemini.cli.finetune import forecast_lines
     from gemini.jobs.finetune import job
     from gemini.jobs.run.display import ReadingDisplay, make_display
     from gemini.jobs.run.outcome import summary_table

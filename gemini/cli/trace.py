@@ -137,8 +137,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_script(options: argparse.Namespace, out: _Output) -> int:
-    from gemini.cli.trace import ScriptRecording, run_script
-
     if not options.script:
         raise ConfigError("--script needs a file to run, followed by the file's arguments")
     path, *arguments = options.script
@@ -228,8 +226,6 @@ class _Output:
             paths = {kind: str(path) for kind, path in files.items()}
             print_json({"title": title, **paths, "steps": [step.to_dict() for step in steps]}, indent=None)
             return
-        from gemini.cli.trace import step_table
-
         console = Console()
         console.print(step_table(title, steps))
         wrote = [f"{path} ({_USES[kind]})" for kind, path in files.items()]
