@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gemini.cli.console import Console, print_json
+from gemini.cli.train import size_in_bytes
 from gemini.errors import ConfigError
 from gemini.jobs.finetune.config import INT8, NF4
 from gemini.system.config import format_bytes, parse_bytes
@@ -237,14 +238,17 @@ def _add_search_options(group: argparse._ArgumentGroup) -> None:
 def _add_machine_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--device-bytes",
-        type=_size,
+        type=size_in_bytes,
         metavar="SIZE",
         help="budget of DEVICE (default: the free memory, less a margin)",
     )
-    group.add_argument("--host-bytes", type=_size, metavar="SIZE", help="budget of HOST (default: 0)")
+    group.add_argument("--host-bytes", type=size_in_bytes, metavar="SIZE", help="budget of HOST (default: 0)")
     group.add_argument("--disk-dir", metavar="DIR", help="directory of the DISK tier; its drive is measured")
     group.add_argument(
-        "--disk-bytes", type=_size, metavar="SIZE", help="budget of DISK (default: what the model needs)"
+        "--disk-bytes",
+        type=size_in_bytes,
+        metavar="SIZE",
+        help="budget of DISK (default: what the model needs)",
     )
     group.add_argument(
         "--machine",
@@ -264,7 +268,7 @@ def _add_machine_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--tbw",
-        type=_size,
+        type=size_in_bytes,
         default=parse_bytes(DEFAULT_TBW),
         metavar="SIZE",
         help="bytes that can be written to the drive in its life, from its data sheet (default: "
@@ -473,10 +477,3 @@ def _count(text: str) -> int:
     if len(text.lstrip("0")) > 9 or int(text) > _LARGEST_COUNT:
         raise argparse.ArgumentTypeError(f"{text[:20]} is above the maximum of {_LARGEST_COUNT}")
     return int(text)
-
-
-def _size(text: str) -> int | None:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

@@ -10,9 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gemini.cli.train import options_named, refuse_ranks
-from gemini.errors import ConfigError
-from gemini.system.config import format_bytes, parse_bytes
+from gemini.cli.train import options_named, refuse_ranks, size
+from gemini.system.config import format_bytes
 
 EPILOG = """\
 examples:
@@ -160,11 +159,3 @@ def summary(sampled: Any) -> str:
         f"{format_bytes(sampled.peak_bytes)}{budget}, {format_bytes(sampled.read_bytes)} read; process peak "
         f"{format_bytes(process_bytes)}"
     )
-
-
-def size(text: str) -> int | None:
-    """Parse a size in bytes; "auto" gives None."""
-    try:
-        return None if text == "auto" else parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

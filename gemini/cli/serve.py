@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gemini.cli.sample import size
-from gemini.cli.train import options_named
+from gemini.cli.train import options_named, size
 from gemini.errors import ConfigError
 
 if TYPE_CHECKING:

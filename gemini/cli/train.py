@@ -215,7 +215,7 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         group,
         "--device-bytes",
         kind=kind,
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="budget of DEVICE, where operators compute: model data and activations; default: the free "
         "memory, less a margin",
@@ -224,7 +224,7 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         group,
         "--host-bytes",
         kind=kind,
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="budget of HOST, CPU memory next to the device; default: chosen by the policy (0 if DEVICE "
         "is CPU memory)",
@@ -241,7 +241,7 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         group,
         "--disk-bytes",
         kind=kind,
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="budget of DISK; default: the size of all model data; with --activations offload or plan, "
         "plus half of the free space",
@@ -250,7 +250,7 @@ def add_memory_options(group: argparse._ArgumentGroup, kind: type[Any] = TrainCo
         group,
         "--non-model-bytes",
         kind=kind,
-        type=_size,
+        type=size,
         metavar="SIZE",
         help="DEVICE bytes to keep free for activations and temporaries; default: measured in the first step",
     )
@@ -360,8 +360,14 @@ def add_option(
     group.add_argument(option, default=argparse.SUPPRESS, **settings)
 
 
-def _size(text: str) -> int | None:
+def size(text: str) -> int | None:
+    """Parse the value of an option that is a size in bytes; "auto" gives None."""
+    return None if text == "auto" else size_in_bytes(text)
+
+
+def size_in_bytes(text: str) -> int:
+    """Parse the value of an option that is a size in bytes and has no "auto"."""
     try:
-        return None if text == "auto" else parse_bytes(text)
+        return parse_bytes(text) or 0
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
