@@ -24,7 +24,7 @@ from gemini.runtime.config import GeminiConfig
 from gemini.system.config import format_bytes
 
 
-def _say_nothing(_doing: str) -> None:
+def ignore_progress(_doing: str) -> None:
     """Ignore progress messages."""
 
 
@@ -45,7 +45,7 @@ class Settings:
     clips_norm: bool = True
     sample_seconds: float = 0.0
     disk_is_here: bool = False
-    tell: Callable[[str], None] = _say_nothing
+    tell: Callable[[str], None] = ignore_progress
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from heapq import heapify, heappop, heappush
 from torch import nn
 
 from gemini.errors import ConfigError, OutOfBudgetError
+from gemini.forecast.forecast import ignore_progress
 from gemini.forecast.machine import MachineSpeeds
 from gemini.forecast.meter import OperationCosts, Period
 from gemini.forecast.timing import sample
@@ -39,10 +40,6 @@ from gemini.planner.space import (
 RunOf = Callable[[int], Run]
 
 
-def _say_nothing(_doing: str) -> None:
-    """Ignore progress messages."""
-
-
 @dataclass(frozen=True)
 class Question:
     """The input of a search: ``num_ranks`` ranks train ``batch`` samples per step.
@@ -60,7 +57,7 @@ class Question:
     capacity: StageCapacity
     pins: Pins = field(default=Pins({}))
     sample_seconds: float = 0.0
-    tell: Callable[[str], None] = _say_nothing
+    tell: Callable[[str], None] = ignore_progress
 
 
 @dataclass
