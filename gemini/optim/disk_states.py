@@ -33,7 +33,7 @@ from gemini.chunk.layout import flat
 from gemini.errors import IoError, StateError
 from gemini.offload.async_file import AsyncFile, direct_memory, round_to_block
 from gemini.optim.kernels import ARRAYS, AdamHyper, AdamRow, AdamStep, GradScale, KeptAdamTable, StateFormat
-from gemini.optim.step_rows import Member
+from gemini.optim.step_rows import TENSOR_EXCHANGE, Member
 from gemini.system.threads import usable_processors
 
 NUM_BUFFERS = 8
@@ -478,10 +478,6 @@ class StreamedUpdate:
     source: Source | dict[str, Any]
 
 
-# With it C++ reads a tensor's metadata in one call; torch before 2.10 has none.
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-
-
 def choose_for_disk(
     params: Sequence[torch.Tensor], nbytes: float, state_format: StateFormat
 ) -> dict[torch.Tensor, int]:
@@ -754,7 +750,7 @@ class DiskRows:
             ["step"],
             [member.grad for member in self._members],
             all_states,
-            _EXCHANGE,
+            TENSOR_EXCHANGE,
         )
         self._old = [True] * len(self._old)
         self._sources, self._members = None, []

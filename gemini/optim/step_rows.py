@@ -27,7 +27,7 @@ from gemini.optim.kernels import (
 )
 
 # With it C++ reads a tensor's metadata in one call; torch before 2.10 has none.
-_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+TENSOR_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class StepRows:
         self._kept = (states, [list(state.values()) for state in states], others)
         groups = self._groups.tolist()
         grads = [member.grad for member in members]
-        self._watch = _C.TensorWatch(self.params, groups, states, ["step", *ARRAYS], grads, others, _EXCHANGE)
+        self._watch = _C.TensorWatch(
+            self.params, groups, states, ["step", *ARRAYS], grads, others, TENSOR_EXCHANGE
+        )
 
     def __len__(self) -> int:
         return len(self._table)

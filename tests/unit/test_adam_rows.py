@@ -196,13 +196,13 @@ def test_what_is_replaced_between_steps_is_seen(disturb: Disturbance) -> None:
 def test_what_is_replaced_is_seen_without_torchs_exchange_api(
     disturb: Disturbance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_rows, "_EXCHANGE", None)  # torch before 2.10
+    monkeypatch.setattr(step_rows, "TENSOR_EXCHANGE", None)  # torch before 2.10
     test_what_is_replaced_between_steps_is_seen(disturb)
 
 
-@pytest.mark.parametrize("exchange", [step_rows._EXCHANGE, None], ids=["exchange", "attributes"])
+@pytest.mark.parametrize("exchange", [step_rows.TENSOR_EXCHANGE, None], ids=["exchange", "attributes"])
 def test_undisturbed_steps_keep_their_rows(exchange: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_rows, "_EXCHANGE", exchange)
+    monkeypatch.setattr(step_rows, "TENSOR_EXCHANGE", exchange)
     params = make_params()
     optimizer = CPUAdam(groups_of(params))
     steps(optimizer, params, 0, 1)
