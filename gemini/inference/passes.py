@@ -22,6 +22,9 @@ class PackedModel:
     """A causal language model of transformers that computes packed passes; for PEFT's wrapper, the model
     inside, which has the adapters.
 
+    Attributes:
+        idle_seconds: time without a pass after which the caller calls :meth:`idle`; None: never.
+
     Raises:
         ConfigError: its sequences cannot share a pass.
     """
@@ -40,7 +43,6 @@ class PackedModel:
         self._keeps_logits = "logits_to_keep" in parameters
 
     idle_seconds: float | None = None
-    """After how long without a pass :meth:`idle` is to be called; None: never."""
 
     def idle(self) -> None:
         """Called after ``idle_seconds`` without a pass. Raises RanksLostError."""

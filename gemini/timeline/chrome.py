@@ -35,7 +35,7 @@ def _names(timeline: Timeline) -> Iterator[TraceEvent]:
     for pid, name in groups.items():
         yield _metadata("process_name", pid, 0, {"name": name})
         yield _metadata("process_sort_index", pid, 0, {"sort_index": pid})
-    threads = {_STEPS: "steps", _PHASES: "phases", _OPERATORS: "operators", _UPDATES: "updates put off"}
+    threads = {_STEPS: "steps", _PHASES: "phases", _OPERATORS: "operators", _UPDATES: "deferred updates"}
     threads[_WAITS] = "waits"
     tracks = [(_THREAD, tid, name) for tid, name in threads.items()]
     tracks += [(_LINKS, tid, link) for tid, link in enumerate(LINKS, 1)]
@@ -51,7 +51,7 @@ def _thread_events(timeline: Timeline) -> Iterator[TraceEvent]:
     for phase in timeline.phases:
         yield _span(phase.name, "phase", _THREAD, _PHASES, phase.begin_s, phase.end_s)
     for op in timeline.operators:
-        args = {"phase": op.phase, "moment": op.moment, "put off": op.late}
+        args = {"phase": op.phase, "moment": op.moment, "deferred": op.late}
         args["asked ms before"] = (op.begin_s - op.asked_s) * 1e3
         yield _span(op.label, op.phase, _THREAD, _OPERATORS, op.begin_s, op.end_s, args)
     for update in timeline.updates:

@@ -35,7 +35,7 @@
       i => `${words(phases.name[i])}\n${time(phases.end[i] - phases.begin[i])}`));
     const pale = spans("", 34, computing.begin, computing.end, i => words(computing.phase[i]), () => "", () => "");
     tracks.push(spans("computing", 34, ops.begin, ops.end, i => words(ops.phase[i]), i => words(ops.label[i]), i => [
-      words(ops.label[i]), `${words(ops.phase[i])}${ops.late[i] ? ", put off by the step before" : ""}`,
+      words(ops.label[i]), `${words(ops.phase[i])}${ops.late[i] ? ", deferred by the previous step" : ""}`,
       `${time(ops.end[i] - ops.begin[i])} with its operands pinned`,
       `asked for ${time(ops.begin[i] - ops.asked[i])} before`,
       ops.moment[i] < 0 ? "outside the step's order" : `moment ${ops.moment[i]}`].join("\n")));
