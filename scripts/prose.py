@@ -2,14 +2,17 @@
 
 Two lists: proselint's (cliches, archaisms, redundancies, repeated words), and INSTEAD, because proselint
 takes no words of ours: phrases that this project once wrote again and again. Code is left out: fenced and
-indented blocks, and what stands in backticks. Prints ``file:line: phrase: what to write``; the exit code is
-1 after a hit.
+indented blocks, and text in backticks. Of a Python file only docstrings and comments are read.
+Prints ``file:line: phrase: what to write``; the exit code is 1 after a hit.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -67,6 +70,22 @@ def prose_of(text: str) -> str:
     return "\n".join(lines)
 
 
+def python_prose(source: str) -> str:
+    """Return the docstrings and comments of a Python file, without indent, each on its own lines; all other
+    lines are code."""
+    lines = ["`code`"] * len(source.splitlines())  # a word, so that a repeated word is one of neighbours
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, documented) and ast.get_docstring(node) is not None:
+            text = node.body[0].value  # type: ignore[attr-defined]
+            for number, line in enumerate(text.value.splitlines(), start=text.lineno - 1):
+                lines[number] = line.strip()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = token.string.lstrip("#: ")
+    return "\n".join(lines)
+
+
 def hits(text: str) -> Iterator[tuple[int, str]]:
     """Return each hit in a page: its line and a description."""
     prose = prose_of(text)
@@ -88,7 +107,8 @@ def main(paths: list[str]) -> int:
     """Print the hits of all pages; return the exit code."""
     num_hits = 0
     for path in paths:
-        for line, wrong in hits(Path(path).read_text()):
+        text = Path(path).read_text()
+        for line, wrong in hits(python_prose(text) if path.endswith(".py") else text):
             print(f"{path}:{line}: {wrong}")
             num_hits += 1
     return 1 if num_hits else 0

@@ -63,3 +63,15 @@ def test_a_hit_ends_with_code_1_and_names_its_line(
     assert NAMES["main"]([str(bad), str(good)]) == 1
     assert capsys.readouterr().out == f"{bad}:2: 'anew': write 'again'\n"
     assert NAMES["main"]([str(good)]) == 0
+
+
+def test_of_a_python_file_docstrings_and_comments_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        'import torch\nimport torch\n\n\ndef build():\n    """Build it anew."""\n'
+        '    said = "for ever"\n    return said  # in silence\n'
+    )
+    assert NAMES["main"]([str(module)]) == 1
+    assert [line.split(":")[1] for line in capsys.readouterr().out.splitlines()] == ["6", "8"]
